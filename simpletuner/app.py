@@ -1,0 +1,60 @@
+"""The Typer app, and the one wall where errors become sentences and exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from simpletuner import __version__
+from simpletuner.commands.options import forgiving, with_settings
+from simpletuner.commands.train import train
+from simpletuner.errors import ExitCode, SimpleTunerError
+from simpletuner.report import Report
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and leave."""
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def build_app() -> typer.Typer:
+    """Return the command line: one short file per subcommand in `commands/`."""
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+    @app.callback(help="Fine-tune whole diffusion models on many GPUs and machines.")
+    def root(
+        version: bool = typer.Option(False, "--version", callback=show_version, is_eager=True, help="Print the version."),
+    ) -> None: ...
+
+    app.command("train")(with_settings(train))
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; what the settings or the machine refuse ends in one sentence and an exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    try:
+        build_app()(forgiving(given), prog_name="simpletuner")
+    except SimpleTunerError as error:
+        Report().error(error)
+        if debug:
+            raise
+        raise SystemExit(int(error.exit_code)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(int(ExitCode.INTERRUPTED)) from None
+    except Exception as error:
+        if debug:
+            raise
+        bug = SimpleTunerError(f"{type(error).__name__}: {error}", "this is a bug in simpletuner; `--debug` shows where")
+        Report().error(bug)
+        raise SystemExit(int(ExitCode.BUG)) from None
+
+
+def train_main() -> None:
+    """Run `simpletuner-train`, which is `simpletuner train`."""
+    main(["train", *sys.argv[1:]])

@@ -1,0 +1,72 @@
+"""Make what is missing in a cache, on all ranks at once: ranks take chunks from one queue, each writes its own shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletuner.caches.keys import Parts
+from simpletuner.caches.shards import ShardReader, ShardWriter
+
+if TYPE_CHECKING:
+    from simpletuner.parallel.world import World
+    from simpletuner.report import Report
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A record to have: its name, what it depends on, and the group within which records are made together."""
+
+    name: str
+    parts: Parts
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cache to fill: its title, folder, chunk size, and `make`, which writes the records of one chunk."""
+
+    title: str
+    folder: Path
+    chunk: int
+    make: Callable[[ShardWriter, Sequence[Wanted]], None]
+
+
+def chunks_of(wanted: Iterable[Wanted], size: int) -> Iterator[list[Wanted]]:
+    """Yield lists of at most `size` records of one group each."""
+    groups: dict[str, list[Wanted]] = {}
+    for item in wanted:
+        groups.setdefault(item.group, []).append(item)
+    for items in groups.values():
+        for start in range(0, len(items), size):
+            yield items[start : start + size]
+
+
+def fill(job: Job, wanted: Sequence[Wanted], world: World, report: Report, stop: Callable[[], None]) -> ShardReader:
+    """Make the missing records and return a reader that has them all; `stop` raises when the run is to end."""
+    reader = ShardReader(job.folder)
+    absent = [item for item in wanted if reader.find(item.name, item.parts) is None]
+    if not absent:
+        return reader
+    explain(job, reader, absent, len(wanted), report)
+    chunks = list(chunks_of(absent, job.chunk))
+    world.meet(f"{job.folder}/read", stop)  # the queue is the same on all ranks only if none writes before all have read
+    with report.progress(job.title, len(absent)) as progress, ShardWriter(job.folder, world.rank) as writer:
+        while (ticket := world.claim(str(job.folder))) < len(chunks):
+            stop()
+            job.make(writer, chunks[ticket])
+            progress.update(world.done(str(job.folder), len(chunks[ticket])))
+        world.wait_for(str(job.folder), len(absent), stop, progress.update)
+    return ShardReader(job.folder)
+
+
+def explain(job: Job, reader: ShardReader, absent: Sequence[Wanted], total: int, report: Report) -> None:
+    """Say how much is made, and which parts changed where older records were found."""
+    changed: dict[str, int] = {}
+    for item in absent:
+        for part in reader.why_missing(item.name, item.parts):
+            changed[part] = changed.get(part, 0) + 1
+    why = ", ".join(f"{part} changed for {count}" for part, count in changed.items())
+    report.say(f"{job.title}: making {len(absent)} of {total}{' (' + why + ')' if why else ''}")

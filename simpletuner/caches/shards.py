@@ -1,0 +1,152 @@
+"""A store of tensor records in append-only shard files: one writer per rank, no locks, random reads by mmap.
+
+A shard is a row of safetensors records. Beside it lies its index, one JSON line per record, written after the record:
+a writer killed at any moment leaves at most a record that no line names. A new writer opens new shards and never
+touches old ones.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+
+from simpletuner.caches.keys import Parts, differing, short_hash
+from simpletuner.errors import EnvironmentFault
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_BYTES = 1 << 30
+SHARD_SUFFIX, INDEX_SUFFIX = ".shard", ".index.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record lies, and what it was made from; `broken` says why a record could not be made."""
+
+    shard: Path
+    offset: int
+    length: int
+    parts: Parts
+    broken: str = ""
+
+
+class ShardWriter:
+    """Append records; one writer per rank, each with shards of its own."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.shard: Any = None
+        self.index: Any = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def write(self, name: str, parts: Parts, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Append one record. Raises EnvironmentFault when the disk is full."""
+        self._append(name, parts, safetensors.torch.save({key: t.contiguous() for key, t in tensors.items()}))
+
+    def write_broken(self, name: str, parts: Parts, reason: str) -> None:
+        """Remember that a record cannot be made from these parts, so that it is not tried at every start."""
+        self._append(name, parts, b"", reason)
+
+    def _append(self, name: str, parts: Parts, blob: bytes, broken: str = "") -> None:
+        try:
+            if self.shard is None or self.shard.tell() + len(blob) > SHARD_BYTES:
+                self._open_next()
+            offset = self.shard.tell()
+            self.shard.write(blob)
+            self.shard.flush()
+            line = {"name": name, "offset": offset, "length": len(blob), "parts": parts}
+            self.index.write(json.dumps(line | ({"broken": broken} if broken else {})).encode() + b"\n")
+            self.index.flush()
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot write to the cache {self.folder}: {error.strerror}",
+                "make room or set cache_dir_vae and cache_dir_text elsewhere, then run the same command again: it continues",
+            ) from None
+
+    def _open_next(self) -> None:
+        self.close()
+        number = 0
+        while True:
+            path = self.folder / f"rank{self.rank:03d}-{number:05d}{SHARD_SUFFIX}"
+            try:
+                self.shard = path.open("xb")
+                break
+            except FileExistsError:
+                number += 1
+        self.index = path.with_suffix("").with_suffix(INDEX_SUFFIX).open("wb")
+
+    def close(self) -> None:
+        """Bring what was written to the disk."""
+        for file in (self.shard, self.index):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+        self.shard = self.index = None
+
+
+class ShardReader:
+    """Find and read records by name and parts; a snapshot of what was in the folder when it was opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.places: dict[tuple[str, str], Place] = {}
+        self.latest: dict[str, Parts] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
+            self._read_index(index)
+
+    def _read_index(self, index: Path) -> None:
+        shard = index.with_name(index.name.removesuffix(INDEX_SUFFIX) + SHARD_SUFFIX)
+        size = shard.stat().st_size if shard.exists() else 0
+        for line in index.read_bytes().split(b"\n")[:-1]:  # what follows the last newline is a torn line
+            try:
+                entry = json.loads(line)
+                place = Place(shard, entry["offset"], entry["length"], entry["parts"], entry.get("broken", ""))
+            except (ValueError, KeyError):
+                continue
+            if place.offset + place.length <= size:
+                self.places[entry["name"], short_hash(place.parts)] = place
+                self.latest[entry["name"]] = place.parts
+
+    def find(self, name: str, parts: Parts) -> Place | None:
+        """Return where a record made from exactly these parts lies, or None."""
+        return self.places.get((name, short_hash(parts)))
+
+    def why_missing(self, name: str, parts: Parts) -> list[str]:
+        """Return which parts changed since the record of this name was made; empty if there never was one."""
+        return differing(self.latest[name], parts) if name in self.latest else []
+
+    def read(self, place: Place) -> dict[str, torch.Tensor]:
+        """Return a record's tensors. Raises EnvironmentFault when the shard is damaged."""
+        blob = self._map(place.shard)[place.offset : place.offset + place.length]
+        try:
+            return safetensors.torch.load(blob)
+        except SafetensorError as error:
+            raise EnvironmentFault(
+                f"the cache file {place.shard} is damaged at byte {place.offset}: {error}",
+                f"delete {place.shard} and run the same command again: its records are made anew",
+            ) from None
+
+    def _map(self, shard: Path) -> mmap.mmap:
+        if shard not in self._maps:
+            with shard.open("rb") as file:
+                self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps[shard]
+

@@ -1,0 +1,49 @@
+"""The cache of text embeddings: each caption encoded once, by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from simpletuner.caches.filling import Job, Wanted, fill
+from simpletuner.caches.keys import folder_fingerprint, short_hash, text_parts
+from simpletuner.caches.shards import ShardReader, ShardWriter
+from simpletuner.models.components import text_folders
+from simpletuner.models.family import Conditioning, Family, TextEncoder
+from simpletuner.parallel.world import World
+from simpletuner.report import Report
+
+
+class TextCache:
+    """The embeddings of some captions, in one folder."""
+
+    def __init__(self, folder: Path, captions: Iterable[str], family: Family, world: World, dtype: torch.dtype) -> None:
+        self.folder, self.family, self.world, self.dtype = folder, family, world, dtype
+        self.parts = text_parts(folder_fingerprint(text_folders(family.folder)), str(dtype), family.max_length)
+        self.captions = {short_hash(caption): caption for caption in sorted(set(captions))}
+        self.reader: ShardReader | None = None
+
+    def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> None:
+        """Encode what is missing."""
+        wanted = [Wanted(name, self.parts) for name in self.captions]
+        self.reader = fill(Job("text", self.folder, chunk, self._make), wanted, self.world, report, stop)
+        self.__dict__.pop("_encoder", None)  # its memory is wanted for training
+
+    def read(self, caption: str) -> Conditioning:
+        """Return a caption's embedding; no batch axis."""
+        assert self.reader is not None
+        place = self.reader.find(short_hash(caption), self.parts)
+        assert place is not None, f"{caption!r} is not in {self.folder} after filling it"
+        return self.reader.read(place)
+
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        return self.family.text_encoder(self.world.device, self.dtype)
+
+    def _make(self, writer: ShardWriter, chunk: Sequence[Wanted]) -> None:
+        encoded = self._encoder.encode([self.captions[item.name] for item in chunk])
+        for number, item in enumerate(chunk):
+            writer.write(item.name, item.parts, {key: value[number] for key, value in encoded.items()})

@@ -1,0 +1,48 @@
+"""Write a complete diffusers pipeline with trained weights: the base pipeline with its denoiser exchanged."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from simpletuner.checkpoints.layout import unfinished
+from simpletuner.checkpoints.saving import WEIGHTS_STEM, prepare, replace_folder, together
+from simpletuner.checkpoints.tensors import NamedTensors, write_full, write_json
+from simpletuner.models.components import PICKLE_SUFFIXES
+from simpletuner.parallel.world import World
+
+LEFT_OUT = (*PICKLE_SUFFIXES, ".msgpack", ".onnx", ".onnx_data", ".xml")
+
+
+def export_pipeline(
+    base: Path,
+    target: Path,
+    denoiser: str,
+    config: dict[str, Any],
+    weights: NamedTensors,
+    world: World,
+    notes: Mapping[str, Any],
+) -> None:
+    """Write the pipeline to `target`. All ranks take part in the weights; the first copies the rest.
+
+    `notes` are small JSON files to leave in it, by name.
+    """
+    hidden = unfinished(target)
+    together(world, hidden, lambda: prepare(hidden, world))
+    together(world, hidden, write_full(hidden / denoiser, weights, world, WEIGHTS_STEM))
+    if world.is_first:
+        write_json(hidden / denoiser / "config.json", config)
+        copy_other_components(base, hidden, denoiser)
+        for name, note in notes.items():
+            write_json(hidden / name, note)
+        replace_folder(hidden, target)
+
+
+def copy_other_components(base: Path, target: Path, denoiser: str) -> None:
+    """Copy model_index.json and every component folder that it names, but the denoiser and any pickle."""
+    names = [path.name for path in base.iterdir() if path.is_dir() and path.name != denoiser and not path.name.startswith(".")]
+    for name in names:
+        shutil.copytree(base / name, target / name, ignore=shutil.ignore_patterns(*(f"*{suffix}" for suffix in LEFT_OUT)))
+    shutil.copyfile(base / "model_index.json", target / "model_index.json")

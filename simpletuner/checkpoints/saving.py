@@ -1,0 +1,97 @@
+"""Save a run's state on all ranks together, and read it back on any number of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.checkpoints.layout import STATE, folder_of_step, prune, sizes, unfinished
+from simpletuner.checkpoints.tensors import (
+    FILE_FAULTS,
+    NamedTensors,
+    flush_to_disk,
+    reason,
+    write_full,
+    write_json,
+    write_sharded,
+)
+from simpletuner.errors import EnvironmentFault
+from simpletuner.parallel.world import World
+
+WEIGHTS_STEM = "diffusion_pytorch_model"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one checkpoint holds: groups of named tensors, and everything else; `config` is the denoiser's."""
+
+    step: int
+    groups: Mapping[str, NamedTensors]
+    state: dict[str, Any]
+    config: dict[str, Any]
+
+
+def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) -> Path:
+    """Write a checkpoint beside, rename it when complete, keep the newest `keep`. All ranks take part.
+
+    Raises EnvironmentFault on all ranks when any of them cannot write; older checkpoints stay as they are.
+    """
+    folder = folder_of_step(root, snapshot.step)
+    hidden = unfinished(folder)
+    together(world, hidden, lambda: prepare(hidden, world))
+    for group, tensors in snapshot.groups.items():
+        if full:
+            together(world, hidden, write_full(hidden / group, tensors, world, WEIGHTS_STEM))
+        else:
+            together(world, hidden, lambda group=group, tensors=tensors: write_sharded(hidden / group, tensors))
+    together(world, hidden, lambda: complete(hidden, folder, snapshot, world))
+    if world.is_first:
+        prune(root, keep)
+    return folder
+
+
+def together(world: World, hidden: Path, action: Callable[[], None]) -> None:
+    """Do something on every rank; if it fails on any, remove the unfinished folder and raise the same fault on all."""
+    problem = ""
+    try:
+        action()
+    except FILE_FAULTS as error:
+        problem = reason(error)
+    problems = sorted({text for text in world.gather_texts(problem) if text})
+    if problems:
+        if world.is_first:
+            shutil.rmtree(hidden, ignore_errors=True)
+        raise EnvironmentFault(
+            f"cannot save to {hidden.parent}: {'; '.join(problems)}",
+            "make room and run the same command again: it resumes from the newest complete checkpoint",
+        )
+
+
+def prepare(hidden: Path, world: World) -> None:
+    """Make an empty folder to write into."""
+    if world.is_first:
+        shutil.rmtree(hidden, ignore_errors=True)
+        hidden.mkdir(parents=True)
+
+
+def complete(hidden: Path, folder: Path, snapshot: Snapshot, world: World) -> None:
+    """Write the state with every file's size, and give the folder its name."""
+    if not world.is_first:
+        return
+    write_json(hidden / "model" / "config.json", snapshot.config)
+    write_json(hidden / STATE, {"step": snapshot.step, **snapshot.state, "files": sizes(hidden)})
+    replace_folder(hidden, folder)
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Rename `new` to `folder`; what was there before is removed only after the new one is in place."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    flush_to_disk(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)

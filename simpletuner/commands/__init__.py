@@ -1,0 +1,1 @@
+"""One short file per subcommand; heavy imports stay inside the functions."""

@@ -1,0 +1,101 @@
+"""The bridge from knobs to flags: a command's signature is made from the settings, never written twice."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from simpletuner.settings.loading import canonical_name, knobs
+from simpletuner.settings.sections import SECTION_OF, SECTIONS
+from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, folded
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(flags, config, **own)` one flag per knob; only flags that were typed reach `flags`."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "config")]
+
+    def run(config: Path | None = None, **given: Any) -> None:
+        extra = {parameter.name: given.pop(parameter.name) for parameter in own}
+        command(flags={name: value for name, value in given.items() if value not in (None, [])}, config=config, **extra)
+
+    parameters = [config_parameter(), *own, *(parameter_of(name) for name in knobs())]
+    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run
+
+
+def config_parameter() -> inspect.Parameter:
+    """Return the `--config` option."""
+    option = typer.Option(None, "--config", help="Config file (JSON, TOML or YAML); else config/config.json, .toml, .yaml.")
+    return keyword("config", option, Path | None)
+
+
+def parameter_of(name: str) -> inspect.Parameter:
+    """Return the option of a knob: text that the settings layer validates, as it does for files."""
+    field = knobs()[name]
+    unit = (field.json_schema_extra or {}).get("unit", "")  # pyright: ignore[reportAttributeAccessIssue]
+    is_list = get_origin(field.annotation) is list
+    option = typer.Option(
+        None,
+        f"--{name}",
+        help=f"{field.description}{f' [{unit}]' if unit else ''}{default_of(field)}",
+        metavar=metavar(field.annotation),
+        show_default=False,
+        rich_help_panel=SECTIONS[SECTION_OF[name]].__doc__,
+    )
+    return keyword(name, option, list[str] | None if is_list else str | None)
+
+
+def keyword(name: str, option: Any, annotation: Any) -> inspect.Parameter:
+    """Return a keyword-only parameter."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+def default_of(field: FieldInfo) -> str:
+    """Return the default as help shows it; nothing where there is none."""
+    value = str(field.default).lower() if isinstance(field.default, bool) else field.default
+    return "" if value in (None, "", []) else f" [default: {value}]"
+
+
+def metavar(annotation: Any) -> str:
+    """Return what help shows for a type: its choices, or its name."""
+    if choices := choices_of(annotation):
+        return "|".join(map(str, choices))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return metavar(next(argument for argument in get_args(annotation) if argument is not type(None)))
+    if get_origin(annotation) is list:
+        return "TEXT"
+    return {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}[annotation]
+
+
+def as_arguments(flags: Mapping[str, Any], config: Path | None) -> list[str]:
+    """Return the command line that gives these flags again."""
+    pairs = [(name, value) for name, given in flags.items() for value in (given if isinstance(given, list) else [given])]
+    return [f"--config={config}"] * (config is not None) + [f"--{name}={value}" for name, value in pairs]
+
+
+def forgiving(arguments: Sequence[str]) -> list[str]:
+    """Return command-line arguments with known flags in canonical spelling and bare boolean flags set to true."""
+    return [part for index in range(len(arguments)) for part in spelled(arguments, index)]
+
+
+def spelled(arguments: Sequence[str], index: int) -> list[str]:
+    """Return one argument as Typer is to see it."""
+    argument = arguments[index]
+    if not argument.startswith("--"):
+        return [argument]
+    key, equals, value = argument.partition("=")
+    name = canonical_name(key)
+    if name is None:
+        return [argument]
+    if equals or knobs()[name].annotation is not bool:
+        return [f"--{name}{equals}{value}"]
+    following = folded(arguments[index + 1]) if index + 1 < len(arguments) else ""
+    return [f"--{name}"] if following in WORDS_FOR_TRUE + WORDS_FOR_FALSE else [f"--{name}=true"]

@@ -1,0 +1,1 @@
+"""Where pictures come from, captions, aspect buckets, the global order, loading."""

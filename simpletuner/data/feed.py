@@ -1,0 +1,116 @@
+"""Turn the global order into batches for one rank, some steps ahead, in threads of their own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from simpletuner.data.discovery import Sample
+from simpletuner.data.draws import draw
+from simpletuner.data.order import GlobalBatch, Order, Position, rank_slices
+
+Conditioning = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward pass of one rank. Latents and noise are BCHW float32; `u` is B, uniform in [0, 1)."""
+
+    latents: Tensor
+    noise: Tensor
+    u: Tensor
+    conditioning: Conditioning
+    ids: tuple[str, ...]
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device, copied without waiting where the device is another one."""
+        if device.type == "cpu":
+            return self
+
+        def move(tensor: Tensor) -> Tensor:
+            """Copy through pinned memory."""
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        conditioning = {name: move(value) for name, value in self.conditioning.items()}
+        return Batch(move(self.latents), move(self.noise), move(self.u), conditioning, self.ids)
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One optimizer step of one rank: its forward passes, and the position in the data after it."""
+
+    passes: list[Batch]
+    after: Position
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a sample's tensors come from: by sample its latents and picture conditioning, by caption its embedding."""
+
+    samples: Sequence[Sample]
+    latents: Callable[[Sample], Tensor]
+    picture: Callable[[Sample], Conditioning]
+    text: Callable[[str], Conditioning]
+    no_caption: Conditioning
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of each global batch is this rank's, and what decides its randomness."""
+
+    rank: int
+    world_size: int
+    accumulation: int
+    seed: int
+    caption_dropout: float
+
+
+def feed(
+    source: Source, order: Order, position: Position, step: int, share: Share, ahead: int
+) -> Iterator[StepBatches]:
+    """Yield the steps after `step`, each made while earlier ones train; `ahead` steps are in memory."""
+    steps = enumerate(order.batches(position), start=step)
+    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="feed") as pool:
+        waiting: deque[Future[StepBatches]] = deque()
+        try:
+            while True:
+                while len(waiting) <= ahead:
+                    number, (batch, after) = next(steps)
+                    waiting.append(pool.submit(prepare, source, batch, after, number, share))
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def prepare(source: Source, batch: GlobalBatch, after: Position, step: int, share: Share) -> StepBatches:
+    """Read and draw one rank's part of a global batch; `step` counts optimizer steps before this one."""
+    slices = rank_slices(batch, share.rank, share.world_size, share.accumulation)
+    return StepBatches([assemble(source, batch, places, step, share) for places in slices], after)
+
+
+def assemble(source: Source, batch: GlobalBatch, places: Sequence[int], step: int, share: Share) -> Batch:
+    """Stack the samples at these places of the global batch."""
+    latents, noise, times, conditionings, ids = [], [], [], [], []
+    for place in places:
+        sample = source.samples[batch.samples[place]]
+        clean = source.latents(sample)
+        drawn = draw(share.seed, sample.id, step, batch.occurrences[place], tuple(clean.shape))
+        caption = sample.captions[int(drawn.caption * len(sample.captions))]
+        text = source.no_caption if drawn.dropout < share.caption_dropout else source.text(caption)
+        latents.append(clean)
+        noise.append(torch.from_numpy(drawn.noise))
+        times.append(drawn.time)
+        conditionings.append({**text, **source.picture(sample)})
+        ids.append(sample.id)
+    return Batch(torch.stack(latents), torch.stack(noise), torch.tensor(times), stacked(conditionings), tuple(ids))
+
+
+def stacked(conditionings: Sequence[Mapping[str, Tensor]]) -> Conditioning:
+    """Stack each kind of conditioning along a new batch axis."""
+    return {name: torch.stack([each[name] for each in conditionings]) for name in conditionings[0]}

@@ -1,0 +1,1 @@
+"""What happens around training, without torch: starting ranks, checks, maintenance."""

@@ -1,0 +1,1 @@
+"""One rank's view of the others, and the engines that train a model on all of them."""

@@ -1,0 +1,100 @@
+"""Fully sharded data-parallel: parameters, gradients and optimizer state as DTensors, one unit per block."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from simpletuner.errors import SettingsError
+from simpletuner.parallel.engine import TorchEngine
+from simpletuner.parallel.world import World
+from simpletuner.settings.loading import nearest
+from simpletuner.settings.sections import Parallel
+
+
+def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: torch.dtype, world: World) -> None:
+    """Turn a model's parameters into DTensors over all ranks: each unit, then what is left as the root."""
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
+    # Inputs are not cast here: rotary tables, timesteps and SDXL's time ids must stay float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for unit in [*units_of(model, blocks, parallel), model]:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.fsdp_reshard_after_forward)
+
+
+def units_of(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel) -> list[nn.Module]:
+    """Return the modules that are gathered and freed as one, innermost first, as the wrap policy says."""
+    policy = parallel.fsdp_auto_wrap_policy
+    if policy == "NO_WRAP":
+        return []
+    if policy == "SIZE_BASED_WRAP":
+        return units_by_size(model, parallel.fsdp_min_num_params)
+    if policy == "TRANSFORMER_BASED_WRAP":
+        asked = [name.strip() for name in parallel.fsdp_transformer_layer_cls_to_wrap.split(",") if name.strip()]
+        return units_by_class(model, tuple(asked) or blocks)
+    return list(imported(policy)(model))
+
+
+def units_by_class(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """Return all modules of these classes. Raises SettingsError for a class that the model does not have."""
+    classes = {type(module).__name__ for module in model.modules()}
+    for name in names:
+        if name not in classes:
+            raise SettingsError(
+                f"fsdp_transformer_layer_cls_to_wrap: {type(model).__name__} has no `{name}`{nearest(name, classes)}",
+                f"its blocks are: {', '.join(sorted(c for c in classes if c.endswith('Block') or 'Block' in c))}",
+            )
+    return [module for module in reversed(list(model.modules())) if type(module).__name__ in names]
+
+
+def units_by_size(model: nn.Module, min_parameters: int) -> list[nn.Module]:
+    """Return the smallest modules that hold at least so many parameters outside the units within them."""
+    units: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """Collect units below a module and return its parameters outside them."""
+        free = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
+        if free < min_parameters or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return free
+        units.append(module)
+        return 0
+
+    visit(model)
+    return units
+
+
+def imported(path: str):  # noqa: ANN201 - the user's own callable: (model) -> modules
+    """Return the callable at a dotted path. Raises SettingsError when it is not there."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise SettingsError(f"fsdp_auto_wrap_policy = {path}: {error}", "it must be importable, as (model) -> modules") from None
+
+
+def sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> TorchEngine:
+    """Return the engine of a sharded model: weights are gathered block by block, in the compute dtype."""
+    assert isinstance(model, FSDPModule)
+
+    @contextmanager
+    def reduce_on(last: bool) -> Iterator[None]:
+        """Keep whole gradients on this rank until the last micro-batch, then reduce and shard them."""
+        model.set_requires_gradient_sync(last)
+        yield
+
+    @contextmanager
+    def then_reshard() -> Iterator[None]:
+        """Free every gathered weight afterwards: without a backward pass nothing else would."""
+        yield
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    return TorchEngine(model, model, optimizer, reduce_on, then_reshard)

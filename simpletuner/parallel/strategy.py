@@ -1,0 +1,105 @@
+"""What the loop asks of an engine, and the one place that chooses and wraps.
+
+Six questions, because these are all that differ between one rank, data-parallel, FSDP2 and ZeRO: what to call, when to
+reduce gradients, how to go backward, how to update, and what the named state is. Checkpoints, EMA and validation are
+built on the named state and on `module`, so they work with every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.parallel.fsdp2 import shard, sharded
+from simpletuner.parallel.moments import Moments
+from simpletuner.parallel.replicated import replicated
+from simpletuner.parallel.world import World
+from simpletuner.settings.sections import Settings
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Strategy(Protocol):
+    """One engine around one denoiser and its optimizer."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What a training step calls."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The denoiser itself, with its own parameter names; drawing calls it, on all ranks together."""
+        ...
+
+    @property
+    def forward_pass(self) -> Callable[[bool], AbstractContextManager[None]]:
+        """What surrounds forward and backward of one micro-batch; gradients are reduced over the ranks if it is the last."""
+        ...
+
+    @property
+    def drawing(self) -> Callable[[], AbstractContextManager[None]]:
+        """What surrounds calls of `module` outside training."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of one micro-batch."""
+        ...
+
+    def update(self, learning_rate: float, max_grad_norm: float) -> Tensor:
+        """Clip (0: do not), step, clear the gradients; return the global gradient norm before clipping."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the float32 masters by parameter name, sharded or whole; writing into them changes the model."""
+        ...
+
+    def moments(self) -> Moments:
+        """Return the optimizer's state by moment and parameter name."""
+        ...
+
+    def restore(self, moments: Moments) -> None:
+        """Put back what `moments` returned, in this run or another."""
+        ...
+
+
+def compute_dtype(settings: Settings) -> torch.dtype:
+    """Return the dtype of activations."""
+    return torch.bfloat16 if settings.training.mixed_precision == "bf16" else torch.float32
+
+
+def build_strategy(
+    model: nn.Module,
+    blocks: tuple[str, ...],
+    settings: Settings,
+    world: World,
+    load_weights: Callable[[dict[str, Tensor]], None],
+    make_optimizer: MakeOptimizer,
+) -> Strategy:
+    """Wrap a denoiser that is on the meta device, give it memory and weights, and return its engine.
+
+    The order is fixed: activation checkpointing, sharding, memory, weights, engine. Sharding comes before memory, so
+    that no rank ever holds more than its share; weights come before the engine, which may copy them.
+    """
+    dtype, parallel = compute_dtype(settings), settings.parallel
+    model.train()
+    if settings.training.gradient_checkpointing:
+        model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
+    if parallel.fsdp_enable:
+        shard(model, blocks, parallel, dtype, world)
+    give_memory(model, world.device)
+    load_weights(model.state_dict())
+    optimizer = make_optimizer(model.parameters())
+    return sharded(model, optimizer) if parallel.fsdp_enable else replicated(model, optimizer, world, dtype)
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Allocate float32 parameters (of this rank's shards only) on the device, and keep the buffers' values."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])

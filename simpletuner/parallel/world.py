@@ -1,0 +1,116 @@
+"""Which rank this is, on which device, and how it meets the others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from simpletuner.errors import EnvironmentFault
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+STALL_SECONDS = 1800
+"""How long a waiting rank sees no progress of the others before it gives up."""
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a run, seen from one of them; `store` holds small keys that need no collective."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    store: dist.Store
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank speaks for all."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here; only where all arrive at about the same time."""
+        dist.all_reduce(torch.zeros(1, device=self.device))
+
+    def all_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a small tensor over the ranks."""
+        dist.all_reduce(values)
+        return values / self.size
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Return every rank's text, in order of rank."""
+        texts: list[str] = [""] * self.size
+        dist.all_gather_object(texts, text)
+        return texts
+
+    def claim(self, job: str) -> int:
+        """Return the next ticket of a job, 0 first; each ticket goes to one rank."""
+        return self.store.add(f"{job}/tickets", 1) - 1
+
+    def meet(self, place: str, stop: Callable[[], None]) -> None:
+        """Wait until every rank has come to this place, however long apart."""
+        self.done(place, 1)
+        self.wait_for(place, self.size, stop)
+
+    def wait_for(
+        self, job: str, units: int, stop: Callable[[], None], show: Callable[[int], object] = lambda count: None
+    ) -> None:
+        """Wait until all ranks together have done `units` of a job, counted by `done`. No collective is held open.
+
+        Raises EnvironmentFault when nothing moves for half an hour.
+        """
+        last, moved = -1, time.monotonic()
+        while (count := self.done(job, 0)) < units:
+            stop()
+            if count != last:
+                last, moved = count, time.monotonic()
+                show(count)
+            elif time.monotonic() - moved > STALL_SECONDS:
+                raise EnvironmentFault(
+                    f"waited {STALL_SECONDS} s for the other ranks at `{job}`: {count} of {units} done",
+                    "look for a rank without output or with an error, then run the same command again: it continues",
+                )
+            time.sleep(0.05)
+        show(units)
+
+    def done(self, job: str, units: int) -> int:
+        """Add to what all ranks have done of a job, and return the sum."""
+        return self.store.add(f"{job}/done", units)
+
+
+@contextmanager
+def joined_world(environment: Mapping[str, str] = os.environ) -> Iterator[World]:
+    """Join the ranks that the launcher started, or be a world of one; leave it at the end."""
+    rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+    local_rank = int(environment.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = open_store(environment, rank, size) if size > 1 else dist.HashStore()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+    )
+    try:
+        yield World(rank, size, local_rank, device, dist.PrefixStore("simpletuner", store))
+    finally:
+        dist.destroy_process_group()
+
+
+def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Store:
+    """Return the key-value store at MASTER_ADDR; torchrun's agent already serves one, other launchers leave it to us."""
+    served_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        size,
+        is_master=rank == 0 and not served_by_agent,
+        timeout=timedelta(minutes=5),
+        multi_tenant=True,
+    )

@@ -1,0 +1,116 @@
+"""From settings to data that can be trained on: samples, buckets, cached latents and text, the global order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletuner.caches.latents import LatentsCache
+from simpletuner.caches.texts import TextCache
+from simpletuner.data.buckets import Buckets, filled, group
+from simpletuner.data.datasets import ImageDataset, datasets_of
+from simpletuner.data.discovery import Found, Sample, discover
+from simpletuner.data.feed import Source
+from simpletuner.data.order import Order
+from simpletuner.errors import DataError
+from simpletuner.models.family import Family
+from simpletuner.parallel.strategy import compute_dtype
+from simpletuner.parallel.world import World
+from simpletuner.report import Report
+from simpletuner.settings import Settings
+
+BROKEN_TO_NAME = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What there is to train on, before anything is encoded."""
+
+    datasets: list[ImageDataset]
+    samples: list[Sample]
+    buckets: Buckets
+    text_folder: Path
+    order: Order
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that batches are made of; the plan without pictures that could not be decoded."""
+
+    plan: Plan
+    source: Source
+    text: TextCache
+
+
+def plan_data(settings: Settings, report: Report) -> Plan:
+    """Find the pictures and group them. Raises DataError or SettingsError before anything expensive happens."""
+    datasets, text_folder = datasets_of(settings.data)
+    found = discover(datasets, settings.data.aspect_bucket_alignment, settings.training.seed)
+    tell_left_out(found, report)
+    cache = settings.training.output_dir / "cache"
+    return plan_of(settings, datasets, found.samples, text_folder or cache / "text")
+
+
+def plan_of(settings: Settings, datasets: list[ImageDataset], samples: list[Sample], text_folder: Path) -> Plan:
+    """Group samples into buckets that fill the effective batch, and order them."""
+    repeats = {dataset.id: dataset.repeats for dataset in datasets}
+    oversubscribe = settings.data.allow_dataset_oversubscription
+    buckets = filled(group(samples, repeats), settings.effective_batch_size, oversubscribe)
+    return Plan(datasets, samples, buckets, text_folder, Order(buckets, settings.training.seed))
+
+
+def prepare(
+    settings: Settings, plan: Plan, family: Family, world: World, report: Report, stop: Callable[[], None]
+) -> Prepared:
+    """Encode captions and pictures on all ranks, whatever is not cached yet."""
+    prompts = [*settings.validation.validation_prompt, settings.validation.validation_negative_prompt, ""]
+    captions = [caption for sample in plan.samples for caption in sample.captions]
+    text = TextCache(plan.text_folder, [*captions, *prompts], family, world, compute_dtype(settings))
+    text.fill(settings.data.text_encoder_batch_size, report, stop)
+    caches = {dataset.id: latents_cache(dataset, settings, plan.samples, family, world) for dataset in plan.datasets}
+    broken: dict[str, str] = {}
+    for cache in caches.values():
+        broken |= cache.fill(settings.data.vae_batch_size, report, stop)
+    tell_left_out(Found(broken=broken), report)
+    whole = [sample for sample in plan.samples if sample.id not in broken]
+    if broken:
+        plan = plan_of(settings, plan.datasets, whole, plan.text_folder)
+    no_caption = family.unconditional({key: value[None] for key, value in text.read("").items()})
+    source = Source(
+        samples=whole,
+        latents=lambda sample: caches[sample.dataset].read(sample),
+        picture=lambda sample: family.picture_conditioning(sample.geometry),
+        text=text.read,
+        no_caption={key: value[0] for key, value in no_caption.items()},
+    )
+    return Prepared(plan, source, text)
+
+
+def latents_cache(
+    dataset: ImageDataset, settings: Settings, samples: Sequence[Sample], family: Family, world: World
+) -> LatentsCache:
+    """Return the cache of one dataset's latents."""
+    default = (settings.data.cache_dir_vae or settings.training.output_dir / "cache" / "latents") / dataset.id
+    own = [sample for sample in samples if sample.dataset == dataset.id]
+    return LatentsCache(dataset.cache_dir_vae or default, own, family, world, settings.model.vae_dtype)
+
+
+def tell_left_out(found: Found, report: Report) -> None:
+    """Name pictures that are left out, with the reason; they are never touched."""
+    if found.unwanted:
+        report.say(f"{found.unwanted} pictures are outside the limits of size or aspect and left out")
+    if found.broken:
+        named = [f"\n  {name}: {reason}" for name, reason in sorted(found.broken.items())[:BROKEN_TO_NAME]]
+        more = f"\n  and {len(found.broken) - len(named)} more" if len(found.broken) > len(named) else ""
+        report.warn(f"{len(found.broken)} broken pictures are left out:{''.join(named)}{more}")
+
+
+def steps_to_train(settings: Settings, order: Order) -> int:
+    """Return the number of optimizer steps of the whole run. Raises DataError when it is none."""
+    if settings.training.max_train_steps is not None:
+        return settings.training.max_train_steps
+    steps = order.steps_of_epochs(settings.training.num_train_epochs, settings.effective_batch_size)
+    if steps == 0:
+        raise DataError("there is nothing to train: no bucket fills a batch", "raise num_train_epochs")
+    return steps

@@ -1,0 +1,98 @@
+"""The only place that prints: data to stdout, talk to stderr, quiet on every rank but the first."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simpletuner.errors import SimpleTunerError
+
+
+class Report:
+    """Tell a person, or a script, what happens; `quiet` keeps ranks above 0 from saying it again."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        from rich.console import Console
+
+        self.quiet = quiet
+        self.talk = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.data = Console(highlight=False, soft_wrap=True)
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print one line of talk."""
+        if not self.quiet:
+            self.talk.print(text, style=style, markup=False)
+
+    def warn(self, text: str, hint: str = "") -> None:
+        """Print something that the user should know and may ignore."""
+        self.say(f"warning: {text}", style="yellow")
+        if hint:
+            self.say(f"hint: {hint}", style="dim")
+
+    def error(self, error: SimpleTunerError) -> None:
+        """Print why a command ended, on any rank: whoever calls this has the reason."""
+        self.talk.print(f"error: {error.message}", style="bold red", markup=False)
+        if error.hint:
+            self.talk.print(f"hint: {error.hint}", style="dim", markup=False)
+
+    def json(self, value: Any) -> None:
+        """Print a value for scripts."""
+        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+    def table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str] = ()) -> None:
+        """Print rows as a table; without `columns`, as name and value pairs."""
+        from rich import box
+        from rich.table import Table
+
+        if self.quiet:
+            return
+        table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=bool(columns), pad_edge=False)
+        for index, column in enumerate(columns or ("", "")):
+            table.add_column(column, style="" if columns or index else "dim")
+        for row in rows:
+            table.add_row(*(str(cell) for cell in row))
+        self.talk.print(table, markup=False)
+
+    def progress(self, title: str, total: int, done: int = 0) -> Progress:
+        """Return a progress display: a bar on a terminal, a line now and then elsewhere."""
+        return Progress(self, title, total, done)
+
+
+class Progress:
+    """Show how far a long job is; `line_seconds` is the pace of plain lines where there is no terminal."""
+
+    def __init__(self, report: Report, title: str, total: int, done: int, line_seconds: float = 10.0) -> None:
+        self.report, self.title, self.total, self.done = report, title, total, done
+        self.line_seconds, self.next_line = line_seconds, 0.0
+        self.bar: Any = None
+        if report.talk.is_terminal and not report.quiet:
+            self.bar = self._start_bar()
+
+    def _start_bar(self) -> Any:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.report.talk)
+        bar.add_task(self.title, total=self.total, completed=self.done, note="")
+        bar.start()
+        return bar
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def update(self, done: int, note: str = "") -> None:
+        """Set the count done, with a short note such as the loss."""
+        self.done = done
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done, note=note)
+        elif time.monotonic() >= self.next_line or done == self.total:
+            self.next_line = time.monotonic() + self.line_seconds
+            self.report.say(f"{self.title}: {done}/{self.total}{'  ' + note if note else ''}")

@@ -1,0 +1,25 @@
+"""One line per knob: from it come the flag, the file key, validation, help, and `settings.json`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+def knob(default: Any, sentence: str, *, unit: str = "", aliases: tuple[str, ...] = (), **bounds: float) -> Any:
+    """Declare a setting: its default, what it does, its unit, older names, and bounds (`ge`, `gt`, `le`, `lt`)."""
+    return Field(default, description=sentence, json_schema_extra={"unit": unit, "aliases": list(aliases)}, **bounds)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def aliases_of(field: FieldInfo) -> list[str]:
+    """Return the older names of a knob."""
+    extra = field.json_schema_extra
+    return list(extra.get("aliases", [])) if isinstance(extra, dict) else []  # pyright: ignore[reportArgumentType]
+
+
+class Section(BaseModel):
+    """A group of knobs that one part of the program is given; frozen, and strict about unknown names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

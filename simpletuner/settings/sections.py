@@ -1,0 +1,166 @@
+"""Every knob, once. Names are the ones that users already have in their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from simpletuner.settings.knob import Section, knob
+
+
+class Model(Section):
+    """Model"""
+
+    model_family: str = knob("", "Which architecture to train, such as sdxl or flux.")
+    model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
+    model_type: Literal["full", "lora"] = knob("full", "Train all weights, or an adapter.")
+    pretrained_model_name_or_path: str = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.")
+    revision: str | None = knob(None, "Hub revision: a branch, tag or commit.")
+    variant: str | None = knob(None, "Weights variant in the folder, such as fp16.")
+    prediction_type: Literal["epsilon", "v_prediction"] | None = knob(None, "What a DDPM model predicts; empty: as its scheduler says.")  # fmt: skip
+    vae_dtype: Literal["fp32", "bf16"] = knob("fp32", "Precision of the VAE while it encodes and decodes.")
+
+
+class Data(Section):
+    """Data"""
+
+    instance_data_dir: Path | None = knob(None, "Folder of pictures, searched with its subfolders.")
+    data_backend_config: Path | None = knob(None, "JSON file that lists several datasets (multidatabackend.json).")
+    caption_strategy: Literal["textfile", "filename", "instanceprompt"] = knob("textfile", "Where captions come from: `.txt` beside the picture, its file name, or one phrase.")  # fmt: skip
+    instance_prompt: str | None = knob(None, "The phrase for caption_strategy=instanceprompt.")
+    prepend_instance_prompt: bool = knob(False, "Put the instance prompt before every caption.")
+    repeats: int = knob(0, "Extra passes over the pictures in every epoch.", ge=0)
+    resolution: float = knob(1024, "Target size, in the unit of resolution_type.", gt=0)
+    resolution_type: Literal["pixel", "area", "pixel_area"] = knob("pixel_area", "Unit of resolution: short edge, megapixels, or the edge of a square of the same area.")  # fmt: skip
+    aspect_bucket_alignment: int = knob(64, "Both sides of a bucket are multiples of this.", unit="px", ge=8, le=256)
+    crop: bool = knob(False, "Crop pictures; without it only what overhangs the aspect bucket is cut.")
+    crop_style: Literal["center", "random"] = knob("center", "Where to crop; random is fixed by the seed and the picture.")
+    crop_aspect: Literal["square", "preserve"] = knob("square", "Shape of the crop: square, or the picture's aspect bucket.")
+    minimum_image_size: float | None = knob(None, "Leave out smaller pictures; same unit as resolution.", gt=0)
+    caption_dropout_probability: float = knob(0.1, "Share of samples trained without their caption.", ge=0, le=1)
+    allow_dataset_oversubscription: bool = knob(False, "Repeat small buckets as often as the effective batch needs.")
+    cache_dir_vae: Path | None = knob(None, "Folder for cached latents; empty: output_dir/cache/latents.")
+    cache_dir_text: Path | None = knob(None, "Folder for cached text embeddings; empty: output_dir/cache/text.")
+    vae_batch_size: int = knob(4, "Pictures that the VAE encodes at once, per rank.", ge=1)
+    text_encoder_batch_size: int = knob(8, "Captions that the text encoders read at once, per rank.", ge=1)
+    tokenizer_max_length: int | None = knob(None, "Longest T5 prompt in tokens; empty: the family's own.", ge=1)
+    dataloader_prefetch_qlen: int = knob(4, "Optimizer steps of batches prepared ahead.", ge=1)
+
+
+class Training(Section):
+    """Training"""
+
+    output_dir: Path = knob(Path("output"), "Folder of this run: checkpoints, caches, pictures, metrics, the final pipeline.")
+    seed: int = knob(42, "Decides data order, noise, timesteps and crops.", ge=0)
+    train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1)
+    gradient_accumulation_steps: int = knob(1, "Forward passes per optimizer step.", ge=1)
+    max_train_steps: int | None = knob(None, "Stop after this many optimizer steps; empty: num_train_epochs decides.", ge=1)
+    num_train_epochs: int = knob(1, "Stop after this many epochs, unless max_train_steps is given.", ge=1)
+    mixed_precision: Literal["no", "bf16"] = knob("bf16", "Compute in bf16 over float32 master weights, or in float32.")
+    gradient_checkpointing: bool = knob(True, "Recompute activations in the backward pass to save memory.")
+
+
+class Optimizer(Section):
+    """Optimizer"""
+
+    optimizer: Literal["adamw"] = knob("adamw", "Which optimizer.")
+    learning_rate: float = knob(1e-5, "Peak learning rate.", gt=0)
+    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial"] = knob("constant", "How the learning rate goes on after the warm-up.")  # fmt: skip
+    lr_warmup_steps: int = knob(0, "Optimizer steps over which the learning rate rises from 0.", ge=0)
+    lr_end: float = knob(0.0, "Learning rate at the last step of linear, cosine and polynomial.", ge=0)
+    lr_power: float = knob(1.0, "Exponent of the polynomial schedule.", gt=0)
+    adam_beta1: float = knob(0.9, "Decay of the first moment.", ge=0, lt=1)
+    adam_beta2: float = knob(0.999, "Decay of the second moment.", ge=0, lt=1)
+    adam_epsilon: float = knob(1e-8, "Added to the denominator.", gt=0)
+    adam_weight_decay: float = knob(0.01, "Decoupled weight decay.", ge=0)
+    max_grad_norm: float = knob(2.0, "Scale gradients down to this global norm; 0 turns it off.", ge=0)
+
+
+class Objective(Section):
+    """Objective"""
+
+    snr_gamma: float | None = knob(None, "Min-SNR loss weighting (5 is usual) for epsilon and v-prediction.", gt=0)
+    flow_schedule_shift: float = knob(3.0, "Shift noise levels of flow matching towards noise; 1 leaves them.", gt=0)
+    flow_sigmoid_scale: float = knob(1.0, "Width of the logit-normal noise levels.", gt=0)
+    flow_use_uniform_schedule: bool = knob(False, "Draw noise levels uniformly instead of logit-normally.")
+    flux_guidance_value: float = knob(1.0, "Guidance shown to guidance-distilled Flux while training.", ge=0)
+
+
+class Ema(Section):
+    """EMA"""
+
+    use_ema: bool = knob(False, "Keep an exponential moving average of the weights, in float32.")
+    ema_decay: float = knob(0.995, "How much of the old average stays at each update.", ge=0, lt=1)
+    ema_update_interval: int = knob(1, "Optimizer steps between updates.", ge=1)
+
+
+class Parallel(Section):
+    """Parallelism"""
+
+    num_processes: int = knob(1, "Ranks in total, over all machines.", ge=1)
+    fsdp_enable: bool = knob(False, "Shard weights, gradients and optimizer state over the ranks (FSDP2).")
+    fsdp_version: Literal[1, 2] = knob(2, "FSDP version; 1 is deprecated and runs as 2.")
+    fsdp_reshard_after_forward: bool = knob(True, "Free a block's gathered weights between forward and backward.")
+    fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = knob("SHARDED_STATE_DICT", "Checkpoint as one file per rank, or as one ordinary set of safetensors.")  # fmt: skip
+    fsdp_cpu_ram_efficient_loading: bool = knob(True, "Build on the meta device and let each rank read only its own slices.")
+    fsdp_auto_wrap_policy: str = knob("TRANSFORMER_BASED_WRAP", "What becomes a sharding unit: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or `package.module.callable`.")  # fmt: skip
+    fsdp_min_num_params: int = knob(100_000_000, "Smallest unit of SIZE_BASED_WRAP.", unit="parameters", ge=1)
+    fsdp_transformer_layer_cls_to_wrap: str = knob("", "Comma-separated block classes to wrap; empty: the family's own.")
+
+
+class Checkpoints(Section):
+    """Checkpoints"""
+
+    checkpointing_steps: int = knob(500, "Optimizer steps between checkpoints.", ge=1, aliases=("checkpoint_step_interval",))
+    checkpoints_total_limit: int = knob(5, "Keep this many of the newest checkpoints.", ge=1)
+    resume_from_checkpoint: str = knob("latest", "`latest`, a checkpoint folder, or `none`.")
+
+
+class Validation(Section):
+    """Validation"""
+
+    validation_prompt: list[str] = knob([], "Prompt to draw; give it several times for several pictures.")
+    validation_negative_prompt: str = knob("", "What guidance moves away from; empty: the family's unconditional input.")
+    validation_steps: int = knob(100, "Optimizer steps between rounds of pictures.", ge=1, aliases=("validation_step_interval",))  # fmt: skip
+    validation_num_inference_steps: int = knob(30, "Denoising steps per picture.", ge=1)
+    validation_guidance: float = knob(7.5, "Guidance scale.", ge=0)
+    validation_resolution: str = knob("", "Picture size as EDGE or WIDTHxHEIGHT in px; empty: the training resolution.")
+    validation_seed: int | None = knob(None, "Seed of the starting noise; empty: the run's seed.", ge=0)
+    ema_validation: Literal["none", "ema_only", "comparison"] = knob("comparison", "Which weights draw when EMA is on: the trained, the averaged, or both.")  # fmt: skip
+
+
+class Logging(Section):
+    """Logging"""
+
+    report_to: Literal["none", "tensorboard"] = knob("none", "Also write metrics for this tracker.")
+    logging_dir: Path | None = knob(None, "Folder for the tracker; empty: output_dir/logs.")
+    debug: bool = knob(False, "Show the whole traceback of an error.")
+
+
+class Settings(Section):
+    """All sections of a run; each part of the program is given only the ones it needs."""
+
+    model: Model = Model()
+    data: Data = Data()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    objective: Objective = Objective()
+    ema: Ema = Ema()
+    parallel: Parallel = Parallel()
+    checkpoints: Checkpoints = Checkpoints()
+    validation: Validation = Validation()
+    logging: Logging = Logging()
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Return the samples behind one optimizer step, over all ranks."""
+        training = self.training
+        return training.train_batch_size * self.parallel.num_processes * training.gradient_accumulation_steps
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation for name, field in Settings.model_fields.items() if isinstance(field.annotation, type)
+}
+SECTION_OF: dict[str, str] = {
+    knob_name: name for name, section in SECTIONS.items() for knob_name in section.model_fields
+}

@@ -1,0 +1,55 @@
+"""Forgiving spelling, applied to every source before validation: one table per knob, and one rule for choices."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+WORDS_FOR_TRUE = ("true", "yes", "on", "1", "y", "t")
+WORDS_FOR_FALSE = ("false", "no", "off", "0", "n", "f")
+
+SYNONYMS: dict[str, dict[str, str]] = {
+    "fsdp_version": {"v1": "1", "1.0": "1", "v2": "2", "2.0": "2", "fsdp1": "1", "fsdp2": "2"},
+    "fsdp_state_dict_type": {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"},
+    "fsdp_auto_wrap_policy": {
+        "transformer": "TRANSFORMER_BASED_WRAP",
+        "transformer_based_wrap": "TRANSFORMER_BASED_WRAP",
+        "size": "SIZE_BASED_WRAP",
+        "size_based_wrap": "SIZE_BASED_WRAP",
+        "none": "NO_WRAP",
+        "no_wrap": "NO_WRAP",
+    },
+    "mixed_precision": {"bfloat16": "bf16", "fp32": "no", "float32": "no", "none": "no", "false": "no"},
+    "vae_dtype": {"default": "fp32", "float32": "fp32", "bfloat16": "bf16"},
+    "prediction_type": {"v": "v_prediction", "eps": "epsilon"},
+    "caption_strategy": {"instance_prompt": "instanceprompt", "text_file": "textfile"},
+    "model_type": {"full_rank": "full"},
+}
+
+
+def choices_of(annotation: Any) -> tuple[Any, ...]:
+    """Return the accepted values of a Literal annotation, looking through Optional; empty for other types."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(choice for argument in get_args(annotation) for choice in choices_of(argument))
+    return ()
+
+
+def folded(value: object) -> str:
+    """Return the form in which spellings are compared: lower case, dashes as underscores."""
+    return str(value).strip().lower().replace("-", "_")
+
+
+def normalised(name: str, field: FieldInfo, value: Any) -> Any:
+    """Return `value` in its canonical spelling where it can be understood; otherwise as it came, for validation."""
+    if field.annotation is bool:
+        word = folded(value)
+        return True if word in WORDS_FOR_TRUE else False if word in WORDS_FOR_FALSE else value
+    choices = choices_of(field.annotation)
+    if isinstance(value, str | int | float) and not (isinstance(value, bool) and not choices):
+        word = SYNONYMS.get(name, {}).get(folded(value), value)
+        return next((choice for choice in choices if folded(choice) == folded(word)), word)
+    return value

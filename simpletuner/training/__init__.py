@@ -1,0 +1,1 @@
+"""Objectives, optimizers, EMA, one step, validation, the loop."""

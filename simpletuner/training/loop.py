@@ -1,0 +1,66 @@
+"""The training loop: next batch, one step, account, save when due, draw when due, stop when asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from simpletuner.data.feed import StepBatches
+from simpletuner.data.order import Position
+from simpletuner.ops.signals import StopRequest
+from simpletuner.report import Report
+from simpletuner.training.ledger import Ledger
+from simpletuner.training.step import Outcome
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the loop calls. `draw` and `save` are done by all ranks together; `seed` is for dropout inside a model."""
+
+    report: Report
+    stop: StopRequest
+    feed: Iterator[StepBatches]
+    take_step: Callable[[StepBatches, float], Outcome]
+    after_step: Callable[[int], None]
+    ledger: Ledger
+    learning_rate: Callable[[int], float]
+    draw: Callable[[int], None]
+    save: Callable[[int, Position], None]
+    max_steps: int
+    draw_every: int
+    save_every: int
+    seed: int
+
+
+def train(run: Run, step: int) -> None:
+    """Train from `step` to `max_steps`. Raises Stopped, after saving, when a signal asked for it."""
+    if step == 0:
+        run.draw(step)
+    with run.report.progress("training", run.max_steps, step) as progress:
+        run.ledger.restart_clock()
+        while step < run.max_steps:
+            began = time.perf_counter()
+            batches = next(run.feed)
+            waited = time.perf_counter() - began
+            torch.manual_seed(run.seed + step)  # dropout, where a model has it, repeats itself on resume
+            learning_rate = run.learning_rate(step)
+            outcome = run.take_step(batches, learning_rate)
+            step += 1
+            run.after_step(step)
+            run.ledger.add(step, outcome, batches, {"learning_rate": learning_rate, "data_seconds": waited}, progress)
+            is_last = step == run.max_steps
+            save_due = is_last or step % run.save_every == 0 or run.ledger.stop_asked
+            draw_due = is_last or step % run.draw_every == 0
+            if save_due or draw_due:
+                run.ledger.settle(progress)  # a loss that is not a number is found before it is saved
+            if save_due:
+                run.save(step, batches.after)
+            if run.ledger.stop_asked and save_due:
+                raise run.stop.stopped(f"at step {step}; its checkpoint is saved")
+            if draw_due:
+                run.draw(step)
+            if save_due or draw_due:
+                run.ledger.restart_clock()

@@ -1,0 +1,97 @@
+"""What a run leaves to look at: `metrics.jsonl`, a loss curve, and a tracker's files. Only the first rank writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Metrics:
+    """Append one object per optimizer step; on resume, forget the steps after the checkpoint."""
+
+    def __init__(self, folder: Path, step: int, tracker_folder: Path | None) -> None:
+        self.path = folder / "metrics.jsonl"
+        self.curve = folder / "loss.png"
+        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
+        self.first_loss = kept[0]["loss"] if kept else None
+        self.last: dict[str, Any] = kept[-1] if kept else {}
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        self.file = self.path.open("a", encoding="utf-8")
+        self.tracker = tensorboard_writer(tracker_folder, step) if tracker_folder else None
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add one step."""
+        self.last = dict(row)
+        self.first_loss = self.first_loss if self.first_loss is not None else row["loss"]
+        self.file.write(json.dumps(self.last) + "\n")
+        self.file.flush()
+        if self.tracker is not None:
+            for name, value in row.items():
+                self.tracker.add_scalar(f"train/{name}", value, row["step"])
+
+    def add_picture(self, path: Path, step: int) -> None:
+        """Show a validation grid in the tracker."""
+        if self.tracker is not None:
+            import numpy as np
+            from PIL import Image
+
+            with Image.open(path) as picture:
+                self.tracker.add_image("validation", np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Draw the loss curve and close the files."""
+        self.file.close()
+        draw_loss_curve(read_metrics(self.path), self.curve)
+        if self.tracker is not None:
+            self.tracker.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a metrics file; a line torn by a killed run is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def tensorboard_writer(folder: Path, step: int) -> Any:
+    """Return a TensorBoard writer that hides what an earlier run wrote after this step."""
+    from simpletuner.errors import EnvironmentFault
+
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise EnvironmentFault("report_to=tensorboard needs tensorboard", "pip install tensorboard") from None
+    return SummaryWriter(str(folder), purge_step=step + 1)
+
+
+def smoothed(values: list[float], share: float) -> list[float]:
+    """Return the running mean that forgets the start: each value weighs `share`, older ones ever less."""
+    means, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = (1 - share) * total + share * value, (1 - share) * weight + share
+        means.append(total / weight)
+    return means
+
+
+def draw_loss_curve(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the loss by step, each value pale and a running mean over it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not rows:
+        return
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="each step")
+    axes.plot(steps, smoothed(losses, 0.05), color="#08519c", linewidth=1.8, label="running mean")
+    axes.set(xlabel="optimizer step", ylabel="loss", title="Training loss")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    FigureCanvasAgg(figure).print_png(str(path))

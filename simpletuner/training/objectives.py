@@ -1,0 +1,118 @@
+"""What a denoiser is trained towards: one pure function per equation, and two objectives made of them.
+
+Shapes: latents, noise and everything like them are BCHW; times, weights and losses are B. `u` is uniform in [0, 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Corrupted:
+    """What the denoiser is shown and what it should answer; `weights` scale each sample's loss."""
+
+    noisy: Tensor
+    timesteps: Tensor
+    target: Tensor
+    weights: Tensor
+
+
+class Objective(Protocol):
+    """Turn clean latents into a training problem; the scheduler of the pipeline must be able to undo it."""
+
+    def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> Corrupted:
+        """Return the problem for these latents, this noise and these uniform draws."""
+        ...
+
+
+def per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """Return values of shape B so that they multiply along the batch of `like`."""
+    return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def diffused(latents: Tensor, noise: Tensor, alphas_cumprod: Tensor) -> Tensor:
+    """Return x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) eps (Ho et al. 2020, arXiv:2006.11239, eq. 4)."""
+    a = per_sample(alphas_cumprod, latents)
+    return a.sqrt() * latents + (1 - a).sqrt() * noise
+
+
+def velocity(latents: Tensor, noise: Tensor, alphas_cumprod: Tensor) -> Tensor:
+    """Return v_t = sqrt(a_t) eps - sqrt(1 - a_t) x_0 (Salimans and Ho 2022, arXiv:2202.00512, section 4)."""
+    a = per_sample(alphas_cumprod, latents)
+    return a.sqrt() * noise - (1 - a).sqrt() * latents
+
+
+def signal_to_noise(alphas_cumprod: Tensor) -> Tensor:
+    """Return SNR(t) = a_t / (1 - a_t) (Kingma et al. 2021, arXiv:2107.00630, eq. 2)."""
+    return alphas_cumprod / (1 - alphas_cumprod)
+
+
+def min_snr_weights(snr: Tensor, gamma: float, prediction: Literal["epsilon", "v_prediction"]) -> Tensor:
+    """Return min(SNR, gamma) / SNR for epsilon, and / (SNR + 1) for v (Hang et al. 2023, arXiv:2303.09556, section 3.4).
+
+    At zero terminal SNR the epsilon weight tends to 1, which is what this returns.
+    """
+    if prediction == "v_prediction":
+        return snr.clamp(max=gamma) / (snr + 1)
+    return (gamma / snr).clamp(max=1.0)
+
+
+def logit_normal(u: Tensor, scale: float = 1.0) -> Tensor:
+    """Return sigmoid(scale * z) with z normal, made from u by the inverse CDF (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
+    z = torch.special.ndtri(u.double().clamp(1e-6, 1 - 1e-6))
+    return torch.sigmoid(scale * z).to(u.dtype)
+
+
+def shifted(sigmas: Tensor, shift: float) -> Tensor:
+    """Return shift * s / (1 + (shift - 1) * s) (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def interpolated(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
+    """Return x_s = (1 - s) x_0 + s eps (Liu et al. 2022, arXiv:2209.03003, eq. 1)."""
+    s = per_sample(sigmas, latents)
+    return (1 - s) * latents + s * noise
+
+
+def sample_losses(prediction: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """Return each sample's weighted mean squared error, in float32."""
+    return weights * (prediction.float() - target.float()).square().flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """Discrete-time diffusion towards epsilon or v; `alphas_cumprod` has one value per timestep."""
+
+    alphas_cumprod: Tensor
+    prediction: Literal["epsilon", "v_prediction"]
+    snr_gamma: float | None = None
+
+    def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> Corrupted:
+        """Return the problem at timesteps drawn uniformly from 0..T-1."""
+        table = self.alphas_cumprod.to(latents.device)
+        timesteps = (u * len(table)).long().clamp(max=len(table) - 1)
+        a = table[timesteps]
+        target = noise if self.prediction == "epsilon" else velocity(latents, noise, a)
+        weights = torch.ones_like(a)
+        if self.snr_gamma is not None:
+            weights = min_snr_weights(signal_to_noise(a), self.snr_gamma, self.prediction)
+        return Corrupted(diffused(latents, noise, a), timesteps, target, weights)
+
+
+@dataclass(frozen=True)
+class FlowMatching:
+    """Rectified flow towards eps - x_0; timesteps are noise levels in 0..1."""
+
+    shift: float = 3.0
+    sigmoid_scale: float = 1.0
+    uniform: bool = False
+
+    def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> Corrupted:
+        """Return the problem at logit-normal (or uniform) noise levels, shifted towards noise."""
+        sigmas = shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), self.shift)
+        return Corrupted(interpolated(latents, noise, sigmas), sigmas, noise - latents, torch.ones_like(sigmas))

@@ -1,0 +1,44 @@
+"""One optimizer step, the same for every family and every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from simpletuner.data.feed import Batch
+from simpletuner.models.family import Family
+from simpletuner.parallel.strategy import Strategy
+from simpletuner.training.objectives import Objective, sample_losses
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step leaves on the device: this rank's mean loss, and the global gradient norm before clipping."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+def take_step(
+    strategy: Strategy,
+    family: Family,
+    objective: Objective,
+    passes: Sequence[Batch],
+    dtype: torch.dtype,
+    learning_rate: float,
+    max_grad_norm: float,
+) -> Outcome:
+    """Accumulate the gradients of all passes and update the weights. Nothing here waits for the device."""
+    losses = []
+    for number, batch in enumerate(passes, start=1):
+        problem = objective.corrupt(batch.latents, batch.noise, batch.u)
+        with strategy.forward_pass(number == len(passes)):
+            answer = family.predict(strategy.model, problem.noisy.to(dtype), problem.timesteps, batch.conditioning)
+            loss = sample_losses(answer, problem.target, problem.weights).mean()
+            strategy.backward(loss / len(passes))
+        losses.append(loss.detach())
+    grad_norm = strategy.update(learning_rate, max_grad_norm)
+    return Outcome(torch.stack(losses).mean(), grad_norm)

@@ -1,0 +1,122 @@
+"""Draw validation pictures with the model that trains, sharded or not: all ranks take part in every round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from simpletuner.models.family import Conditioning, Family, Sampling
+from simpletuner.models.vae import KlVae
+from simpletuner.parallel.strategy import Strategy
+from simpletuner.parallel.world import World
+from simpletuner.training.ema import Average
+
+
+@dataclass(frozen=True)
+class Painter:
+    """What every round draws with; `prompts` and `negative` are already embedded."""
+
+    family: Family
+    strategy: Strategy
+    world: World
+    vae: KlVae
+    average: Average | None
+    variants: tuple[str, ...]
+    prompts: Sequence[tuple[str, Conditioning]]
+    negative: Conditioning
+    sampling: Sampling
+    dtype: torch.dtype
+    folder: Path
+
+    def draw(self, step: int) -> Path | None:
+        """Draw every prompt with every variant of the weights; return the grid's path on the first rank."""
+        folder = self.folder / f"step-{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for variant in self.variants:
+            with self._weights(variant):
+                for number, latents in self._rounds():
+                    picture(self.vae.decode(latents)).save(folder / f"{variant}-{number:02d}.png")
+        self.world.barrier()
+        if not self.world.is_first:
+            return None
+        rows = [[folder / f"{variant}-{n:02d}.png" for n in range(len(self.prompts))] for variant in self.variants]
+        path = self.folder / f"grid-{step:06d}.png"
+        grid(rows, [prompt for prompt, _ in self.prompts], list(self.variants)).save(path)
+        return path
+
+    def _weights(self, variant: str) -> AbstractContextManager[None]:
+        if variant == "ema" and self.average is not None:
+            return self.average.in_place()
+        return nullcontext()
+
+    def _rounds(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's pictures. Every rank calls the model equally often: one that has no prompt left draws the
+        last one again and throws it away, because the others need its shards."""
+        count = len(self.prompts)
+        for first in range(0, count, self.world.size):
+            number = first + self.world.rank
+            with evaluating(self.strategy.module), torch.no_grad(), self.strategy.drawing():
+                latents = self._latents(min(number, count - 1))
+            if number < count:
+                yield number, latents
+
+    def _latents(self, number: int) -> Tensor:
+        sampling = Sampling(
+            self.sampling.size, self.sampling.steps, self.sampling.guidance, self.sampling.seed + number
+        )
+        positive, negative = (
+            {name: value[None].to(self.world.device, self.dtype) for name, value in conditioning.items()}
+            for conditioning in (self.prompts[number][1], self.negative)
+        )
+        return self.family.draw(self.strategy.module, self.vae, sampling, positive, negative)
+
+
+@contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode for a while."""
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()
+
+
+def picture(pixels_1CHW: Tensor) -> Image.Image:
+    """Return a picture from pixels in -1..1."""
+    values = ((pixels_1CHW[0].permute(1, 2, 0).numpy() + 1) * 127.5).round().clip(0, 255)
+    return Image.fromarray(values.astype(np.uint8))
+
+
+def grid(rows: list[list[Path]], prompts: list[str], variants: list[str]) -> Image.Image:
+    """Return the pictures side by side under their prompts, one row per variant, on white."""
+    pictures = [[Image.open(path).convert("RGB") for path in row] for row in rows]
+    scale = max(1, 192 // pictures[0][0].width)
+    width, height = pictures[0][0].width * scale, pictures[0][0].height * scale
+    gap, head = 8, 34
+    sheet = Image.new("RGB", (gap + (width + gap) * len(prompts), head + (height + gap) * len(rows)), "white")
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
+    for column, prompt in enumerate(prompts):
+        left = gap + column * (width + gap)
+        pen.text((left, 6), shortened(prompt, lambda text: pen.textlength(text, font=font), width), fill="black", font=font)
+        for line, row in enumerate(pictures):
+            place = (left, head + line * (height + gap))
+            sheet.paste(row[column].resize((width, height), Image.Resampling.NEAREST if scale > 1 else None), place)
+            if len(variants) > 1:
+                pen.text((place[0] + 4, place[1] + 2), variants[line], fill="#888888", font=font)
+    return sheet
+
+
+def shortened(text: str, length: Callable[[str], float], width_px: float) -> str:
+    """Return text cut to a width, with an ellipsis."""
+    if length(text) <= width_px:
+        return text
+    while text and length(text + "…") > width_px:
+        text = text[:-1]
+    return text + "…"
