@@ -27,7 +27,9 @@ def build_app() -> typer.Typer:
 
     @app.callback(help="Fine-tune whole diffusion models on many GPUs and machines.")
     def root(
-        version: bool = typer.Option(False, "--version", callback=show_version, is_eager=True, help="Print the version."),
+        version: bool = typer.Option(
+            False, "--version", callback=show_version, is_eager=True, help="Print the version."
+        ),
     ) -> None: ...
 
     app.command("train")(with_settings(train))
@@ -37,7 +39,7 @@ def build_app() -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; what the settings or the machine refuse ends in one sentence and an exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
+    debug = not {"--debug", "--debug=true"}.isdisjoint(given)
     try:
         build_app()(forgiving(given), prog_name="simpletuner")
     except SimpleTunerError as error:
@@ -50,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        bug = SimpleTunerError(f"{type(error).__name__}: {error}", "this is a bug in simpletuner; `--debug` shows where")
+        bug = SimpleTunerError(
+            f"{type(error).__name__}: {error}", "this is a bug in simpletuner; `--debug` shows where"
+        )
         Report().error(bug)
         raise SystemExit(int(ExitCode.BUG)) from None
 

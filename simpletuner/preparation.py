@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from simpletuner.caches.keys import short_hash
 from simpletuner.caches.latents import LatentsCache
 from simpletuner.caches.texts import TextCache
 from simpletuner.data.buckets import Buckets, filled, group
@@ -18,6 +19,7 @@ from simpletuner.models.family import Family
 from simpletuner.parallel.strategy import compute_dtype
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
+from simpletuner.session import Session
 from simpletuner.settings import Settings
 
 BROKEN_TO_NAME = 5
@@ -32,6 +34,8 @@ class Plan:
     buckets: Buckets
     text_folder: Path
     order: Order
+    digest: str
+    """Identity of seed and buckets: a position in the order means something only for the same ones."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,14 @@ def plan_of(settings: Settings, datasets: list[ImageDataset], samples: list[Samp
     repeats = {dataset.id: dataset.repeats for dataset in datasets}
     oversubscribe = settings.data.allow_dataset_oversubscription
     buckets = filled(group(samples, repeats), settings.effective_batch_size, oversubscribe)
-    return Plan(datasets, samples, buckets, text_folder, Order(buckets, settings.training.seed))
+    seed = settings.training.seed
+    contents = {name: [samples[index].id for index in items] for name, items in buckets.items()}
+    return Plan(datasets, samples, buckets, text_folder, Order(buckets, seed), short_hash([seed, contents]))
 
 
-def prepare(
-    settings: Settings, plan: Plan, family: Family, world: World, report: Report, stop: Callable[[], None]
-) -> Prepared:
+def prepare(session: Session, plan: Plan, family: Family) -> Prepared:
     """Encode captions and pictures on all ranks, whatever is not cached yet."""
+    settings, world, report, stop = session.settings, session.world, session.report, session.stop.check
     prompts = [*settings.validation.validation_prompt, settings.validation.validation_negative_prompt, ""]
     captions = [caption for sample in plan.samples for caption in sample.captions]
     text = TextCache(plan.text_folder, [*captions, *prompts], family, world, compute_dtype(settings))

@@ -52,7 +52,9 @@ def fill(job: Job, wanted: Sequence[Wanted], world: World, report: Report, stop:
         return reader
     explain(job, reader, absent, len(wanted), report)
     chunks = list(chunks_of(absent, job.chunk))
-    world.meet(f"{job.folder}/read", stop)  # the queue is the same on all ranks only if none writes before all have read
+    world.meet(
+        f"{job.folder}/read", stop
+    )  # the queue is the same on all ranks only if none writes before all have read
     with report.progress(job.title, len(absent)) as progress, ShardWriter(job.folder, world.rank) as writer:
         while (ticket := world.claim(str(job.folder))) < len(chunks):
             stop()

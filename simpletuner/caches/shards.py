@@ -52,7 +52,9 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def write(self, name: str, parts: Parts, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -149,4 +151,3 @@ class ShardReader:
             with shard.open("rb") as file:
                 self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[shard]
-

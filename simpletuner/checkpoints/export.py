@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from simpletuner.checkpoints.layout import unfinished
-from simpletuner.checkpoints.saving import WEIGHTS_STEM, prepare, replace_folder, together
-from simpletuner.checkpoints.tensors import NamedTensors, write_full, write_json
+from simpletuner.checkpoints.layout import replace_folder, unfinished, write_json
+from simpletuner.checkpoints.saving import WEIGHTS_STEM, prepare, together
+from simpletuner.checkpoints.tensors import NamedTensors, write_full
 from simpletuner.models.components import PICKLE_SUFFIXES
 from simpletuner.parallel.world import World
+
+FINISHED = "simpletuner.json"
 
 LEFT_OUT = (*PICKLE_SUFFIXES, ".msgpack", ".onnx", ".onnx_data", ".xml")
 
@@ -23,11 +25,11 @@ def export_pipeline(
     config: dict[str, Any],
     weights: NamedTensors,
     world: World,
-    notes: Mapping[str, Any],
+    steps: int,
 ) -> None:
     """Write the pipeline to `target`. All ranks take part in the weights; the first copies the rest.
 
-    `notes` are small JSON files to leave in it, by name.
+    `steps`, after which it was written, tells a later start that nothing is left to do.
     """
     hidden = unfinished(target)
     together(world, hidden, lambda: prepare(hidden, world))
@@ -35,14 +37,27 @@ def export_pipeline(
     if world.is_first:
         write_json(hidden / denoiser / "config.json", config)
         copy_other_components(base, hidden, denoiser)
-        for name, note in notes.items():
-            write_json(hidden / name, note)
+        write_json(hidden / FINISHED, {"steps": steps})
         replace_folder(hidden, target)
 
 
 def copy_other_components(base: Path, target: Path, denoiser: str) -> None:
     """Copy model_index.json and every component folder that it names, but the denoiser and any pickle."""
-    names = [path.name for path in base.iterdir() if path.is_dir() and path.name != denoiser and not path.name.startswith(".")]
+    names = [
+        path.name
+        for path in base.iterdir()
+        if path.is_dir() and path.name != denoiser and not path.name.startswith(".")
+    ]
     for name in names:
-        shutil.copytree(base / name, target / name, ignore=shutil.ignore_patterns(*(f"*{suffix}" for suffix in LEFT_OUT)))
+        shutil.copytree(
+            base / name, target / name, ignore=shutil.ignore_patterns(*(f"*{suffix}" for suffix in LEFT_OUT))
+        )
     shutil.copyfile(base / "model_index.json", target / "model_index.json")
+
+
+def finished_steps(pipeline: Path) -> int:
+    """Return after how many steps the exported pipeline was written; 0 when there is none."""
+    try:
+        return int(json.loads((pipeline / FINISHED).read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError):
+        return 0

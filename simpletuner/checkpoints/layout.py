@@ -12,8 +12,11 @@ A checkpoint is written in a hidden folder beside and renamed when it is complet
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +85,9 @@ def chosen(root: Path, wish: str) -> tuple[Checkpoint | None, list[str]]:
         folder = next((path for path in (Path(wish), root / wish) if path.is_dir()), None)
         if folder is None:
             known = ", ".join(path.name for path in numbered(root)) or "none yet"
-            raise SettingsError(f"resume_from_checkpoint = {wish}: there is no such folder", f"checkpoints here: {known}")
+            raise SettingsError(
+                f"resume_from_checkpoint = {wish}: there is no such folder", f"checkpoints here: {known}"
+            )
         return opened(folder), []
     passed_over = []
     for folder in numbered(root):
@@ -95,7 +100,9 @@ def chosen(root: Path, wish: str) -> tuple[Checkpoint | None, list[str]]:
 
 def sizes(folder: Path) -> dict[str, int]:
     """Return every file below a folder with its size in bytes."""
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
+    }
 
 
 def clear_unfinished(root: Path) -> None:
@@ -111,3 +118,47 @@ def prune(root: Path, keep: int) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         folder.rename(hidden)
         shutil.rmtree(hidden)
+
+
+@contextmanager
+def sole_user_of(output: Path) -> Iterator[None]:
+    """Hold a run's folder for as long as the run lives. Raises EnvironmentFault when another run holds it."""
+    from filelock import FileLock, Timeout
+
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise EnvironmentFault(
+            f"another run is using {output}", "wait for it, or give this one another --output_dir"
+        ) from None
+    with lock:
+        clear_unfinished(output / "checkpoints")
+        yield
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Rename `new` to `folder`; what was there before is removed only after the new one is in place."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    flush_to_disk(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON and bring it to the disk."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    flush_to_disk(path)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Bring a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.checkpoints.layout import STATE, folder_of_step, prune, sizes, unfinished
+from simpletuner.checkpoints.layout import STATE, folder_of_step, prune, replace_folder, sizes, unfinished, write_json
 from simpletuner.checkpoints.tensors import (
     FILE_FAULTS,
     NamedTensors,
-    flush_to_disk,
     reason,
     write_full,
-    write_json,
     write_sharded,
 )
 from simpletuner.errors import EnvironmentFault
@@ -84,14 +82,3 @@ def complete(hidden: Path, folder: Path, snapshot: Snapshot, world: World) -> No
     write_json(hidden / "model" / "config.json", snapshot.config)
     write_json(hidden / STATE, {"step": snapshot.step, **snapshot.state, "files": sizes(hidden)})
     replace_folder(hidden, folder)
-
-
-def replace_folder(new: Path, folder: Path) -> None:
-    """Rename `new` to `folder`; what was there before is removed only after the new one is in place."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    flush_to_disk(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
+from simpletuner.checkpoints.layout import flush_to_disk, write_json
 from simpletuner.errors import EnvironmentFault
 from simpletuner.parallel.world import World
 
@@ -109,19 +108,3 @@ def reason(error: BaseException) -> str:
         rank, (cause, _) = min(error.failures.items())
         return f"rank {rank}: {reason(cause)}"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write JSON and bring it to the disk."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    flush_to_disk(path)
-
-
-def flush_to_disk(path: Path) -> None:
-    """Bring a file, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-

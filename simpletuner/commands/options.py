@@ -18,7 +18,9 @@ from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choic
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command(flags, config, **own)` one flag per knob; only flags that were typed reach `flags`."""
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "config")]
+    own = [
+        p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "config")
+    ]
 
     def run(config: Path | None = None, **given: Any) -> None:
         extra = {parameter.name: given.pop(parameter.name) for parameter in own}
@@ -33,7 +35,9 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 def config_parameter() -> inspect.Parameter:
     """Return the `--config` option."""
-    option = typer.Option(None, "--config", help="Config file (JSON, TOML or YAML); else config/config.json, .toml, .yaml.")
+    option = typer.Option(
+        None, "--config", help="Config file (JSON, TOML or YAML); else config/config.json, .toml, .yaml."
+    )
     return keyword("config", option, Path | None)
 
 
@@ -77,7 +81,9 @@ def metavar(annotation: Any) -> str:
 
 def as_arguments(flags: Mapping[str, Any], config: Path | None) -> list[str]:
     """Return the command line that gives these flags again."""
-    pairs = [(name, value) for name, given in flags.items() for value in (given if isinstance(given, list) else [given])]
+    pairs = [
+        (name, value) for name, given in flags.items() for value in (given if isinstance(given, list) else [given])
+    ]
     return [f"--config={config}"] * (config is not None) + [f"--{name}={value}" for name, value in pairs]
 
 

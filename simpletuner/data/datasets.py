@@ -133,18 +133,24 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def parse_entry(place: str, entry: Mapping[str, Any], data: Data, mistakes: list[str]) -> ImageDataset | TextEmbeds | None:
+def parse_entry(
+    place: str, entry: Mapping[str, Any], data: Data, mistakes: list[str]
+) -> ImageDataset | TextEmbeds | None:
     """Return one dataset, or None after adding its mistakes."""
     kind = TextEmbeds if entry.get("dataset_type") == "text_embeds" else ImageDataset
     values = {key: value for key, value in entry.items() if key != "disable"}
     for key in [key for key in values if key not in kind.model_fields]:
         harmless = (key, values.pop(key)) == ("metadata_backend", "discovery")
         if not harmless:
-            mistakes.append(f"{place}: `{key}`: {UNSUPPORTED.get(key) or 'unknown key' + nearest(key, kind.model_fields)}")
+            mistakes.append(
+                f"{place}: `{key}`: {UNSUPPORTED.get(key) or 'unknown key' + nearest(key, kind.model_fields)}"
+            )
     try:
         return kind(**{**(inherited(data) if kind is ImageDataset else {}), **values})
     except ValidationError as error:
-        mistakes += [f"{place}: `{'.'.join(map(str, item['loc'])) or 'entry'}`: {item['msg']}" for item in error.errors()]
+        mistakes += [
+            f"{place}: `{'.'.join(map(str, item['loc'])) or 'entry'}`: {item['msg']}" for item in error.errors()
+        ]
         return None
 
 

@@ -67,7 +67,9 @@ def files_of(dataset: ImageDataset) -> Iterator[tuple[str, Path, str]]:
     """Yield (path below the folder, path, version) of each picture, sorted; the version is size and change time."""
     folder = dataset.instance_data_dir
     if not folder.is_dir():
-        raise DataError(f"dataset `{dataset.id}`: there is no folder {folder}", "set instance_data_dir to your pictures")
+        raise DataError(
+            f"dataset `{dataset.id}`: there is no folder {folder}", "set instance_data_dir to your pictures"
+        )
     for entry in sorted(walk(folder), key=lambda entry: entry.path):
         stat = entry.stat()
         path = Path(entry.path)

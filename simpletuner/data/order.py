@@ -41,9 +41,9 @@ class Order:
         self.seed = seed
         self._permutations: dict[tuple[str, int], np.ndarray] = {}
 
-    def start(self, batch_size: int) -> Position:
-        """Return the position of a new run."""
-        return Position(0, 0, batch_size, dict.fromkeys(self.buckets, 0))
+    def start(self, batch_size: int, epoch: int = 0) -> Position:
+        """Return the position of a new run, or of one that takes up these buckets at a later epoch."""
+        return Position(epoch, 0, batch_size, {name: epoch * len(items) for name, items in self.buckets.items()})
 
     def plan(self, position: Position) -> list[tuple[str, int]]:
         """Return the epoch's batches as (bucket, first item in the bucket's stream), shuffled."""

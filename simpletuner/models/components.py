@@ -1,52 +1,19 @@
-"""Open a pipeline folder in diffusers format: where it is, what its configs say, and that nothing in it is a pickle."""
+"""Read a pipeline folder in diffusers format: what its configs say, and that no weights in it are a pickle."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from simpletuner.errors import EnvironmentFault, SettingsError
-from simpletuner.models.registry import TINY, published_name
-from simpletuner.settings.sections import Model
+import torch
+from torch import nn
 
-if TYPE_CHECKING:
-    from torch import nn
+from simpletuner.errors import EnvironmentFault
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-WANTED_FROM_HUB = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
-
-
-def local_folder(model: Model) -> Path | None:
-    """Return the pipeline folder if it is on this machine: a path that the user gave. None: it is on the hub."""
-    path = Path(model.pretrained_model_name_or_path).expanduser()
-    return path if model.pretrained_model_name_or_path and path.is_dir() else None
-
-
-def downloaded(model: Model) -> Path:
-    """Return the folder of a published pipeline, downloading what is missing.
-
-    Raises EnvironmentFault when the hub does not have it or cannot be reached.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    name = model.pretrained_model_name_or_path or published_name(model)
-    try:
-        return Path(snapshot_download(name, revision=model.revision, allow_patterns=WANTED_FROM_HUB))
-    except HFValidationError:
-        raise SettingsError(f"{name} is neither a folder nor a hub id", "check pretrained_model_name_or_path") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise EnvironmentFault(
-            f"cannot fetch {name} from the hub: {reason}",
-            "give a local folder with --pretrained_model_name_or_path, or try --model_flavour=tiny without any download",
-        ) from None
-
-
-def needs_building(model: Model) -> bool:
-    """Return whether the model is the locally built tiny one."""
-    return model.model_flavour == TINY and not model.pretrained_model_name_or_path
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -55,7 +22,8 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EnvironmentFault(
-            f"cannot read {path}: {error}", "pretrained_model_name_or_path must be a pipeline folder in diffusers format"
+            f"cannot read {path}: {error}",
+            "pretrained_model_name_or_path must be a pipeline folder in diffusers format",
         ) from None
 
 
@@ -99,3 +67,29 @@ def build_on_meta(cls: Any, folder: Path) -> nn.Module:
     config = read_json(folder / "config.json")
     with init_empty_weights(include_buffers=False):
         return cls.from_config(config)
+
+
+@contextmanager
+def inputs_cast(model: nn.Module, dtype: torch.dtype, leave: tuple[str, ...] = ()) -> Iterator[None]:
+    """Cast a model's floating inputs while a pipeline calls it; those named in `leave` stay as they are.
+
+    Pipelines cast prompts to `model.dtype`. Of a sharded model that is the float32 of its masters, but it computes in
+    `dtype`.
+    """
+
+    def cast(value: Any, name: str = "") -> Any:
+        """Cast a tensor, or the tensors in a dict."""
+        if isinstance(value, dict):
+            return {key: cast(each, key) for key, each in value.items()}
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating and name not in leave else value
+
+    def before_forward(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        """Cast positional and named inputs."""
+        return tuple(cast(value) for value in arguments), cast(named)
+
+    hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()

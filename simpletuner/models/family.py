@@ -44,6 +44,7 @@ class Family(Protocol):
     """A model family, opened from one pipeline folder in diffusers format."""
 
     key: str
+    folder: Path
     denoiser_name: str
     """Name of the denoiser in the pipeline and of its folder: `unet` or `transformer`."""
     blocks: tuple[str, ...]
@@ -86,6 +87,8 @@ class Family(Protocol):
         """Call the denoiser as its pipeline does and return its answer as BCHW; noisy_BCHW sets the dtype."""
         ...
 
-    def draw(self, model: nn.Module, vae: KlVae, sampling: Sampling, positive: Conditioning, negative: Conditioning) -> Tensor:
+    def draw(
+        self, model: nn.Module, vae: KlVae, sampling: Sampling, positive: Conditioning, negative: Conditioning
+    ) -> Tensor:
         """Return the latents (1CHW) of one picture, drawn by diffusers' own pipeline."""
         ...

@@ -123,7 +123,9 @@ class Flux:
         )[0]
         return unpacked(tokens, height, width)
 
-    def draw(self, model: nn.Module, vae: KlVae, sampling: Sampling, positive: Conditioning, negative: Conditioning) -> Tensor:
+    def draw(
+        self, model: nn.Module, vae: KlVae, sampling: Sampling, positive: Conditioning, negative: Conditioning
+    ) -> Tensor:
         """Draw one picture's latents with the pipeline's own scheduler; guidance is embedded, so `negative` is not used."""
         from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.data.geometry import Geometry
-from simpletuner.models.components import build_on_meta, read_json
+from simpletuner.models.components import build_on_meta, inputs_cast, read_json
 from simpletuner.models.family import Conditioning, Sampling
 from simpletuner.models.vae import KlVae
 from simpletuner.settings.sections import Settings
@@ -99,7 +99,9 @@ class Sdxl:
             return_dict=False,
         )[0]
 
-    def draw(self, model: nn.Module, vae: KlVae, sampling: Sampling, positive: Conditioning, negative: Conditioning) -> Tensor:
+    def draw(
+        self, model: nn.Module, vae: KlVae, sampling: Sampling, positive: Conditioning, negative: Conditioning
+    ) -> Tensor:
         """Draw one picture's latents with the pipeline's own scheduler."""
         from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
@@ -114,15 +116,16 @@ class Sdxl:
             add_watermarker=False,
         )
         pipeline.set_progress_bar_config(disable=True)
-        return pipeline(
-            prompt_embeds=positive["prompt_embeds"],
-            pooled_prompt_embeds=positive["pooled"],
-            negative_prompt_embeds=negative["prompt_embeds"],
-            negative_pooled_prompt_embeds=negative["pooled"],
-            width=sampling.size[0],
-            height=sampling.size[1],
-            num_inference_steps=sampling.steps,
-            guidance_scale=sampling.guidance,
-            generator=torch.Generator().manual_seed(sampling.seed),
-            output_type="latent",
-        ).images
+        with inputs_cast(model, positive["prompt_embeds"].dtype, leave=("time_ids",)):
+            return pipeline(
+                prompt_embeds=positive["prompt_embeds"],
+                pooled_prompt_embeds=positive["pooled"],
+                negative_prompt_embeds=negative["prompt_embeds"],
+                negative_pooled_prompt_embeds=negative["pooled"],
+                width=sampling.size[0],
+                height=sampling.size[1],
+                num_inference_steps=sampling.steps,
+                guidance_scale=sampling.guidance,
+                generator=torch.Generator().manual_seed(sampling.seed),
+                output_type="latent",
+            ).images

@@ -37,7 +37,9 @@ def settings_of_rank(loaded: Loaded, environment: Mapping[str, str]) -> Loaded:
             f"num_processes = {parallel.num_processes} ({loaded.origins['num_processes']}), but {world_size} ranks run",
             "leave num_processes out, or start as many ranks as it says",
         )
-    settings = loaded.settings.model_copy(update={"parallel": parallel.model_copy(update={"num_processes": world_size})})
+    settings = loaded.settings.model_copy(
+        update={"parallel": parallel.model_copy(update={"num_processes": world_size})}
+    )
     return replace(loaded, settings=settings, origins={**loaded.origins, "num_processes": "launcher"})
 
 

@@ -25,7 +25,9 @@ class StopRequest:
     def stopped(self, where: str) -> Stopped:
         """Return the error that ends the run with 128 + the signal's number; SIGTERM if another rank was asked."""
         number = self.signal_number or int(signal.SIGTERM)
-        return Stopped(number, f"stopped by {signal.Signals(number).name} {where}", "run the same command again to go on")
+        return Stopped(
+            number, f"stopped by {signal.Signals(number).name} {where}", "run the same command again to go on"
+        )
 
 
 REPEAT_SECONDS = 1.0

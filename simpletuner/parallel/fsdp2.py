@@ -76,7 +76,9 @@ def imported(path: str):  # noqa: ANN201 - the user's own callable: (model) -> m
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise SettingsError(f"fsdp_auto_wrap_policy = {path}: {error}", "it must be importable, as (model) -> modules") from None
+        raise SettingsError(
+            f"fsdp_auto_wrap_policy = {path}: {error}", "it must be importable, as (model) -> modules"
+        ) from None
 
 
 def sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> TorchEngine:

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from simpletuner.errors import EnvironmentFault
+from simpletuner.errors import EnvironmentFault, ExitCode, SimpleTunerError, TrainingError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 STALL_SECONDS = 1800
@@ -114,3 +114,29 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
         timeout=timedelta(minutes=5),
         multi_tenant=True,
     )
+
+
+@contextmanager
+def first_to_fail_speaks(world: World) -> Iterator[None]:
+    """Let only the first rank that fails say why; the others leave with the same exit code."""
+    try:
+        yield
+    except SimpleTunerError as error:
+        if world.store.add("failures", 1) == 1:
+            raise
+        raise SystemExit(int(error.exit_code)) from None
+    except RuntimeError as error:
+        if world.size == 1 or not lost_a_peer(error):
+            raise
+        time.sleep(20)  # the launcher ends this rank at once, and names the one that died
+        raise TrainingError(f"rank {world.rank} lost contact to another rank: {error}") from None
+    except Exception:
+        if world.store.add("failures", 1) == 1:
+            raise
+        raise SystemExit(int(ExitCode.BUG)) from None
+
+
+def lost_a_peer(error: RuntimeError) -> bool:
+    """Return whether a collective failed because another rank went away."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or "gloo" in text or "connection closed by peer" in text

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from simpletuner.parallel.world import World
+from simpletuner.settings import Settings
+
+METRICS, CURVE = "metrics.jsonl", "loss.png"
 
 
 class Metrics:
     """Append one object per optimizer step; on resume, forget the steps after the checkpoint."""
 
     def __init__(self, folder: Path, step: int, tracker_folder: Path | None) -> None:
-        self.path = folder / "metrics.jsonl"
-        self.curve = folder / "loss.png"
+        self.path, self.curve = folder / METRICS, folder / CURVE
         kept = [row for row in read_metrics(self.path) if row["step"] <= step]
-        self.first_loss = kept[0]["loss"] if kept else None
-        self.last: dict[str, Any] = kept[-1] if kept else {}
         self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self.file = self.path.open("a", encoding="utf-8")
         self.tracker = tensorboard_writer(tracker_folder, step) if tracker_folder else None
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add one step."""
-        self.last = dict(row)
-        self.first_loss = self.first_loss if self.first_loss is not None else row["loss"]
-        self.file.write(json.dumps(self.last) + "\n")
+        self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         if self.tracker is not None:
             for name, value in row.items():
@@ -95,3 +96,17 @@ def draw_loss_curve(rows: list[dict[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     FigureCanvasAgg(figure).print_png(str(path))
+
+
+@contextmanager
+def metrics_of(settings: Settings, step: int, world: World) -> Iterator[Metrics | None]:
+    """Open the files that tell how the run goes, on the first rank; close them however it ends."""
+    if not world.is_first:
+        yield None
+        return
+    output, tracked = settings.training.output_dir, settings.logging.report_to == "tensorboard"
+    metrics = Metrics(output, step, (settings.logging.logging_dir or output / "logs") if tracked else None)
+    try:
+        yield metrics
+    finally:
+        metrics.close()

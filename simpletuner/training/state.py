@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
-from simpletuner.caches.keys import short_hash
+from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.data.buckets import Buckets
-from simpletuner.data.discovery import Sample
 from simpletuner.data.order import Order, Position
 from simpletuner.parallel.moments import empty_moments
 from simpletuner.parallel.strategy import Strategy
 from simpletuner.training.ema import Average
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingState:
-    """The engine, the average, and the identity of the data that positions refer to."""
+    """The engine, the average, how far the run goes, and where it begins; `data` is what positions refer to."""
 
     strategy: Strategy
     average: Average | None
-    data_digest: str
-    facts: dict[str, Any]
-    """What else a reader of `state.json` may want to know, such as the model family and the number of ranks."""
+    data: str
+    max_steps: int
+    step: int
+    position: Position
 
-    def snapshot(self, step: int, position: Position) -> Snapshot:
-        """Return what a checkpoint after `step` holds."""
+    def snapshot(self, step: int, position: Position, facts: Mapping[str, Any]) -> Snapshot:
+        """Return what a checkpoint after `step` holds; `facts` are for people who read its state.json."""
         moments = self.strategy.moments()
         groups: dict[str, dict[str, Tensor]] = {"model": self.strategy.weights(), **moments.tensors}
         if self.average is not None:
             groups["ema"] = self.average.weights
         state = {
-            **self.facts,
+            "simpletuner": __version__,
+            **facts,
+            "max_steps": self.max_steps,
             "position": asdict(position),
-            "data": self.data_digest,
+            "data": self.data,
             "optimizer": {"steps": moments.steps, "moments": sorted(moments.tensors)},
             "ema_updates": self.average.updates if self.average is not None else None,
         }
@@ -60,16 +62,11 @@ class TrainingState:
         if self.average is not None and checkpoint.state["ema_updates"] is not None:
             read_tensors(checkpoint.files("ema"), self.average.weights, f"{checkpoint.folder / 'ema'}")
             self.average.updates = checkpoint.state["ema_updates"]
+        self.step = checkpoint.step
 
 
-def digest_of(buckets: Buckets, samples: list[Sample], seed: int) -> str:
-    """Return the identity of what an order is made from."""
-    return short_hash([seed, {name: [samples[index].id for index in items] for name, items in buckets.items()}])
-
-
-def resumed_position(order: Order, buckets: Buckets, saved: dict[str, Any], same_data: bool, batch_size: int) -> Position:
+def resumed_position(order: Order, saved: Mapping[str, Any], same_data: bool, batch_size: int) -> Position:
     """Return where to go on: exactly there for the same data, at the start of the next epoch for other data."""
     if same_data:
         return order.resized(Position(**saved), batch_size)
-    epoch = saved["epoch"] + 1
-    return Position(epoch, 0, batch_size, {name: epoch * len(items) for name, items in buckets.items()})
+    return order.start(batch_size, epoch=saved["epoch"] + 1)

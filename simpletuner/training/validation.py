@@ -14,9 +14,16 @@ from torch import Tensor
 
 from simpletuner.models.family import Conditioning, Family, Sampling
 from simpletuner.models.vae import KlVae
-from simpletuner.parallel.strategy import Strategy
+from simpletuner.parallel.strategy import Strategy, compute_dtype
 from simpletuner.parallel.world import World
+from simpletuner.preparation import Prepared
+from simpletuner.session import Session
+from simpletuner.settings import Settings
 from simpletuner.training.ema import Average
+from simpletuner.training.state import TrainingState
+
+VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained", "ema")}
+"""Which weights draw, by the setting ema_validation."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,9 @@ def grid(rows: list[list[Path]], prompts: list[str], variants: list[str]) -> Ima
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
     for column, prompt in enumerate(prompts):
         left = gap + column * (width + gap)
-        pen.text((left, 6), shortened(prompt, lambda text: pen.textlength(text, font=font), width), fill="black", font=font)
+        pen.text(
+            (left, 6), shortened(prompt, lambda text: pen.textlength(text, font=font), width), fill="black", font=font
+        )
         for line, row in enumerate(pictures):
             place = (left, head + line * (height + gap))
             sheet.paste(row[column].resize((width, height), Image.Resampling.NEAREST if scale > 1 else None), place)
@@ -120,3 +129,38 @@ def shortened(text: str, length: Callable[[str], float], width_px: float) -> str
     while text and length(text + "…") > width_px:
         text = text[:-1]
     return text + "…"
+
+
+def open_painter(session: Session, family: Family, state: TrainingState, prepared: Prepared) -> Painter | None:
+    """Return what draws validation pictures, or None without prompts."""
+    settings, validation = session.settings, session.settings.validation
+    if not validation.validation_prompt:
+        return None
+    seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
+    steps, guidance = validation.validation_num_inference_steps, validation.validation_guidance
+    negative = validation.validation_negative_prompt
+    return Painter(
+        family=family,
+        strategy=state.strategy,
+        world=session.world,
+        vae=family.vae(session.world.device),
+        average=state.average,
+        variants=VARIANTS[validation.ema_validation] if state.average is not None else ("trained",),
+        prompts=[(prompt, prepared.text.read(prompt)) for prompt in validation.validation_prompt],
+        negative=prepared.text.read(negative) if negative else prepared.source.no_caption,
+        sampling=Sampling(picture_size(settings), steps, guidance, seed),
+        dtype=compute_dtype(settings),
+        folder=settings.training.output_dir / "validation",
+    )
+
+
+def picture_size(settings: Settings) -> tuple[int, int]:
+    """Return the validation pictures' (width, height) in px."""
+    wish = settings.validation.validation_resolution
+    if wish:
+        width, _, height = wish.partition("x")
+        return int(width), int(height or width)
+    data = settings.data
+    edge = data.resolution if data.resolution_type != "area" else (data.resolution * 1_000_000) ** 0.5
+    side = max(1, round(edge / data.aspect_bucket_alignment)) * data.aspect_bucket_alignment
+    return side, side

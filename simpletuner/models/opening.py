@@ -1,0 +1,61 @@
+"""Find the pipeline to start from: a folder, a hub download, or the tiny one built here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from simpletuner.checkpoints.layout import replace_folder, unfinished
+from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.models.family import Family
+from simpletuner.models.registry import TINY, family_class, published_name
+from simpletuner.parallel.world import World
+from simpletuner.settings.sections import Model, Settings
+
+WANTED_FROM_HUB = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
+
+
+def open_family(settings: Settings, world: World, stop: Callable[[], None]) -> Family:
+    """Return the model family with its pipeline folder, which the first rank builds or downloads if need be."""
+    family, model = family_class(settings.model.model_family), settings.model
+    if needs_building(model):
+        folder = settings.training.output_dir / f"base-{model.model_family}-tiny"
+        if world.is_first and not folder.exists():
+            family.build_tiny(unfinished(folder))
+            replace_folder(unfinished(folder), folder)
+    else:
+        folder = local_folder(model) or (downloaded(model) if world.is_first else None)
+    world.meet("base model", stop)
+    return family(folder or downloaded(model), settings)
+
+
+def local_folder(model: Model) -> Path | None:
+    """Return the pipeline folder if it is on this machine: a path that the user gave. None: it is on the hub."""
+    path = Path(model.pretrained_model_name_or_path).expanduser()
+    return path if model.pretrained_model_name_or_path and path.is_dir() else None
+
+
+def downloaded(model: Model) -> Path:
+    """Return the folder of a published pipeline, downloading what is missing.
+
+    Raises EnvironmentFault when the hub does not have it or cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name = model.pretrained_model_name_or_path or published_name(model)
+    try:
+        return Path(snapshot_download(name, revision=model.revision, allow_patterns=WANTED_FROM_HUB))
+    except HFValidationError:
+        raise SettingsError(f"{name} is neither a folder nor a hub id", "check pretrained_model_name_or_path") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise EnvironmentFault(
+            f"cannot fetch {name} from the hub: {reason}",
+            "give a local folder with --pretrained_model_name_or_path, or try --model_flavour=tiny without any download",
+        ) from None
+
+
+def needs_building(model: Model) -> bool:
+    """Return whether the model is the locally built tiny one."""
+    return model.model_flavour == TINY and not model.pretrained_model_name_or_path

@@ -1,0 +1,20 @@
+"""What every phase of a rank's life is given: the settings, the other ranks, the reporter, and whether to stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simpletuner.ops.signals import StopRequest
+from simpletuner.parallel.world import World
+from simpletuner.report import Report
+from simpletuner.settings import Settings
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank of one run."""
+
+    settings: Settings
+    world: World
+    report: Report
+    stop: StopRequest

@@ -1,0 +1,60 @@
+"""What a person is told before and after a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from simpletuner.checkpoints.layout import numbered
+from simpletuner.models.family import Family
+from simpletuner.preparation import Plan
+from simpletuner.report import Report
+from simpletuner.session import Session
+from simpletuner.training.metrics import CURVE, METRICS, read_metrics
+from simpletuner.training.state import TrainingState
+
+
+def describe(session: Session, family: Family, state: TrainingState, plan: Plan) -> None:
+    """Say what is about to run."""
+    settings, world = session.settings, session.world
+    parallel, training = settings.parallel, settings.training
+    parameters = sum(parameter.numel() for parameter in state.strategy.module.parameters())
+    engine = "FSDP2" if parallel.fsdp_enable else "data-parallel" if world.size > 1 else "plain"
+    buckets = ", ".join(f"{name}: {len(items)}" for name, items in plan.buckets.items())
+    batch = f"{training.train_batch_size} x {world.size} x {training.gradient_accumulation_steps}"
+    rows: list[tuple[str, Any]] = [
+        ("model", f"{family.key}, {parameters:,} parameters, mixed precision: {training.mixed_precision}"),
+        ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
+        ("pictures", f"{len(plan.samples)} in {len(plan.buckets)} buckets ({buckets})"),
+        ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),
+        ("steps", f"{state.step} to {state.max_steps}"),
+        ("output", training.output_dir),
+    ]
+    session.report.table("simpletuner train", rows)
+
+
+def conclude(output: Path, report: Report) -> None:
+    """Say how the run went and where everything is."""
+    rows = read_metrics(output / METRICS) if not report.quiet else []
+    if not rows:
+        return
+    grids = sorted((output / "validation").glob("grid-*.png"))
+    checkpoints = numbered(output / "checkpoints")
+    places = [
+        ("checkpoint", checkpoints[0] if checkpoints else "-"),
+        ("pictures", grids[-1] if grids else "none: give --validation_prompt"),
+        ("loss curve", output / CURVE),
+        ("pipeline", output / "pipeline"),
+    ]
+    numbers = [
+        ("steps", rows[-1]["step"]),
+        ("loss", f"{mean_loss(rows[:20]):.4f} at first, {mean_loss(rows[-20:]):.4f} at last (means of up to 20 steps)"),
+        ("samples/s", f"{median(row['samples_per_second'] for row in rows):.1f}"),
+    ]
+    report.table("finished", [*numbers, *places])
+
+
+def mean_loss(rows: list[dict[str, Any]]) -> float:
+    """Return the mean loss of some steps."""
+    return sum(row["loss"] for row in rows) / len(rows)
