@@ -1,4 +1,4 @@
-"""Make what is missing in a cache, on all ranks at once: ranks take chunks from one queue, each writes its own shards."""
+"""Make what is missing in a cache, on all ranks at once: they take chunks from one queue and write their own shards."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ touches old ones.
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, BinaryIO
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -45,8 +46,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
-        self.shard: Any = None
-        self.index: Any = None
+        self.files: tuple[BinaryIO, BinaryIO] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> ShardWriter:
@@ -67,40 +67,42 @@ class ShardWriter:
 
     def _append(self, name: str, parts: Parts, blob: bytes, broken: str = "") -> None:
         try:
-            if self.shard is None or self.shard.tell() + len(blob) > SHARD_BYTES:
-                self._open_next()
-            offset = self.shard.tell()
-            self.shard.write(blob)
-            self.shard.flush()
-            line = {"name": name, "offset": offset, "length": len(blob), "parts": parts}
-            self.index.write(json.dumps(line | ({"broken": broken} if broken else {})).encode() + b"\n")
-            self.index.flush()
+            shard, index = self._files_with_room(len(blob))
+            line = {"name": name, "offset": shard.tell(), "length": len(blob), "parts": parts}
+            shard.write(blob)
+            shard.flush()
+            index.write(json.dumps(line | ({"broken": broken} if broken else {})).encode() + b"\n")
+            index.flush()
         except OSError as error:
             raise EnvironmentFault(
                 f"cannot write to the cache {self.folder}: {error.strerror}",
-                "make room or set cache_dir_vae and cache_dir_text elsewhere, then run the same command again: it continues",
+                "make room or set cache_dir_vae and cache_dir_text elsewhere, then run the same command: it continues",
             ) from None
 
-    def _open_next(self) -> None:
-        self.close()
-        number = 0
-        while True:
-            path = self.folder / f"rank{self.rank:03d}-{number:05d}{SHARD_SUFFIX}"
+    def _files_with_room(self, length: int) -> tuple[BinaryIO, BinaryIO]:
+        """Return the open shard and its index, or the next ones when the shard is full."""
+        if self.files is not None and self.files[0].tell() + length > SHARD_BYTES:
+            self.close()
+        if self.files is None:
+            shard = self._new_shard()
+            self.files = shard, Path(shard.name.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX).open("wb")
+        return self.files
+
+    def _new_shard(self) -> BinaryIO:
+        for number in itertools.count():
             try:
-                self.shard = path.open("xb")
-                break
+                return (self.folder / f"rank{self.rank:03d}-{number:05d}{SHARD_SUFFIX}").open("xb")
             except FileExistsError:
-                number += 1
-        self.index = path.with_suffix("").with_suffix(INDEX_SUFFIX).open("wb")
+                continue
+        raise AssertionError("unreachable")
 
     def close(self) -> None:
         """Bring what was written to the disk."""
-        for file in (self.shard, self.index):
-            if file is not None:
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-        self.shard = self.index = None
+        for file in self.files or ():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        self.files = None
 
 
 class ShardReader:

@@ -55,7 +55,7 @@ def unfinished(folder: Path) -> Path:
 
 
 def opened(folder: Path) -> Checkpoint:
-    """Return a checkpoint after comparing every file's size. Raises EnvironmentFault that says what is wrong with it."""
+    """Return a checkpoint after comparing every file's size. Raises EnvironmentFault that says what is wrong."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         for name, size in state["files"].items():

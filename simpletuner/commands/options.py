@@ -11,6 +11,7 @@ from typing import Any, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
+from simpletuner.settings.knob import extra_of
 from simpletuner.settings.loading import canonical_name, knobs
 from simpletuner.settings.sections import SECTION_OF, SECTIONS
 from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, folded
@@ -44,7 +45,7 @@ def config_parameter() -> inspect.Parameter:
 def parameter_of(name: str) -> inspect.Parameter:
     """Return the option of a knob: text that the settings layer validates, as it does for files."""
     field = knobs()[name]
-    unit = (field.json_schema_extra or {}).get("unit", "")  # pyright: ignore[reportAttributeAccessIssue]
+    unit = extra_of(field, "unit")
     is_list = get_origin(field.annotation) is list
     option = typer.Option(
         None,

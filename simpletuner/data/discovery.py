@@ -94,7 +94,7 @@ def refuse_uncaptioned(dataset: ImageDataset, names: list[str]) -> None:
     """Raise DataError that names some of the pictures without a caption."""
     if names:
         raise DataError(
-            f"dataset `{dataset.id}`: {len(names)} pictures have no caption in a .txt file beside them, such as {names[0]}",
+            f"dataset `{dataset.id}`: {len(names)} pictures lack a caption in a .txt file beside them: {names[0]}, ...",
             "write them, or set caption_strategy to filename or instanceprompt",
         )
 

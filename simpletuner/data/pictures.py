@@ -34,8 +34,9 @@ def displayed_size(path: Path) -> tuple[int, int]:
     if width > 0 and height > 0:
         return int(width), int(height)
     with Image.open(path) as picture:
+        width, height = picture.size
         turned = picture.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-        return picture.size[::-1] if turned else picture.size
+        return (height, width) if turned else (width, height)
 
 
 def read_rgb(path: Path, smallest: tuple[int, int]) -> Image.Image:

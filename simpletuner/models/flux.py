@@ -126,17 +126,17 @@ class Flux:
     def draw(
         self, model: nn.Module, vae: KlVae, sampling: Sampling, positive: Conditioning, negative: Conditioning
     ) -> Tensor:
-        """Draw one picture's latents with the pipeline's own scheduler; guidance is embedded, so `negative` is not used."""
+        """Draw one picture's latents with the pipeline's own scheduler; guidance is embedded, `negative` unused."""
         from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
         pipeline: Any = FluxPipeline(
             scheduler=FlowMatchEulerDiscreteScheduler.from_config(self.scheduler_config),
-            vae=vae.model,  # pyright: ignore[reportArgumentType]
-            text_encoder=None,  # pyright: ignore[reportArgumentType]
-            tokenizer=None,  # pyright: ignore[reportArgumentType]
-            text_encoder_2=None,  # pyright: ignore[reportArgumentType]
-            tokenizer_2=None,  # pyright: ignore[reportArgumentType]
-            transformer=model,  # pyright: ignore[reportArgumentType]
+            vae=vae.model,
+            text_encoder=None,
+            tokenizer=None,
+            text_encoder_2=None,
+            tokenizer_2=None,
+            transformer=model,
         )
         pipeline.set_progress_bar_config(disable=True)
         tokens = pipeline(

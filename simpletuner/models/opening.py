@@ -52,7 +52,7 @@ def downloaded(model: Model) -> Path:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentFault(
             f"cannot fetch {name} from the hub: {reason}",
-            "give a local folder with --pretrained_model_name_or_path, or try --model_flavour=tiny without any download",
+            "give a local folder with --pretrained_model_name_or_path, or try --model_flavour=tiny, built here",
         ) from None
 
 

@@ -54,8 +54,9 @@ def check_model(model: Model) -> None:
         )
     if model.model_flavour not in ("", TINY, *entry.flavours):
         known = [*entry.flavours, TINY]
+        near = nearest(model.model_flavour, known)
         raise SettingsError(
-            f"Unknown model_flavour '{model.model_flavour}' of {model.model_family}{nearest(model.model_flavour, known)}",
+            f"Unknown model_flavour '{model.model_flavour}' of {model.model_family}{near}",
             f"known flavours: {', '.join(known)}",
         )
 

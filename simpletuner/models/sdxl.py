@@ -106,12 +106,12 @@ class Sdxl:
         from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
         pipeline: Any = StableDiffusionXLPipeline(
-            vae=vae.model,  # pyright: ignore[reportArgumentType]
-            text_encoder=None,  # pyright: ignore[reportArgumentType]
-            text_encoder_2=None,  # pyright: ignore[reportArgumentType]
-            tokenizer=None,  # pyright: ignore[reportArgumentType]
-            tokenizer_2=None,  # pyright: ignore[reportArgumentType]
-            unet=model,  # pyright: ignore[reportArgumentType]
+            vae=vae.model,
+            text_encoder=None,
+            text_encoder_2=None,
+            tokenizer=None,
+            tokenizer_2=None,
+            unet=model,
             scheduler=EulerDiscreteScheduler.from_config(self.scheduler_config),
             add_watermarker=False,
         )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from simpletuner.errors import SettingsError
-from simpletuner.parallel.engine import TorchEngine
+from simpletuner.parallel.engine import MakeOptimizer, TorchEngine
 from simpletuner.parallel.world import World
 from simpletuner.settings.loading import nearest
 from simpletuner.settings.sections import Parallel
@@ -81,7 +81,7 @@ def imported(path: str):  # noqa: ANN201 - the user's own callable: (model) -> m
         ) from None
 
 
-def sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> TorchEngine:
+def sharded(model: nn.Module, make_optimizer: MakeOptimizer) -> TorchEngine:
     """Return the engine of a sharded model: weights are gathered block by block, in the compute dtype."""
     assert isinstance(model, FSDPModule)
 
@@ -99,4 +99,4 @@ def sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> TorchEngine:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    return TorchEngine(model, model, optimizer, reduce_on, then_reshard)
+    return TorchEngine(model, model, make_optimizer, reduce_on, then_reshard)

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from simpletuner.parallel.engine import TorchEngine
+from simpletuner.parallel.engine import MakeOptimizer, TorchEngine
 from simpletuner.parallel.world import World
 
 
-def replicated(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, dtype: torch.dtype) -> TorchEngine:
+def replicated(model: nn.Module, make_optimizer: MakeOptimizer, world: World, dtype: torch.dtype) -> TorchEngine:
     """Return the engine of a whole model on every rank; autocast computes in bf16 over float32 masters."""
-    called = model if world.size == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel = None if world.size == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def precision() -> torch.autocast:
         """Return autocast, which does nothing in float32."""
@@ -24,8 +24,7 @@ def replicated(model: nn.Module, optimizer: torch.optim.Optimizer, world: World,
     @contextmanager
     def forward_pass(last: bool) -> Iterator[None]:
         """Compute in the run's precision; keep gradients on this rank until the last micro-batch."""
-        keep = isinstance(called, DistributedDataParallel) and not last
-        with called.no_sync() if keep else nullcontext(), precision():
+        with parallel.no_sync() if parallel and not last else nullcontext(), precision():
             yield
 
     @contextmanager
@@ -34,4 +33,4 @@ def replicated(model: nn.Module, optimizer: torch.optim.Optimizer, world: World,
         with precision():
             yield
 
-    return TorchEngine(called, model, optimizer, forward_pass, drawing)
+    return TorchEngine(parallel or model, model, make_optimizer, forward_pass, drawing)

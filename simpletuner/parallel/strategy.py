@@ -7,20 +7,19 @@ built on the named state and on `module`, so they work with every engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from simpletuner.parallel.engine import MakeOptimizer
 from simpletuner.parallel.fsdp2 import shard, sharded
 from simpletuner.parallel.moments import Moments
 from simpletuner.parallel.replicated import replicated
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Settings
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Strategy(Protocol):
@@ -38,7 +37,7 @@ class Strategy(Protocol):
 
     @property
     def forward_pass(self) -> Callable[[bool], AbstractContextManager[None]]:
-        """What surrounds forward and backward of one micro-batch; gradients are reduced over the ranks if it is the last."""
+        """What surrounds forward and backward of one micro-batch; gradients are reduced if it is the last."""
         ...
 
     @property
@@ -60,6 +59,10 @@ class Strategy(Protocol):
 
     def moments(self) -> Moments:
         """Return the optimizer's state by moment and parameter name."""
+        ...
+
+    def empty_moments(self, names: list[str]) -> Moments:
+        """Return moments of these names with memory laid out like the parameters, for a checkpoint to be read into."""
         ...
 
     def restore(self, moments: Moments) -> None:
@@ -93,8 +96,9 @@ def build_strategy(
         shard(model, blocks, parallel, dtype, world)
     give_memory(model, world.device)
     load_weights(model.state_dict())
-    optimizer = make_optimizer(model.parameters())
-    return sharded(model, optimizer) if parallel.fsdp_enable else replicated(model, optimizer, world, dtype)
+    if parallel.fsdp_enable:
+        return sharded(model, make_optimizer)
+    return replicated(model, make_optimizer, world, dtype)
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:

@@ -104,7 +104,7 @@ def joined_world(environment: Mapping[str, str] = os.environ) -> Iterator[World]
 
 
 def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Store:
-    """Return the key-value store at MASTER_ADDR; torchrun's agent already serves one, other launchers leave it to us."""
+    """Return the key-value store at MASTER_ADDR; torchrun's agent serves one, other launchers leave it to us."""
     served_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return dist.TCPStore(
         environment["MASTER_ADDR"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -13,10 +13,9 @@ def knob(default: Any, sentence: str, *, unit: str = "", aliases: tuple[str, ...
     return Field(default, description=sentence, json_schema_extra={"unit": unit, "aliases": list(aliases)}, **bounds)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-def aliases_of(field: FieldInfo) -> list[str]:
-    """Return the older names of a knob."""
-    extra = field.json_schema_extra
-    return list(extra.get("aliases", [])) if isinstance(extra, dict) else []  # pyright: ignore[reportArgumentType]
+def extra_of(field: FieldInfo, name: Literal["unit", "aliases"]) -> Any:
+    """Return what a knob's declaration adds to pydantic's: its unit, or its older names."""
+    return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
 
 
 class Section(BaseModel):

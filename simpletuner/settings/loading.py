@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.knob import aliases_of
+from simpletuner.settings.knob import extra_of
 from simpletuner.settings.rules import contradictions
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings
 from simpletuner.settings.spelling import choices_of, normalised
@@ -74,7 +74,7 @@ def canonical_name(key: str) -> str | None:
     name = key.lstrip("-").replace("-", "_")
     if name in SECTION_OF:
         return name
-    return next((knob for knob, field in knobs().items() if name in aliases_of(field)), None)
+    return next((knob for knob, field in knobs().items() if name in (extra_of(field, "aliases") or [])), None)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -38,7 +38,7 @@ def sharding_trains_whole_models(settings: Settings) -> Iterator[str]:
     """Refuse adapters under FSDP, and adapters at all until they can be trained."""
     if settings.model.model_type == "lora":
         if settings.parallel.fsdp_enable:
-            yield "model_type=lora cannot run with FSDP: adapters are small, and sharding only slows them; drop fsdp_enable"  # fmt: skip
+            yield "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable"
         else:
             yield "model_type=lora is not supported yet: this version trains whole models (model_type=full)"
 
@@ -47,7 +47,7 @@ def wrap_policy_is_known(settings: Settings) -> Iterator[str]:
     """Accept the three policies and a dotted path."""
     policy = settings.parallel.fsdp_auto_wrap_policy
     if policy not in WRAP_POLICIES and "." not in policy:
-        yield f"fsdp_auto_wrap_policy = {policy!r}: use one of {', '.join(WRAP_POLICIES)}, or a dotted path to a callable"  # fmt: skip
+        yield f"fsdp_auto_wrap_policy = {policy!r}: use {', '.join(WRAP_POLICIES)}, or a dotted path to a callable"
 
 
 def validation_size_is_readable(settings: Settings) -> Iterator[str]:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from simpletuner.parallel.engine import local
 from simpletuner.settings.sections import Ema
 
 
@@ -50,8 +50,3 @@ class Average:
             kept = local(average).clone()
             local(average).copy_(local(self.source[name]))
             local(self.source[name]).copy_(kept)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

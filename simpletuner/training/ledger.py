@@ -67,7 +67,7 @@ class Ledger:
             raise TrainingError(
                 f"step {entry.row['step']}: loss is {loss}, gradient norm {grad_norm}; "
                 f"samples of rank {self.world.rank}: {', '.join(entry.ids)}",
-                "lower learning_rate, look at these samples, then run the same command: it resumes from the last checkpoint",
+                "lower learning_rate or look at these samples; the same command resumes from the last checkpoint",
             )
         progress.update(entry.row["step"], f"loss {loss:.4f}  {self.batch_size / seconds:.1f} samples/s")
         if self.metrics is not None:

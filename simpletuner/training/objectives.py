@@ -53,7 +53,7 @@ def signal_to_noise(alphas_cumprod: Tensor) -> Tensor:
 
 
 def min_snr_weights(snr: Tensor, gamma: float, prediction: Literal["epsilon", "v_prediction"]) -> Tensor:
-    """Return min(SNR, gamma) / SNR for epsilon, and / (SNR + 1) for v (Hang et al. 2023, arXiv:2303.09556, section 3.4).
+    """Return min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v (Hang et al. 2023, arXiv:2303.09556, section 3.4).
 
     At zero terminal SNR the epsilon weight tends to 1, which is what this returns.
     """
@@ -63,7 +63,7 @@ def min_snr_weights(snr: Tensor, gamma: float, prediction: Literal["epsilon", "v
 
 
 def logit_normal(u: Tensor, scale: float = 1.0) -> Tensor:
-    """Return sigmoid(scale * z) with z normal, made from u by the inverse CDF (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
+    """Return sigmoid(scale * z), z normal by the inverse CDF of u (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
     z = torch.special.ndtri(u.double().clamp(1e-6, 1 - 1e-6))
     return torch.sigmoid(scale * z).to(u.dtype)
 

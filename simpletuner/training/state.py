@@ -14,7 +14,6 @@ from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.order import Order, Position
-from simpletuner.parallel.moments import empty_moments
 from simpletuner.parallel.strategy import Strategy
 from simpletuner.training.ema import Average
 
@@ -54,7 +53,7 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Read optimizer state and average; the weights were read when the engine was built."""
         saved = checkpoint.state["optimizer"]
-        moments = empty_moments(self.strategy.module, saved["moments"])
+        moments = self.strategy.empty_moments(saved["moments"])
         moments.steps = saved["steps"]
         for name, tensors in moments.tensors.items():
             read_tensors(checkpoint.files(name), tensors, f"{checkpoint.folder / name}")

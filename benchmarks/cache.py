@@ -1,0 +1,115 @@
+"""Our shard store beside one file per sample: records per second, written and read at random.
+
+The page cache is warm: this measures the work of the formats, not of the disk. Writing stops at the page cache on both
+sides; ours is brought to the disk when a shard is closed, outside the measurement. Reading counts until the records
+are stacked into batches as the feed does, so that a store cannot gain by handing out bytes that nobody has touched.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+from interleaved import Rounds, print_table, ratio, seconds_in_turns
+from torch import Tensor
+
+from simpletuner.caches.shards import ShardReader, ShardWriter
+from simpletuner.data.feed import stacked
+
+ROUNDS, BATCH_SIZE = 9, 4
+PARTS = {"file": "1-1", "VAE": "0123456789abcdef"}
+OURS, PLAIN = "shards", "files"
+Record = dict[str, Tensor]
+
+KINDS: dict[str, tuple[Record, int]] = {
+    "Flux, 1024 px": ({"latents": torch.randn(16, 128, 128), "text": torch.randn(512, 4096).bfloat16()}, 60),
+    "SDXL, 1024 px": (
+        {
+            "latents": torch.randn(4, 128, 128),
+            "text": torch.randn(77, 2048).bfloat16(),
+            "pooled": torch.randn(1280).bfloat16(),
+        },
+        400,
+    ),
+}
+"""A record of each kind, and how many are written: less than 1 GB in both stores together."""
+
+
+def writing_seconds(folder: Path, record: Record, count: int) -> Rounds:
+    """Write both stores anew in every round; the last ones stay, on the disk."""
+    with ExitStack() as open_writers:
+
+        def clear(name: str) -> None:
+            """Remove what an earlier round wrote."""
+            open_writers.close()
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+        def write_shards() -> None:
+            """Write with our writer, and leave it open."""
+            writer = open_writers.enter_context(ShardWriter(folder / OURS, rank=0))
+            for number in range(count):
+                writer.write(str(number), PARTS, record)
+
+        def write_files() -> None:
+            """Write one file per record."""
+            (folder / PLAIN).mkdir()
+            for number in range(count):
+                torch.save(record, folder / PLAIN / f"{number}.pt")
+
+        return seconds_in_turns({OURS: write_shards, PLAIN: write_files}, ROUNDS, clear)
+
+
+def reading_seconds(folder: Path, record: Record, count: int) -> Rounds:
+    """Read both stores in turns."""
+    reader = ShardReader(folder / OURS)
+
+    def from_shards(number: int) -> Record:
+        """Find and read one of ours."""
+        place = reader.find(str(number), PARTS)
+        assert place is not None
+        return reader.read(place)
+
+    def from_files(number: int) -> Record:
+        """Load a file."""
+        return torch.load(folder / PLAIN / f"{number}.pt", weights_only=True)
+
+    for read in (from_shards, from_files):
+        assert all(torch.equal(value, record[name]) for name, value in read(count // 2).items())
+    turns = {OURS: partial(read_at_random, from_shards, count), PLAIN: partial(read_at_random, from_files, count)}
+    return seconds_in_turns(turns, ROUNDS)
+
+
+def read_at_random(read: Callable[[int], Record], count: int) -> None:
+    """Read every record once, in random order, and stack batches of them."""
+    order = random.sample(range(count), count)
+    for first in range(0, count, BATCH_SIZE):
+        stacked([read(number) for number in order[first : first + BATCH_SIZE]])
+
+
+def row_of(kind: str, what: str, seconds: Rounds, count: int) -> list[str]:
+    """Return records per second of both, and how many times faster ours is."""
+    per_second = [f"{count / statistics.median(seconds[name]):.0f}" for name in (OURS, PLAIN)]
+    return [f"{kind}, {what}", *per_second, f"{ratio(seconds, PLAIN, OURS):.2f}"]
+
+
+def main() -> None:
+    """Measure each kind of record and print the table."""
+    torch.set_num_threads(1)  # as in a feed's thread
+    rows = []
+    for kind, (record, count) in KINDS.items():
+        with tempfile.TemporaryDirectory() as name:
+            rows.append(row_of(kind, "written", writing_seconds(Path(name), record, count), count))
+            rows.append(row_of(kind, "read and stacked", reading_seconds(Path(name), record, count), count))
+    title = f"records per second, page cache warm (median of {ROUNDS} rounds in turns; goal: reading at least 2x)"
+    print_table(title, ["record", f"our {OURS}", f"one {PLAIN[:-1]} each", "times faster"], rows)
+
+
+if __name__ == "__main__":
+    main()

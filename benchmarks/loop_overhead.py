@@ -1,0 +1,150 @@
+"""What our loop costs: beside a hand-written one that trains the same U-Net on the same batches in the same process.
+
+Ours is what `simpletuner train` runs: feed, noise, objective, strategy, ledger and metrics, composed by the worker.
+The plain one holds every batch in memory already, noise and timesteps included, and keeps no account of anything.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+import torch
+from interleaved import print_table, ratio, seconds_in_turns
+from torch import nn
+
+from simpletuner.caches.texts import TextCache
+from simpletuner.data.discovery import Sample
+from simpletuner.data.feed import Batch, Source
+from simpletuner.data.geometry import Geometry
+from simpletuner.data.order import Order
+from simpletuner.models.sdxl import Sdxl
+from simpletuner.ops.signals import StopRequest
+from simpletuner.parallel.world import World, joined_world
+from simpletuner.preparation import Plan, Prepared
+from simpletuner.report import Report
+from simpletuner.session import Session
+from simpletuner.settings import Settings
+from simpletuner.settings.sections import Model, Training
+from simpletuner.training.loop import Run, train
+from simpletuner.training.metrics import metrics_of
+from simpletuner.training.optimizers import make_optimizer
+from simpletuner.training.state import TrainingState
+from simpletuner.worker import compose, open_strategy
+
+ROUNDS, STEPS, BATCH_SIZE, SAMPLES = 10, 10, 4, 64
+GOAL = 1.05
+
+
+def settings_in(folder: Path) -> Settings:
+    """Return the settings of a float32 run towards epsilon, without recomputed activations."""
+    training = Training(
+        output_dir=folder, train_batch_size=BATCH_SIZE, mixed_precision="no", gradient_checkpointing=False
+    )
+    return Settings(model=Model(prediction_type="epsilon"), training=training)
+
+
+def data_in_memory(family: Sdxl, settings: Settings) -> Prepared:
+    """Return random latents and embeddings that take no time to read."""
+    square = (64, 64)
+    geometry = Geometry(square, square, (0, 0), square)
+    samples = [Sample(str(n), "drawn", Path(), "", geometry, ("a caption",)) for n in range(SAMPLES)]
+    latents = {sample.id: torch.randn(4, 16, 16) for sample in samples}
+    text = {"prompt_embeds": torch.randn(77, 96), "pooled": torch.randn(64)}
+    source = Source(
+        samples=samples,
+        latents=lambda sample: latents[sample.id],
+        picture=lambda sample: family.picture_conditioning(sample.geometry),
+        text=lambda caption: text,
+        no_caption={name: torch.zeros_like(value) for name, value in text.items()},
+    )
+    buckets = {"one": list(range(SAMPLES))}
+    plan = Plan([], samples, buckets, Path(), Order(buckets, settings.training.seed), "")
+    return Prepared(plan, source, cast(TextCache, None))  # only validation asks for more text
+
+
+class Ours:
+    """Our loop, called for some steps at a time; it neither draws nor saves."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = replace(run, draw=lambda step: None, save=lambda step, position: None)
+        self.step = 0
+
+    def __call__(self) -> None:
+        """Train for the next steps."""
+        train(replace(self.run, max_steps=self.step + STEPS), self.step)
+        self.step += STEPS
+
+
+class Plain:
+    """The shortest loop that trains alike."""
+
+    def __init__(self, family: Sdxl, settings: Settings, batches: Sequence[Batch]) -> None:
+        from diffusers import UNet2DConditionModel
+
+        self.model: nn.Module = UNet2DConditionModel.from_pretrained(family.folder / "unet").train()
+        self.optimizer = make_optimizer(self.model.parameters(), settings.optimizer)
+        self.max_grad_norm = settings.optimizer.max_grad_norm
+        objective = family.objective()
+        self.alphas = objective.alphas_cumprod
+        timesteps = [objective.corrupt(batch.latents, batch.noise, batch.u).timesteps for batch in batches]
+        self.waiting = zip(batches, timesteps, strict=True)
+
+    def __call__(self) -> None:
+        """Train for the next steps."""
+        for batch, timesteps in islice(self.waiting, STEPS):
+            a = self.alphas[timesteps].view(-1, 1, 1, 1)
+            noisy = a.sqrt() * batch.latents + (1 - a).sqrt() * batch.noise
+            text, pooled, time_ids = (batch.conditioning[name] for name in ("prompt_embeds", "pooled", "time_ids"))
+            added = {"text_embeds": pooled, "time_ids": time_ids}
+            answer = self.model(noisy, timesteps, text, added_cond_kwargs=added, return_dict=False)[0]
+            nn.functional.mse_loss(answer, batch.noise).backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+def largest_difference(ours: nn.Module, plain: nn.Module) -> float:
+    """Return by how much any two weights differ: next to nothing, if both loops did the same work."""
+    pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+    return max((one - other).abs().max().item() for one, other in pairs)
+
+
+def measure(world: World, folder: Path) -> None:
+    """Build both loops, let them take turns, and print the table."""
+    Sdxl.build_tiny(folder / "base")
+    settings = settings_in(folder)
+    session, family = Session(settings, world, Report(quiet=True), StopRequest()), Sdxl(folder / "base", settings)
+    prepared = data_in_memory(family, settings)
+    strategy = open_strategy(session, family, None)
+    start = prepared.plan.order.start(BATCH_SIZE)
+    state = TrainingState(strategy, None, "", STEPS, 0, start)
+    with metrics_of(settings, 0, world) as metrics:
+        build: Callable[[], Run] = partial(compose, session, family, prepared, state, metrics)
+        batches = [step.passes[0] for step in islice(build().feed, (ROUNDS + 1) * STEPS)]
+        plain = Plain(family, settings, batches)
+        seconds = seconds_in_turns({"ours": Ours(build()), "plain": plain}, ROUNDS)
+    rows = [[name, f"{statistics.median(values) / STEPS * 1000:.1f}"] for name, values in seconds.items()]
+    rows.append(["ours / plain", f"{ratio(seconds, 'ours', 'plain'):.3f}"])
+    print_table(
+        f"milliseconds per step (median of {ROUNDS} rounds of {STEPS} steps; goal: ratio <= {GOAL})",
+        ["loop", "ms"],
+        rows,
+    )
+    print(f"  both trained alike: weights differ by at most {largest_difference(strategy.module, plain.model):.0e}")
+
+
+def main() -> None:
+    """Measure in a temporary folder, in a world of one."""
+    with tempfile.TemporaryDirectory() as name, joined_world() as world:
+        measure(world, Path(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Time clipping and AdamW over FSDP2 shards: ours on plain local tensors, beside the same calls on DTensors."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from simpletuner.models.components import build_on_meta
+from simpletuner.models.tiny import build_tiny_sdxl
+from simpletuner.parallel.fsdp2 import shard, sharded
+from simpletuner.parallel.strategy import give_memory
+from simpletuner.parallel.world import joined_world
+from simpletuner.settings.sections import Optimizer, Parallel
+from simpletuner.training.optimizers import make_optimizer
+
+ROUNDS = 30
+
+
+def seconds_of(action) -> float:
+    """Return how long a call takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def update_dtensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Clip and step as torch's own examples do."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def main() -> None:
+    """Print medians of interleaved rounds and their ratio."""
+    from diffusers import UNet2DConditionModel
+
+    with tempfile.TemporaryDirectory() as folder, joined_world() as world:
+        build_tiny_sdxl(Path(folder))
+        model = build_on_meta(UNet2DConditionModel, Path(folder) / "unet")
+        shard(model, ("BasicTransformerBlock", "ResnetBlock2D"), Parallel(), torch.float32, world)
+        give_memory(model, world.device)
+        engine = sharded(model, partial(make_optimizer, settings=Optimizer()))
+        dtensor_optimizer = make_optimizer(list(model.parameters()), Optimizer())
+        times: dict[str, list[float]] = {"DTensors": [], "ours": []}
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        for _ in range(ROUNDS):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            times["DTensors"].append(seconds_of(partial(update_dtensors, model, dtensor_optimizer)))
+            times["ours"].append(seconds_of(partial(engine.update, 1e-5, 1.0)))
+    medians = {name: statistics.median(values[3:]) for name, values in times.items()}
+    for name, value in medians.items():
+        print(f"{name:10} {value * 1000:8.2f} ms")
+    print(f"ratio      {medians['DTensors'] / medians['ours']:8.1f}")
+
+
+if __name__ == "__main__":
+    main()

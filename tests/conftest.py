@@ -1,0 +1,181 @@
+"""Real pipelines in miniature, drawn pictures, and real ranks: processes forked from one that has torch loaded.
+
+A fresh process spends seconds importing torch and diffusers; the standard library's fork server pays that once.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+import ranks  # noqa: E402
+
+SMALL = (
+    "--resolution=64",
+    "--aspect_bucket_alignment=16",
+    "--mixed_precision=no",
+    "--gradient_checkpointing=false",
+    "--learning_rate=1e-3",
+    "--caption_dropout_probability=0.2",
+)
+"""Flags of a run that takes a second: 64 px pictures in float32."""
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])  # all that the server sees
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ranks"])
+    return context
+
+
+@dataclass
+class Ranks:
+    """The processes of one run, and what they said."""
+
+    processes: list[Any]
+    logs: list[Path]
+
+    def wait(self, timeout: float = 240) -> list[int]:
+        end = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.1, end - time.monotonic()))
+        alive = [process for process in self.processes if process.is_alive()]
+        for process in alive:
+            process.kill()
+            process.join()
+        assert not alive, f"{len(alive)} ranks hang:\n{self.said}"
+        return [process.exitcode for process in self.processes]
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    @property
+    def said(self) -> str:
+        return "\n".join(log.read_text(errors="replace") for log in self.logs if log.exists())
+
+
+@dataclass
+class Starter:
+    """Start functions or the command line on a number of ranks."""
+
+    context: Any
+    folder: Path
+    started: list[Ranks] = field(default_factory=list)
+
+    def start(self, function: Callable[..., None], world: int, *arguments: Any) -> Ranks:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        number = len(self.started)
+        logs = [self.folder / f"run{number}-rank{rank}.log" for rank in range(world)]
+        processes = [
+            self.context.Process(target=ranks.as_rank, args=(function, rank, world, port, str(logs[rank]), *arguments))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        self.started.append(Ranks(processes, logs))
+        return self.started[-1]
+
+    def train(self, world: int, *flags: str) -> Ranks:
+        return self.start(ranks.command_line, world, ["train", *flags])
+
+
+@pytest.fixture
+def starter(fork_server, tmp_path):
+    starter = Starter(fork_server, tmp_path)
+    yield starter
+    for run in starter.started:
+        run.kill()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run: its folder, what it said, and its metrics."""
+
+    output: Path
+    said: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.rows]
+
+
+@pytest.fixture
+def train(starter):
+    """Run `simpletuner train` on real ranks and expect it to end with a code."""
+
+    def run(output: Path, *flags: str, world: int = 1, code: int = 0) -> Trained:
+        started = starter.train(world, f"--output_dir={output}", *SMALL, *flags)
+        codes = started.wait()
+        assert set(codes) == {code}, f"exit codes {codes}:\n{started.said}"
+        return Trained(output, started.said)
+
+    return run
+
+
+def built(folder: Path, family: str) -> Path:
+    """Build a tiny pipeline once per machine run, also with several test workers."""
+    code = f"from simpletuner.models.tiny import build_tiny_{family} as build; import pathlib; build(pathlib.Path({str(folder)!r}))"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sdxl(tmp_path_factory) -> Path:
+    return built(tmp_path_factory.mktemp("base") / "sdxl", "sdxl")
+
+
+@pytest.fixture(scope="session")
+def flux(tmp_path_factory) -> Path:
+    return built(tmp_path_factory.mktemp("base") / "flux", "flux")
+
+
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shapes")
+    command = [sys.executable, str(ROOT / "examples" / "shapes" / "draw.py"), str(folder), "--count", "48"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def base(family: str, pipeline: Path, pictures: Path) -> tuple[str, ...]:
+    """Return the flags that name a model and pictures."""
+    return (
+        f"--model_family={family}",
+        f"--pretrained_model_name_or_path={pipeline}",
+        f"--instance_data_dir={pictures}",
+    )
+
+
+@pytest.fixture
+def sdxl_flags(sdxl, shapes) -> tuple[str, ...]:
+    return base("sdxl", sdxl, shapes)
+
+
+@pytest.fixture
+def flux_flags(flux, shapes) -> tuple[str, ...]:
+    return base("flux", flux, shapes)

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from simpletuner.data.datasets import INHERITED, UNSUPPORTED, ImageDataset, datasets_of
+from simpletuner.errors import SettingsError
+from simpletuner.settings.sections import Data
+
+
+def data_of(folder: Path, *entries: dict, **globals_) -> Data:
+    path = folder / "multidatabackend.json"
+    path.write_text(json.dumps(list(entries)))
+    return Data(data_backend_config=path, **globals_)
+
+
+def image(**values) -> dict:
+    return {"id": "one", "type": "local", "instance_data_dir": "pictures", **values}
+
+
+def refusal(data: Data) -> str:
+    with pytest.raises(SettingsError) as caught:
+        datasets_of(data)
+    return caught.value.message
+
+
+def test_from_flags_there_is_one_dataset_named_after_its_folder(tmp_path):
+    data = Data(
+        instance_data_dir=tmp_path / "holiday",
+        repeats=2,
+        resolution=512,
+        caption_strategy="filename",
+        cache_dir_vae=Path("lat"),
+        cache_dir_text=Path("txt"),
+    )
+    (dataset,), text_folder = datasets_of(data)
+    assert (dataset.id, dataset.instance_data_dir) == ("holiday", tmp_path / "holiday")
+    assert (dataset.repeats, dataset.resolution, dataset.caption_strategy) == (2, 512, "filename")
+    assert (dataset.cache_dir_vae, text_folder) == (Path("lat"), Path("txt"))
+
+
+def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
+    given = {
+        "caption_strategy": "filename",
+        "instance_prompt": "a bear",
+        "prepend_instance_prompt": True,
+        "repeats": 3,
+        "resolution": 768,
+        "resolution_type": "pixel",
+        "crop": True,
+        "crop_style": "random",
+        "crop_aspect": "preserve",
+        "minimum_image_size": 100,
+    }
+    assert set(given) == set(INHERITED)
+    (plain, own), _ = datasets_of(
+        data_of(tmp_path, image(), image(id="two", repeats=0, resolution=2, resolution_type="area"), **given)
+    )
+    assert {name: getattr(plain, name) for name in given} == given
+    assert (own.repeats, own.resolution, own.resolution_type, own.crop) == (0, 2, "area", True)
+
+
+def test_a_dataset_without_anything_said_has_the_defaults(tmp_path):
+    (dataset,), text_folder = datasets_of(data_of(tmp_path, image()))
+    assert dataset == ImageDataset(id="one", instance_data_dir=Path("pictures"))
+    assert text_folder is None
+
+
+def test_text_embeds_names_the_text_cache(tmp_path):
+    text = {"id": "t", "type": "local", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache/t"}
+    datasets, folder = datasets_of(data_of(tmp_path, text, image(), cache_dir_text=Path("weaker")))
+    assert [dataset.id for dataset in datasets] == ["one"]
+    assert folder == Path("cache/t")
+
+
+def test_without_text_embeds_the_global_text_cache_holds(tmp_path):
+    assert datasets_of(data_of(tmp_path, image(), cache_dir_text=Path("t")))[1] == Path("t")
+
+
+@pytest.mark.parametrize("key", ["disabled", "disable"])
+def test_disabled_entries_are_left_out_whatever_they_hold(tmp_path, key):
+    datasets, _ = datasets_of(data_of(tmp_path, {key: True, "nonsense": 1}, image(), image(**{key: True})))
+    assert [dataset.id for dataset in datasets] == ["one"]
+
+
+def test_nothing_but_disabled_entries_is_no_data(tmp_path):
+    assert "names no dataset of pictures" in refusal(data_of(tmp_path, image(disabled=True)))
+    assert "names no dataset of pictures" in refusal(data_of(tmp_path))
+
+
+@pytest.mark.parametrize("key", sorted(UNSUPPORTED))
+def test_a_key_of_other_trainers_is_answered_with_the_reason(tmp_path, key):
+    message = refusal(data_of(tmp_path, image(**{key: "x"})))
+    assert message == f"{tmp_path}/multidatabackend.json[0]: `{key}`: {UNSUPPORTED[key]}"
+
+
+def test_the_metadata_backend_that_we_are_is_accepted(tmp_path):
+    assert datasets_of(data_of(tmp_path, image(metadata_backend="discovery")))[0][0].id == "one"
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path):
+    message = refusal(data_of(tmp_path, image(resolutoin=512)))
+    assert message.endswith("[0]: `resolutoin`: unknown key; did you mean `resolution`?")
+
+
+def test_all_mistakes_of_the_file_are_told_at_once_with_their_places(tmp_path):
+    message = refusal(
+        data_of(
+            tmp_path,
+            image(probability=0.5, crop="perhaps"),
+            {"id": "t", "dataset_type": "text_embeds"},
+            {"id": "three"},
+            image(id="four", type="aws"),
+        )
+    )
+    for place, key in [
+        (0, "probability"),
+        (0, "crop"),
+        (1, "cache_dir"),
+        (2, "instance_data_dir"),
+        (3, "type"),
+    ]:
+        assert f"multidatabackend.json[{place}]: `{key}`: " in message
+
+
+def test_two_datasets_cannot_share_an_id(tmp_path):
+    message = refusal(data_of(tmp_path, image(), image(), image(id="two")))
+    assert message.endswith("two datasets share the id `one`")
+
+
+def test_an_instance_prompt_is_asked_for_where_it_is_the_caption(tmp_path):
+    assert "needs instance_prompt" in refusal(data_of(tmp_path, image(caption_strategy="instanceprompt")))
+    (dataset,), _ = datasets_of(data_of(tmp_path, image(caption_strategy="instanceprompt"), instance_prompt="a bear"))
+    assert dataset.instance_prompt == "a bear"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[{"id": }]', "does not parse: Expecting value: line 1 column 9"),
+        ('{"id": "x"}', "must hold a list of datasets"),
+        ("[1]", "must hold a list of datasets"),
+    ],
+)
+def test_a_file_that_is_no_list_of_datasets_is_refused(tmp_path, text, said):
+    path = tmp_path / "d.json"
+    path.write_text(text)
+    assert said in refusal(Data(data_backend_config=path))
+
+
+def test_a_dataset_file_that_is_not_there_is_named(tmp_path):
+    assert f"{tmp_path}/no.json" in refusal(Data(data_backend_config=tmp_path / "no.json"))
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: numbers that the flags refuse are accepted in the dataset file")
+@pytest.mark.parametrize(("key", "value"), [("repeats", -1), ("resolution", 0), ("resolution", -512)])
+def test_numbers_have_the_bounds_that_flags_have(tmp_path, key, value):
+    assert f"`{key}`" in refusal(data_of(tmp_path, image(**{key: value})))
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: spellings that flags understand are refused in the dataset file")
+def test_choices_are_spelled_as_freely_as_in_flags(tmp_path):
+    entry = image(caption_strategy="Instance-Prompt", instance_prompt="a bear", resolution_type="PIXEL-AREA")
+    (dataset,), _ = datasets_of(data_of(tmp_path, entry))
+    assert (dataset.caption_strategy, dataset.resolution_type) == ("instanceprompt", "pixel_area")

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from simpletuner.data.order import GlobalBatch, Order, Position, rank_slices
+
+BATCH_SIZES = st.integers(1, 12)
+
+
+@st.composite
+def fillable_buckets(draw) -> dict[str, list[int]]:
+    """One to three buckets of 12 to 40 entries, some samples several times."""
+    buckets, first = {}, 0
+    for name in "abc"[: draw(st.integers(1, 3))]:
+        samples, passes = draw(st.integers(12, 20)), draw(st.integers(1, 2))
+        buckets[name] = list(range(first, first + samples)) * passes
+        first += samples
+    return buckets
+
+
+def seen_in(batches: list[GlobalBatch]) -> Counter[int]:
+    return Counter(sample for batch in batches for sample in batch.samples)
+
+
+def epochs_of(order: Order, epochs: int, batch_size: int) -> list[GlobalBatch]:
+    steps = order.steps_of_epochs(epochs, batch_size)
+    return [batch for batch, _ in islice(order.batches(order.start(batch_size)), steps)]
+
+
+@given(fillable_buckets(), BATCH_SIZES, st.integers(0, 2**32), st.integers(1, 4))
+@hypothesis_settings(max_examples=80, deadline=None)
+def test_over_epochs_each_item_is_seen_as_often_as_planned_up_to_less_than_a_batch(buckets, batch_size, seed, epochs):
+    order = Order(buckets, seed)
+    batches = epochs_of(order, epochs, batch_size)
+    seen = seen_in(batches)
+    for name, items in buckets.items():
+        due = Counter(items * epochs)
+        missing = {item: due[item] - seen[item] for item in due}
+        assert min(missing.values()) >= 0, "nothing is seen more often than planned"
+        assert sum(missing.values()) == epochs * len(items) % batch_size
+        passes = len(items) // len(set(items))
+        assert max(missing.values()) <= passes * -(-batch_size // len(items))
+        assert sum(len(batch.samples) for batch in batches if batch.bucket == name) == seen_count(seen, items)
+    assert set(seen) <= {item for items in buckets.values() for item in items}
+
+
+def seen_count(seen: Counter[int], items: list[int]) -> int:
+    return sum(seen[item] for item in set(items))
+
+
+@given(fillable_buckets(), BATCH_SIZES, st.integers(0, 2**32))
+@hypothesis_settings(max_examples=40, deadline=None)
+def test_a_batch_is_full_and_comes_from_one_bucket(buckets, batch_size, seed):
+    for batch in epochs_of(Order(buckets, seed), 2, batch_size):
+        assert len(batch.samples) == len(batch.occurrences) == batch_size
+        assert set(batch.samples) <= set(buckets[batch.bucket])
+        assert [*batch.occurrences] == [batch.samples[:at].count(item) for at, item in enumerate(batch.samples)]
+
+
+@given(fillable_buckets(), BATCH_SIZES, st.integers(0, 2**32), st.integers(0, 60))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_any_position_gives_the_same_continuation_in_a_new_process(buckets, batch_size, seed, steps):
+    straight = list(islice(Order(buckets, seed).batches(Order(buckets, seed).start(batch_size)), steps + 20))
+    position = straight[steps - 1][1] if steps else Order(buckets, seed).start(batch_size)
+    assert list(islice(Order(buckets, seed).batches(position), 20)) == straight[steps:]
+
+
+def test_a_position_is_plain_data():
+    order = Order({"a": list(range(5)), "b": list(range(5, 12))}, 0)
+    _, after = list(islice(order.batches(order.start(2)), 7))[-1]
+    assert after == Position(1, 2, 2, {"a": 4, "b": 6})
+
+
+def test_an_epoch_holds_what_can_be_completed_and_carries_the_rest_over():
+    order = Order({"a": list(range(5))}, 0)
+    batches = list(islice(order.batches(order.start(2)), 10))
+    assert [after.epoch for _, after in batches] == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
+    for epochs in (2, 4):
+        seen = seen_in([batch for batch, after in batches if after.epoch < epochs])
+        assert seen == dict.fromkeys(range(5), epochs)
+
+
+def test_steps_of_epochs_counts_the_batches_of_those_epochs():
+    order = Order({"a": list(range(5)), "b": list(range(5, 12))}, 0)
+    for epochs in range(1, 7):
+        counted = sum(after.epoch < epochs for _, after in islice(order.batches(order.start(3)), 60))
+        assert order.steps_of_epochs(epochs, 3) == counted
+
+
+def test_different_seeds_and_epochs_give_different_orders():
+    buckets = {"a": list(range(30))}
+
+    def epoch(seed: int, number: int) -> list[tuple[int, ...]]:
+        order = Order(buckets, seed)
+        return [batch.samples for batch, _ in islice(order.batches(order.start(5, epoch=number)), 6)]
+
+    orders = [epoch(seed, number) for seed in range(3) for number in range(3)]
+    assert all(seen_in([GlobalBatch("a", samples, ()) for samples in each]).total() == 30 for each in orders)
+    assert len({str(each) for each in orders}) == 9
+
+
+def test_buckets_alternate_within_an_epoch():
+    order = Order({"a": list(range(40)), "b": list(range(40, 80))}, 3)
+    names = [batch.bucket for batch in epochs_of(order, 1, 4)]
+    assert sorted(names) == ["a"] * 10 + ["b"] * 10
+    assert sum(one != two for one, two in zip(names, names[1:], strict=False)) > 3
+
+
+def test_the_order_of_the_mapping_does_not_matter():
+    one, two = {"a": [0, 1, 2], "b": [3, 4, 5]}, {"b": [3, 4, 5], "a": [0, 1, 2]}
+    assert epochs_of(Order(one, 1), 4, 2) == epochs_of(Order(two, 1), 4, 2)
+
+
+def test_a_batch_may_be_larger_than_several_epochs_of_a_bucket():
+    order = Order({"a": [0, 1, 2]}, 0)
+    batch, after = next(order.batches(order.start(8)))
+    counts = Counter(batch.samples)
+    assert sum(counts.values()) == 8
+    assert set(counts.values()) <= {2, 3}
+    assert after.epoch == 2
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
+@hypothesis_settings(deadline=None)
+def test_rank_slices_partition_the_batch_for_every_number_of_ranks(ranks, accumulation, per_rank):
+    size = ranks * accumulation * per_rank
+    batch = GlobalBatch("a", tuple(range(size)), (0,) * size)
+    shares = [rank_slices(batch, rank, ranks, accumulation) for rank in range(ranks)]
+    assert all(len(places) == per_rank for share in shares for places in share)
+    assert all(len(share) == accumulation for share in shares)
+    by_pass = [place for number in range(accumulation) for share in shares for place in share[number]]
+    assert by_pass == list(range(size))
+
+
+@given(fillable_buckets(), BATCH_SIZES, st.integers(0, 2**32), st.integers(1, 4))
+@hypothesis_settings(max_examples=40, deadline=None)
+def test_the_same_batch_size_leaves_a_position_as_it_is(buckets, batch_size, seed, steps):
+    order = Order(buckets, seed)
+    _, position = list(islice(order.batches(order.start(batch_size)), steps))[-1]
+    assert order.resized(position, batch_size) is position
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="BUG: `resized` counts the batches taken, but the plan is shuffled, so these are not a bucket's first ones",
+)
+@given(fillable_buckets(), BATCH_SIZES, BATCH_SIZES, st.integers(0, 2**32), st.integers(0, 30))
+@hypothesis_settings(max_examples=80, deadline=None, derandomize=True)
+def test_another_batch_size_in_the_middle_of_an_epoch_loses_and_doubles_nothing(buckets, first, second, seed, steps):
+    order = Order(buckets, seed)
+    before = list(islice(order.batches(order.start(first)), steps))
+    position = order.resized(before[-1][1] if before else order.start(first), second)
+    finished = position.epoch + 1
+    after = []
+    for batch, place in order.batches(position):
+        if place.epoch >= finished:
+            break
+        after.append(batch)
+    seen = seen_in([batch for batch, _ in before] + after)
+    for items in buckets.values():
+        due = Counter(items * finished)
+        missing = {item: due[item] - seen[item] for item in due}
+        assert min(missing.values()) >= 0, "nothing is doubled"
+        assert sum(missing.values()) < second, "what is lost is less than a batch, and opens the next epoch"
+
+
+@pytest.mark.xfail(
+    strict=True, reason="BUG: `resized` counts the batches taken, but these are not a bucket's first ones"
+)
+def test_another_batch_size_after_one_step_shows_each_item_once_in_the_epoch():
+    shown_twice = {}
+    for seed in range(8):
+        order = Order({"a": list(range(12))}, seed)
+        first, position = next(order.batches(order.start(3)))
+        rest = [batch for batch, _ in islice(order.batches(order.resized(position, 1)), 9)]
+        shown_twice[seed] = set(first.samples) & set(seen_in(rest))
+    assert shown_twice == dict.fromkeys(range(8), set())

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from simpletuner.errors import ExitCode, SettingsError
+from simpletuner.settings import load, settings_as_json
+from simpletuner.settings.loading import CONFIG_CANDIDATES, canonical_name, knobs, nearest
+
+ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures"}
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(flags: dict, config: Path | None = None) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(flags, config)
+    assert caught.value.exit_code == ExitCode.USAGE
+    return caught.value.message
+
+
+JSON_PLAIN = '{"seed": 7, "train_batch_size": 2, "crop": true, "learning_rate": 3e-5, "lr_scheduler": "cosine"}'
+JSON_DASHES = (
+    '{"--seed": 7, "--train-batch-size": "2", "--crop": "true", "--learning_rate": "3e-5", "--lr_scheduler": "Cosine"}'
+)
+TOML = 'seed = 7\ntrain_batch_size = 2\ncrop = true\nlearning_rate = 3e-5\nlr_scheduler = "cosine"\n'
+YAML = "seed: 7\ntrain-batch-size: 2\ncrop: yes\nlearning_rate: 3e-5\nlr_scheduler: cosine\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.json", JSON_PLAIN), ("a.json", JSON_DASHES), ("a.toml", TOML), ("a.yaml", YAML), ("a.yml", YAML)],
+)
+def test_every_file_format_gives_the_same_settings(tmp_path, name, text):
+    path = write(tmp_path, name, text)
+    loaded = load(ENOUGH, path)
+    settings = loaded.settings
+    assert settings.training.seed == 7
+    assert settings.training.train_batch_size == 2
+    assert settings.data.crop is True
+    assert settings.optimizer.learning_rate == 3e-5
+    assert settings.optimizer.lr_scheduler == "cosine"
+    assert {loaded.origins[knob] for knob in ("seed", "crop", "lr_scheduler")} == {str(path)}
+    assert loaded.origins["model_family"] == "flag"
+    assert "ema_decay" not in loaded.origins
+
+
+def test_flags_win_over_the_file_knob_by_knob(tmp_path):
+    path = write(tmp_path, "c.json", '{"seed": 7, "train_batch_size": 2}')
+    loaded = load({**ENOUGH, "seed": "9"}, path)
+    assert (loaded.settings.training.seed, loaded.settings.training.train_batch_size) == (9, 2)
+    assert (loaded.origins["seed"], loaded.origins["train_batch_size"]) == ("flag", str(path))
+
+
+def test_an_older_name_in_a_flag_wins_over_the_knob_s_own_name_in_the_file(tmp_path):
+    path = write(tmp_path, "c.json", '{"checkpointing_steps": 10}')
+    assert load({**ENOUGH, "checkpoint_step_interval": "20"}, path).settings.checkpoints.checkpointing_steps == 20
+
+
+def test_without_config_the_first_candidate_that_exists_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load(ENOUGH).settings.training.seed == 42
+    texts = ['{"seed": 1}', "seed = 2", "seed: 3"]
+    for name, text in reversed(list(zip(CONFIG_CANDIDATES, texts, strict=True))):
+        write(tmp_path, name, text)
+        loaded = load(ENOUGH)
+        assert loaded.settings.training.seed == 1 + texts.index(text)
+        assert loaded.origins["seed"] == name
+
+
+@pytest.mark.parametrize(
+    ("older", "knob"),
+    [("checkpoint_step_interval", "checkpointing_steps"), ("validation_step_interval", "validation_steps")],
+)
+def test_older_names_are_understood_in_flags_and_files(tmp_path, older, knob):
+    path = write(tmp_path, "c.json", json.dumps({f"--{older}": 33}))
+    for loaded in (load(ENOUGH, path), load({**ENOUGH, older: "33"}), load({**ENOUGH, older.replace("_", "-"): "33"})):
+        assert settings_as_json(loaded)[knob] == 33
+        assert knob in loaded.origins
+
+
+def test_each_name_belongs_to_one_knob():
+    names = [name for knob, field in knobs().items() for name in [knob, *field.json_schema_extra["aliases"]]]
+    assert len(names) == len(set(names))
+    assert all(canonical_name(name) in knobs() for name in names)
+
+
+def test_an_unknown_key_is_named_with_its_source_and_the_nearest_knob(tmp_path):
+    path = write(tmp_path, "c.json", '{"--lerning-rate": 1}')
+    assert refusal(ENOUGH, path) == f"unknown setting `--lerning-rate` ({path}); did you mean `learning_rate`?"
+
+
+def test_an_unknown_key_unlike_any_knob_gets_no_suggestion():
+    assert refusal({**ENOUGH, "qqqq": "1"}) == "unknown setting `qqqq` (flag)"
+    assert nearest("qqqq", knobs()) == ""
+
+
+def test_all_mistakes_of_all_sources_are_reported_at_once(tmp_path):
+    path = write(tmp_path, "c.json", '{"sed": 1, "seed": -3, "crop": "maybe", "adam_beta1": 1}')
+    message = refusal({**ENOUGH, "lr_scheduler": "cosin", "train_batch_size": "many"}, path)
+    assert f"unknown setting `sed` ({path}); did you mean `seed`?" in message
+    assert f"seed = -3 ({path}): should be greater than or equal to 0" in message
+    assert f"crop = 'maybe' ({path}): should be a valid boolean" in message
+    assert f"adam_beta1 = 1 ({path}): should be less than 1" in message
+    assert "lr_scheduler = 'cosin' (flag): use one of constant, constant_with_warmup, linear, cosine" in message
+    assert "did you mean `cosine`?" in message
+    assert "train_batch_size = 'many' (flag): should be a valid integer" in message
+    assert len(message.splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "said"),
+    [
+        ("train_batch_size", 0, "should be greater than or equal to 1"),
+        ("train_batch_size", 2.5, "should be a valid integer"),
+        ("learning_rate", 0, "should be greater than 0"),
+        ("learning_rate", float("nan"), "should be greater than 0"),
+        ("caption_dropout_probability", 1.01, "should be less than or equal to 1"),
+        ("aspect_bucket_alignment", 7, "should be greater than or equal to 8"),
+        ("aspect_bucket_alignment", 257, "should be less than or equal to 256"),
+        ("seed", None, "should be a valid integer"),
+        ("instance_prompt", 5, "should be a valid string"),
+        ("validation_prompt", ["fine", 3], "should be a valid string"),
+    ],
+)
+def test_a_wrong_type_or_bound_is_said_with_value_and_source(tmp_path, knob, value, said):
+    path = write(tmp_path, "c.json", json.dumps({knob: value}))
+    message = refusal(ENOUGH, path)
+    shown = value[1] if isinstance(value, list) else value
+    assert message.startswith(f"{knob} = {shown!r} ({path}): {said}")
+
+
+def test_bounds_themselves_are_allowed():
+    edges = {"caption_dropout_probability": "1", "aspect_bucket_alignment": "8", "seed": "0", "adam_beta1": "0"}
+    values = settings_as_json(load({**ENOUGH, **edges}))
+    assert [values[name] for name in edges] == [1.0, 8, 0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", '{"seed": 1,}', "does not parse: "),
+        ("a.json", '{"seed": 1', "line 1 column 11"),
+        ("a.toml", "seed = \n", "line 1, column 8"),
+        ("a.yaml", "seed: [1\ncrop: 2", "line 2"),
+        ("a.json", "[1, 2]", "holds a list, not names and values"),
+        ("a.yaml", "", "holds a NoneType, not names and values"),
+        ("a.yaml", "just words", "holds a str, not names and values"),
+    ],
+)
+def test_a_file_that_does_not_hold_settings_is_named_with_the_place(tmp_path, name, text, said):
+    path = write(tmp_path, name, text)
+    message = refusal(ENOUGH, path)
+    assert message.startswith(str(path))
+    assert said in message
+
+
+def test_a_config_file_that_cannot_be_read_is_named(tmp_path):
+    assert f"cannot read the config file {tmp_path}/no.json" in refusal(ENOUGH, tmp_path / "no.json")
+    assert f"cannot read the config file {tmp_path}" in refusal(ENOUGH, tmp_path)
+    binary = tmp_path / "b.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert f"cannot read the config file {binary}" in refusal(ENOUGH, binary)
+
+
+def test_settings_json_read_again_gives_the_same_settings(tmp_path):
+    flags = {
+        **ENOUGH,
+        "seed": "3",
+        "learning_rate": "2.5e-6",
+        "max_train_steps": "12",
+        "snr_gamma": "5",
+        "validation_prompt": ["one", "two, three"],
+        "fsdp_enable": "true",
+        "fsdp_version": "v1",
+        "cache_dir_vae": "elsewhere/latents",
+        "instance_prompt": "ein Bär „groß“",
+    }
+    first = load(flags)
+    path = write(tmp_path, "settings.json", json.dumps(settings_as_json(first)))
+    again = load({}, path)
+    assert again.settings == first.settings
+    assert set(again.origins) == set(knobs())
+    assert settings_as_json(again) == settings_as_json(first)
+    assert list(settings_as_json(first)) == list(knobs())
+
+
+def test_settings_json_round_trips_through_yaml_too(tmp_path):
+    first = load({**ENOUGH, "mixed_precision": "no", "report_to": "none", "resume_from_checkpoint": "none"})
+    path = write(tmp_path, "settings.yaml", yaml.safe_dump(settings_as_json(first)))
+    assert load({}, path).settings == first.settings
+
+
+def test_settings_are_frozen():
+    settings = load(ENOUGH).settings
+    with pytest.raises(ValueError, match="frozen"):
+        settings.training.seed = 1  # type: ignore[misc]
+
+
+def test_effective_batch_size_is_batch_times_ranks_times_accumulation():
+    flags = {**ENOUGH, "train_batch_size": "3", "num_processes": "4", "gradient_accumulation_steps": "5"}
+    assert load(flags).settings.effective_batch_size == 60
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: one prompt as plain text in a file, as users have it, is refused")
+def test_one_validation_prompt_in_a_file_may_be_plain_text(tmp_path):
+    path = write(tmp_path, "c.json", '{"--validation_prompt": "a cat"}')
+    assert load(ENOUGH, path).settings.validation.validation_prompt == ["a cat"]
+
+
+@pytest.mark.xfail(strict=True, raises=AttributeError, reason="BUG: a YAML key that is no text ends in a traceback")
+def test_a_yaml_key_that_is_no_text_is_an_unknown_setting(tmp_path):
+    assert "unknown setting" in refusal(ENOUGH, write(tmp_path, "c.yaml", "1: 2\n"))
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: true is taken as the number 1")
+def test_true_is_no_number(tmp_path):
+    assert "train_batch_size = True" in refusal(ENOUGH, write(tmp_path, "c.json", '{"train_batch_size": true}'))
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: an infinite learning rate or resolution is accepted")
+@pytest.mark.parametrize("knob", ["learning_rate", "resolution"])
+def test_infinity_is_refused(knob):
+    assert f"{knob} = 'inf'" in refusal({**ENOUGH, knob: "inf"})

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+
+from simpletuner.errors import SettingsError
+from simpletuner.settings import Settings, load
+from simpletuner.settings.rules import RULES, contradictions
+
+ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures"}
+
+REFUSED = [
+    (
+        {"model_family": ""},
+        "model_family is missing: say what to train, such as --model_family=sdxl",
+    ),
+    (
+        {"instance_data_dir": None},
+        "no pictures: give --instance_data_dir=FOLDER or --data_backend_config=FILE",
+    ),
+    (
+        {"data_backend_config": "d.json"},
+        "instance_data_dir and data_backend_config both name pictures: keep one of them",
+    ),
+    (
+        {"caption_strategy": "instanceprompt"},
+        "caption_strategy=instanceprompt needs --instance_prompt='a phrase'",
+    ),
+    (
+        {"model_type": "lora"},
+        "model_type=lora is not supported yet: this version trains whole models (model_type=full)",
+    ),
+    (
+        {"model_type": "lora", "fsdp_enable": True},
+        "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable",
+    ),
+    (
+        {"fsdp_auto_wrap_policy": "BLOCKS"},
+        "fsdp_auto_wrap_policy = 'BLOCKS': use TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, "
+        "or a dotted path to a callable",
+    ),
+    (
+        {"validation_resolution": "1024x"},
+        "validation_resolution = '1024x': write an edge such as 1024, or 1216x832",
+    ),
+    (
+        {"lr_warmup_steps": 11, "max_train_steps": 10},
+        "lr_warmup_steps = 11 is more than max_train_steps = 10",
+    ),
+]
+
+ACCEPTED = [
+    {},
+    {"instance_data_dir": None, "data_backend_config": "d.json", "caption_strategy": "instanceprompt"},
+    {"caption_strategy": "instanceprompt", "instance_prompt": "a phrase"},
+    {"fsdp_auto_wrap_policy": "my.policies.blocks"},
+    {"fsdp_auto_wrap_policy": "none"},
+    {"validation_resolution": "1024"},
+    {"validation_resolution": "1216x832"},
+    {"lr_warmup_steps": 10, "max_train_steps": 10},
+    {"lr_warmup_steps": 1000},
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), REFUSED)
+def test_each_contradiction_is_one_sentence(change, sentence):
+    with pytest.raises(SettingsError) as caught:
+        load({**ENOUGH, **change})
+    assert caught.value.message == sentence
+
+
+@pytest.mark.parametrize("change", ACCEPTED)
+def test_what_does_not_contradict_itself_is_accepted(change):
+    assert contradictions(load({**ENOUGH, **change}).settings) == []
+
+
+def test_every_rule_has_a_case_above():
+    spoken = set()
+    for change, _ in REFUSED:
+        values = {**ENOUGH, **change}
+        sections = {
+            name: field.annotation(**{k: v for k, v in values.items() if k in field.annotation.model_fields})
+            for name, field in Settings.model_fields.items()
+        }
+        spoken |= {rule for rule in RULES if list(rule(Settings(**sections)))}
+    assert spoken == set(RULES)
+
+
+def test_several_contradictions_are_told_at_once():
+    with pytest.raises(SettingsError) as caught:
+        load({"validation_resolution": "big", "model_type": "lora"})
+    assert len(caught.value.message.splitlines()) == 4
+
+
+def test_an_unknown_name_does_not_hide_a_contradiction():
+    with pytest.raises(SettingsError) as caught:
+        load({"instance_data_dir": "x", "sed": "1"})
+    assert "unknown setting `sed`" in caught.value.message
+    assert "model_family is missing" in caught.value.message
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: sizes of no pixels are accepted")
+@pytest.mark.parametrize("size", ["0", "0x512", "512x0"])
+def test_a_validation_size_of_no_pixels_is_refused(size):
+    with pytest.raises(SettingsError):
+        load({**ENOUGH, "validation_resolution": size})

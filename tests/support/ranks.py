@@ -1,0 +1,46 @@
+"""What a forked rank runs. The fork server imports this module once, and with it everything heavy."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+warnings.filterwarnings("ignore")
+
+import diffusers  # noqa: E402
+import matplotlib.figure  # noqa: E402, F401
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+import simpletuner.app  # noqa: E402
+import simpletuner.worker  # noqa: E402, F401
+
+for lazy in ("StableDiffusionXLPipeline", "FluxPipeline", "UNet2DConditionModel", "FluxTransformer2DModel"):
+    getattr(diffusers, lazy)
+for lazy in ("CLIPTextModel", "CLIPTextModelWithProjection", "CLIPTokenizer", "T5EncoderModel", "T5TokenizerFast"):
+    getattr(transformers, lazy)
+
+
+def as_rank(
+    function: Callable[..., None], rank: int, world: int, port: int, log: str, *arguments: Any
+) -> None:
+    """Become one rank of a world, say everything into a log, and run a function."""
+    with open(log, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    torch.set_num_threads(1)
+    if world > 1:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    function(*arguments)
+
+
+def command_line(arguments: list[str]) -> None:
+    """Run the real command line in this process."""
+    simpletuner.app.main(arguments)

@@ -1,0 +1,61 @@
+"""The proof: however many ranks, and whatever engine, the losses and gradients are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import base
+from safetensors.torch import load_file
+
+ENGINES = {
+    "one rank x 4": (1, "--train_batch_size=4"),
+    "one rank x 2 x 2": (1, "--train_batch_size=2", "--gradient_accumulation_steps=2"),
+    "data-parallel 2 x 2": (2, "--train_batch_size=2"),
+    "data-parallel 2 x 1 x 2": (2, "--train_batch_size=1", "--gradient_accumulation_steps=2"),
+    "FSDP2 2 x 2": (2, "--train_batch_size=2", "--fsdp_enable"),
+    "FSDP2 2 x 2, not resharded": (2, "--train_batch_size=2", "--fsdp_enable", "--fsdp_reshard_after_forward=false"),
+    "FSDP2 2 x 1 x 2": (2, "--train_batch_size=1", "--gradient_accumulation_steps=2", "--fsdp_enable"),
+    "FSDP2 4 x 1": (4, "--train_batch_size=1", "--fsdp_enable"),
+}
+
+
+def gradients(output) -> dict[str, torch.Tensor]:
+    """Return what AdamW's first moment holds after one step: a tenth of the (clipped) gradient."""
+    return load_file(output / "checkpoints" / "checkpoint-000001" / "exp_avg" / "diffusion_pytorch_model.safetensors")
+
+
+def largest_relative_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    norm = torch.stack([value.norm() for value in one.values()]).norm()
+    return float(torch.stack([(one[name] - other[name]).norm() for name in one]).norm() / norm)
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_ten_losses_and_the_gradients_are_the_same_on_every_engine(family, request, shapes, train, tmp_path):
+    flags = (
+        *base(family, request.getfixturevalue(family), shapes),
+        "--max_train_steps=10",
+        f"--cache_dir_vae={tmp_path / 'latents'}",
+        f"--cache_dir_text={tmp_path / 'text'}",
+    )
+    runs = {}
+    for name, (world, *engine) in ENGINES.items():
+        runs[name] = train(tmp_path / name.replace(" ", "-"), *flags, *engine, world=world)
+    expected = runs["one rank x 4"].losses
+    assert len(expected) == 10 and expected[-1] < expected[0]
+    for name, run in runs.items():
+        assert run.losses == pytest.approx(expected, rel=1e-5), name
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_gradients_equal_those_of_one_process(family, request, shapes, train, tmp_path):
+    flags = (*base(family, request.getfixturevalue(family), shapes), "--max_train_steps=1", "--max_grad_norm=0")
+    whole = "--fsdp_state_dict_type=FULL_STATE_DICT"
+    plain = train(tmp_path / "plain", *flags, "--train_batch_size=4", whole)
+    # one file even from two ranks: the sharded form is read back by a single process that saves it whole
+    for name, engine in {"dp": (), "fsdp": ("--fsdp_enable",)}.items():
+        run = train(tmp_path / name, *flags, "--train_batch_size=2", whole, *engine, world=2)
+        parts = sorted((run.output / "checkpoints" / "checkpoint-000001" / "exp_avg").glob("*.safetensors"))
+        assert len(parts) == 2
+        merged = {key: value for part in parts for key, value in load_file(part).items()}
+        assert largest_relative_difference(gradients(plain.output), merged) < 1e-5

@@ -1,0 +1,138 @@
+"""Run it again and it goes on: bit for bit on as many ranks, to rounding on any other number; killed at any moment."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from simpletuner.caches.shards import ShardReader
+from simpletuner.checkpoints.layout import numbered, opened
+
+FSDP2 = ("--fsdp_enable", "--train_batch_size=2")
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint, under its file and name."""
+    files = sorted(checkpoint.rglob("*.safetensors"))
+    assert files
+    return {f"{file.relative_to(checkpoint)}:{name}": t for file in files for name, t in load_file(file).items()}
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    ours, theirs = tensors_of(one), tensors_of(other)
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert different == []
+
+
+@pytest.mark.parametrize("engine", [(1, "--train_batch_size=4"), (2, "--train_batch_size=2"), (2, *FSDP2)])
+def test_two_and_two_steps_equal_four_bit_for_bit(engine, sdxl_flags, train, tmp_path):
+    world, *flags = engine
+    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
+    flags = (*sdxl_flags, *flags, *caches, "--use_ema", "--ema_decay=0.9")
+    straight = train(tmp_path / "straight", *flags, "--max_train_steps=4", world=world)
+    train(tmp_path / "halves", *flags, "--max_train_steps=2", world=world)
+    halves = train(tmp_path / "halves", *flags, "--max_train_steps=4", world=world)
+    assert "resuming from" in halves.said
+    assert halves.losses == straight.losses
+    assert_same_bits(*(run.output / "checkpoints" / "checkpoint-000004" for run in (straight, halves)))
+
+
+@pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_saved_by_two_ranks_resumed_by_one_and_by_four(form, sdxl_flags, train, tmp_path):
+    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
+    flags = (*sdxl_flags, *caches, f"--fsdp_state_dict_type={form}", "--use_ema", "--lr_scheduler=constant")
+    straight = train(tmp_path / "straight", *flags, "--train_batch_size=4", "--max_train_steps=14")
+    train(tmp_path / "two", *flags, *FSDP2, "--max_train_steps=5", world=2)
+    resumed = {
+        "one": (1, "--train_batch_size=4"),
+        "four": (4, "--train_batch_size=1", "--fsdp_enable"),
+        "two, data-parallel": (2, "--train_batch_size=2"),
+    }
+    for name, (world, *engine) in resumed.items():
+        shutil.copytree(tmp_path / "two", tmp_path / name)
+        run = train(tmp_path / name, *flags, *engine, "--max_train_steps=14", world=world)
+        # 14 steps of 4 pass the end of the first epoch of 48: the order goes on over it, too
+        assert run.losses == pytest.approx(straight.losses, rel=1e-5), name
+        assert [row["step"] for row in run.rows] == list(range(1, 15))
+
+
+def test_changed_pictures_are_noticed_and_training_goes_on_with_the_next_epoch(sdxl_flags, shapes, train, tmp_path):
+    pictures = tmp_path / "pictures"
+    shutil.copytree(shapes, pictures)
+    flags = (*sdxl_flags, f"--instance_data_dir={pictures}", "--train_batch_size=4")
+    train(tmp_path / "run", *flags, "--max_train_steps=2")
+    for victim in sorted(pictures.glob("*"))[:2]:
+        victim.unlink()
+    run = train(tmp_path / "run", *flags, "--max_train_steps=4")
+    assert "pictures or seed changed since the checkpoint" in run.said
+    assert [row["epoch"] for row in run.rows] == [0, 0, 1, 1]
+
+
+def test_killed_in_caching_training_and_saving_it_goes_on_and_nothing_is_corrupt(
+    sdxl_flags, train, starter, tmp_path
+):
+    flags = (*sdxl_flags, *FSDP2, "--max_train_steps=12", "--checkpointing_steps=2", "--vae_batch_size=1", "--use_ema")
+    straight = train(tmp_path / "straight", *flags, world=2)
+    output = tmp_path / "killed"
+    moments = {
+        "caching": lambda: any(output.glob("cache/latents/*/*.index.jsonl")),
+        "first save": lambda: any(output.glob("checkpoints/.checkpoint-000002.unfinished/model/*")),
+        "second save": lambda: any(output.glob("checkpoints/.checkpoint-000004.unfinished/exp_avg/*")),
+        "just saved": lambda: (output / "checkpoints" / "checkpoint-000006").exists(),
+        "training": lambda: any(line.startswith('{"step": 9') for line in lines(output / "metrics.jsonl")),
+        "last save": lambda: any(output.glob("checkpoints/.checkpoint-000012.unfinished/ema/*")),
+        "export": lambda: any(output.glob(".pipeline.unfinished/*")),
+    }
+    waits = random.Random(0)
+    for name, reached in moments.items():
+        run = starter.train(2, f"--output_dir={output}", *small(), *flags)
+        end = time.monotonic() + 120
+        while not reached():
+            assert time.monotonic() < end, f"never came to: {name}\n{run.said}"
+            assert any(process.is_alive() for process in run.processes), f"ended before: {name}\n{run.said}"
+            time.sleep(0.001)
+        time.sleep(waits.random() * 0.02)
+        run.kill()
+        run.wait()
+        for folder in numbered(output / "checkpoints"):
+            opened(folder)
+    run = train(output, *flags, world=2)
+    assert run.losses == straight.losses
+    assert_same_bits(*(each.output / "checkpoints" / "checkpoint-000012" for each in (straight, run)))
+    for cache in (output / "cache" / "latents").iterdir():
+        reader = ShardReader(cache)
+        assert len(reader.places) == 48
+        for place in reader.places.values():
+            assert reader.read(place)["latents"].isfinite().all()
+    assert not list(output.glob("checkpoints/.*"))
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def small() -> tuple[str, ...]:
+    from conftest import SMALL
+
+    return SMALL
+
+
+def test_an_incomplete_checkpoint_is_passed_over_with_the_reason(sdxl_flags, train, tmp_path):
+    flags = (*sdxl_flags, "--train_batch_size=4", "--checkpointing_steps=2")
+    train(tmp_path / "run", *flags, "--max_train_steps=4")
+    newest = tmp_path / "run" / "checkpoints" / "checkpoint-000004"
+    weights = next((newest / "model").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (tmp_path / "run" / "pipeline" / "simpletuner.json").unlink()
+    run = train(tmp_path / "run", *flags, "--max_train_steps=4")
+    assert "passed over" in run.said and weights.name in run.said
+    assert "checkpoint-000002" in run.said
+    refused = train(tmp_path / "other", *flags, f"--resume_from_checkpoint={tmp_path / 'nowhere'}", code=2)
+    assert "there is no such folder" in refused.said
