@@ -13,18 +13,19 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from interleaved import print_table, ratio, seconds_in_turns
-from torch import nn
+from torch import Tensor, nn
 
 from simpletuner.caches.texts import TextCache
 from simpletuner.data.discovery import Sample
 from simpletuner.data.feed import Batch, Source
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.order import Order
-from simpletuner.models.sdxl import Sdxl
+from simpletuner.models.family import Family
+from simpletuner.models.registry import family_class
 from simpletuner.ops.signals import StopRequest
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Plan, Prepared
@@ -38,7 +39,7 @@ from simpletuner.training.optimizers import make_optimizer
 from simpletuner.training.state import TrainingState
 from simpletuner.worker import compose, open_strategy
 
-ROUNDS, STEPS, BATCH_SIZE, SAMPLES = 10, 10, 4, 64
+ROUNDS, STEPS, BATCH_SIZE, SAMPLES = 30, 4, 4, 64
 GOAL = 1.05
 
 
@@ -50,7 +51,7 @@ def settings_in(folder: Path) -> Settings:
     return Settings(model=Model(prediction_type="epsilon"), training=training)
 
 
-def data_in_memory(family: Sdxl, settings: Settings) -> Prepared:
+def data_in_memory(family: Family, settings: Settings) -> Prepared:
     """Return random latents and embeddings that take no time to read."""
     square = (64, 64)
     geometry = Geometry(square, square, (0, 0), square)
@@ -85,15 +86,15 @@ class Ours:
 class Plain:
     """The shortest loop that trains alike."""
 
-    def __init__(self, family: Sdxl, settings: Settings, batches: Sequence[Batch]) -> None:
-        from diffusers import UNet2DConditionModel
+    def __init__(self, family: Family, settings: Settings, batches: Sequence[Batch]) -> None:
+        from diffusers import DDPMScheduler, UNet2DConditionModel
 
         self.model: nn.Module = UNet2DConditionModel.from_pretrained(family.folder / "unet").train()
         self.optimizer = make_optimizer(self.model.parameters(), settings.optimizer)
         self.max_grad_norm = settings.optimizer.max_grad_norm
-        objective = family.objective()
-        self.alphas = objective.alphas_cumprod
-        timesteps = [objective.corrupt(batch.latents, batch.noise, batch.u).timesteps for batch in batches]
+        scheduler: Any = DDPMScheduler.from_pretrained(family.folder / "scheduler")
+        self.alphas: Tensor = scheduler.alphas_cumprod
+        timesteps = [(batch.u * len(self.alphas)).long() for batch in batches]
         self.waiting = zip(batches, timesteps, strict=True)
 
     def __call__(self) -> None:
@@ -118,9 +119,9 @@ def largest_difference(ours: nn.Module, plain: nn.Module) -> float:
 
 def measure(world: World, folder: Path) -> None:
     """Build both loops, let them take turns, and print the table."""
-    Sdxl.build_tiny(folder / "base")
-    settings = settings_in(folder)
-    session, family = Session(settings, world, Report(quiet=True), StopRequest()), Sdxl(folder / "base", settings)
+    settings, sdxl = settings_in(folder), family_class("sdxl")
+    sdxl.build_tiny(folder / "base")
+    session, family = Session(settings, world, Report(quiet=True), StopRequest()), sdxl(folder / "base", settings)
     prepared = data_in_memory(family, settings)
     strategy = open_strategy(session, family, None)
     start = prepared.plan.order.start(BATCH_SIZE)

@@ -7,11 +7,12 @@ from contextlib import nullcontext
 from functools import partial
 
 from simpletuner.checkpoints.export import export_pipeline, finished_steps
-from simpletuner.checkpoints.layout import Checkpoint, chosen, sole_user_of, write_json
+from simpletuner.checkpoints.layout import Checkpoint, chosen, clear_unfinished
 from simpletuner.checkpoints.saving import save
 from simpletuner.checkpoints.tensors import NamedTensors, read_tensors
 from simpletuner.data.feed import Share, StepBatches, feed
 from simpletuner.data.order import Position
+from simpletuner.files import sole_user_of, write_json
 from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
@@ -40,6 +41,7 @@ def run_rank(loaded: Loaded) -> None:
         session = Session(loaded.settings, world, Report(quiet=not world.is_first), stop)
         with sole_user_of(output) if world.is_first else nullcontext():
             if world.is_first:
+                clear_unfinished(output / "checkpoints")
                 write_json(output / "settings.json", settings_as_json(loaded))
             fine_tune(session)
 

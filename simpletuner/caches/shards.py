@@ -111,7 +111,7 @@ class ShardReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.places: dict[tuple[str, str], Place] = {}
-        self.latest: dict[str, Parts] = {}
+        self.known: dict[str, list[Parts]] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
             self._read_index(index)
@@ -127,15 +127,15 @@ class ShardReader:
                 continue
             if place.offset + place.length <= size:
                 self.places[entry["name"], short_hash(place.parts)] = place
-                self.latest[entry["name"]] = place.parts
+                self.known.setdefault(entry["name"], []).append(place.parts)
 
     def find(self, name: str, parts: Parts) -> Place | None:
         """Return where a record made from exactly these parts lies, or None."""
         return self.places.get((name, short_hash(parts)))
 
     def why_missing(self, name: str, parts: Parts) -> list[str]:
-        """Return which parts changed since the record of this name was made; empty if there never was one."""
-        return differing(self.latest[name], parts) if name in self.latest else []
+        """Return which parts differ from the nearest record of this name; empty if there never was one."""
+        return min((differing(known, parts) for known in self.known.get(name, [])), key=len, default=[])
 
     def read(self, place: Place) -> dict[str, torch.Tensor]:
         """Return a record's tensors. Raises EnvironmentFault when the shard is damaged."""

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from simpletuner.checkpoints.layout import replace_folder, unfinished, write_json
 from simpletuner.checkpoints.saving import WEIGHTS_STEM, prepare, together
 from simpletuner.checkpoints.tensors import NamedTensors, write_full
+from simpletuner.files import replace_folder, unfinished, write_json
 from simpletuner.models.components import PICKLE_SUFFIXES
 from simpletuner.parallel.world import World
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.checkpoints.layout import STATE, folder_of_step, prune, replace_folder, sizes, unfinished, write_json
+from simpletuner.checkpoints.layout import STATE, folder_of_step, prune, sizes
 from simpletuner.checkpoints.tensors import (
     FILE_FAULTS,
     NamedTensors,
@@ -17,6 +17,7 @@ from simpletuner.checkpoints.tensors import (
     write_sharded,
 )
 from simpletuner.errors import EnvironmentFault
+from simpletuner.files import replace_folder, unfinished, write_json
 from simpletuner.parallel.world import World
 
 WEIGHTS_STEM = "diffusion_pytorch_model"

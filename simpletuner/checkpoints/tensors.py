@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
-from simpletuner.checkpoints.layout import flush_to_disk, write_json
 from simpletuner.errors import EnvironmentFault
+from simpletuner.files import flush_to_disk, write_json
 from simpletuner.parallel.world import World
 
 NamedTensors = Mapping[str, Tensor]

@@ -54,6 +54,19 @@ def weights_files(folder: Path, variant: str | None = None) -> list[Path]:
     )
 
 
+def refuse_pickles(folder: Path) -> None:
+    """Raise EnvironmentFault if any component of a pipeline has its weights in pickles only."""
+    for component in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if any(path.suffix in PICKLE_SUFFIXES for path in component.iterdir()):
+            any_weights_files(component)
+
+
+def any_weights_files(folder: Path) -> list[Path]:
+    """Return a component's safetensors of no variant, or else of whichever there is."""
+    variants = [variant_of(path) for path in sorted(folder.glob("*.safetensors"))]
+    return weights_files(folder, variants[0] if variants and None not in variants else None)
+
+
 def variant_of(path: Path) -> str | None:
     """Return the variant in a weights file's name (`model.fp16-00001-of-00002.safetensors` -> fp16), or None."""
     _, dot, rest = path.name.removesuffix(".safetensors").partition(".")

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from simpletuner.models.objectives import Objective
     from simpletuner.models.vae import KlVae
     from simpletuner.settings.sections import Settings
-    from simpletuner.training.objectives import Objective
 
 Conditioning = dict[str, "Tensor"]
 """What a denoiser is given besides latents and time, by meaning; the first axis is the batch."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from simpletuner.data.geometry import Geometry
 from simpletuner.models.components import build_on_meta, read_json
 from simpletuner.models.family import Conditioning, Sampling
+from simpletuner.models.objectives import FlowMatching
 from simpletuner.models.vae import KlVae
 from simpletuner.settings.sections import Settings
-from simpletuner.training.objectives import FlowMatching
 
 
 def packed(latents_BCHW: Tensor) -> Tensor:
@@ -40,12 +40,14 @@ def position_ids(height: int, width: int) -> Tensor:
 class FluxText:
     """CLIP-L and T5-XXL through the pipeline's own `encode_prompt`."""
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, max_length: int) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, variant: str | None, max_length: int
+    ) -> None:
         from diffusers import FluxPipeline
 
         self.max_length = max_length
         self.pipeline = FluxPipeline.from_pretrained(
-            folder, transformer=None, vae=None, dtype=dtype, use_safetensors=True
+            folder, transformer=None, vae=None, dtype=dtype, use_safetensors=True, variant=variant
         ).to(device)
 
     @torch.no_grad()
@@ -95,7 +97,7 @@ class Flux:
 
     def text_encoder(self, device: torch.device, dtype: torch.dtype) -> FluxText:
         """Load both tokenizers and text encoders."""
-        return FluxText(self.folder, device, dtype, self.max_length)
+        return FluxText(self.folder, device, dtype, self.settings.model.variant, self.max_length)
 
     def unconditional(self, empty_caption: Conditioning) -> Conditioning:
         """Return the empty caption, which is what Flux was trained with."""

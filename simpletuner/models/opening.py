@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from simpletuner.checkpoints.layout import replace_folder, unfinished
 from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.files import replace_folder, unfinished
+from simpletuner.models.components import refuse_pickles
 from simpletuner.models.family import Family
 from simpletuner.models.registry import TINY, family_class, published_name
 from simpletuner.parallel.world import World
@@ -26,7 +27,9 @@ def open_family(settings: Settings, world: World, stop: Callable[[], None]) -> F
     else:
         folder = local_folder(model) or (downloaded(model) if world.is_first else None)
     world.meet("base model", stop)
-    return family(folder or downloaded(model), settings)
+    folder = folder or downloaded(model)
+    refuse_pickles(folder)
+    return family(folder, settings)
 
 
 def local_folder(model: Model) -> Path | None:

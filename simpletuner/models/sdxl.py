@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from simpletuner.data.geometry import Geometry
 from simpletuner.models.components import build_on_meta, inputs_cast, read_json
 from simpletuner.models.family import Conditioning, Sampling
+from simpletuner.models.objectives import Diffusion
 from simpletuner.models.vae import KlVae
 from simpletuner.settings.sections import Settings
-from simpletuner.training.objectives import Diffusion
 
 
 class SdxlText:
     """CLIP-L and CLIP-G through the pipeline's own `encode_prompt`."""
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, variant: str | None) -> None:
         from diffusers import StableDiffusionXLPipeline
 
         self.pipeline = StableDiffusionXLPipeline.from_pretrained(
-            folder, unet=None, vae=None, dtype=dtype, use_safetensors=True
+            folder, unet=None, vae=None, dtype=dtype, use_safetensors=True, variant=variant
         ).to(device)
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ class Sdxl:
 
     def text_encoder(self, device: torch.device, dtype: torch.dtype) -> SdxlText:
         """Load both tokenizers and text encoders."""
-        return SdxlText(self.folder, device, dtype)
+        return SdxlText(self.folder, device, dtype, self.settings.model.variant)
 
     def unconditional(self, empty_caption: Conditioning) -> Conditioning:
         """Return zeros where the pipeline was published so (SDXL base), else the empty caption."""

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from simpletuner.models.components import any_weights_files, variant_of
+
 
 class KlVae:
     """An AutoencoderKL with the scaling that its config states."""
@@ -16,7 +18,8 @@ class KlVae:
         from diffusers import AutoencoderKL
 
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-        self.model = AutoencoderKL.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        variant = variant_of(any_weights_files(folder)[0])
+        self.model = AutoencoderKL.from_pretrained(folder, dtype=dtype, use_safetensors=True, variant=variant)
         self.model.requires_grad_(False).eval().to(device)
         self.device, self.dtype = device, dtype
 

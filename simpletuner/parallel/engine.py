@@ -38,7 +38,7 @@ class Shard:
 def shards_of(module: nn.Module) -> dict[str, Shard]:
     """Return every trainable parameter by name, with this rank's part of it."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return {name: Shard(p, nn.Parameter(p.detach().to_local()) if isinstance(p, DTensor) else p) for name, p in named}
+    return {name: Shard(p, nn.Parameter(local(p.detach())) if isinstance(p, DTensor) else p) for name, p in named}
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from simpletuner.data.feed import Batch
 from simpletuner.models.family import Family
+from simpletuner.models.objectives import Objective, sample_losses
 from simpletuner.parallel.strategy import Strategy
-from simpletuner.training.objectives import Objective, sample_losses
 
 
 @dataclass(frozen=True)

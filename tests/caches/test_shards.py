@@ -258,15 +258,22 @@ def test_a_writer_killed_at_any_moment_leaves_every_indexed_record_readable(tmp_
     assert ShardReader(tmp_path).find("after", PARTS) is not None
 
 
-def test_a_full_disk_is_said_and_what_was_written_is_kept(tmp_path):
-    with files_no_larger_than(30_000), pytest.raises(EnvironmentFault) as caught, ShardWriter(tmp_path, 0) as writer:
-        for number in range(5):
-            writer.write(f"r{number}", PARTS, {"t": torch.full((2500,), float(number))})
+def write_until_full(writer: ShardWriter, floats: int) -> None:
+    for number in range(1000):
+        writer.write(f"r{number}", PARTS, {"t": torch.full((floats,), float(number))})
+
+
+@pytest.mark.parametrize(("floats", "kept"), [(20_000, 0), (2_500, 2), (250, 26)])
+def test_a_full_disk_is_said_and_what_was_written_is_kept(tmp_path, floats, kept):
+    writer = ShardWriter(tmp_path, 0)
+    with files_no_larger_than(30_000), pytest.raises(EnvironmentFault) as caught:
+        write_until_full(writer, floats)
     assert f"cannot write to the cache {tmp_path}: File too large" in caught.value.message
     assert "cache_dir_vae" in caught.value.hint
     reader = ShardReader(tmp_path)
-    assert {name for name, _ in reader.places} == {"r0", "r1"}
-    assert reader.read(reader.find("r1", PARTS))["t"][-1] == 1
+    assert len(reader.places) == kept
+    for (name, _), place in reader.places.items():
+        assert torch.equal(reader.read(place)["t"], torch.full((floats,), float(name[1:])))
 
 
 @pytest.mark.xfail(
@@ -274,10 +281,10 @@ def test_a_full_disk_is_said_and_what_was_written_is_kept(tmp_path):
     raises=OSError,
     reason="BUG: closing flushes again what could not be written, and that OSError replaces the EnvironmentFault",
 )
-def test_a_full_disk_is_said_for_small_records_too(tmp_path):
-    with files_no_larger_than(20_000), pytest.raises(EnvironmentFault), ShardWriter(tmp_path, 0) as writer:
-        for number in range(100):
-            writer.write(f"r{number}", PARTS, {"t": torch.full((250,), float(number))})
+@pytest.mark.parametrize("floats", [2_500, 250])
+def test_a_full_disk_is_said_when_the_writer_is_closed_by_it(tmp_path, floats):
+    with files_no_larger_than(30_000), pytest.raises(EnvironmentFault), ShardWriter(tmp_path, 0) as writer:
+        write_until_full(writer, floats)
 
 
 @pytest.mark.xfail(strict=True, raises=TypeError, reason="BUG: an index line that is JSON but no object is not survived")

@@ -1,0 +1,60 @@
+"""Write files and folders so that whoever looks sees all of one or nothing, and so that one run owns a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from simpletuner.errors import EnvironmentFault
+
+
+def unfinished(folder: Path) -> Path:
+    """Return the hidden folder in which a folder is written before it is renamed."""
+    return folder.with_name(f".{folder.name}.unfinished")
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Rename `new` to `folder`; what was there before is removed only after the new one is in place."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    flush_to_disk(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON and bring it to the disk."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    flush_to_disk(path)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Bring a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def sole_user_of(output: Path) -> Iterator[None]:
+    """Hold a run's folder for as long as the run lives. Raises EnvironmentFault when another run holds it."""
+    from filelock import FileLock, Timeout
+
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise EnvironmentFault(
+            f"another run is using {output}", "wait for it, or give this one another --output_dir"
+        ) from None
+    with lock:
+        yield

@@ -1,0 +1,87 @@
+"""What ranks measure about their own memory, run by the fork server."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from simpletuner.checkpoints.tensors import read_tensors
+from simpletuner.models.components import weights_files
+from simpletuner.models.registry import family_class
+from simpletuner.parallel.engine import local
+from simpletuner.parallel.strategy import Strategy, build_strategy
+from simpletuner.parallel.world import World, joined_world
+from simpletuner.settings.sections import Model, Parallel, Settings, Training
+from simpletuner.training.optimizers import make_optimizer
+
+
+def settings_for(family: str, folder: str, world_size: int) -> Settings:
+    return Settings(
+        model=Model(model_family=family, pretrained_model_name_or_path=folder),
+        parallel=Parallel(fsdp_enable=True, num_processes=world_size),
+        training=Training(mixed_precision="no", gradient_checkpointing=False),
+    )
+
+
+def sharded(family: str, folder: str, world: World) -> Strategy:
+    settings = settings_for(family, folder, world.size)
+    opened = family_class(family)(Path(folder), settings)
+    files = weights_files(Path(folder) / opened.denoiser_name)
+
+    def load(tensors: dict[str, torch.Tensor]) -> None:
+        read_tensors(files, tensors, folder)
+
+    optimizer = partial(make_optimizer, settings=settings.optimizer)
+    return build_strategy(opened.denoiser(), opened.blocks, settings, world, load, optimizer)
+
+
+def bytes_of(tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def share_of_state(family: str, folder: str, report: str) -> None:
+    """Take a step and write how many bytes of weights and moments this rank holds, and how many there are."""
+    with joined_world() as world:
+        strategy = sharded(family, folder, world)
+        for parameter in strategy.module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        strategy.update(1e-4, 1.0)
+        tensors = [*strategy.module.parameters()]
+        tensors += [t for named in strategy.moments().tensors.values() for t in named.values()]
+        held, whole = bytes_of([local(tensor) for tensor in tensors]), bytes_of(tensors)
+        Path(f"{report}.{world.rank}").write_text(json.dumps([held, whole]))
+
+
+def anonymous_bytes() -> int:
+    """Return the memory of this process that is not pages of files, which the kernel can drop at any time."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+def peak_of_loading(family: str, folder: str, report: str) -> None:
+    """Build and load a sharded model, and write by how much this rank's memory rose at most, and its share."""
+    with joined_world() as world:
+        peaks, done = [anonymous_bytes()], threading.Event()
+
+        def watch() -> None:
+            while not done.is_set():
+                peaks.append(anonymous_bytes())
+                time.sleep(0.001)
+
+        before = peaks[0]
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        strategy = sharded(family, folder, world)
+        done.set()
+        watcher.join()
+        parameters = list(strategy.module.parameters())
+        held, largest = bytes_of([local(p) for p in parameters]), max(bytes_of([p]) for p in parameters)
+        Path(f"{report}.{world.rank}").write_text(json.dumps([max(peaks) - before, held, largest, os.getpid()]))

@@ -1,0 +1,50 @@
+"""Sharding is real: each rank holds its share and no more, also while it loads."""
+
+from __future__ import annotations
+
+import json
+
+import memory
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_rank_holds_its_share_of_weights_and_optimizer_state(family, world, request, starter, tmp_path):
+    folder = request.getfixturevalue(family)
+    run = starter.start(memory.share_of_state, world, family, str(folder), str(tmp_path / "share"))
+    assert run.wait() == [0] * world, run.said
+    shares = [json.loads((tmp_path / f"share.{rank}").read_text()) for rank in range(world)]
+    assert all(held <= whole * (1 / world + 0.10) for held, whole in shares), shares
+    assert sum(held for held, _ in shares) == shares[0][1]
+
+
+@pytest.fixture(scope="session")
+def big_flux(flux, tmp_path_factory):
+    """Write a Flux of 480 MB in float32, bare but for what loading its transformer needs."""
+    from diffusers import FluxTransformer2DModel
+
+    folder = tmp_path_factory.mktemp("big")
+    torch.manual_seed(0)
+    FluxTransformer2DModel(
+        in_channels=64, num_layers=3, num_single_layers=6, attention_head_dim=64, num_attention_heads=12,
+        axes_dims_rope=[16, 24, 24], joint_attention_dim=768, pooled_projection_dim=768, guidance_embeds=True,
+    ).save_pretrained(folder / "transformer")  # fmt: skip
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_bytes(
+        (flux / "scheduler" / "scheduler_config.json").read_bytes()
+    )
+    return folder
+
+
+def test_loading_never_takes_more_than_the_share_and_one_tensor(big_flux, starter, tmp_path):
+    allowance = 32 * 2**20
+    for world in (2, 4):
+        run = starter.start(memory.peak_of_loading, world, "flux", str(big_flux), str(tmp_path / f"peak{world}"))
+        assert run.wait() == [0] * world, run.said
+        for rank in range(world):
+            rise, held, largest, _ = json.loads((tmp_path / f"peak{world}.{rank}").read_text())
+            print(f"{world} ranks: rose {rise / 2**20:.0f} MiB, holds {held / 2**20:.0f}, largest {largest / 2**20:.0f}")
+            assert held > 90 * 2**20
+            assert rise <= held + largest + allowance
