@@ -124,8 +124,7 @@ def measure(world: World, folder: Path) -> None:
     session, family = Session(settings, world, Report(quiet=True), StopRequest()), sdxl(folder / "base", settings)
     prepared = data_in_memory(family, settings)
     strategy = open_strategy(session, family, None)
-    start = prepared.plan.order.start(BATCH_SIZE)
-    state = TrainingState(strategy, None, "", STEPS, 0, start)
+    state = TrainingState(strategy, None, "", STEPS, 0, prepared.plan.order.start(BATCH_SIZE))
     with metrics_of(settings, 0, world) as metrics:
         build: Callable[[], Run] = partial(compose, session, family, prepared, state, metrics)
         batches = [step.passes[0] for step in islice(build().feed, (ROUNDS + 1) * STEPS)]
@@ -133,11 +132,8 @@ def measure(world: World, folder: Path) -> None:
         seconds = seconds_in_turns({"ours": Ours(build()), "plain": plain}, ROUNDS)
     rows = [[name, f"{statistics.median(values) / STEPS * 1000:.1f}"] for name, values in seconds.items()]
     rows.append(["ours / plain", f"{ratio(seconds, 'ours', 'plain'):.3f}"])
-    print_table(
-        f"milliseconds per step (median of {ROUNDS} rounds of {STEPS} steps; goal: ratio <= {GOAL})",
-        ["loop", "ms"],
-        rows,
-    )
+    title = f"milliseconds per step (median of {ROUNDS} rounds of {STEPS} steps; goal: ratio <= {GOAL})"
+    print_table(title, ["loop", "ms"], rows)
     print(f"  both trained alike: weights differ by at most {largest_difference(strategy.module, plain.model):.0e}")
 
 

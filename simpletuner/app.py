@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,9 @@ from simpletuner.commands.options import forgiving, with_settings
 from simpletuner.commands.train import train
 from simpletuner.errors import ExitCode, SimpleTunerError
 from simpletuner.report import Report
+
+DEBUG = "SIMPLETUNER_DEBUG"
+"""Set it, or say --debug, to see the whole traceback of an error."""
 
 
 def show_version(wanted: bool) -> None:
@@ -39,9 +43,11 @@ def build_app() -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; what the settings or the machine refuse ends in one sentence and an exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = not {"--debug", "--debug=true"}.isdisjoint(given)
+    if "--debug" in given:
+        os.environ[DEBUG] = "1"  # the ranks that this process starts inherit it
+    debug = DEBUG in os.environ
     try:
-        build_app()(forgiving(given), prog_name="simpletuner")
+        build_app()(forgiving([argument for argument in given if argument != "--debug"]), prog_name="simpletuner")
     except SimpleTunerError as error:
         Report().error(error)
         if debug:

@@ -49,12 +49,14 @@ def sole_user_of(output: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     output.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(output / ".lock")
+    lock = FileLock(output / ".lock", timeout=0)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire()
     except Timeout:
         raise EnvironmentFault(
             f"another run is using {output}", "wait for it, or give this one another --output_dir"
         ) from None
-    with lock:
+    try:
         yield
+    finally:
+        lock.release()

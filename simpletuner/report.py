@@ -76,7 +76,7 @@ class Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.report.talk)
+        bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.report.talk, refresh_per_second=2)
         bar.add_task(self.title, total=self.total, completed=self.done, note="")
         bar.start()
         return bar

@@ -103,7 +103,7 @@ def compose(session: Session, family: Family, prepared: Prepared, state: Trainin
     settings, world, plan = session.settings, session.world, prepared.plan
     training, objective, dtype = settings.training, family.objective(), compute_dtype(settings)
     accumulation, dropout = training.gradient_accumulation_steps, settings.data.caption_dropout_probability
-    share = Share(world.rank, world.size, accumulation, training.seed, dropout)
+    share = Share(world.rank, world.size, accumulation, training.seed, dropout, pin=world.device.type == "cuda")
     painter = open_painter(session, family, state, prepared)
 
     def step_taken(batches: StepBatches, learning_rate: float) -> Outcome:
@@ -152,8 +152,7 @@ def export(session: Session, family: Family, state: TrainingState) -> None:
     output, steps = session.settings.training.output_dir, state.max_steps
     sets = {"pipeline-ema": state.average.weights} if state.average is not None else {}
     for name, weights in {**sets, "pipeline": state.strategy.weights()}.items():
-        target = output / name
-        export_pipeline(family.folder, target, family.denoiser_name, state.config(), weights, session.world, steps)
+        export_pipeline(family, output / name, state.config(), weights, session.world, steps)
 
 
 def checkpoint_to_resume(session: Session) -> Checkpoint | None:

@@ -45,6 +45,8 @@ def test_loading_never_takes_more_than_the_share_and_one_tensor(big_flux, starte
         assert run.wait() == [0] * world, run.said
         for rank in range(world):
             rise, held, largest, _ = json.loads((tmp_path / f"peak{world}.{rank}").read_text())
-            print(f"{world} ranks: rose {rise / 2**20:.0f} MiB, holds {held / 2**20:.0f}, largest {largest / 2**20:.0f}")
+            print(
+                f"{world} ranks: rose {rise / 2**20:.0f} MiB, holds {held / 2**20:.0f}, largest {largest / 2**20:.0f}"
+            )
             assert held > 90 * 2**20
             assert rise <= held + largest + allowance

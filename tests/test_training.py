@@ -51,7 +51,10 @@ def test_a_rich_run_leaves_a_pipeline_that_diffusers_opens_and_no_pickle(family,
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
     wanted = {"step", "epoch", "loss", "grad_norm", "learning_rate", "samples_per_second", "seconds", "data_seconds"}
     assert all(wanted <= row.keys() for row in run.rows)
-    assert [path.name for path in sorted((output / "checkpoints").iterdir())] == ["checkpoint-000003", "checkpoint-000004"]
+    assert [path.name for path in sorted((output / "checkpoints").iterdir())] == [
+        "checkpoint-000003",
+        "checkpoint-000004",
+    ]
     assert [path.name for path in sorted((output / "validation").glob("*.png"))] == [
         f"grid-{step:06d}.png" for step in (0, 2, 4)
     ]
@@ -109,7 +112,10 @@ def test_pictures_are_drawn_by_the_sharded_model_as_by_a_whole_one(sdxl_flags, t
     runs.append(train(tmp_path / "four", *flags, "--train_batch_size=1", "--fsdp_enable", world=4))
     for step in (0, 1, 2):
         drawn = [
-            [np.asarray(Image.open(run.output / "validation" / f"step-{step:06d}" / f"trained-{n:02d}.png")) for n in range(3)]
+            [
+                np.asarray(Image.open(run.output / "validation" / f"step-{step:06d}" / f"trained-{n:02d}.png"))
+                for n in range(3)
+            ]
             for run in runs
         ]
         assert drawn[0][0].shape == (64, 96, 3)
@@ -133,21 +139,21 @@ def test_caches_are_filled_by_all_ranks_and_only_what_changed_is_made_again(sdxl
         return train(output, *flags, "--max_train_steps=1", *more, world=2).said
 
     first = again()
-    assert "latents: making 48 of 48" in first
+    assert "latents: making 36 of 36" in first
     shards = {path.name[:7] for path in (output / "cache" / "latents").rglob("*.shard")}
     assert shards == {"rank000", "rank001"}
     assert "making" not in again()
     Image.new("RGB", (64, 64), "orange").save(pictures / "0000.png")
-    assert "latents: making 1 of 48 (file changed for 1)" in again()
+    assert "latents: making 1 of 36 (file changed for 1)" in again()
     (pictures / "0001.txt").write_text("a caption never seen before")
     assert re.search(r"text: making 1 of \d+\n", again())
-    assert "latents: making 48 of 48 (resolution and crop changed for 48)" in again("--resolution=32")
+    assert "latents: making 36 of 36 (resolution and crop changed for 36)" in again("--resolution=32")
     assert "making" not in again()  # the older resolution is still there
     weights = pipeline / "vae" / "diffusion_pytorch_model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert "latents: making 48 of 48 (VAE changed for 48)" in again()
+    assert "latents: making 36 of 36 (VAE changed for 36)" in again()
     encoder = pipeline / "text_encoder" / "model.safetensors"
     content = bytearray(encoder.read_bytes())
     content[-1] ^= 1
@@ -183,7 +189,7 @@ def photographs(tmp_path) -> Path:
                 part.save(place.with_suffix(".webp"))
     whole = next(folder.rglob("*rocket_3.webp")).with_name("cut_short.jpg")
     Image.fromarray(data.rocket()).crop((0, 0, 192, 192)).save(whole)
-    whole.write_bytes(whole.read_bytes()[:4000])
+    whole.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
     (folder / "no_picture.png").write_bytes(b"this is no picture")
     return folder
 
@@ -191,17 +197,10 @@ def photographs(tmp_path) -> Path:
 def test_photographs_of_many_kinds_train_end_to_end_from_a_dataset_file(sdxl, photographs, train, tmp_path):
     config = tmp_path / "multidatabackend.json"
     entry = {"type": "local", "resolution": 64, "caption_strategy": "filename"}
-    config.write_text(
-        json.dumps(
-            [
-                {"id": "photos", "instance_data_dir": str(photographs), **entry},
-                {"id": "squares", "instance_data_dir": str(photographs / "nested"), "crop": True, "crop_style": "random",
-                 "repeats": 1, **entry},
-                {"id": "text", "dataset_type": "text_embeds", "type": "local", "cache_dir": str(tmp_path / "text"),
-                 "default": True},
-            ]
-        )
-    )  # fmt: skip
+    squares = {"instance_data_dir": str(photographs / "nested"), "crop": True, "crop_style": "random", "repeats": 1}
+    texts = {"dataset_type": "text_embeds", "type": "local", "cache_dir": str(tmp_path / "text"), "default": True}
+    photos = {"id": "photos", "instance_data_dir": str(photographs), **entry}
+    config.write_text(json.dumps([photos, {"id": "squares", **squares, **entry}, {"id": "text", **texts}]))
     flags = ("--model_family=sdxl", f"--pretrained_model_name_or_path={sdxl}", f"--data_backend_config={config}")
     before = {path: path.read_bytes() for path in photographs.rglob("*") if path.is_file()}
     run = train(tmp_path / "run", *flags, *SHARDED, "--num_train_epochs=2", world=2)
@@ -219,7 +218,7 @@ def test_buckets_that_cannot_fill_the_batch_say_what_would(sdxl_flags, train, tm
     flags = (*sdxl_flags, "--train_batch_size=20", "--max_train_steps=1")
     refused = train(tmp_path / "run", *flags, code=4)
     assert "3 of 3 aspect buckets cannot fill the effective batch of 20" in refused.said
-    assert "has 16, needs 20; smallest sufficient repeats: 1" in refused.said
+    assert "has 12, needs 20; smallest sufficient repeats: 1" in refused.said
     assert len(train(tmp_path / "run", *flags, "--repeats=1").rows) == 1
     assert len(train(tmp_path / "other", *flags, "--allow_dataset_oversubscription").rows) == 1
 
@@ -242,8 +241,8 @@ def test_v_prediction_is_read_from_the_scheduler_and_a_variant_is_loaded(sdxl, s
     for prediction in ("epsilon", "v_prediction"):
         scheduler.write_text(json.dumps({**json.loads(scheduler.read_text()), "prediction_type": prediction}))
         run = train(tmp_path / prediction, *base("sdxl", pipeline, shapes), "--max_train_steps=1")
-        forced = train(tmp_path / f"{prediction}-forced", *base("sdxl", sdxl, shapes), f"--prediction_type={prediction}",
-                       "--max_train_steps=1")  # fmt: skip
+        said_so = (*base("sdxl", sdxl, shapes), f"--prediction_type={prediction}", "--max_train_steps=1")
+        forced = train(tmp_path / f"{prediction}-forced", *said_so)
         assert run.losses == pytest.approx(forced.losses)
         losses[prediction] = run.losses
     assert losses["epsilon"] != losses["v_prediction"]

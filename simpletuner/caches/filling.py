@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletuner.caches.keys import Parts
+from simpletuner.caches.keys import Parts, short_hash
 from simpletuner.caches.shards import ShardReader, ShardWriter
 
 if TYPE_CHECKING:
@@ -52,15 +52,14 @@ def fill(job: Job, wanted: Sequence[Wanted], world: World, report: Report, stop:
         return reader
     explain(job, reader, absent, len(wanted), report)
     chunks = list(chunks_of(absent, job.chunk))
-    world.meet(
-        f"{job.folder}/read", stop
-    )  # the queue is the same on all ranks only if none writes before all have read
+    queue = short_hash([job.folder, [item.name for item in absent]])
+    world.meet(f"{queue}/read", stop)  # all see the same queue only if none writes before all have read
     with report.progress(job.title, len(absent)) as progress, ShardWriter(job.folder, world.rank) as writer:
-        while (ticket := world.claim(str(job.folder))) < len(chunks):
+        while (ticket := world.claim(queue)) < len(chunks):
             stop()
             job.make(writer, chunks[ticket])
-            progress.update(world.done(str(job.folder), len(chunks[ticket])))
-        world.wait_for(str(job.folder), len(absent), stop, progress.update)
+            progress.update(world.done(queue, len(chunks[ticket])))
+        world.wait_for(queue, len(absent), stop, progress.update)
     return ShardReader(job.folder)
 
 

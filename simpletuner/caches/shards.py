@@ -7,6 +7,7 @@ touches old ones.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import mmap
@@ -15,18 +16,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import safetensors.torch
-from safetensors import SafetensorError
+import torch
 
 from simpletuner.caches.keys import Parts, differing, short_hash
 from simpletuner.errors import EnvironmentFault
 
-if TYPE_CHECKING:
-    import torch
-
 SHARD_BYTES = 1 << 30
+ALIGNMENT_BYTES = 8
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+"""What a record may hold, by the names of safetensors."""
+
 SHARD_SUFFIX, INDEX_SUFFIX = ".shard", ".index.jsonl"
 
 
@@ -58,7 +60,8 @@ class ShardWriter:
         self.close()
 
     def write(self, name: str, parts: Parts, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Append one record. Raises EnvironmentFault when the disk is full."""
+        """Append one record of DTYPES. Raises EnvironmentFault when the disk is full."""
+        assert {tensor.dtype for tensor in tensors.values()} <= {*DTYPES.values()}, "a record that could not be read"
         self._append(name, parts, safetensors.torch.save({key: t.contiguous() for key, t in tensors.items()}))
 
     def write_broken(self, name: str, parts: Parts, reason: str) -> None:
@@ -68,16 +71,15 @@ class ShardWriter:
     def _append(self, name: str, parts: Parts, blob: bytes, broken: str = "") -> None:
         try:
             shard, index = self._files_with_room(len(blob))
+            shard.write(bytes(-shard.tell() % ALIGNMENT_BYTES))  # views of the mapped file want aligned numbers
             line = {"name": name, "offset": shard.tell(), "length": len(blob), "parts": parts}
             shard.write(blob)
             shard.flush()
             index.write(json.dumps(line | ({"broken": broken} if broken else {})).encode() + b"\n")
             index.flush()
         except OSError as error:
-            raise EnvironmentFault(
-                f"cannot write to the cache {self.folder}: {error.strerror}",
-                "make room or set cache_dir_vae and cache_dir_text elsewhere, then run the same command: it continues",
-            ) from None
+            self._abandon()
+            raise self._fault(error) from None
 
     def _files_with_room(self, length: int) -> tuple[BinaryIO, BinaryIO]:
         """Return the open shard and its index, or the next ones when the shard is full."""
@@ -98,11 +100,26 @@ class ShardWriter:
 
     def close(self) -> None:
         """Bring what was written to the disk."""
+        try:
+            for file in self.files or ():
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._fault(error) from None
+        finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
         for file in self.files or ():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
         self.files = None
+
+    def _fault(self, error: OSError) -> EnvironmentFault:
+        return EnvironmentFault(
+            f"cannot write to the cache {self.folder}: {error.strerror}",
+            "make room or set cache_dir_vae and cache_dir_text elsewhere, then run the same command: it continues",
+        )
 
 
 class ShardReader:
@@ -122,12 +139,13 @@ class ShardReader:
         for line in index.read_bytes().split(b"\n")[:-1]:  # what follows the last newline is a torn line
             try:
                 entry = json.loads(line)
+                name = entry["name"]
                 place = Place(shard, entry["offset"], entry["length"], entry["parts"], entry.get("broken", ""))
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 continue
             if place.offset + place.length <= size:
-                self.places[entry["name"], short_hash(place.parts)] = place
-                self.known.setdefault(entry["name"], []).append(place.parts)
+                self.places[name, short_hash(place.parts)] = place
+                self.known.setdefault(name, []).append(place.parts)
 
     def find(self, name: str, parts: Parts) -> Place | None:
         """Return where a record made from exactly these parts lies, or None."""
@@ -138,11 +156,14 @@ class ShardReader:
         return min((differing(known, parts) for known in self.known.get(name, [])), key=len, default=[])
 
     def read(self, place: Place) -> dict[str, torch.Tensor]:
-        """Return a record's tensors. Raises EnvironmentFault when the shard is damaged."""
-        blob = self._map(place.shard)[place.offset : place.offset + place.length]
+        """Return a record's tensors as views of the mapped shard; stacking them makes the one copy there is.
+
+        Raises EnvironmentFault when the shard is damaged.
+        """
+        record = memoryview(self._map(place.shard))[place.offset : place.offset + place.length]
         try:
-            return safetensors.torch.load(blob)
-        except SafetensorError as error:
+            return tensors_in(record)
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise EnvironmentFault(
                 f"the cache file {place.shard} is damaged at byte {place.offset}: {error}",
                 f"delete {place.shard} and run the same command again: its records are made anew",
@@ -151,5 +172,19 @@ class ShardReader:
     def _map(self, shard: Path) -> mmap.mmap:
         if shard not in self._maps:
             with shard.open("rb") as file:
-                self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants writable memory
         return self._maps[shard]
+
+
+def tensors_in(record: memoryview) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors record without a copy; they keep the memory under them alive."""
+    start = 8 + int.from_bytes(record[:8], "little")
+    header = json.loads(bytes(record[8:start]))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        dtype, values = DTYPES[entry["dtype"]], record[start + first : start + last]
+        flat = torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.view(entry["shape"])
+    return tensors

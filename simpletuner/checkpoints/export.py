@@ -11,6 +11,7 @@ from simpletuner.checkpoints.saving import WEIGHTS_STEM, prepare, together
 from simpletuner.checkpoints.tensors import NamedTensors, write_full
 from simpletuner.files import replace_folder, unfinished, write_json
 from simpletuner.models.components import PICKLE_SUFFIXES
+from simpletuner.models.family import Family
 from simpletuner.parallel.world import World
 
 FINISHED = "simpletuner.json"
@@ -19,24 +20,19 @@ LEFT_OUT = (*PICKLE_SUFFIXES, ".msgpack", ".onnx", ".onnx_data", ".xml")
 
 
 def export_pipeline(
-    base: Path,
-    target: Path,
-    denoiser: str,
-    config: dict[str, Any],
-    weights: NamedTensors,
-    world: World,
-    steps: int,
+    family: Family, target: Path, config: dict[str, Any], weights: NamedTensors, world: World, steps: int
 ) -> None:
     """Write the pipeline to `target`. All ranks take part in the weights; the first copies the rest.
 
     `steps`, after which it was written, tells a later start that nothing is left to do.
     """
-    hidden = unfinished(target)
+    hidden, denoiser = unfinished(target), family.denoiser_name
     together(world, hidden, lambda: prepare(hidden, world))
     together(world, hidden, write_full(hidden / denoiser, weights, world, WEIGHTS_STEM))
     if world.is_first:
         write_json(hidden / denoiser / "config.json", config)
-        copy_other_components(base, hidden, denoiser)
+        copy_other_components(family.folder, hidden, denoiser)
+        write_json(hidden / "scheduler" / "scheduler_config.json", family.scheduler_config)
         write_json(hidden / FINISHED, {"steps": steps})
         replace_folder(hidden, target)
 

@@ -60,6 +60,15 @@ def opened(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state)
 
 
+def is_complete(folder: Path) -> bool:
+    """Return whether a checkpoint can be taken."""
+    try:
+        opened(folder)
+    except EnvironmentFault:
+        return False
+    return True
+
+
 def numbered(root: Path) -> list[Path]:
     """Return the checkpoint folders of a run, newest first."""
     folders = [path for path in root.glob("checkpoint-*") if NAME.fullmatch(path.name) and path.is_dir()]
@@ -105,8 +114,11 @@ def clear_unfinished(root: Path) -> None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints; each is renamed first, so that a half-removed one is never taken."""
-    for folder in numbered(root)[keep:]:
+    """Remove all but the newest complete checkpoints; each is renamed first, so that a half-removed one is never taken.
+
+    A damaged one is neither counted nor removed.
+    """
+    for folder in [folder for folder in numbered(root) if is_complete(folder)][keep:]:
         hidden = unfinished(folder)
         shutil.rmtree(hidden, ignore_errors=True)
         folder.rename(hidden)

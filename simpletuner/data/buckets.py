@@ -26,35 +26,35 @@ def filled(buckets: Buckets, effective_batch_size: int, oversubscribe: bool) -> 
 
     Small ones are repeated as often as needed if `oversubscribe`; otherwise raises DataError with the numbers of each.
     """
-    factors = {name: math.ceil(effective_batch_size / len(items)) for name, items in buckets.items()}
-    if not oversubscribe and any(factor > 1 for factor in factors.values()):
-        raise DataError(shortage(buckets, factors, effective_batch_size), ways_out(buckets, factors))
-    return {name: items * factors[name] for name, items in buckets.items()}
+    if not buckets:
+        raise DataError("no picture is left to train on")
+    small = {name: items for name, items in buckets.items() if len(items) < effective_batch_size}
+    if small and not oversubscribe:
+        raise DataError(shortage(small, len(buckets), effective_batch_size), ways_out(small, effective_batch_size))
+    return {name: items * math.ceil(effective_batch_size / len(items)) for name, items in buckets.items()}
 
 
-def shortage(buckets: Buckets, factors: Mapping[str, int], effective_batch_size: int) -> str:
+def shortage(small: Buckets, of: int, effective_batch_size: int) -> str:
     """Return the message that says what each small bucket has and lacks."""
     lines = [
-        f"\n  {name}: has {len(buckets[name])}, needs {effective_batch_size}; smallest sufficient repeats: "
-        f"{needed_repeats(buckets[name], factor)}"
-        for name, factor in factors.items()
-        if factor > 1
+        f"\n  {name}: has {len(items)}, needs {effective_batch_size}; smallest sufficient repeats: "
+        f"{sufficient_repeats(items, effective_batch_size)}"
+        for name, items in small.items()
     ]
     return (
-        f"{len(lines)} of {len(buckets)} aspect buckets cannot fill the effective batch of {effective_batch_size} "
+        f"{len(small)} of {of} aspect buckets cannot fill the effective batch of {effective_batch_size} "
         f"(train_batch_size x ranks x gradient_accumulation_steps):{''.join(lines)}"
     )
 
 
-def needed_repeats(items: list[int], factor: int) -> int:
-    """Return the `repeats` setting that makes the bucket large enough, given the repeats it already has."""
-    passes = len(items) // len(set(items))
-    return math.ceil(len(items) * factor / len(set(items)) / passes) * passes - 1
+def sufficient_repeats(items: list[int], effective_batch_size: int) -> int:
+    """Return the smallest `repeats` with which a bucket's pictures fill the batch."""
+    return math.ceil(effective_batch_size / len(set(items))) - 1
 
 
-def ways_out(buckets: Buckets, factors: Mapping[str, int]) -> str:
+def ways_out(small: Buckets, effective_batch_size: int) -> str:
     """Return what the user can do, most precise first."""
-    repeats = max(needed_repeats(buckets[name], factor) for name, factor in factors.items())
+    repeats = max(sufficient_repeats(items, effective_batch_size) for items in small.values())
     return (
         f"set repeats={repeats}, or --allow_dataset_oversubscription (repeats only small buckets), or lower "
         "train_batch_size, gradient_accumulation_steps or num_processes, or raise aspect_bucket_alignment, or crop=true"

@@ -7,26 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.knob import Section
 from simpletuner.settings.loading import nearest
-from simpletuner.settings.sections import Data
-
-INHERITED = (
-    "caption_strategy",
-    "instance_prompt",
-    "prepend_instance_prompt",
-    "repeats",
-    "resolution",
-    "resolution_type",
-    "crop",
-    "crop_style",
-    "crop_aspect",
-    "minimum_image_size",
-)
-"""Keys of a dataset that fall back to the global setting of the same name."""
+from simpletuner.settings.sections import Data, Pictures
+from simpletuner.settings.spelling import normalised
 
 LATER = "not supported by this version"
 UNSUPPORTED: dict[str, str] = {
@@ -46,11 +33,21 @@ UNSUPPORTED: dict[str, str] = {
     "compress_cache": LATER,
     "preserve_data_backend_cache": LATER,
     "caption_filter_list": LATER,
+    "only_instance_prompt": "set caption_strategy to instanceprompt",
+    "maximum_image_size": LATER,
+    "target_downsample_size": LATER,
+    "skip_file_discovery": "sizes are read from headers, so discovery is fast",
+    "write_batch_size": "records are written one by one; nothing to tune",
+    "text_embeds": "there is one text cache: the dataset of type text_embeds",
+    "image_embeds": LATER,
+    "csv_file": LATER,
+    "dataset_name": LATER,
+    "aws_bucket_name": LATER,
     "caption_shuffle": LATER,
 }
 
 
-class ImageDataset(Section):
+class ImageDataset(Pictures):
     """A folder of pictures and how they are captioned, sized and cropped."""
 
     id: str
@@ -59,18 +56,8 @@ class ImageDataset(Section):
     instance_data_dir: Path
     disabled: bool = False
     cache_dir_vae: Path | None = None
-    caption_strategy: Literal["textfile", "filename", "instanceprompt"] = "textfile"
-    instance_prompt: str | None = None
-    prepend_instance_prompt: bool = False
-    repeats: int = 0
-    resolution: float = 1024
-    resolution_type: Literal["pixel", "area", "pixel_area"] = "pixel_area"
-    crop: bool = False
-    crop_style: Literal["center", "random"] = "center"
-    crop_aspect: Literal["square", "preserve"] = "square"
-    minimum_image_size: float | None = None
-    minimum_aspect_ratio: float | None = None
-    maximum_aspect_ratio: float | None = None
+    minimum_aspect_ratio: float | None = Field(None, gt=0)
+    maximum_aspect_ratio: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def check_captions(self) -> ImageDataset:
@@ -117,7 +104,7 @@ def datasets_of(data: Data) -> tuple[list[ImageDataset], Path | None]:
 
 def inherited(data: Data) -> dict[str, Any]:
     """Return the global settings that a dataset falls back to."""
-    return {name: getattr(data, name) for name in INHERITED}
+    return {name: getattr(data, name) for name in Pictures.model_fields}
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
@@ -145,6 +132,7 @@ def parse_entry(
             mistakes.append(
                 f"{place}: `{key}`: {UNSUPPORTED.get(key) or 'unknown key' + nearest(key, kind.model_fields)}"
             )
+    values = {key: normalised(key, kind.model_fields[key], value) for key, value in values.items()}
     try:
         return kind(**{**(inherited(data) if kind is ImageDataset else {}), **values})
     except ValidationError as error:

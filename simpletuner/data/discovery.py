@@ -42,10 +42,10 @@ def discover(datasets: list[ImageDataset], alignment_px: int, seed: int) -> Foun
     for dataset in datasets:
         before = len(found.samples)
         uncaptioned = []
-        for relative, path, version in files_of(dataset):
+        for relative, path in files_of(dataset):
             sample_id = f"{dataset.id}/{relative}"
             try:
-                size = displayed_size(path)
+                version, size = version_of(path), displayed_size(path)
             except BROKEN as error:
                 found.broken[sample_id] = str(error)
                 continue
@@ -63,17 +63,21 @@ def discover(datasets: list[ImageDataset], alignment_px: int, seed: int) -> Foun
     return found
 
 
-def files_of(dataset: ImageDataset) -> Iterator[tuple[str, Path, str]]:
-    """Yield (path below the folder, path, version) of each picture, sorted; the version is size and change time."""
+def files_of(dataset: ImageDataset) -> Iterator[tuple[str, Path]]:
+    """Yield (path below the folder, path) of each picture, sorted."""
     folder = dataset.instance_data_dir
     if not folder.is_dir():
         raise DataError(
             f"dataset `{dataset.id}`: there is no folder {folder}", "set instance_data_dir to your pictures"
         )
-    for entry in sorted(walk(folder), key=lambda entry: entry.path):
-        stat = entry.stat()
-        path = Path(entry.path)
-        yield path.relative_to(folder).as_posix(), path, f"{stat.st_size}-{stat.st_mtime_ns}"
+    for path in sorted(walk(folder)):
+        yield path.relative_to(folder).as_posix(), path
+
+
+def version_of(path: Path) -> str:
+    """Return what changes when a file does: its size and change time."""
+    stat = path.stat()
+    return f"{stat.st_size}-{stat.st_mtime_ns}"
 
 
 def captions_of(dataset: ImageDataset, path: Path) -> tuple[str, ...]:
@@ -85,7 +89,7 @@ def captions_of(dataset: ImageDataset, path: Path) -> tuple[str, ...]:
         lines = [path.stem.replace("_", " ").strip()]
     else:
         text = path.with_suffix(".txt")
-        lines = text.read_text(encoding="utf-8", errors="replace").splitlines() if text.is_file() else []
+        lines = text.read_text(encoding="utf-8-sig", errors="replace").splitlines() if text.is_file() else []
     prefix = f"{phrase} " if dataset.prepend_instance_prompt and phrase else ""
     return tuple(prefix + line.strip() for line in lines if line.strip())
 
@@ -93,9 +97,10 @@ def captions_of(dataset: ImageDataset, path: Path) -> tuple[str, ...]:
 def refuse_uncaptioned(dataset: ImageDataset, names: list[str]) -> None:
     """Raise DataError that names some of the pictures without a caption."""
     if names:
+        where = "file name" if dataset.caption_strategy == "filename" else ".txt file beside them"
         raise DataError(
-            f"dataset `{dataset.id}`: {len(names)} pictures lack a caption in a .txt file beside them: {names[0]}, ...",
-            "write them, or set caption_strategy to filename or instanceprompt",
+            f"dataset `{dataset.id}`: {len(names)} pictures have no caption in their {where}, such as {names[0]}",
+            "write captions, or set another caption_strategy: textfile, filename or instanceprompt",
         )
 
 

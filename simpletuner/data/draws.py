@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Draw:
-    """What is drawn for a sample: noise of the latents' shape, and four uniform numbers in [0, 1)."""
+    """What is drawn for a sample: noise of the latents' shape, and three uniform numbers in [0, 1)."""
 
     noise: np.ndarray
     time: float

@@ -27,17 +27,17 @@ class Batch:
     conditioning: Conditioning
     ids: tuple[str, ...]
 
+    def pinned(self) -> Batch:
+        """Return the batch in memory that a GPU can copy from by itself."""
+        return self._mapped(lambda tensor: tensor.pin_memory())
+
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device, copied without waiting where the device is another one."""
-        if device.type == "cpu":
-            return self
+        """Return the batch on a device, without waiting for the copy."""
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
-        def move(tensor: Tensor) -> Tensor:
-            """Copy through pinned memory."""
-            return tensor.pin_memory().to(device, non_blocking=True)
-
-        conditioning = {name: move(value) for name, value in self.conditioning.items()}
-        return Batch(move(self.latents), move(self.noise), move(self.u), conditioning, self.ids)
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        conditioning = {name: change(value) for name, value in self.conditioning.items()}
+        return Batch(change(self.latents), change(self.noise), change(self.u), conditioning, self.ids)
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class Share:
     accumulation: int
     seed: int
     caption_dropout: float
+    pin: bool = False
+    """Whether batches go to a GPU."""
 
 
 def feed(
@@ -108,7 +110,8 @@ def assemble(source: Source, batch: GlobalBatch, places: Sequence[int], step: in
         times.append(drawn.time)
         conditionings.append({**text, **source.picture(sample)})
         ids.append(sample.id)
-    return Batch(torch.stack(latents), torch.stack(noise), torch.tensor(times), stacked(conditionings), tuple(ids))
+    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(times), stacked(conditionings), tuple(ids))
+    return made.pinned() if share.pin else made
 
 
 def stacked(conditionings: Sequence[Mapping[str, Tensor]]) -> Conditioning:

@@ -46,18 +46,19 @@ class Order:
         return Position(epoch, 0, batch_size, {name: epoch * len(items) for name, items in self.buckets.items()})
 
     def plan(self, position: Position) -> list[tuple[str, int]]:
-        """Return the epoch's batches as (bucket, first item in the bucket's stream), shuffled."""
-        batches = [
-            (name, start)
-            for name, items in self.buckets.items()
-            for start in range(
-                position.consumed[name],
-                (position.epoch + 1) * len(items) - position.batch_size + 1,
-                position.batch_size,
-            )
-        ]
-        shuffle = self._random("batches", position.epoch).permutation(len(batches))
-        return [batches[index] for index in shuffle]
+        """Return the epoch's batches as (bucket, first item in the bucket's stream).
+
+        Buckets take turns at random, but each is read in the order of its stream (whose items are shuffled already), so
+        that the items taken so far are always its first ones.
+        """
+        size, consumed = position.batch_size, position.consumed
+        counts = {name: ((position.epoch + 1) * len(b) - consumed[name]) // size for name, b in self.buckets.items()}
+        turns = np.repeat(np.arange(len(counts)), list(counts.values()))
+        starts = {
+            name: iter(range(consumed[name], consumed[name] + count * size, size)) for name, count in counts.items()
+        }
+        names = [list(counts)[turn] for turn in self._random("turns", position.epoch).permutation(turns)]
+        return [(name, next(starts[name])) for name in names]
 
     def batches(self, position: Position) -> Iterator[tuple[GlobalBatch, Position]]:
         """Yield, for ever, each batch and the position after it."""

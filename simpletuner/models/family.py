@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from simpletuner.data.geometry import Geometry, Size
 
@@ -45,6 +45,8 @@ class Family(Protocol):
 
     key: str
     folder: Path
+    scheduler_config: dict[str, Any]
+    """The scheduler as it draws and is exported; a prediction type that the settings override is in it."""
     denoiser_name: str
     """Name of the denoiser in the pipeline and of its folder: `unet` or `transformer`."""
     blocks: tuple[str, ...]

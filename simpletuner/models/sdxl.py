@@ -45,6 +45,8 @@ class Sdxl:
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.settings = folder, settings
         self.scheduler_config = read_json(folder / "scheduler" / "scheduler_config.json")
+        if settings.model.prediction_type:
+            self.scheduler_config["prediction_type"] = settings.model.prediction_type
         self.zero_for_no_caption = read_json(folder / "model_index.json").get("force_zeros_for_empty_prompt", True)
 
     @staticmethod
@@ -61,12 +63,12 @@ class Sdxl:
         return build_on_meta(UNet2DConditionModel, self.folder / "unet")
 
     def objective(self) -> Diffusion:
-        """Return the objective: the scheduler's betas and prediction type, unless the settings override it."""
+        """Return the objective with the scheduler's betas and prediction type."""
         from diffusers import DDPMScheduler
 
         scheduler: Any = DDPMScheduler.from_config(self.scheduler_config)
-        prediction = self.settings.model.prediction_type or scheduler.config.prediction_type
-        return Diffusion(scheduler.alphas_cumprod, prediction, self.settings.objective.snr_gamma)
+        snr_gamma = self.settings.objective.snr_gamma
+        return Diffusion(scheduler.alphas_cumprod, scheduler.config.prediction_type, snr_gamma)
 
     def vae(self, device: torch.device) -> KlVae:
         """Load the VAE."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+
+NUMBERS = (int, float, int | None, float | None)
 
 
 def knob(default: Any, sentence: str, *, unit: str = "", aliases: tuple[str, ...] = (), **bounds: float) -> Any:
@@ -21,4 +23,12 @@ def extra_of(field: FieldInfo, name: Literal["unit", "aliases"]) -> Any:
 class Section(BaseModel):
     """A group of knobs that one part of the program is given; frozen, and strict about unknown names."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def keep_words_apart_from_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is wanted; pydantic would take them as 1 and 0."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in NUMBERS:
+            raise ValueError("a number is wanted")
+        return value

@@ -56,9 +56,9 @@ def resolve(sources: Iterable[Source]) -> Loaded:
     origins: dict[str, str] = {}
     for source in sources:
         for key, value in source.values.items():
-            name = canonical_name(key)
+            name = canonical_name(str(key))
             if name is None:
-                mistakes.append(f"unknown setting `{key}` ({source.name}){nearest(key, knobs())}")
+                mistakes.append(f"unknown setting `{key}` ({source.name}){nearest(str(key), knobs())}")
                 continue
             values[name] = normalised(name, knobs()[name], value)
             origins[name] = source.name
@@ -102,7 +102,7 @@ def sentence(item: Any, origins: Mapping[str, str]) -> str:
     said = f"{name} = {item['input']!r} ({origins.get(name, 'default')})"
     if choices:
         return f"{said}: use one of {', '.join(choices)}{nearest(str(item['input']), choices)}"
-    text = item["msg"].removeprefix("Input ")
+    text = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
     return f"{said}: {text[0].lower() + text[1:]}"
 
 

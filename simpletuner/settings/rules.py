@@ -53,7 +53,7 @@ def wrap_policy_is_known(settings: Settings) -> Iterator[str]:
 def validation_size_is_readable(settings: Settings) -> Iterator[str]:
     """Accept EDGE and WIDTHxHEIGHT."""
     size = settings.validation.validation_resolution
-    if size and not re.fullmatch(r"\d+(x\d+)?", size):
+    if size and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", size):
         yield f"validation_resolution = {size!r}: write an edge such as 1024, or 1216x832"
 
 

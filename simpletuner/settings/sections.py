@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from simpletuner.settings.knob import Section, knob
+from simpletuner.settings.spelling import folded
 
 
 class Model(Section):
     """Model"""
 
-    model_family: str = knob("", "Which architecture to train, such as sdxl or flux.")
+    model_family: Annotated[str, AfterValidator(folded)] = knob("", "Which architecture to train, such as sdxl or flux.")
     model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
     model_type: Literal["full", "lora"] = knob("full", "Train all weights, or an adapter.")
     pretrained_model_name_or_path: str = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.")
@@ -21,22 +24,27 @@ class Model(Section):
     vae_dtype: Literal["fp32", "bf16"] = knob("fp32", "Precision of the VAE while it encodes and decodes.")
 
 
-class Data(Section):
-    """Data"""
+class Pictures(Section):
+    """What every dataset may say for itself; what it does not say falls back to the flag."""
 
-    instance_data_dir: Path | None = knob(None, "Folder of pictures, searched with its subfolders.")
-    data_backend_config: Path | None = knob(None, "JSON file that lists several datasets (multidatabackend.json).")
     caption_strategy: Literal["textfile", "filename", "instanceprompt"] = knob("textfile", "Where captions come from: `.txt` beside the picture, its file name, or one phrase.")  # fmt: skip
     instance_prompt: str | None = knob(None, "The phrase for caption_strategy=instanceprompt.")
     prepend_instance_prompt: bool = knob(False, "Put the instance prompt before every caption.")
     repeats: int = knob(0, "Extra passes over the pictures in every epoch.", ge=0)
     resolution: float = knob(1024, "Target size, in the unit of resolution_type.", gt=0)
     resolution_type: Literal["pixel", "area", "pixel_area"] = knob("pixel_area", "Unit of resolution: short edge, megapixels, or the edge of a square of the same area.")  # fmt: skip
-    aspect_bucket_alignment: int = knob(64, "Both sides of a bucket are multiples of this.", unit="px", ge=8, le=256)
     crop: bool = knob(False, "Crop pictures; without it only what overhangs the aspect bucket is cut.")
     crop_style: Literal["center", "random"] = knob("center", "Where to crop; random is fixed by the seed and the picture.")
     crop_aspect: Literal["square", "preserve"] = knob("square", "Shape of the crop: square, or the picture's aspect bucket.")
     minimum_image_size: float | None = knob(None, "Leave out smaller pictures; same unit as resolution.", gt=0)
+
+
+class Data(Pictures):
+    """Data"""
+
+    instance_data_dir: Path | None = knob(None, "Folder of pictures, searched with its subfolders.")
+    data_backend_config: Path | None = knob(None, "JSON file that lists several datasets (multidatabackend.json).")
+    aspect_bucket_alignment: int = knob(64, "Both sides of a bucket are multiples of this.", unit="px", ge=8, le=256)
     caption_dropout_probability: float = knob(0.1, "Share of samples trained without their caption.", ge=0, le=1)
     allow_dataset_oversubscription: bool = knob(False, "Repeat small buckets as often as the effective batch needs.")
     cache_dir_vae: Path | None = knob(None, "Folder for cached latents; empty: output_dir/cache/latents.")
@@ -67,7 +75,7 @@ class Optimizer(Section):
     learning_rate: float = knob(1e-5, "Peak learning rate.", gt=0)
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial"] = knob("constant", "How the learning rate goes on after the warm-up.")  # fmt: skip
     lr_warmup_steps: int = knob(0, "Optimizer steps over which the learning rate rises from 0.", ge=0)
-    lr_end: float = knob(0.0, "Learning rate at the last step of linear, cosine and polynomial.", ge=0)
+    lr_end: float = knob(0.0, "Learning rate that linear, cosine and polynomial reach when the run ends.", ge=0)
     lr_power: float = knob(1.0, "Exponent of the polynomial schedule.", gt=0)
     adam_beta1: float = knob(0.9, "Decay of the first moment.", ge=0, lt=1)
     adam_beta2: float = knob(0.999, "Decay of the second moment.", ge=0, lt=1)
@@ -134,7 +142,6 @@ class Logging(Section):
 
     report_to: Literal["none", "tensorboard"] = knob("none", "Also write metrics for this tracker.")
     logging_dir: Path | None = knob(None, "Folder for the tracker; empty: output_dir/logs.")
-    debug: bool = knob(False, "Show the whole traceback of an error.")
 
 
 class Settings(Section):

@@ -9,6 +9,8 @@ from pydantic.fields import FieldInfo
 
 WORDS_FOR_TRUE = ("true", "yes", "on", "1", "y", "t")
 WORDS_FOR_FALSE = ("false", "no", "off", "0", "n", "f")
+WORDS_FOR_NOTHING = ("none", "null", "")
+"""What empties a setting that may be empty, so that a flag can undo what a file says."""
 
 SYNONYMS: dict[str, dict[str, str]] = {
     "fsdp_version": {"v1": "1", "1.0": "1", "v2": "2", "2.0": "2", "fsdp1": "1", "fsdp2": "2"},
@@ -26,6 +28,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
     "prediction_type": {"v": "v_prediction", "eps": "epsilon"},
     "caption_strategy": {"instance_prompt": "instanceprompt", "text_file": "textfile"},
     "model_type": {"full_rank": "full"},
+    "resume_from_checkpoint": {"latest": "latest", "none": "none"},
 }
 
 
@@ -48,6 +51,10 @@ def normalised(name: str, field: FieldInfo, value: Any) -> Any:
     if field.annotation is bool:
         word = folded(value)
         return True if word in WORDS_FOR_TRUE else False if word in WORDS_FOR_FALSE else value
+    if type(None) in get_args(field.annotation) and folded(value) in WORDS_FOR_NOTHING:
+        return None
+    if get_origin(field.annotation) is list and isinstance(value, str | list):
+        return [item for item in ([value] if isinstance(value, str) else value) if item]
     choices = choices_of(field.annotation)
     if isinstance(value, str | int | float) and not (isinstance(value, bool) and not choices):
         word = SYNONYMS.get(name, {}).get(folded(value), value)

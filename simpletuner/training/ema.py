@@ -17,7 +17,7 @@ class Average:
 
     def __init__(self, source: Mapping[str, Tensor], settings: Ema) -> None:
         self.source = {name: tensor.detach() for name, tensor in source.items() if tensor.is_floating_point()}
-        self.weights = {name: tensor.clone() for name, tensor in self.source.items()}
+        self.weights = {name: tensor.to(torch.float32, copy=True) for name, tensor in self.source.items()}
         self.settings = settings
         self.updates = 0
 

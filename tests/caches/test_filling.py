@@ -93,7 +93,6 @@ def test_a_request_to_stop_ends_filling_between_chunks_and_keeps_what_is_made(tm
     assert names_in(ShardReader(tmp_path)) == set(made)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: two caches in one folder share tickets, so the second is not filled")
 def test_two_caches_may_lie_in_one_folder(tmp_path):
     world = alone()
     fill(job(tmp_path, []), wanted(4), world, Report(quiet=True), GO_ON)

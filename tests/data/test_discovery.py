@@ -125,7 +125,8 @@ def test_pictures_without_captions_are_an_error_with_count_and_name(tmp_path):
     add(tmp_path, "two.png", " \n ")
     with pytest.raises(DataError) as caught:
         found_in(tmp_path)
-    assert "dataset `d`: 2 pictures have no caption" in caught.value.message
+    assert "dataset `d`: 2 pictures" in caught.value.message
+    assert "caption" in caught.value.message
     assert "one.png" in caught.value.message
     assert "caption_strategy" in caught.value.hint
 
@@ -168,10 +169,12 @@ def test_the_same_folder_in_two_datasets_gives_two_samples(tmp_path):
         for name, resolution in (("low", 64), ("high", 128))
     ]
     samples = discover(datasets, 64, 0).samples
-    assert {sample.id: sample.geometry.target for sample in samples} == {"low/a.png": (64, 64), "high/a.png": (128, 128)}
+    assert {sample.id: sample.geometry.target for sample in samples} == {
+        "low/a.png": (64, 64),
+        "high/a.png": (128, 128),
+    }
 
 
-@pytest.mark.xfail(strict=True, raises=FileNotFoundError, reason="BUG: a dangling link ends in a traceback")
 def test_a_link_to_nowhere_is_a_broken_picture(tmp_path):
     add(tmp_path, "good.png")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
@@ -179,20 +182,17 @@ def test_a_link_to_nowhere_is_a_broken_picture(tmp_path):
     assert (len(found.samples), set(found.broken)) == (1, {"d/gone.png"})
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: a link to a folder above is followed about 40 times, or fails with ELOOP")
 def test_a_link_to_a_folder_above_does_not_multiply_pictures(tmp_path):
     add(tmp_path, "a.png")
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
     assert len(found_in(tmp_path).samples) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: the byte-order mark that Windows editors write becomes part of the caption")
 def test_a_byte_order_mark_is_no_part_of_a_caption(tmp_path):
     add(tmp_path, "a.png").with_suffix(".txt").write_bytes(b"\xef\xbb\xbfa bear")
     assert found_in(tmp_path).samples[0].captions == ("a bear",)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: an empty file-name caption is reported as a missing .txt file")
 def test_a_file_name_without_words_is_reported_as_what_it_is(tmp_path):
     add(tmp_path, "_.png", None)
     with pytest.raises(DataError) as caught:

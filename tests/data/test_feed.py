@@ -180,6 +180,11 @@ def test_closing_a_feed_ends_its_threads():
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("feed")]
 
 
-def test_on_the_cpu_a_batch_is_not_copied():
+def test_on_the_cpu_no_tensor_is_copied():
     batch = next(steps_of()).passes[0]
-    assert batch.to(torch.device("cpu")) is batch
+    moved = batch.to(torch.device("cpu"))
+    assert moved.ids == batch.ids
+    for name, tensor in joined([batch]).items():
+        assert torch.equal(joined([moved])[name], tensor)
+    assert moved.latents is batch.latents
+    assert moved.conditioning["prompt_embeds"] is batch.conditioning["prompt_embeds"]

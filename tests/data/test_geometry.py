@@ -92,7 +92,9 @@ def test_buckets_of_known_pictures(values, original, target):
 
 def test_a_whole_geometry_worked_out_by_hand():
     # 4000x3000: bucket 1152x896; scale = max(0.288, 0.29867) = 0.29867, so 1195x896, and 43 px overhang
-    assert geometry_of(dataset(), "d/a", (4000, 3000), 64, 0) == Geometry((4000, 3000), (1195, 896), (21, 0), (1152, 896))
+    assert geometry_of(dataset(), "d/a", (4000, 3000), 64, 0) == Geometry(
+        (4000, 3000), (1195, 896), (21, 0), (1152, 896)
+    )
 
 
 @pytest.mark.parametrize(("side", "nearest"), [(1, 64), (31, 64), (95, 64), (96, 128), (97, 128), (128, 128)])

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 
-import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -146,10 +145,6 @@ def test_the_same_batch_size_leaves_a_position_as_it_is(buckets, batch_size, see
     assert order.resized(position, batch_size) is position
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="BUG: `resized` counts the batches taken, but the plan is shuffled, so these are not a bucket's first ones",
-)
 @given(fillable_buckets(), BATCH_SIZES, BATCH_SIZES, st.integers(0, 2**32), st.integers(0, 30))
 @hypothesis_settings(max_examples=80, deadline=None, derandomize=True)
 def test_another_batch_size_in_the_middle_of_an_epoch_loses_and_doubles_nothing(buckets, first, second, seed, steps):
@@ -170,9 +165,6 @@ def test_another_batch_size_in_the_middle_of_an_epoch_loses_and_doubles_nothing(
         assert sum(missing.values()) < second, "what is lost is less than a batch, and opens the next epoch"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="BUG: `resized` counts the batches taken, but these are not a bucket's first ones"
-)
 def test_another_batch_size_after_one_step_shows_each_item_once_in_the_epoch():
     shown_twice = {}
     for seed in range(8):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,6 @@ def test_a_jpeg_is_measured_and_read_as_its_exif_orientation_shows_it(tmp_path, 
     looks(picture, *blue, BLUE)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: EXIF orientation of PNG and WebP is applied to pixels but not to the size")
 @pytest.mark.parametrize("name", ["a.png", "a.webp"])
 def test_png_and_webp_are_measured_as_their_exif_orientation_shows_them(tmp_path, name):
     path = saved(red_and_blue(), tmp_path / name, exif=rotated(6), **({"lossless": True} if "webp" in name else {}))
@@ -188,10 +188,8 @@ def test_damaged_bytes_raise_nothing_but_what_counts_as_broken(tmp_path):
                 blob[place] = random.integers(0, 256)
             path = tmp_path / f"damaged-{name}"
             path.write_bytes(blob)
-            try:
+            with suppress(BROKEN):
                 assert read_rgb(path, displayed_size(path)).mode == "RGB"
-            except BROKEN:
-                pass
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
@@ -242,5 +240,5 @@ def test_walk_finds_pictures_in_all_folders_but_hidden_ones(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    found = sorted(Path(entry.path).relative_to(tmp_path).as_posix() for entry in walk(tmp_path))
+    found = sorted(path.relative_to(tmp_path).as_posix() for path in walk(tmp_path))
     assert found == ["a.jpg", "b.PNG", "sub/deep.png/f.jpeg", "sub/e.webp"]

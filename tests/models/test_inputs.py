@@ -71,7 +71,9 @@ def test_a_denoiser_sees_what_diffusers_own_pipeline_shows_it(key, guidance, req
     ours = first_call(denoiser, lambda: family.predict(denoiser, latents, times, conditioning))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name].float().squeeze(), value.float().squeeze(), atol=1e-5, rtol=1e-5, msg=name)
+        torch.testing.assert_close(
+            ours[name].float().squeeze(), value.float().squeeze(), atol=1e-5, rtol=1e-5, msg=name
+        )
 
 
 def test_sdxl_is_told_sizes_as_the_pipeline_orders_them(sdxl):

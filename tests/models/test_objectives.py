@@ -149,9 +149,7 @@ def test_diffusion_timesteps_are_uniform_over_the_table():
     assert torch.equal(problem.weights, torch.ones(6))
 
 
-@pytest.mark.parametrize(
-    ("prediction", "weights"), [("epsilon", [5 / 9, 1.0, 1.0]), ("v_prediction", [0.5, 0.5, 0.0])]
-)
+@pytest.mark.parametrize(("prediction", "weights"), [("epsilon", [5 / 9, 1.0, 1.0]), ("v_prediction", [0.5, 0.5, 0.0])])
 def test_diffusion_weighs_by_min_snr_on_request(prediction, weights):
     # a = 0.9, 0.5, 0: SNR = 9, 1, 0
     latents = torch.zeros(3, 1, 2, 2)

@@ -65,6 +65,5 @@ def test_the_published_weights_are_those_of_the_flavour_or_of_the_first():
     assert published_name(Model(model_family="sdxl")) == "stabilityai/stable-diffusion-xl-base-1.0"
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: case is not forgiven in a family's name, as it is in every choice")
 def test_a_family_is_understood_in_any_case():
     check_model(Model(model_family="SDXL"))

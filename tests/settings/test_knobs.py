@@ -12,7 +12,9 @@ GOLDEN = Path(__file__).with_name("knobs.txt")
 
 def listed() -> str:
     """One line per knob: name: type: default."""
-    return "".join(f"{name}: {type_name(field.annotation)}: {shown(field.default)}\n" for name, field in knobs().items())
+    return "".join(
+        f"{name}: {type_name(field.annotation)}: {shown(field.default)}\n" for name, field in knobs().items()
+    )
 
 
 def shown(default: object) -> str:

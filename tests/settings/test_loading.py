@@ -122,7 +122,7 @@ def test_all_mistakes_of_all_sources_are_reported_at_once(tmp_path):
         ("train_batch_size", 0, "should be greater than or equal to 1"),
         ("train_batch_size", 2.5, "should be a valid integer"),
         ("learning_rate", 0, "should be greater than 0"),
-        ("learning_rate", float("nan"), "should be greater than 0"),
+        ("learning_rate", float("nan"), "should be a finite number"),
         ("caption_dropout_probability", 1.01, "should be less than or equal to 1"),
         ("aspect_bucket_alignment", 7, "should be greater than or equal to 8"),
         ("aspect_bucket_alignment", 257, "should be less than or equal to 256"),
@@ -210,23 +210,19 @@ def test_effective_batch_size_is_batch_times_ranks_times_accumulation():
     assert load(flags).settings.effective_batch_size == 60
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: one prompt as plain text in a file, as users have it, is refused")
 def test_one_validation_prompt_in_a_file_may_be_plain_text(tmp_path):
     path = write(tmp_path, "c.json", '{"--validation_prompt": "a cat"}')
     assert load(ENOUGH, path).settings.validation.validation_prompt == ["a cat"]
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="BUG: a YAML key that is no text ends in a traceback")
 def test_a_yaml_key_that_is_no_text_is_an_unknown_setting(tmp_path):
     assert "unknown setting" in refusal(ENOUGH, write(tmp_path, "c.yaml", "1: 2\n"))
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: true is taken as the number 1")
 def test_true_is_no_number(tmp_path):
     assert "train_batch_size = True" in refusal(ENOUGH, write(tmp_path, "c.json", '{"train_batch_size": true}'))
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: an infinite learning rate or resolution is accepted")
 @pytest.mark.parametrize("knob", ["learning_rate", "resolution"])
 def test_infinity_is_refused(knob):
     assert f"{knob} = 'inf'" in refusal({**ENOUGH, knob: "inf"})

@@ -98,7 +98,6 @@ def test_an_unknown_name_does_not_hide_a_contradiction():
     assert "model_family is missing" in caught.value.message
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: sizes of no pixels are accepted")
 @pytest.mark.parametrize("size", ["0", "0x512", "512x0"])
 def test_a_validation_size_of_no_pixels_is_refused(size):
     with pytest.raises(SettingsError):

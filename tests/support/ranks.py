@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,11 +26,9 @@ for lazy in ("CLIPTextModel", "CLIPTextModelWithProjection", "CLIPTokenizer", "T
     getattr(transformers, lazy)
 
 
-def as_rank(
-    function: Callable[..., None], rank: int, world: int, port: int, log: str, *arguments: Any
-) -> None:
+def as_rank(function: Callable[..., None], rank: int, world: int, port: int, log: str, *arguments: Any) -> None:
     """Become one rank of a world, say everything into a log, and run a function."""
-    with open(log, "wb", buffering=0) as file:
+    with Path(log).open("wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)

@@ -97,7 +97,6 @@ def test_the_module_itself_sees_the_exchange():
     assert module(torch.ones(1, 2)).item() == pytest.approx(before + 2)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: the average has the weights' type, not float32, when these are bf16")
 def test_the_average_is_in_float32_whatever_the_weights_are():
     average = Average({"w": torch.ones(2, dtype=torch.bfloat16)}, Ema(use_ema=True))
     assert average.weights["w"].dtype == torch.float32

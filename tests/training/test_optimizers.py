@@ -71,9 +71,7 @@ def test_after_the_warm_up_the_rate_never_rises_and_never_leaves_its_bounds(sche
 
 def test_the_optimizer_is_adamw_as_the_settings_say():
     parameter = torch.nn.Parameter(torch.tensor([2.0]))
-    settings = Optimizer(
-        learning_rate=0.1, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, adam_weight_decay=0.5
-    )
+    settings = Optimizer(learning_rate=0.1, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, adam_weight_decay=0.5)
     optimizer = make_optimizer([parameter], settings)
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.1, (0.8, 0.95), 1e-6, 0.5)

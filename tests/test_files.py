@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simpletuner.errors import EnvironmentFault, ExitCode
+from simpletuner.files import replace_folder, sole_user_of, unfinished, write_json
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_an_unfinished_folder_is_hidden_beside_the_finished_one(tmp_path):
+    assert unfinished(tmp_path / "checkpoint-000100") == tmp_path / ".checkpoint-000100.unfinished"
+
+
+def test_replace_folder_puts_the_new_one_in_the_place_of_the_old(tmp_path):
+    new, old = tmp_path / "new", tmp_path / "pipeline"
+    new.mkdir()
+    (new / "a").write_text("new")
+    replace_folder(new, old)
+    assert names(tmp_path) == ["pipeline"]
+    newer = tmp_path / "new"
+    newer.mkdir()
+    (newer / "b").write_text("newer")
+    replace_folder(newer, old)
+    assert names(tmp_path) == ["pipeline"]
+    assert names(old) == ["b"]
+
+
+def test_replace_folder_survives_what_a_killed_one_left(tmp_path):
+    for name in ("new", "pipeline", ".pipeline.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    replace_folder(tmp_path / "new", tmp_path / "pipeline")
+    assert names(tmp_path) == ["pipeline"]
+    assert names(tmp_path / "pipeline") == ["new"]
+
+
+def test_json_is_written_readable(tmp_path):
+    write_json(tmp_path / "x.json", {"a": [1]})
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == {"a": [1]}
+    assert text.endswith("}\n")
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from simpletuner.files import sole_user_of
+with sole_user_of(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_told_that_the_folder_is_in_use_until_the_first_ends(tmp_path):
+    output = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(output)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(EnvironmentFault) as caught, sole_user_of(output):
+            raise AssertionError("entered a folder in use")
+        assert caught.value.message == f"another run is using {output}"
+        assert "--output_dir" in caught.value.hint
+        assert caught.value.exit_code == ExitCode.ENVIRONMENT
+        first.kill()
+    with sole_user_of(output):
+        assert output.is_dir()
+
+
+def test_a_folder_can_be_used_again_after_a_failure(tmp_path):
+    for _ in range(2):
+        with pytest.raises(RuntimeError), sole_user_of(tmp_path / "run"):
+            raise RuntimeError
+    with sole_user_of(tmp_path / "run"):
+        pass
+
+
+def test_replace_folder_loses_nothing_when_the_new_one_cannot_be_renamed(tmp_path):
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "weights").write_text("trained")
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "never written", tmp_path / "pipeline")
+    assert [path.read_text() for path in tmp_path.rglob("weights")] == ["trained"]
