@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--debug" in given:
         os.environ[DEBUG] = "1"  # the ranks that this process starts inherit it
-    debug = DEBUG in os.environ
+    debug = bool(os.environ.get(DEBUG))
     try:
         build_app()(forgiving([argument for argument in given if argument != "--debug"]), prog_name="simpletuner")
     except SimpleTunerError as error:
