@@ -17,6 +17,7 @@ from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
 from simpletuner.ops.signals import listening
+from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
 from simpletuner.parallel.world import first_to_fail_speaks, joined_world
 from simpletuner.preparation import Prepared, plan_data, prepare, steps_to_train
@@ -58,6 +59,7 @@ def fine_tune(session: Session) -> None:
         return
     checkpoint = checkpoint_to_resume(session)
     family = open_family(settings, session.world, session.stop.check)
+    check_denoiser(settings, family)
     prepared = prepare(session, plan, family)
     state = open_state(session, family, prepared, checkpoint)
     describe(session, family, state, prepared.plan)
@@ -65,6 +67,13 @@ def fine_tune(session: Session) -> None:
         train(compose(session, family, prepared, state, metrics), state.step)
     export(session, family, state)
     conclude(output, session.report)
+
+
+def check_denoiser(settings: Settings, family: Family) -> None:
+    """Find what is wrong with weights or sharding units before anything is encoded."""
+    weights_files(family.folder / family.denoiser_name, settings.model.variant)
+    if settings.parallel.fsdp_enable:
+        units_of(family.denoiser(), family.blocks, settings.parallel)
 
 
 def open_state(session: Session, family: Family, prepared: Prepared, checkpoint: Checkpoint | None) -> TrainingState:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import collectives
 import pytest
 import torch
 from conftest import base
@@ -59,3 +62,11 @@ def test_gradients_equal_those_of_one_process(family, request, shapes, train, tm
         assert len(parts) == 2
         merged = {key: value for part in parts for key, value in load_file(part).items()}
         assert largest_relative_difference(gradients(plain.output), merged) < 1e-5
+
+
+def test_accumulated_gradients_are_reduced_once(sdxl, starter, tmp_path):
+    run = starter.start(collectives.count_reductions, 2, str(sdxl), str(tmp_path / "counts"))
+    assert run.wait() == [0, 0], run.said
+    counts = json.loads((tmp_path / "counts").read_text())
+    for engine, (one_pass, three_passes) in counts.items():
+        assert one_pass == three_passes > 0, (engine, counts)

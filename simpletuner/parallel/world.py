@@ -122,7 +122,7 @@ def first_to_fail_speaks(world: World) -> Iterator[None]:
     try:
         yield
     except SimpleTunerError as error:
-        if world.store.add("failures", 1) == 1:
+        if is_first_failure(world):
             raise
         raise SystemExit(int(error.exit_code)) from None
     except RuntimeError as error:
@@ -131,9 +131,17 @@ def first_to_fail_speaks(world: World) -> Iterator[None]:
         time.sleep(20)  # the launcher ends this rank at once, and names the one that died
         raise TrainingError(f"rank {world.rank} lost contact to another rank: {error}") from None
     except Exception:
-        if world.store.add("failures", 1) == 1:
+        if is_first_failure(world):
             raise
         raise SystemExit(int(ExitCode.BUG)) from None
+
+
+def is_first_failure(world: World) -> bool:
+    """Return whether no other rank has failed before; a store that is gone was the first rank's, which has."""
+    try:
+        return world.store.add("failures", 1) == 1
+    except dist.DistError:
+        return False
 
 
 def lost_a_peer(error: RuntimeError) -> bool:

@@ -21,16 +21,20 @@ from simpletuner.settings.sections import Model, Parallel, Settings, Training
 from simpletuner.training.optimizers import make_optimizer
 
 
-def settings_for(family: str, folder: str, world_size: int) -> Settings:
-    return Settings(
+def sharded(family: str, folder: str, world: World) -> Strategy:
+    return built(family, folder, world, fsdp=True)
+
+
+def whole(family: str, folder: str, world: World) -> Strategy:
+    return built(family, folder, world, fsdp=False)
+
+
+def built(family: str, folder: str, world: World, fsdp: bool) -> Strategy:
+    settings = Settings(
         model=Model(model_family=family, pretrained_model_name_or_path=folder),
-        parallel=Parallel(fsdp_enable=True, num_processes=world_size),
+        parallel=Parallel(fsdp_enable=fsdp, num_processes=world.size),
         training=Training(mixed_precision="no", gradient_checkpointing=False),
     )
-
-
-def sharded(family: str, folder: str, world: World) -> Strategy:
-    settings = settings_for(family, folder, world.size)
     opened = family_class(family)(Path(folder), settings)
     files = weights_files(Path(folder) / opened.denoiser_name)
 
