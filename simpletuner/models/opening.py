@@ -13,6 +13,9 @@ from simpletuner.models.registry import TINY, family_class, published_name
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Model, Settings
 
+DOWNLOAD_SECONDS = 12 * 3600
+"""How long the other ranks wait while the first downloads a model."""
+
 WANTED_FROM_HUB = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
 
 
@@ -26,7 +29,7 @@ def open_family(settings: Settings, world: World, stop: Callable[[], None]) -> F
             replace_folder(unfinished(folder), folder)
     else:
         folder = local_folder(model) or (downloaded(model) if world.is_first else None)
-    world.meet("base model", stop)
+    world.meet("base model", stop, DOWNLOAD_SECONDS)
     folder = folder or downloaded(model)
     refuse_pickles(folder)
     return family(folder, settings)

@@ -53,17 +53,22 @@ class World:
         """Return the next ticket of a job, 0 first; each ticket goes to one rank."""
         return self.store.add(f"{job}/tickets", 1) - 1
 
-    def meet(self, place: str, stop: Callable[[], None]) -> None:
+    def meet(self, place: str, stop: Callable[[], None], patience_seconds: float = STALL_SECONDS) -> None:
         """Wait until every rank has come to this place, however long apart."""
         self.done(place, 1)
-        self.wait_for(place, self.size, stop)
+        self.wait_for(place, self.size, stop, patience_seconds=patience_seconds)
 
     def wait_for(
-        self, job: str, units: int, stop: Callable[[], None], show: Callable[[int], object] = lambda count: None
+        self,
+        job: str,
+        units: int,
+        stop: Callable[[], None],
+        show: Callable[[int], object] = lambda count: None,
+        patience_seconds: float = STALL_SECONDS,
     ) -> None:
         """Wait until all ranks together have done `units` of a job, counted by `done`. No collective is held open.
 
-        Raises EnvironmentFault when nothing moves for half an hour.
+        Raises EnvironmentFault when nothing moves for longer than `patience_seconds`.
         """
         last, moved = -1, time.monotonic()
         while (count := self.done(job, 0)) < units:
@@ -71,9 +76,9 @@ class World:
             if count != last:
                 last, moved = count, time.monotonic()
                 show(count)
-            elif time.monotonic() - moved > STALL_SECONDS:
+            elif time.monotonic() - moved > patience_seconds:
                 raise EnvironmentFault(
-                    f"waited {STALL_SECONDS} s for the other ranks at `{job}`: {count} of {units} done",
+                    f"waited {patience_seconds:.0f} s for the other ranks at `{job}`: {count} of {units} done",
                     "look for a rank without output or with an error, then run the same command again: it continues",
                 )
             time.sleep(0.05)
