@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 
 from simpletuner.checkpoints.export import export_pipeline, finished_steps
-from simpletuner.checkpoints.layout import Checkpoint, chosen, clear_unfinished
+from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, chosen, clear_unfinished, set_aside
 from simpletuner.checkpoints.saving import save
 from simpletuner.checkpoints.tensors import NamedTensors, read_tensors
 from simpletuner.data.feed import Share, StepBatches, feed
@@ -53,7 +53,8 @@ def fine_tune(session: Session) -> None:
     quieten_libraries()
     warn_about(settings, session.report)
     plan = plan_data(settings, session.report)
-    if (done := finished_steps(output / "pipeline")) >= steps_to_train(settings, plan.order):
+    done = finished_steps(output / "pipeline") if settings.checkpoints.resume_from_checkpoint == "latest" else 0
+    if done >= steps_to_train(settings, plan.order):
         session.report.say(f"finished already, after {done} steps; raise max_train_steps or num_train_epochs to go on")
         conclude(output, session.report)
         return
@@ -172,6 +173,8 @@ def checkpoint_to_resume(session: Session) -> Checkpoint | None:
         session.report.warn(f"passed over: {why}")
     if checkpoint is not None:
         session.report.say(f"resuming from {checkpoint.folder}")
+    if session.world.is_first and (moved := set_aside(root, checkpoint.step if checkpoint else 0)):
+        session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")
     return checkpoint
 
 

@@ -134,3 +134,18 @@ def test_an_incomplete_checkpoint_is_passed_over_with_the_reason(sdxl_flags, tra
     assert "checkpoint-000002" in run.said
     refused = train(tmp_path / "other", *flags, f"--resume_from_checkpoint={tmp_path / 'nowhere'}", code=2)
     assert "there is no such folder" in refused.said
+
+
+def test_going_back_sets_later_checkpoints_aside_and_keeps_its_own(sdxl_flags, train, tmp_path):
+    output = tmp_path / "run"
+    flags = (*sdxl_flags, "--train_batch_size=4", "--checkpointing_steps=2", "--checkpoints_total_limit=2")
+    first = train(output, *flags, "--max_train_steps=6")
+    again = train(output, *flags, "--max_train_steps=6", "--resume_from_checkpoint=checkpoint-000004")
+    assert "later checkpoints are set aside" in again.said and "checkpoint-000006" in again.said
+    assert again.losses == first.losses
+    anew = train(output, *flags, "--max_train_steps=2", "--resume_from_checkpoint=none", "--learning_rate=1e-4")
+    assert len(anew.rows) == 2 and anew.losses[0] == first.losses[0]
+    assert [folder.name for folder in numbered(output / "checkpoints")] == ["checkpoint-000002"]
+    aside = output / "checkpoints" / "set-aside"
+    assert sorted(folder.name for folder in aside.iterdir()) == ["checkpoint-000004", "checkpoint-000006"]
+    assert all(opened(folder) for folder in aside.iterdir())

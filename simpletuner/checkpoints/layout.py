@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import EnvironmentFault, SettingsError
-from simpletuner.files import unfinished
+from simpletuner.files import replace_folder, unfinished
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
+SET_ASIDE = "set-aside"
 
 
 @dataclass(frozen=True)
@@ -123,3 +124,15 @@ def prune(root: Path, keep: int) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         folder.rename(hidden)
         shutil.rmtree(hidden)
+
+
+def set_aside(root: Path, step: int) -> list[str]:
+    """Move checkpoints after a step out of the way of a run that goes on from there, and return their names.
+
+    Otherwise they would count as the newest: its own would be removed first, and a later start would take them.
+    """
+    later = [folder for folder in numbered(root) if int(folder.name.removeprefix("checkpoint-")) > step]
+    for folder in later:
+        (root / SET_ASIDE).mkdir(exist_ok=True)
+        replace_folder(folder, root / SET_ASIDE / folder.name)
+    return [folder.name for folder in later]
