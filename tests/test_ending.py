@@ -20,10 +20,10 @@ from simpletuner.checkpoints.layout import numbered, opened
 def launched(program: str, output: Path, *flags: str) -> subprocess.Popen:
     """Start the real command, which starts its ranks through torchrun's agent."""
     command = [str(Path(sys.executable).with_name(program)), *(["train"] if program == "simpletuner" else [])]
-    log = (output.parent / f"{output.name}.log").open("ab")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = [*command, f"--output_dir={output}", *SMALL, *flags]
-    return subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True)
+    with (output.parent / f"{output.name}.log").open("ab") as log:
+        return subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
 def said(output: Path) -> str:
