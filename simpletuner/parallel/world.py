@@ -36,7 +36,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every rank is here; only where all arrive at about the same time."""
-        dist.all_reduce(torch.zeros(1, device=self.device))
+        dist.all_reduce(torch.zeros(1))  # on the CPU: over NCCL the call would return before the others are here
 
     def all_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean of a small tensor over the ranks."""
