@@ -18,12 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import ranks  # noqa: E402
+
+hypothesis.settings.register_profile("no deadline", deadline=None)  # machines are noisy
+hypothesis.settings.load_profile("no deadline")
 
 SMALL = (
     "--resolution=64",

@@ -70,3 +70,23 @@ def test_accumulated_gradients_are_reduced_once(sdxl, starter, tmp_path):
     counts = json.loads((tmp_path / "counts").read_text())
     for engine, (one_pass, three_passes) in counts.items():
         assert one_pass == three_passes > 0, (engine, counts)
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_bf16_over_float32_masters_stays_near_float32(family, request, shapes, train, tmp_path):
+    flags = (*base(family, request.getfixturevalue(family), shapes), "--max_train_steps=4", "--train_batch_size=2")
+    exact = train(tmp_path / "exact", *flags, world=2).losses
+    for name, engine in {"dp": (), "fsdp": ("--fsdp_enable",)}.items():
+        run = train(tmp_path / name, *flags, *engine, "--mixed_precision=bf16", world=2)
+        assert run.losses != exact
+        assert run.losses == pytest.approx(exact, rel=2e-2), name
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_the_tiny_flavour_is_built_here_and_trained_from_a_config_file(family, shapes, train, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(f'model_family = "{family}"\nmodel_flavour = "tiny"\ninstance_data_dir = "{shapes}"\n')
+    train(tmp_path / "run", f"--config={config}", "--max_train_steps=1", "--train_batch_size=2", world=2)
+    assert (tmp_path / "run" / f"base-{family}-tiny" / "model_index.json").exists()
+    run = train(tmp_path / "run", f"--config={config}", "--max_train_steps=2")
+    assert "making" not in run.said and len(run.rows) == 2
