@@ -94,9 +94,7 @@ def joined_world(environment: Mapping[str, str] = os.environ) -> Iterator[World]
     """Join the ranks that the launcher started, or be a world of one; leave it at the end."""
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank = int(environment.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(local_rank)
     store = open_store(environment, rank, size) if size > 1 else dist.HashStore()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -106,6 +104,18 @@ def joined_world(environment: Mapping[str, str] = os.environ) -> Iterator[World]
         yield World(rank, size, local_rank, device, dist.PrefixStore("simpletuner", store))
     finally:
         dist.destroy_process_group()
+
+
+def device_of(local_rank: int) -> torch.device:
+    """Return this rank's GPU, or the CPU where there is none. Raises EnvironmentFault when there are too few GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise EnvironmentFault(
+            f"rank {local_rank} of this machine has no GPU: there are {count}", f"lower num_processes to {count}"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Store:
