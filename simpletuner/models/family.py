@@ -31,6 +31,19 @@ class Sampling:
     guidance: float
     seed: int
 
+    def arguments(self) -> dict[str, Any]:
+        """Return what every pipeline of diffusers is told; it answers with latents."""
+        import torch
+
+        return {
+            "width": self.size[0],
+            "height": self.size[1],
+            "num_inference_steps": self.steps,
+            "guidance_scale": self.guidance,
+            "generator": torch.Generator().manual_seed(self.seed),
+            "output_type": "latent",
+        }
+
 
 class TextEncoder(Protocol):
     """Captions to tensors, by diffusers' own pipeline."""

@@ -144,12 +144,7 @@ class Flux:
         tokens = pipeline(
             prompt_embeds=positive["prompt_embeds"],
             pooled_prompt_embeds=positive["pooled"],
-            width=sampling.size[0],
-            height=sampling.size[1],
-            num_inference_steps=sampling.steps,
-            guidance_scale=sampling.guidance,
-            generator=torch.Generator().manual_seed(sampling.seed),
-            output_type="latent",
+            **sampling.arguments(),
         ).images
         factor = pipeline.vae_scale_factor
         return unpacked(tokens, 2 * (sampling.size[1] // (factor * 2)), 2 * (sampling.size[0] // (factor * 2)))

@@ -124,10 +124,5 @@ class Sdxl:
                 pooled_prompt_embeds=positive["pooled"],
                 negative_prompt_embeds=negative["prompt_embeds"],
                 negative_pooled_prompt_embeds=negative["pooled"],
-                width=sampling.size[0],
-                height=sampling.size[1],
-                num_inference_steps=sampling.steps,
-                guidance_scale=sampling.guidance,
-                generator=torch.Generator().manual_seed(sampling.seed),
-                output_type="latent",
+                **sampling.arguments(),
             ).images
