@@ -38,7 +38,7 @@ from simpletuner.training.validation import Painter, open_painter
 def run_rank(loaded: Loaded) -> None:
     """Be one rank of a run, from joining the others to the exported pipeline."""
     output = loaded.settings.training.output_dir
-    with listening() as stop, joined_world() as world, first_to_fail_speaks(world):
+    with listening() as stop, joined_world() as world, first_to_fail_speaks(world, stop):
         session = Session(loaded.settings, world, Report(quiet=not world.is_first), stop)
         with sole_user_of(output) if world.is_first else nullcontext():
             if world.is_first:

@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentFault, ExitCode, SimpleTunerError, TrainingError
+from simpletuner.ops.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+LAUNCHER_SECONDS = 10
+"""How long a rank that lost another waits to be ended by the launcher, which knows what happened."""
 STALL_SECONDS = 1800
 """How long a waiting rank sees no progress of the others before it gives up."""
 
@@ -132,7 +135,7 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
 
 
 @contextmanager
-def first_to_fail_speaks(world: World) -> Iterator[None]:
+def first_to_fail_speaks(world: World, stop: StopRequest) -> Iterator[None]:
     """Let only the first rank that fails say why; the others leave with the same exit code."""
     try:
         yield
@@ -140,15 +143,22 @@ def first_to_fail_speaks(world: World) -> Iterator[None]:
         if is_first_failure(world):
             raise
         raise SystemExit(int(error.exit_code)) from None
-    except RuntimeError as error:
-        if world.size == 1 or not lost_a_peer(error):
-            raise
-        time.sleep(20)  # the launcher ends this rank at once, and names the one that died
-        raise TrainingError(f"rank {world.rank} lost contact to another rank: {error}") from None
-    except Exception:
+    except Exception as error:
+        if world.size > 1 and lost_a_peer(error):
+            if was_told_to_end(stop):
+                raise SystemExit(int(ExitCode.TRAINING)) from None
+            raise TrainingError(f"rank {world.rank} lost contact to another rank: {error}") from None
         if is_first_failure(world):
             raise
         raise SystemExit(int(ExitCode.BUG)) from None
+
+
+def was_told_to_end(stop: StopRequest) -> bool:
+    """Wait for the launcher to end this rank, as it does once another died: then it is the launcher who says why."""
+    end = time.monotonic() + LAUNCHER_SECONDS
+    while not stop.signal_number and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(stop.signal_number)
 
 
 def is_first_failure(world: World) -> bool:
@@ -159,7 +169,7 @@ def is_first_failure(world: World) -> bool:
         return False
 
 
-def lost_a_peer(error: RuntimeError) -> bool:
+def lost_a_peer(error: Exception) -> bool:
     """Return whether a collective failed because another rank went away."""
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or "gloo" in text or "connection closed by peer" in text
+    gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    return isinstance(error, dist.DistError) or gloo
