@@ -135,8 +135,8 @@ def compose(session: Session, family: Family, prepared: Prepared, state: Trainin
         draw=partial(draw, painter, metrics),
         save=partial(save_checkpoint, session, state),
         max_steps=state.max_steps,
-        draw_every=settings.validation.validation_steps,
-        save_every=settings.checkpoints.checkpointing_steps,
+        draw_every=settings.validation.validation_step_interval,
+        save_every=settings.checkpoints.checkpoint_step_interval,
         seed=training.seed,
     )
 

@@ -108,7 +108,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_leaves_the_older_checkpoint_and_a_sentence(form, sdxl_flags, train, small_disk, tmp_path):
     output = small_disk / "run"
     flags = (*sdxl_flags, "--train_batch_size=2", "--fsdp_enable", f"--fsdp_state_dict_type={form}")
-    flags = (*flags, "--checkpointing_steps=2", "--max_train_steps=6")
+    flags = (*flags, "--checkpoint_step_interval=2", "--max_train_steps=6")
     (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 45_000_000))
     # one checkpoint of the tiny U-Net with its moments takes 25 MB: the first fits, the second does not
     run = train(output, *flags, world=2, code=3)
@@ -120,7 +120,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_a_sentence(form, sdxl_flags
     assert not list((output / "checkpoints").glob(".*"))
     (small_disk / "ballast").unlink()
     again = train(
-        output, *flags, "--checkpoints_total_limit=1", "--checkpointing_steps=100", "--max_train_steps=3", world=2
+        output, *flags, "--checkpoints_total_limit=1", "--checkpoint_step_interval=100", "--max_train_steps=3", world=2
     )
     assert "resuming from" in again.said and len(again.rows) == 3
 
@@ -139,7 +139,7 @@ def test_a_full_disk_while_caching_is_one_sentence_and_caching_goes_on(sdxl_flag
 
 def test_a_loss_that_is_not_a_number_stops_with_step_and_samples(sdxl_flags, train, tmp_path):
     flags = (*sdxl_flags, "--train_batch_size=4", "--learning_rate=1e30", "--max_grad_norm=0", "--max_train_steps=9")
-    run = train(tmp_path / "run", *flags, "--checkpointing_steps=1", code=5)
+    run = train(tmp_path / "run", *flags, "--checkpoint_step_interval=1", code=5)
     assert re.search(r"step \d: loss is (nan|inf)", run.said)
     assert ".png" in run.said
     for folder in numbered(tmp_path / "run" / "checkpoints"):

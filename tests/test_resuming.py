@@ -76,7 +76,8 @@ def test_changed_pictures_are_noticed_and_training_goes_on_with_the_next_epoch(s
 
 
 def test_killed_in_caching_training_and_saving_it_goes_on_and_nothing_is_corrupt(sdxl_flags, train, starter, tmp_path):
-    flags = (*sdxl_flags, *FSDP2, "--max_train_steps=12", "--checkpointing_steps=2", "--vae_batch_size=1", "--use_ema")
+    flags = (*sdxl_flags, *FSDP2, "--max_train_steps=12", "--vae_batch_size=1", "--use_ema")
+    flags = (*flags, "--checkpoint_step_interval=2")
     straight = train(tmp_path / "straight", *flags, world=2)
     output = tmp_path / "killed"
     moments = {
@@ -123,7 +124,7 @@ def small() -> tuple[str, ...]:
 
 
 def test_an_incomplete_checkpoint_is_passed_over_with_the_reason(sdxl_flags, train, tmp_path):
-    flags = (*sdxl_flags, "--train_batch_size=4", "--checkpointing_steps=2")
+    flags = (*sdxl_flags, "--train_batch_size=4", "--checkpoint_step_interval=2")
     train(tmp_path / "run", *flags, "--max_train_steps=4")
     newest = tmp_path / "run" / "checkpoints" / "checkpoint-000004"
     weights = next((newest / "model").glob("*.safetensors"))
@@ -138,7 +139,7 @@ def test_an_incomplete_checkpoint_is_passed_over_with_the_reason(sdxl_flags, tra
 
 def test_going_back_sets_later_checkpoints_aside_and_keeps_its_own(sdxl_flags, train, tmp_path):
     output = tmp_path / "run"
-    flags = (*sdxl_flags, "--train_batch_size=4", "--checkpointing_steps=2", "--checkpoints_total_limit=2")
+    flags = (*sdxl_flags, "--train_batch_size=4", "--checkpoint_step_interval=2", "--checkpoints_total_limit=2")
     first = train(output, *flags, "--max_train_steps=6")
     again = train(output, *flags, "--max_train_steps=6", "--resume_from_checkpoint=checkpoint-000004")
     assert "later checkpoints are set aside" in again.said and "checkpoint-000006" in again.said

@@ -39,10 +39,10 @@ def test_a_rich_run_leaves_a_pipeline_that_diffusers_opens_and_no_pickle(family,
         "--fsdp_state_dict_type=full",
         "--report_to=tensorboard",
         "--validation_prompt=a red circle",
-        "--validation_steps=2",
+        "--validation_step_interval=2",
         "--validation_num_inference_steps=2",
         "--validation_guidance=3",
-        "--checkpointing_steps=1",
+        "--checkpoint_step_interval=1",
         "--checkpoints_total_limit=2",
     )
     run = train(tmp_path / "run", *flags, "--max_train_steps=4", world=2)
@@ -104,7 +104,7 @@ def assert_no_pickle(path: Path) -> None:
 def test_pictures_are_drawn_by_the_sharded_model_as_by_a_whole_one(sdxl_flags, train, tmp_path):
     prompts = [f"--validation_prompt={prompt}" for prompt in ("a red circle", "a blue square", "a green triangle")]
     flags = (*sdxl_flags, *prompts, "--validation_num_inference_steps=4", "--validation_resolution=96x64")
-    flags = (*flags, "--max_train_steps=2", "--validation_steps=1", "--validation_negative_prompt=grey")
+    flags = (*flags, "--max_train_steps=2", "--validation_step_interval=1", "--validation_negative_prompt=grey")
     runs = [train(tmp_path / "whole", *flags, "--train_batch_size=4")]
     for reshard in ("true", "false"):
         engine = (*SHARDED, f"--fsdp_reshard_after_forward={reshard}")

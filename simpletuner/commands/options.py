@@ -75,8 +75,8 @@ def metavar(annotation: Any) -> str:
         return "|".join(map(str, choices))
     if get_origin(annotation) in (Union, types.UnionType):
         return metavar(next(argument for argument in get_args(annotation) if argument is not type(None)))
-    if get_origin(annotation) is list:
-        return "TEXT"
+    if origin := get_origin(annotation):
+        return {list: "TEXT", dict: "JSON"}[origin]
     return {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}[annotation]
 
 

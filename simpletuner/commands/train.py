@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.commands.options import as_arguments
+from simpletuner.errors import SettingsError
 from simpletuner.settings import load
+from simpletuner.settings.rules import unsupported
 
 
 def train(flags: Mapping[str, Any], config: Path | None) -> None:
@@ -18,7 +20,9 @@ def train(flags: Mapping[str, Any], config: Path | None) -> None:
 
     loaded = load(flags, config)
     check_model(loaded.settings.model)
-    if loaded.settings.parallel.num_processes > 1 and not is_rank(os.environ):
+    if missing := unsupported(loaded.settings):
+        raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
+    if loaded.settings.launch.num_processes > 1 and not is_rank(os.environ):
         launch_ranks(loaded.settings, ["train", *as_arguments(flags, config)])
         return
     from simpletuner.worker import run_rank

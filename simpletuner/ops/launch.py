@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError, TrainingError
 from simpletuner.report import Report
-from simpletuner.settings import Loaded, Settings
+from simpletuner.settings import Loaded, Origin, Settings
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -29,18 +29,18 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 def settings_of_rank(loaded: Loaded, environment: Mapping[str, str]) -> Loaded:
     """Return the settings with the number of ranks that really were started."""
     world_size = int(environment["WORLD_SIZE"]) if is_rank(environment) else 1
-    parallel = loaded.settings.parallel
-    if world_size == parallel.num_processes:
+    launch = loaded.settings.launch
+    if world_size == launch.num_processes:
         return loaded
     if "num_processes" in loaded.origins:
         raise SettingsError(
-            f"num_processes = {parallel.num_processes} ({loaded.origins['num_processes']}), but {world_size} ranks run",
+            f"num_processes = {launch.num_processes} ({loaded.origins['num_processes']}), but {world_size} ranks run",
             "leave num_processes out, or start as many ranks as it says",
         )
-    settings = loaded.settings.model_copy(
-        update={"parallel": parallel.model_copy(update={"num_processes": world_size})}
-    )
-    return replace(loaded, settings=settings, origins={**loaded.origins, "num_processes": "launcher"})
+    started = launch.model_copy(update={"num_processes": world_size})
+    settings = loaded.settings.model_copy(update={"launch": started})
+    origins = {**loaded.origins, "num_processes": Origin("launcher", world_size)}
+    return replace(loaded, settings=settings, origins=origins)
 
 
 def launch_ranks(settings: Settings, arguments: Sequence[str]) -> None:
@@ -54,7 +54,7 @@ def launch_ranks(settings: Settings, arguments: Sequence[str]) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    ranks = settings.parallel.num_processes
+    ranks = settings.launch.num_processes
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     config = LaunchConfig(
         min_nodes=1,

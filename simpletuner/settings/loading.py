@@ -30,11 +30,22 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a value came from, and what was written there."""
+
+    place: str
+    given: Any
+
+    def __str__(self) -> str:
+        return self.place
+
+
+@dataclass(frozen=True)
 class Loaded:
-    """Frozen settings, and for each that is not a default the name of its source."""
+    """Frozen settings, and for each that is not a default its origin."""
 
     settings: Settings
-    origins: Mapping[str, str]
+    origins: Mapping[str, Origin]
 
 
 def knobs() -> dict[str, FieldInfo]:
@@ -53,7 +64,7 @@ def resolve(sources: Iterable[Source]) -> Loaded:
     """Merge sources, weakest first, into settings."""
     mistakes: list[str] = []
     values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    origins: dict[str, Origin] = {}
     for source in sources:
         for key, value in source.values.items():
             name = canonical_name(str(key))
@@ -61,7 +72,7 @@ def resolve(sources: Iterable[Source]) -> Loaded:
                 mistakes.append(f"unknown setting `{key}` ({source.name}){nearest(str(key), knobs())}")
                 continue
             values[name] = normalised(name, knobs()[name], value)
-            origins[name] = source.name
+            origins[name] = Origin(source.name, value)
     settings = validated(values, origins, mistakes)
     mistakes += contradictions(settings) if settings else []
     if settings is None or mistakes:
@@ -83,7 +94,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
-def validated(values: Mapping[str, Any], origins: Mapping[str, str], mistakes: list[str]) -> Settings | None:
+def validated(values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes: list[str]) -> Settings | None:
     """Return typed settings, or None after adding one sentence per mistake."""
     sections: dict[str, Any] = {}
     for section_name, section in SECTIONS.items():
@@ -95,7 +106,7 @@ def validated(values: Mapping[str, Any], origins: Mapping[str, str], mistakes: l
     return None if len(sections) < len(SECTIONS) else Settings(**sections)
 
 
-def sentence(item: Any, origins: Mapping[str, str]) -> str:
+def sentence(item: Any, origins: Mapping[str, Origin]) -> str:
     """Turn one of pydantic's findings into a sentence with the value, its source and what is allowed."""
     name = str(item["loc"][0])
     choices = [str(choice) for choice in choices_of(knobs()[name].annotation)]

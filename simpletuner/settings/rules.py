@@ -35,12 +35,54 @@ def pictures_are_named(settings: Settings) -> Iterator[str]:
 
 
 def sharding_trains_whole_models(settings: Settings) -> Iterator[str]:
-    """Refuse adapters under FSDP, and adapters at all until they can be trained."""
-    if settings.model.model_type == "lora":
-        if settings.parallel.fsdp_enable:
-            yield "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable"
-        else:
-            yield "model_type=lora is not supported yet: this version trains whole models (model_type=full)"
+    """Refuse adapters under FSDP."""
+    if settings.model.model_type == "lora" and settings.parallel.fsdp_enable:
+        yield "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable"
+
+
+def machines_are_equal(settings: Settings) -> Iterator[str]:
+    """Ask for the same number of ranks on every machine, and for what machines need to meet."""
+    launch = settings.launch
+    if launch.num_processes % launch.num_machines:
+        yield (
+            f"num_processes = {launch.num_processes} cannot be shared equally by num_machines = {launch.num_machines}: "
+            "every machine must run the same number of ranks"
+        )
+    if launch.machine_rank >= launch.num_machines:
+        yield (
+            f"machine_rank = {launch.machine_rank}, but num_machines = {launch.num_machines}: "
+            f"ranks of machines go from 0 to {launch.num_machines - 1}"
+        )
+    if launch.num_machines > 1 and not launch.main_process_ip:
+        yield f"num_machines = {launch.num_machines} needs --main_process_ip: the address of machine 0"
+
+
+def one_engine_shards(settings: Settings) -> Iterator[str]:
+    """Refuse two sharding engines at once."""
+    if settings.parallel.fsdp_enable and settings.parallel.deepspeed_config is not None:
+        yield "FSDP and DeepSpeed cannot be enabled simultaneously. Drop deepspeed_config, or set fsdp_enable=false"
+
+
+def context_parallelism_has_fsdp2(settings: Settings) -> Iterator[str]:
+    """Ask for FSDP2, and for ranks that fill the groups, where sequences are split."""
+    parallel, size = settings.parallel, settings.parallel.context_parallel_size
+    if size > 1 and not (parallel.fsdp_enable and parallel.fsdp_version == 2):
+        yield "Context parallelism requires FSDP2. Set fsdp_enable=true and fsdp_version=2, or context_parallel_size=1"
+    if settings.launch.num_processes % size:
+        yield (
+            f"num_processes = {settings.launch.num_processes} is no multiple of context_parallel_size = {size}: "
+            "every group of ranks must be whole"
+        )
+
+
+def unsupported(settings: Settings) -> list[str]:
+    """Return one sentence for each thing that this version knows by name and cannot do yet."""
+    wanted = {
+        "model_type=lora": settings.model.model_type == "lora",
+        "deepspeed_config": settings.parallel.deepspeed_config is not None,
+        "context_parallel_size above 1": settings.parallel.context_parallel_size > 1,
+    }
+    return [f"{name} is not supported yet by this version" for name, is_wanted in wanted.items() if is_wanted]
 
 
 def wrap_policy_is_known(settings: Settings) -> Iterator[str]:
@@ -68,6 +110,9 @@ RULES: tuple[Rule, ...] = (
     model_is_named,
     pictures_are_named,
     sharding_trains_whole_models,
+    one_engine_shards,
+    context_parallelism_has_fsdp2,
+    machines_are_equal,
     wrap_policy_is_known,
     validation_size_is_readable,
     warm_up_ends,

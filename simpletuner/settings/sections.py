@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
@@ -105,7 +105,6 @@ class Ema(Section):
 class Parallel(Section):
     """Parallelism"""
 
-    num_processes: int = knob(1, "Ranks in total, over all machines.", ge=1)
     fsdp_enable: bool = knob(False, "Shard weights, gradients and optimizer state over the ranks (FSDP2).")
     fsdp_version: Literal[1, 2] = knob(2, "FSDP version; 1 is deprecated and runs as 2.")
     fsdp_reshard_after_forward: bool = knob(True, "Free a block's gathered weights between forward and backward.")
@@ -116,10 +115,40 @@ class Parallel(Section):
     fsdp_transformer_layer_cls_to_wrap: str = knob("", "Comma-separated block classes to wrap; empty: the family's own.")
 
 
+    context_parallel_size: int = knob(1, "Ranks that share each sample's sequence; 1 turns context parallelism off.", ge=1)
+    context_parallel_comm_strategy: Literal["allgather", "alltoall"] = knob("allgather", "How the ranks of a sequence exchange keys and values.")  # fmt: skip
+    deepspeed_config: dict[str, Any] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; empty: DeepSpeed is off.")
+    offload_param_path: Path | None = knob(None, "Folder for what DeepSpeed offloads to NVMe.")
+
+
+class Launch(Section):
+    """Launch"""
+
+    num_processes: int = knob(1, "Ranks in total, over all machines.", ge=1)
+    num_machines: int = knob(1, "Machines that train together, each with the same number of ranks.", ge=1)
+    machine_rank: int = knob(0, "Which of the machines this is, counted from 0.", ge=0)
+    main_process_ip: str = knob("", "Address of machine 0, as the others reach it.")
+    main_process_port: int = knob(29500, "TCP port on machine 0 where all ranks meet.", ge=1, le=65535)
+    node_join_timeout: float = knob(600, "How long a machine waits at the start for the others.", unit="s", gt=0)
+    node_timeout: float = knob(60, "How long a machine may be silent before the others end the run.", unit="s", gt=0)
+    gpu_ids: str = knob("all", "GPUs of each machine that the ranks use, such as 0,1,3.")
+    use_cpu: bool = knob(False, "Train on the CPU even where there are GPUs.")
+
+
+class Compile(Section):
+    """torch.compile"""
+
+    dynamo_backend: Literal["no", "inductor", "eager", "aot_eager", "cudagraphs"] = knob("no", "Compile the denoiser with this backend of torch.compile.")  # fmt: skip
+    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = knob(None, "How much time the compiler takes for faster code.")  # fmt: skip
+    dynamo_fullgraph: bool = knob(False, "Fail where the compiler would have to split a graph.", aliases=("dynamo_use_fullgraph",))
+    dynamo_dynamic: bool = knob(False, "Compile once for all picture sizes instead of once per size.", aliases=("dynamo_use_dynamic",))
+    dynamo_use_regional_compilation: bool = knob(True, "Compile block by block, equal blocks once; otherwise the denoiser as one.")
+
+
 class Checkpoints(Section):
     """Checkpoints"""
 
-    checkpointing_steps: int = knob(500, "Optimizer steps between checkpoints.", ge=1, aliases=("checkpoint_step_interval",))
+    checkpoint_step_interval: int = knob(500, "Optimizer steps between checkpoints.", ge=1, aliases=("checkpointing_steps",))
     checkpoints_total_limit: int = knob(5, "Keep this many of the newest checkpoints.", ge=1)
     resume_from_checkpoint: str = knob("latest", "`latest`, a checkpoint folder, or `none`.")
 
@@ -129,7 +158,7 @@ class Validation(Section):
 
     validation_prompt: list[str] = knob([], "Prompt to draw; give it several times for several pictures.")
     validation_negative_prompt: str = knob("", "What guidance moves away from; empty: the family's unconditional input.")
-    validation_steps: int = knob(100, "Optimizer steps between rounds of pictures.", ge=1, aliases=("validation_step_interval",))  # fmt: skip
+    validation_step_interval: int = knob(100, "Optimizer steps between rounds of pictures.", ge=1, aliases=("validation_steps",))  # fmt: skip
     validation_num_inference_steps: int = knob(30, "Denoising steps per picture.", ge=1)
     validation_guidance: float = knob(7.5, "Guidance scale.", ge=0)
     validation_resolution: str = knob("", "Picture size as EDGE or WIDTHxHEIGHT in px; empty: the training resolution.")
@@ -154,6 +183,8 @@ class Settings(Section):
     objective: Objective = Objective()
     ema: Ema = Ema()
     parallel: Parallel = Parallel()
+    launch: Launch = Launch()
+    compile: Compile = Compile()
     checkpoints: Checkpoints = Checkpoints()
     validation: Validation = Validation()
     logging: Logging = Logging()
@@ -162,7 +193,7 @@ class Settings(Section):
     def effective_batch_size(self) -> int:
         """Return the samples behind one optimizer step, over all ranks."""
         training = self.training
-        return training.train_batch_size * self.parallel.num_processes * training.gradient_accumulation_steps
+        return training.train_batch_size * self.launch.num_processes * training.gradient_accumulation_steps
 
 
 SECTIONS: dict[str, type[Section]] = {

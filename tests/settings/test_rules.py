@@ -26,8 +26,29 @@ REFUSED = [
         "caption_strategy=instanceprompt needs --instance_prompt='a phrase'",
     ),
     (
-        {"model_type": "lora"},
-        "model_type=lora is not supported yet: this version trains whole models (model_type=full)",
+        {"fsdp_enable": True, "deepspeed_config": {"zero_optimization": {"stage": 2}}},
+        "FSDP and DeepSpeed cannot be enabled simultaneously. Drop deepspeed_config, or set fsdp_enable=false",
+    ),
+    (
+        {"context_parallel_size": 2, "num_processes": 2},
+        "Context parallelism requires FSDP2. Set fsdp_enable=true and fsdp_version=2, or context_parallel_size=1",
+    ),
+    (
+        {"context_parallel_size": 2, "num_processes": 3, "fsdp_enable": True},
+        "num_processes = 3 is no multiple of context_parallel_size = 2: every group of ranks must be whole",
+    ),
+    (
+        {"num_processes": 7, "num_machines": 2, "main_process_ip": "10.0.0.1"},
+        "num_processes = 7 cannot be shared equally by num_machines = 2: every machine must run the same number of "
+        "ranks",
+    ),
+    (
+        {"machine_rank": 1},
+        "machine_rank = 1, but num_machines = 1: ranks of machines go from 0 to 0",
+    ),
+    (
+        {"num_processes": 2, "num_machines": 2},
+        "num_machines = 2 needs --main_process_ip: the address of machine 0",
     ),
     (
         {"model_type": "lora", "fsdp_enable": True},
@@ -87,7 +108,7 @@ def test_every_rule_has_a_case_above():
 
 def test_several_contradictions_are_told_at_once():
     with pytest.raises(SettingsError) as caught:
-        load({"validation_resolution": "big", "model_type": "lora"})
+        load({"validation_resolution": "big", "machine_rank": 1})
     assert len(caught.value.message.splitlines()) == 4
 
 
