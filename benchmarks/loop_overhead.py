@@ -31,7 +31,7 @@ from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Plan, Prepared
 from simpletuner.report import Report
 from simpletuner.session import Session
-from simpletuner.settings import Settings
+from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.sections import Model, Training
 from simpletuner.training.loop import Run, train
 from simpletuner.training.metrics import metrics_of
@@ -121,7 +121,10 @@ def measure(world: World, folder: Path) -> None:
     """Build both loops, let them take turns, and print the table."""
     settings, sdxl = settings_in(folder), family_class("sdxl")
     sdxl.build_tiny(folder / "base")
-    session, family = Session(settings, world, Report(quiet=True), StopRequest()), sdxl(folder / "base", settings)
+    session, family = (
+        Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest()),
+        sdxl(folder / "base", settings),
+    )
     prepared = data_in_memory(family, settings)
     strategy = open_strategy(session, family, None)
     state = TrainingState(strategy, None, "", STEPS, 0, prepared.plan.order.start(BATCH_SIZE))

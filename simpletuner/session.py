@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from simpletuner.ops.signals import StopRequest
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
-from simpletuner.settings import Settings
+from simpletuner.settings import Loaded, Settings
 
 
 @dataclass(frozen=True)
 class Session:
     """One rank of one run."""
 
-    settings: Settings
+    loaded: Loaded
     world: World
     report: Report
     stop: StopRequest
+
+    @property
+    def settings(self) -> Settings:
+        """Return the settings of the run."""
+        return self.loaded.settings

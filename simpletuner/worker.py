@@ -39,7 +39,7 @@ def run_rank(loaded: Loaded) -> None:
     """Be one rank of a run, from joining the others to the exported pipeline."""
     output = loaded.settings.training.output_dir
     with listening() as stop, joined_world() as world, first_to_fail_speaks(world, stop):
-        session = Session(loaded.settings, world, Report(quiet=not world.is_first), stop)
+        session = Session(loaded, world, Report(quiet=not world.is_first), stop)
         with sole_user_of(output) if world.is_first else nullcontext():
             if world.is_first:
                 clear_unfinished(output / "checkpoints")
@@ -51,7 +51,8 @@ def fine_tune(session: Session) -> None:
     """Prepare the data, build the engine, train, export; or say that there is nothing left to do."""
     settings, output = session.settings, session.settings.training.output_dir
     quieten_libraries()
-    warn_about(settings, session.report)
+    for warning in session.loaded.warnings:
+        session.report.warn(warning)
     plan = plan_data(settings, session.report)
     done = finished_steps(output / "pipeline") if settings.checkpoints.resume_from_checkpoint == "latest" else 0
     if done >= steps_to_train(settings, plan.order):
@@ -176,14 +177,6 @@ def checkpoint_to_resume(session: Session) -> Checkpoint | None:
     if session.world.is_first and (moved := set_aside(root, checkpoint.step if checkpoint else 0)):
         session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")
     return checkpoint
-
-
-def warn_about(settings: Settings, report: Report) -> None:
-    """Say what is accepted but deprecated or without effect."""
-    if settings.parallel.fsdp_enable and settings.parallel.fsdp_version == 1:
-        report.warn("fsdp_version=1 is deprecated: FSDP2 runs instead, with the same checkpoints", "set fsdp_version=2")
-    if settings.parallel.fsdp_enable and not settings.parallel.fsdp_cpu_ram_efficient_loading:
-        report.warn("fsdp_cpu_ram_efficient_loading=false has no effect: each rank always reads only its own slices")
 
 
 def quieten_libraries() -> None:

@@ -26,6 +26,8 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import ranks  # noqa: E402
 
+os.environ["SIMPLETUNER_ACCELERATE_CONFIG"] = "none"  # what the developer's machine says must not decide a test
+
 hypothesis.settings.register_profile("no deadline", deadline=None)  # machines are noisy
 hypothesis.settings.load_profile("no deadline")
 

@@ -126,7 +126,7 @@ def test_several_mistakes_in_file_and_flags_are_told_at_once(capsys, tmp_path):
     assert (code, out) == (2, "")
     assert "`--trian_batch_size`" in err
     assert "did you mean `train_batch_size`?" in err
-    assert f"ema_decay = 2 ({config})" in err
+    assert f"ema_decay = 2 ({config} line 1)" in err
     assert "fsdp_enable = 'perhaps' (flag)" in err
 
 
@@ -148,7 +148,7 @@ def test_every_spelling_of_a_false_flag_reaches_the_settings(capsys, spelling):
 def test_a_missing_or_damaged_config_file_ends_with_2(capsys, tmp_path):
     code, out, err = ended(capsys, "train", f"--config={tmp_path}/no.toml")
     assert (code, out) == (2, "")
-    assert "cannot read the config file" in err
+    assert "cannot read" in err
     broken = tmp_path / "c.json"
     broken.write_text("{")
     code, out, err = ended(capsys, "train", f"--config={broken}")

@@ -1,6 +1,6 @@
 """The one settings layer: every knob once, strict, frozen, passed explicitly."""
 
-from simpletuner.settings.loading import Loaded, Origin, load, settings_as_json
+from simpletuner.settings.loading import Loaded, Origin, load, provenance, settings_as_json
 from simpletuner.settings.sections import Settings
 
-__all__ = ["Loaded", "Origin", "Settings", "load", "settings_as_json"]
+__all__ = ["Loaded", "Origin", "Settings", "load", "provenance", "settings_as_json"]

@@ -1,40 +1,35 @@
-"""Read settings from their sources, weakest first: defaults, a config file, flags. Strict, and with origins."""
+"""Merge sources, weakest first, into frozen settings: strict, with an origin for every value."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.knob import extra_of
-from simpletuner.settings.rules import contradictions
+from simpletuner.settings.rules import contradictions, incomplete, settled, warnings_about
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings
-from simpletuner.settings.spelling import choices_of, normalised
-
-CONFIG_CANDIDATES = ("config/config.json", "config/config.toml", "config/config.yaml")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where values came from, such as `flag` or a file's path, and the values by name."""
-
-    name: str
-    values: Mapping[str, Any]
+from simpletuner.settings.sources import Given, Source, gathered
+from simpletuner.settings.spelling import choices_of, folded, normalised
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from, and what was written there."""
+    """Where a value came from, what was written there, and what it outranked."""
 
     place: str
     given: Any
+    source: str = ""
+    outranks: tuple[Origin, ...] = ()
+    reason: str = ""
 
     def __str__(self) -> str:
         return self.place
@@ -42,10 +37,13 @@ class Origin:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Frozen settings, and for each that is not a default its origin."""
+    """Frozen settings, for each that a source gave its origin, and what the user should know."""
 
     settings: Settings
     origins: Mapping[str, Origin]
+    warnings: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
+    """Names of the sources that were found rather than named by the user."""
 
 
 def knobs() -> dict[str, FieldInfo]:
@@ -53,36 +51,73 @@ def knobs() -> dict[str, FieldInfo]:
     return {name: field for section in SECTIONS.values() for name, field in section.model_fields.items()}
 
 
-def load(flags: Mapping[str, Any], config: Path | None = None) -> Loaded:
-    """Return the settings of a run. Raises SettingsError that lists every mistake at once."""
-    path = config or next((Path(name) for name in CONFIG_CANDIDATES if Path(name).is_file()), None)
-    sources = [Source(str(path), read_config(path))] if path else []
-    return resolve([*sources, Source("flag", flags)])
+def load(
+    flags: Mapping[str, Any],
+    config: Path | None = None,
+    complete: bool = True,
+    environment: Mapping[str, str] = os.environ,
+) -> Loaded:
+    """Return the settings of a run; unless `complete`, what a run cannot do without may be missing.
+
+    Raises SettingsError that lists every mistake at once.
+    """
+    return resolve(gathered(flags, config, environment), complete)
 
 
-def resolve(sources: Iterable[Source]) -> Loaded:
+def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     """Merge sources, weakest first, into settings."""
     mistakes: list[str] = []
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
+    sources = list(sources)
     for source in sources:
-        for key, value in source.values.items():
-            name = canonical_name(str(key))
-            if name is None:
-                mistakes.append(f"unknown setting `{key}` ({source.name}){nearest(str(key), knobs())}")
-                continue
+        for name, (value, place) in understood(source, mistakes).items():
+            before = origins.get(name)
+            outranks = (replace(before, outranks=()), *before.outranks) if before else ()
             values[name] = normalised(name, knobs()[name], value)
-            origins[name] = Origin(source.name, value)
+            origins[name] = Origin(place, value, source.name, outranks)
     settings = validated(values, origins, mistakes)
-    mistakes += contradictions(settings) if settings else []
+    if settings is not None:
+        mistakes += [*(incomplete(settings) if complete else ()), *contradictions(settings)]
     if settings is None or mistakes:
         raise SettingsError("\n  ".join(mistakes), "`simpletuner train --help` lists every setting with its type")
-    return Loaded(settings, origins)
+    settings, reasons = settled(settings)
+    changed = {name: replace(origins.get(name, Origin("default", None)), reason=why) for name, why in reasons.items()}
+    warnings = [warning for source in sources for warning in source.warnings]
+    found = tuple(source.name for source in sources if source.implicit)
+    return Loaded(settings, origins | changed, (*warnings, *warnings_about(settings)), found)
+
+
+def understood(source: Source, mistakes: list[str]) -> dict[str, tuple[Any, str]]:
+    """Return a source's values and places by knob, after adding a sentence for each name that cannot be meant."""
+    values: dict[str, tuple[Any, str]] = {}
+    for given in source.given:
+        name = canonical_name(given.name)
+        if name is None:
+            mistakes.append(f"unknown setting `{given.name}` ({given.place}){nearest(given.name, knobs())}")
+        elif name in values:
+            mistakes.append(f"{name} is set twice ({values[name][1]} and {given.place}): keep one of them")
+        else:
+            values[name] = opened(name, given, mistakes), given.place
+    return values
+
+
+def opened(name: str, given: Given, mistakes: list[str]) -> Any:
+    """Return a value; of a knob that holds JSON and was given text, the JSON in it or in the file that it names."""
+    text = given.value
+    holds_json = any(get_origin(part) is dict for part in get_args(knobs()[name].annotation))
+    if not holds_json or not isinstance(text, str) or not text or folded(text) == "none":
+        return text
+    try:
+        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        mistakes.append(f"{name} = {text!r} ({given.place}) is neither JSON nor the path of a JSON file: {error}")
+        return None
 
 
 def canonical_name(key: str) -> str | None:
-    """Return the knob that a key means: with or without leading dashes, dashes or underscores, older names."""
-    name = key.lstrip("-").replace("-", "_")
+    """Return the knob that a key means: leading dashes, dashes for underscores, any case, older names."""
+    name = folded(key.lstrip("-"))
     if name in SECTION_OF:
         return name
     return next((knob for knob, field in knobs().items() if name in (extra_of(field, "aliases") or [])), None)
@@ -117,34 +152,14 @@ def sentence(item: Any, origins: Mapping[str, Origin]) -> str:
     return f"{said}: {text[0].lower() + text[1:]}"
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read a JSON, TOML or YAML file of settings. Raises SettingsError where it does not parse."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = parse(path.suffix, text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read the config file {path}: {error}", "give its path with --config") from None
-    except ValueError as error:
-        raise SettingsError(f"{path} does not parse: {error}", "check the file at that line and column") from None
-    if not isinstance(values, dict):
-        raise SettingsError(f"{path} holds a {type(values).__name__}, not names and values")
-    return values
-
-
-def parse(suffix: str, text: str) -> Any:
-    """Parse text in the format that a file suffix names. Raises ValueError with the place."""
-    if suffix == ".toml":
-        import tomllib
-
-        return tomllib.loads(text)
-    if suffix in (".yaml", ".yml"):
-        import yaml
-
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(error) from None
-    return json.loads(text)
+def provenance(loaded: Loaded) -> str:
+    """Return in one line how many settings each source decided; of sources found, not named, say which."""
+    decided: dict[str, list[str]] = {}
+    for name, origin in loaded.origins.items():
+        decided.setdefault(origin.source, []).append(name)
+    return "; ".join(
+        f"{source}: {', '.join(names) if source in loaded.found else len(names)}" for source, names in decided.items()
+    )
 
 
 def settings_as_json(loaded: Loaded) -> dict[str, Any]:

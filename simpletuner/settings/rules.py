@@ -17,17 +17,48 @@ def contradictions(settings: Settings) -> list[str]:
     return [sentence for rule in RULES for sentence in rule(settings)]
 
 
+def incomplete(settings: Settings) -> list[str]:
+    """Return one sentence for each thing that a run cannot do without."""
+    return [*model_is_named(settings), *pictures_are_named(settings)]
+
+
+def settled(settings: Settings) -> tuple[Settings, dict[str, str]]:
+    """Return settings without choices that have no effect, so that saved files stay the same, and why by name."""
+    parallel = settings.parallel
+    if parallel.context_parallel_size > 1 or parallel.context_parallel_comm_strategy == "allgather":
+        return settings, {}
+    reset = parallel.model_copy(update={"context_parallel_comm_strategy": "allgather"})
+    reasons = {"context_parallel_comm_strategy": "reset, since context_parallel_size = 1 turns it off"}
+    return settings.model_copy(update={"parallel": reset}), reasons
+
+
+def warnings_about(settings: Settings) -> list[str]:
+    """Return one sentence for each choice that is accepted but deprecated or without effect."""
+    parallel = settings.parallel
+    said = {
+        "fsdp_version=1 is deprecated: FSDP2 runs instead, with the same checkpoints": parallel.fsdp_version == 1,
+        "fsdp_cpu_ram_efficient_loading=false has no effect: each rank always reads only its own slices": (
+            not parallel.fsdp_cpu_ram_efficient_loading
+        ),
+    }
+    return [sentence for sentence, is_so in said.items() if is_so and parallel.fsdp_enable]
+
+
 def model_is_named(settings: Settings) -> Iterator[str]:
-    """Ask for a family, and for weights unless the flavour brings its own."""
+    """Ask for a family."""
     if not settings.model.model_family:
         yield "model_family is missing: say what to train, such as --model_family=sdxl"
 
 
 def pictures_are_named(settings: Settings) -> Iterator[str]:
-    """Ask for exactly one description of the data."""
-    data = settings.data
-    if data.instance_data_dir is None and data.data_backend_config is None:
+    """Ask for a description of the data."""
+    if settings.data.instance_data_dir is None and settings.data.data_backend_config is None:
         yield "no pictures: give --instance_data_dir=FOLDER or --data_backend_config=FILE"
+
+
+def pictures_are_named_once(settings: Settings) -> Iterator[str]:
+    """Refuse two descriptions of the data, and a caption strategy without what it needs."""
+    data = settings.data
     if data.instance_data_dir is not None and data.data_backend_config is not None:
         yield "instance_data_dir and data_backend_config both name pictures: keep one of them"
     if data.caption_strategy == "instanceprompt" and not data.instance_prompt and data.data_backend_config is None:
@@ -107,8 +138,7 @@ def warm_up_ends(settings: Settings) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    model_is_named,
-    pictures_are_named,
+    pictures_are_named_once,
     sharding_trains_whole_models,
     one_engine_shards,
     context_parallelism_has_fsdp2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -11,6 +12,8 @@ WORDS_FOR_TRUE = ("true", "yes", "on", "1", "y", "t")
 WORDS_FOR_FALSE = ("false", "no", "off", "0", "n", "f")
 WORDS_FOR_NOTHING = ("none", "null", "")
 """What empties a setting that may be empty, so that a flag can undo what a file says."""
+
+TEXTS = (str, str | None)
 
 SYNONYMS: dict[str, dict[str, str]] = {
     "fsdp_version": {"v1": "1", "1.0": "1", "v2": "2", "2.0": "2", "fsdp1": "1", "fsdp2": "2"},
@@ -23,6 +26,9 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "none": "NO_WRAP",
         "no_wrap": "NO_WRAP",
     },
+    "fsdp_reshard_after_forward": {"full_shard": "true", "shard_grad_op": "false"},
+    "context_parallel_comm_strategy": {"all_to_all": "alltoall", "ulysses": "alltoall", "all_gather": "allgather"},
+    "dynamo_backend": {"none": "no", "false": "no"},
     "mixed_precision": {"bfloat16": "bf16", "fp32": "no", "float32": "no", "none": "no", "false": "no"},
     "vae_dtype": {"default": "fp32", "float32": "fp32", "bfloat16": "bf16"},
     "prediction_type": {"v": "v_prediction", "eps": "epsilon"},
@@ -48,15 +54,28 @@ def folded(value: object) -> str:
 
 def normalised(name: str, field: FieldInfo, value: Any) -> Any:
     """Return `value` in its canonical spelling where it can be understood; otherwise as it came, for validation."""
+    word = SYNONYMS.get(name, {}).get(folded(value), value)
     if field.annotation is bool:
-        word = folded(value)
-        return True if word in WORDS_FOR_TRUE else False if word in WORDS_FOR_FALSE else value
+        return True if folded(word) in WORDS_FOR_TRUE else False if folded(word) in WORDS_FOR_FALSE else value
     if type(None) in get_args(field.annotation) and folded(value) in WORDS_FOR_NOTHING:
         return None
     if get_origin(field.annotation) is list and isinstance(value, str | list):
-        return [item for item in ([value] if isinstance(value, str) else value) if item]
+        return [item for item in (listed(value) if isinstance(value, str) else value) if item]
     choices = choices_of(field.annotation)
-    if isinstance(value, str | int | float) and not (isinstance(value, bool) and not choices):
-        word = SYNONYMS.get(name, {}).get(folded(value), value)
+    if isinstance(value, bool) and not choices:
+        return value
+    if isinstance(value, int | float) and field.annotation in TEXTS:
+        return str(value)
+    if isinstance(value, str | int | float):
         return next((choice for choice in choices if folded(choice) == folded(word)), word)
     return value
+
+
+def listed(text: str) -> list[Any]:
+    """Return the items of a JSON list, or the text as the only item."""
+    if text.lstrip().startswith("["):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return [text]
+    return [text]

@@ -11,6 +11,7 @@ from simpletuner.models.family import Family
 from simpletuner.preparation import Plan
 from simpletuner.report import Report
 from simpletuner.session import Session
+from simpletuner.settings import provenance
 from simpletuner.training.metrics import CURVE, METRICS, read_metrics
 from simpletuner.training.state import TrainingState
 
@@ -30,6 +31,7 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),
         ("steps", f"{state.step} to {state.max_steps}"),
         ("output", training.output_dir),
+        ("settings", provenance(session.loaded)),
     ]
     session.report.table("simpletuner train", rows)
 

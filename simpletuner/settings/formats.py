@@ -1,0 +1,154 @@
+"""Read a file of settings as names, values and lines: JSON, TOML, YAML, or shell-like pairs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name and value as written, and the line where they stand (0: a place without lines)."""
+
+    key: str
+    value: Any
+    line: int = 0
+
+
+class NotSettings(ValueError):
+    """A text that parses, and holds no names and values."""
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """Read a file of settings. Raises SettingsError where it cannot be read or does not parse."""
+    read = FORMATS.get(path.suffix.lower())
+    if read is None and path.is_file():
+        raise SettingsError(f"{path}: settings are read from {', '.join(FORMATS)} files", "give the file such a name")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        return list(read(text)) if read else []
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}", "check the path") from None
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"cannot read {path}: {error}", "save the file as UTF-8") from None
+    except NotSettings as error:
+        raise SettingsError(f"{path} holds {error}, not names and values") from None
+    except ValueError as error:
+        raise SettingsError(f"{path} does not parse: {error}", "check the file at that place") from None
+
+
+class Pairs(dict[str, Any]):
+    """A JSON object that remembers all its pairs, those of one name included."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.pairs = pairs
+
+
+JSON_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"(?P<colon>\s*:)?|[\[{]|[\]}]')
+
+
+def json_entries(text: str) -> Iterator[Entry]:
+    """Read a JSON object. The names of the outermost object, in order, are the strings before a colon at depth 1."""
+    value = json.loads(text, object_pairs_hook=Pairs)
+    if not isinstance(value, Pairs):
+        raise NotSettings(f"a {type(value).__name__}")
+    lines, depth = [], 0
+    for token in JSON_TOKEN.finditer(text):
+        if token["colon"] and depth == 1:
+            lines.append(text.count("\n", 0, token.start()) + 1)
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
+    for (key, item), line in zip(value.pairs, lines, strict=True):
+        yield Entry(key, item, line)
+
+
+def toml_entries(text: str) -> Iterator[Entry]:
+    """Read TOML. A line names a key if what stands above it is whole TOML, not the middle of a long string."""
+    import tomllib
+
+    lines = text.splitlines(keepends=True)
+    for key, value in tomllib.loads(text).items():
+        names = re.compile(rf"\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
+        numbers = (number for number, line in enumerate(lines) if names.match(line))
+        yield Entry(key, value, next((number + 1 for number in numbers if is_toml("".join(lines[:number]))), 0))
+
+
+def is_toml(text: str) -> bool:
+    """Return whether a text is TOML by itself."""
+    import tomllib
+
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
+
+
+def yaml_entries(text: str) -> Iterator[Entry]:
+    """Read a YAML mapping."""
+    import yaml
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return
+        if not isinstance(node, yaml.MappingNode):
+            raise NotSettings(f"a {type(loader.construct_document(node)).__name__}")
+        loader.flatten_mapping(node)
+        for key, value in node.value:
+            yield Entry(str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+ASSIGNMENT = re.compile(
+    r"""[ \t]*(?:export[ \t]+)?(?P<key>[A-Za-z_]\w*)=
+    (?P<value>(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\#;]|(?<=[^\s])\#)*)
+    [ \t]*;?[ \t]*(?:\#[^\n]*)?(?:\n|$)""",
+    re.VERBOSE | re.DOTALL,
+)
+BLANK = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|$)")
+QUOTED = re.compile(
+    r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)|(?P<bare>[^'"\\]+)""", re.DOTALL
+)
+
+
+def env_entries(text: str) -> Iterator[Entry]:
+    """Read `NAME=value` lines as a shell would, quotes, comments and `export` included; nothing is expanded."""
+    position = 0
+    while position < len(text):
+        line = text.count("\n", 0, position) + 1
+        if blank := BLANK.match(text, position):
+            position = blank.end()
+            continue
+        found = ASSIGNMENT.match(text, position)
+        if found is None:
+            raise ValueError(f"line {line} is not NAME=value")
+        yield Entry(found["key"], "".join(unquoted(part, line) for part in QUOTED.finditer(found["value"])), line)
+        position = found.end()
+
+
+def unquoted(part: re.Match[str], line: int) -> str:
+    """Return one quoted or bare part of a word, as a shell would."""
+    if part["single"] is not None or part["escaped"] is not None:
+        return part["single"] or part["escaped"] or ""
+    text = part["bare"] or part["double"] or ""
+    if re.search(r"(?<!\\)(?:\\\\)*[$`]", text):
+        raise ValueError(f"line {line}: `$` and backticks are not expanded here: write the value itself")
+    return re.sub(r'\\([$`"\\])', r"\1", text.replace("\\\n", "")) if part["double"] else text
+
+
+FORMATS: dict[str, Callable[[str], Iterator[Entry]]] = {
+    ".json": json_entries,
+    ".toml": toml_entries,
+    ".yaml": yaml_entries,
+    ".yml": yaml_entries,
+    ".env": env_entries,
+}
