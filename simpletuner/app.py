@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 
 import typer
+from typer.exceptions import TyperException
 
 from simpletuner import __version__
-from simpletuner.commands.options import forgiving, with_settings
+from simpletuner.commands.options import UNKNOWN_FLAGS, forgiving, with_settings
 from simpletuner.commands.train import train
-from simpletuner.errors import ExitCode, SimpleTunerError
+from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
 from simpletuner.report import Report
 
 DEBUG = "SIMPLETUNER_DEBUG"
@@ -27,7 +28,7 @@ def show_version(wanted: bool) -> None:
 
 def build_app() -> typer.Typer:
     """Return the command line: one short file per subcommand in `commands/`."""
-    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, add_completion=False)
 
     @app.callback(help="Fine-tune whole diffusion models on many GPUs and machines.")
     def root(
@@ -36,8 +37,23 @@ def build_app() -> typer.Typer:
         ),
     ) -> None: ...
 
-    app.command("train")(with_settings(train))
+    app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))
     return app
+
+
+def run_app(app: typer.Typer, arguments: Sequence[str]) -> None:
+    """Run one command and leave with its exit code. Raises SettingsError for a command line that Typer does not understand."""
+    try:
+        code = app(arguments, prog_name="simpletuner", standalone_mode=False)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except TyperException as error:
+        text = error.format_message()
+        if text.startswith("Usage:"):  # a group without a command: its help
+            typer.echo(text, err=True)
+            raise SystemExit(int(ExitCode.USAGE)) from None
+        raise SettingsError(text[0].lower() + text[1:].rstrip("."), "`--help` after any command explains it") from None
+    raise SystemExit(code or int(ExitCode.OK))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ[DEBUG] = "1"  # the ranks that this process starts inherit it
     debug = bool(os.environ.get(DEBUG))
     try:
-        build_app()(forgiving([argument for argument in given if argument != "--debug"]), prog_name="simpletuner")
+        run_app(build_app(), forgiving([argument for argument in given if argument != "--debug"]))
     except SimpleTunerError as error:
         Report().error(error)
         if debug:

@@ -16,6 +16,9 @@ from simpletuner.settings.loading import canonical_name, knobs
 from simpletuner.settings.sections import SECTION_OF, SECTIONS
 from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, folded
 
+UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
+"""For Typer: flags that are no knobs go on to the settings layer, which names the nearest one."""
+
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command(flags, config, **own)` one flag per knob; only flags that were typed reach `flags`."""
@@ -23,15 +26,31 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "config")
     ]
 
-    def run(config: Path | None = None, **given: Any) -> None:
+    def run(context: typer.Context, config: Path | None = None, **given: Any) -> None:
         extra = {parameter.name: given.pop(parameter.name) for parameter in own}
-        command(flags={name: value for name, value in given.items() if value not in (None, [])}, config=config, **extra)
+        flags = {name: value for name, value in given.items() if value not in (None, [])}
+        command(flags=flags | strangers(context.args), config=config, **extra)
 
-    parameters = [config_parameter(), *own, *(parameter_of(name) for name in knobs())]
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [context, config_parameter(), *own, *(parameter_of(name) for name in knobs())]
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     return run
+
+
+def strangers(arguments: Sequence[str]) -> dict[str, str]:
+    """Return what was typed and is no flag of ours, as names and values that the settings layer will refuse."""
+    found: dict[str, str] = {}
+    waiting = ""  # the flag whose value may come next
+    for argument in arguments:
+        if waiting and not argument.startswith("-"):
+            found[waiting], waiting = argument, ""
+            continue
+        key, equals, value = argument.partition("=")
+        found[key] = value
+        waiting = key if argument.startswith("-") and not equals else ""
+    return found
 
 
 def config_parameter() -> inspect.Parameter:

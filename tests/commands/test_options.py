@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -55,11 +56,16 @@ def test_a_command_gets_one_flag_per_knob_and_only_what_was_typed():
         seen.update(flags=flags, config=config, own=own)
 
     wrapped = with_settings(command)
-    assert list(inspect.signature(wrapped).parameters) == ["config", "own", *knobs()]
+    assert list(inspect.signature(wrapped).parameters) == ["context", "config", "own", *knobs()]
     assert wrapped.__doc__ == "Do something."
     given_values = dict.fromkeys(knobs())
-    wrapped(config=Path("c.json"), own=True, **{**given_values, "seed": "3", "validation_prompt": []})
-    assert seen == {"flags": {"seed": "3"}, "config": Path("c.json"), "own": True}
+    context = SimpleNamespace(args=["--sed=1", "--lr", "2", "stray"])
+    wrapped(context=context, config=Path("c.json"), own=True, **{**given_values, "seed": "3", "validation_prompt": []})
+    assert seen == {
+        "flags": {"seed": "3", "--sed": "1", "--lr": "2", "stray": ""},
+        "config": Path("c.json"),
+        "own": True,
+    }
 
 
 def test_help_shows_choices_or_the_kind_of_value():
