@@ -10,6 +10,7 @@ import typer
 from typer.exceptions import TyperException
 
 from simpletuner import __version__
+from simpletuner.commands.config import build_config
 from simpletuner.commands.options import UNKNOWN_FLAGS, forgiving, with_settings
 from simpletuner.commands.train import train
 from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
@@ -38,11 +39,12 @@ def build_app() -> typer.Typer:
     ) -> None: ...
 
     app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))
+    app.add_typer(build_config(), name="config")
     return app
 
 
 def run_app(app: typer.Typer, arguments: Sequence[str]) -> None:
-    """Run one command and leave with its exit code. Raises SettingsError for a command line that Typer does not understand."""
+    """Run one command and leave with its exit code. Raises SettingsError for what Typer does not understand."""
     try:
         code = app(arguments, prog_name="simpletuner", standalone_mode=False)
     except typer.Abort:

@@ -9,7 +9,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from simpletuner.errors import SimpleTunerError
+
+
+UNFOLDED = 10_000
+"""Columns of tables that scripts read: no cell is broken into lines."""
 
 
 class Report:
@@ -20,7 +26,7 @@ class Report:
 
         self.quiet = quiet
         self.talk = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.data = Console(highlight=False, soft_wrap=True)
+        self.data = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else UNFOLDED)
 
     def say(self, text: str, style: str = "") -> None:
         """Print one line of talk."""
@@ -43,23 +49,36 @@ class Report:
         """Print a value for scripts."""
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
-    def table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str] = ()) -> None:
-        """Print rows as a table; without `columns`, as name and value pairs."""
-        from rich import box
-        from rich.table import Table
+    def text(self, text: str) -> None:
+        """Print text for scripts, as it is."""
+        sys.stdout.write(text)
 
-        if self.quiet:
-            return
-        table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=bool(columns), pad_edge=False)
-        for index, column in enumerate(columns or ("", "")):
-            table.add_column(column, style="" if columns or index else "dim")
-        for row in rows:
-            table.add_row(*(str(cell) for cell in row))
-        self.talk.print(table, markup=False)
+    def table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str] = ()) -> None:
+        """Print rows as a table of talk; without `columns`, as name and value pairs."""
+        if not self.quiet:
+            self.talk.print(table_of(title, rows, columns), markup=False)
+
+    def data_table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str]) -> None:
+        """Print rows as a table that is what the user asked for; whole words, however wide."""
+        self.data.print(table_of(title, rows, columns), markup=False)
 
     def progress(self, title: str, total: int, done: int = 0) -> Progress:
         """Return a progress display: a bar on a terminal, a line now and then elsewhere."""
         return Progress(self, title, total, done)
+
+
+def table_of(title: str, rows: Iterable[Sequence[object]], columns: Sequence[str]) -> Table:
+    """Return rows as a plain table."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=bool(columns), pad_edge=False)
+    for index, column in enumerate(columns or ("", "")):
+        table.add_column(column, style="" if columns or index else "dim", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    return table
 
 
 class Progress:

@@ -126,7 +126,7 @@ def test_several_mistakes_in_file_and_flags_are_told_at_once(capsys, tmp_path):
     assert (code, out) == (2, "")
     assert "`--trian_batch_size`" in err
     assert "did you mean `train_batch_size`?" in err
-    assert f"ema_decay = 2 ({config} line 1)" in err
+    assert f"ema_decay = 2 ({config}:1)" in err
     assert "fsdp_enable = 'perhaps' (flag)" in err
 
 

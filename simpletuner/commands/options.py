@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_origin
 
 import typer
-from pydantic.fields import FieldInfo
 
-from simpletuner.settings.knob import extra_of
+from simpletuner.settings.knob import extra_of, shown_default, type_name
 from simpletuner.settings.loading import canonical_name, knobs
 from simpletuner.settings.sections import SECTION_OF, SECTIONS
+from simpletuner.settings.sources import ACCELERATE_CONFIG
 from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, folded
 
 UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -22,8 +21,11 @@ UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command(flags, config, **own)` one flag per knob; only flags that were typed reach `flags`."""
+    signature = inspect.signature(command, eval_str=True).parameters
     own = [
-        p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "config")
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in signature.items()
+        if name not in ("flags", "config")
     ]
 
     def run(context: typer.Context, config: Path | None = None, **given: Any) -> None:
@@ -32,7 +34,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         command(flags=flags | strangers(context.args), config=config, **extra)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    parameters = [context, config_parameter(), *own, *(parameter_of(name) for name in knobs())]
+    parameters = [context, *file_parameters(), *own, *(parameter_of(name) for name in knobs())]
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
@@ -53,23 +55,27 @@ def strangers(arguments: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def config_parameter() -> inspect.Parameter:
-    """Return the `--config` option."""
-    option = typer.Option(
-        None, "--config", help="Config file (JSON, TOML or YAML); else config/config.json, .toml, .yaml."
-    )
-    return keyword("config", option, Path | None)
+def file_parameters() -> list[inspect.Parameter]:
+    """Return the options that name files of settings."""
+    config = "Config file (JSON, TOML, YAML or .env); else config/config.json, .toml, .yaml."
+    accelerate = "Accelerate file; else ACCELERATE_CONFIG_FILE, or what `accelerate config` wrote; `none`: no file."
+    return [
+        keyword("config", typer.Option(None, "--config", help=config, metavar="PATH"), Path | None),
+        keyword(
+            ACCELERATE_CONFIG, typer.Option(None, f"--{ACCELERATE_CONFIG}", help=accelerate, metavar="PATH"), str | None
+        ),
+    ]
 
 
 def parameter_of(name: str) -> inspect.Parameter:
     """Return the option of a knob: text that the settings layer validates, as it does for files."""
     field = knobs()[name]
-    unit = extra_of(field, "unit")
+    unit, default = extra_of(field, "unit"), shown_default(field)
     is_list = get_origin(field.annotation) is list
     option = typer.Option(
         None,
         f"--{name}",
-        help=f"{field.description}{f' [{unit}]' if unit else ''}{default_of(field)}",
+        help=f"{field.description}{f' [{unit}]' if unit else ''}{f' [default: {default}]' if default else ''}",
         metavar=metavar(field.annotation),
         show_default=False,
         rich_help_panel=SECTIONS[SECTION_OF[name]].__doc__,
@@ -82,21 +88,9 @@ def keyword(name: str, option: Any, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
 
 
-def default_of(field: FieldInfo) -> str:
-    """Return the default as help shows it; nothing where there is none."""
-    value = str(field.default).lower() if isinstance(field.default, bool) else field.default
-    return "" if value in (None, "", []) else f" [default: {value}]"
-
-
 def metavar(annotation: Any) -> str:
     """Return what help shows for a type: its choices, or its name."""
-    if choices := choices_of(annotation):
-        return "|".join(map(str, choices))
-    if get_origin(annotation) in (Union, types.UnionType):
-        return metavar(next(argument for argument in get_args(annotation) if argument is not type(None)))
-    if origin := get_origin(annotation):
-        return {list: "TEXT", dict: "JSON"}[origin]
-    return {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}[annotation]
+    return "|".join(map(str, choices_of(annotation))) or type_name(annotation)
 
 
 def as_arguments(flags: Mapping[str, Any], config: Path | None) -> list[str]:

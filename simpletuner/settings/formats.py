@@ -31,7 +31,7 @@ def read_entries(path: Path) -> list[Entry]:
     if read is None and path.is_file():
         raise SettingsError(f"{path}: settings are read from {', '.join(FORMATS)} files", "give the file such a name")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")  # bytes: newlines inside values stay as they are
         return list(read(text)) if read else []
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}", "check the path") from None
@@ -111,10 +111,10 @@ def yaml_entries(text: str) -> Iterator[Entry]:
 ASSIGNMENT = re.compile(
     r"""[ \t]*(?:export[ \t]+)?(?P<key>[A-Za-z_]\w*)=
     (?P<value>(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\#;]|(?<=[^\s])\#)*)
-    [ \t]*;?[ \t]*(?:\#[^\n]*)?(?:\n|$)""",
+    [ \t]*;?[ \t\r]*(?:\#[^\n]*)?(?:\n|$)""",
     re.VERBOSE | re.DOTALL,
 )
-BLANK = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|$)")
+BLANK = re.compile(r"[ \t\r]*(?:#[^\n]*)?(?:\n|$)")
 QUOTED = re.compile(
     r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)|(?P<bare>[^'"\\]+)""", re.DOTALL
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -18,6 +20,20 @@ def knob(default: Any, sentence: str, *, unit: str = "", aliases: tuple[str, ...
 def extra_of(field: FieldInfo, name: Literal["unit", "aliases"]) -> Any:
     """Return what a knob's declaration adds to pydantic's: its unit, or its older names."""
     return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
+
+
+def shown_default(field: FieldInfo) -> str:
+    """Return a knob's default as people read it; nothing where there is none."""
+    value = str(field.default).lower() if isinstance(field.default, bool) else field.default
+    return "" if value in (None, "", []) else str(value)
+
+
+def type_name(annotation: Any) -> str:
+    """Return the name of a knob's type, looking through Optional."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return type_name(next(argument for argument in get_args(annotation) if argument is not type(None)))
+    names = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", list: "TEXT", dict: "JSON"}
+    return names[get_origin(annotation) or annotation]
 
 
 class Section(BaseModel):

@@ -19,7 +19,7 @@ def contradictions(settings: Settings) -> list[str]:
 
 def incomplete(settings: Settings) -> list[str]:
     """Return one sentence for each thing that a run cannot do without."""
-    return [*model_is_named(settings), *pictures_are_named(settings)]
+    return [*model_is_named(settings), *pictures_are_named(settings), *machine_0_is_named(settings)]
 
 
 def settled(settings: Settings) -> tuple[Settings, dict[str, str]]:
@@ -56,6 +56,13 @@ def pictures_are_named(settings: Settings) -> Iterator[str]:
         yield "no pictures: give --instance_data_dir=FOLDER or --data_backend_config=FILE"
 
 
+def machine_0_is_named(settings: Settings) -> Iterator[str]:
+    """Ask for the address where several machines meet."""
+    launch = settings.launch
+    if launch.num_machines > 1 and not launch.main_process_ip:
+        yield f"num_machines = {launch.num_machines} needs --main_process_ip: the address of machine 0"
+
+
 def pictures_are_named_once(settings: Settings) -> Iterator[str]:
     """Refuse two descriptions of the data, and a caption strategy without what it needs."""
     data = settings.data
@@ -72,7 +79,7 @@ def sharding_trains_whole_models(settings: Settings) -> Iterator[str]:
 
 
 def machines_are_equal(settings: Settings) -> Iterator[str]:
-    """Ask for the same number of ranks on every machine, and for what machines need to meet."""
+    """Ask for the same number of ranks on every machine, and for a rank of this machine that there is."""
     launch = settings.launch
     if launch.num_processes % launch.num_machines:
         yield (
@@ -84,8 +91,6 @@ def machines_are_equal(settings: Settings) -> Iterator[str]:
             f"machine_rank = {launch.machine_rank}, but num_machines = {launch.num_machines}: "
             f"ranks of machines go from 0 to {launch.num_machines - 1}"
         )
-    if launch.num_machines > 1 and not launch.main_process_ip:
-        yield f"num_machines = {launch.num_machines} needs --main_process_ip: the address of machine 0"
 
 
 def one_engine_shards(settings: Settings) -> Iterator[str]:

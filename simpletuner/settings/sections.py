@@ -139,7 +139,7 @@ class Compile(Section):
     """torch.compile"""
 
     dynamo_backend: Literal["no", "inductor", "eager", "aot_eager", "cudagraphs"] = knob("no", "Compile the denoiser with this backend of torch.compile.")  # fmt: skip
-    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = knob(None, "How much time the compiler takes for faster code.")  # fmt: skip
+    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = knob("default", "How much time the compiler takes for faster code.")  # fmt: skip
     dynamo_fullgraph: bool = knob(False, "Fail where the compiler would have to split a graph.", aliases=("dynamo_use_fullgraph",))
     dynamo_dynamic: bool = knob(False, "Compile once for all picture sizes instead of once per size.", aliases=("dynamo_use_dynamic",))
     dynamo_use_regional_compilation: bool = knob(True, "Compile block by block, equal blocks once; otherwise the denoiser as one.")

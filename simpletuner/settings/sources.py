@@ -82,12 +82,12 @@ def file_source(path: Path) -> Source:
     if path.suffix.lower() == ".env":
         return pairs_source(path)
     entries = [entry for entry in read_entries(path) if entry.key != "$schema"]  # for editors, not for us
-    return Source(str(path), [Given(entry.key, entry.value, f"{path} line {entry.line}") for entry in entries])
+    return Source(str(path), [Given(entry.key, entry.value, f"{path}:{entry.line}") for entry in entries])
 
 
 def pairs_source(path: Path) -> Source:
     """Read shell-like pairs, with or without our prefix."""
-    pairs = {f"{path} line {entry.line}": (entry.key, entry.value) for entry in read_entries(path)}
+    pairs = {f"{path}:{entry.line}": (entry.key, entry.value) for entry in read_entries(path)}
     return without_strangers(str(path), pairs, implicit=path == Path(CONFIG_ENV))
 
 
@@ -130,7 +130,7 @@ def accelerate_source(chosen: Any, environment: Mapping[str, str]) -> list[Sourc
 def accelerate_given(name: str, told: list[Any], implicit: bool) -> Source:
     """Return accelerate's fields as settings; those that are not used as warnings."""
     given = [
-        Given(item.knob, item.value, f"{name}{f' line {item.line}' if item.line else ''}") for item in told if item.knob
+        Given(item.knob, item.value, f"{name}{f':{item.line}' if item.line else ''}") for item in told if item.knob
     ]
     warnings = [f"{name}: {item.field} = {item.value} is not used: {item.note}" for item in told if item.warning]
     return Source(name, given, warnings, implicit)

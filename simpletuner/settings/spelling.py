@@ -29,6 +29,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
     "fsdp_reshard_after_forward": {"full_shard": "true", "shard_grad_op": "false"},
     "context_parallel_comm_strategy": {"all_to_all": "alltoall", "ulysses": "alltoall", "all_gather": "allgather"},
     "dynamo_backend": {"none": "no", "false": "no"},
+    "dynamo_mode": {"": "default", "none": "default"},
     "mixed_precision": {"bfloat16": "bf16", "fp32": "no", "float32": "no", "none": "no", "false": "no"},
     "vae_dtype": {"default": "fp32", "float32": "fp32", "bfloat16": "bf16"},
     "prediction_type": {"v": "v_prediction", "eps": "epsilon"},

@@ -56,7 +56,7 @@ def test_a_command_gets_one_flag_per_knob_and_only_what_was_typed():
         seen.update(flags=flags, config=config, own=own)
 
     wrapped = with_settings(command)
-    assert list(inspect.signature(wrapped).parameters) == ["context", "config", "own", *knobs()]
+    assert list(inspect.signature(wrapped).parameters) == ["context", "config", "accelerate_config", "own", *knobs()]
     assert wrapped.__doc__ == "Do something."
     given_values = dict.fromkeys(knobs())
     context = SimpleNamespace(args=["--sed=1", "--lr", "2", "stray"])

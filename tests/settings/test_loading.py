@@ -58,7 +58,7 @@ def test_flags_win_over_the_file_knob_by_knob(tmp_path):
     path = write(tmp_path, "c.json", '{"seed": 7, "train_batch_size": 2}')
     loaded = load({**ENOUGH, "seed": "9"}, path)
     assert (loaded.settings.training.seed, loaded.settings.training.train_batch_size) == (9, 2)
-    assert (str(loaded.origins["seed"]), str(loaded.origins["train_batch_size"])) == ("flag", f"{path} line 1")
+    assert (str(loaded.origins["seed"]), str(loaded.origins["train_batch_size"])) == ("flag", f"{path}:1")
 
 
 def test_an_older_name_in_a_flag_wins_over_the_knob_s_own_name_in_the_file(tmp_path):
@@ -74,7 +74,7 @@ def test_without_config_the_first_candidate_that_exists_is_read(tmp_path, monkey
         write(tmp_path, name, text)
         loaded = load(ENOUGH)
         assert loaded.settings.training.seed == 1 + texts.index(text)
-        assert str(loaded.origins["seed"]) == f"{name} line 1"
+        assert str(loaded.origins["seed"]) == f"{name}:1"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_each_name_belongs_to_one_knob():
 
 def test_an_unknown_key_is_named_with_its_source_and_the_nearest_knob(tmp_path):
     path = write(tmp_path, "c.json", '{"--lerning-rate": 1}')
-    assert refusal(ENOUGH, path) == f"unknown setting `--lerning-rate` ({path} line 1); did you mean `learning_rate`?"
+    assert refusal(ENOUGH, path) == f"unknown setting `--lerning-rate` ({path}:1); did you mean `learning_rate`?"
 
 
 def test_an_unknown_key_unlike_any_knob_gets_no_suggestion():
@@ -107,10 +107,10 @@ def test_an_unknown_key_unlike_any_knob_gets_no_suggestion():
 def test_all_mistakes_of_all_sources_are_reported_at_once(tmp_path):
     path = write(tmp_path, "c.json", '{"sed": 1, "seed": -3, "crop": "maybe", "adam_beta1": 1}')
     message = refusal({**ENOUGH, "lr_scheduler": "cosin", "train_batch_size": "many"}, path)
-    assert f"unknown setting `sed` ({path} line 1); did you mean `seed`?" in message
-    assert f"seed = -3 ({path} line 1): should be greater than or equal to 0" in message
-    assert f"crop = 'maybe' ({path} line 1): should be a valid boolean" in message
-    assert f"adam_beta1 = 1 ({path} line 1): should be less than 1" in message
+    assert f"unknown setting `sed` ({path}:1); did you mean `seed`?" in message
+    assert f"seed = -3 ({path}:1): should be greater than or equal to 0" in message
+    assert f"crop = 'maybe' ({path}:1): should be a valid boolean" in message
+    assert f"adam_beta1 = 1 ({path}:1): should be less than 1" in message
     assert "lr_scheduler = 'cosin' (flag): use one of constant, constant_with_warmup, linear, cosine" in message
     assert "did you mean `cosine`?" in message
     assert "train_batch_size = 'many' (flag): should be a valid integer" in message
@@ -135,7 +135,7 @@ def test_a_wrong_type_or_bound_is_said_with_value_and_source(tmp_path, knob, val
     path = write(tmp_path, "c.json", json.dumps({knob: value}))
     message = refusal(ENOUGH, path)
     shown = value[1] if isinstance(value, list) else value
-    assert message.startswith(f"{knob} = {shown!r} ({path} line 1): {said}")
+    assert message.startswith(f"{knob} = {shown!r} ({path}:1): {said}")
 
 
 def test_bounds_themselves_are_allowed():

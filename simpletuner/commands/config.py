@@ -1,0 +1,151 @@
+"""`simpletuner config`: show, check, start and export settings. Nothing here runs a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
+from simpletuner.errors import SettingsError
+from simpletuner.report import Report
+from simpletuner.settings import Loaded, load
+
+
+class Format(StrEnum):
+    """What settings can be exported to."""
+
+    CLI = "cli"
+    JSON = "json"
+    TOML = "toml"
+    YAML = "yaml"
+    ENV = "env"
+    ACCELERATE = "accelerate"
+    DEEPSPEED = "deepspeed"
+    SLURM = "slurm"
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Write to this file instead of stdout.")]
+
+
+def build_config() -> typer.Typer:
+    """Return the commands of `simpletuner config`."""
+    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show, check, start and export settings.")
+    app.command("show", context_settings=UNKNOWN_FLAGS)(with_settings(show))
+    app.command("validate")(validate)
+    app.command("schema")(schema)
+    app.command("docs")(docs)
+    app.command("init")(init)
+    app.command("export", context_settings=UNKNOWN_FLAGS)(with_settings(export))
+    return app
+
+
+def show(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    changed: Annotated[bool, typer.Option("--changed", help="Only settings that are not at their default.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show every setting, its value, where it came from and why."""
+    from simpletuner.settings.account import explained
+
+    report = Report()
+    loaded = load(flags, config, complete=False)
+    rows = [row for row in explained(loaded) if not changed or row.value != row.default]
+    tell_warnings(report, loaded)
+    if as_json:
+        report.json({row.name: row.as_json() for row in rows})
+    else:
+        report.data_table("", [row.cells() for row in rows], ("setting", "value", "from", "because"))
+
+
+def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env file of settings.")]) -> None:
+    """Check a config file as `train` would, without running anything."""
+    from simpletuner.data.datasets import datasets_of
+    from simpletuner.models.registry import check_model
+    from simpletuner.settings.loading import resolve
+    from simpletuner.settings.rules import unsupported
+    from simpletuner.settings.sources import file_source
+
+    loaded = resolve([file_source(file)])
+    check_model(loaded.settings.model)
+    datasets_of(loaded.settings.data)
+    if missing := unsupported(loaded.settings):
+        raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
+    tell_warnings(Report(), loaded)
+    Report().say(f"{file}: {len(loaded.origins)} settings, all valid")
+
+
+def schema() -> None:
+    """Print the JSON Schema of config files, for editors."""
+    from simpletuner.models.registry import FAMILIES
+    from simpletuner.settings.schema import json_schema
+
+    Report().json(json_schema(FAMILIES))
+
+
+def docs() -> None:
+    """Print the page of all settings, docs/options.md."""
+    from simpletuner.settings.schema import options_page
+
+    Report().text(options_page())
+
+
+def init(
+    model_family: Annotated[str, typer.Option("--model_family", help="Which architecture to train.")],
+    model_flavour: Annotated[str, typer.Option("--model_flavour", help="Which published checkpoint of it.")] = "",
+    num_processes: Annotated[int, typer.Option("--num_processes", min=1, help="How many GPUs there are.")] = 1,
+    output: Annotated[Path, typer.Option("--output", help="Where to write it.")] = Path("config/config.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Write a commented config file to start from."""
+    from simpletuner.models.registry import check_model
+    from simpletuner.settings.sections import Model
+    from simpletuner.settings.starting import starting_toml
+
+    model = Model(model_family=model_family, model_flavour=model_flavour)
+    check_model(model)
+    if output.exists() and not force:
+        raise SettingsError(f"{output} is there already", "give another --output, or --force to write over it")
+    save(output, starting_toml(model.model_family, model.model_flavour, num_processes))
+    Report().say(f"{output} is written: set instance_data_dir in it, then `simpletuner train --config {output}`")
+
+
+def export(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    to: Annotated[Format, typer.Option("--to", help="Format.")],
+    everything: Annotated[bool, typer.Option("--all", help="Also what is at its default.")] = False,
+    output: Output = None,
+) -> None:
+    """Write settings in a format that replays them 1:1; how to replay them goes to stderr."""
+    from simpletuner.settings.export import export as exported
+
+    report = Report()
+    loaded = load(flags, config, complete=False)
+    result = exported(loaded, to.value, everything)
+    if output is None:
+        report.text(result.text)
+    else:
+        save(output, result.text)
+    if to is not Format.CLI:
+        report.say(f"replay with:\n{result.replay(str(output or '')).rstrip()}", style="dim")
+
+
+def save(path: Path, text: str) -> None:
+    """Write a file and the folders above it. Raises SettingsError where that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"cannot write {path}: {error.strerror}", "give another --output") from None
+
+
+def tell_warnings(report: Report, loaded: Loaded) -> None:
+    """Say what is accepted but not used."""
+    for warning in loaded.warnings:
+        report.warn(warning)

@@ -1,0 +1,74 @@
+"""Describe every setting for editors (JSON Schema) and for readers (a page of Markdown)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from simpletuner.settings.knob import extra_of, shown_default, type_name
+from simpletuner.settings.sections import SECTIONS
+from simpletuner.settings.sources import ACCELERATE_CONFIG, PREFIX
+from simpletuner.settings.spelling import choices_of
+
+
+def json_schema(families: Iterable[str]) -> dict[str, Any]:
+    """Return the JSON Schema of a config file, by which an editor completes and checks JSON, YAML and TOML."""
+    properties: dict[str, Any] = {"$schema": {"type": "string"}}
+    for section in SECTIONS.values():
+        for name, value in section.model_json_schema()["properties"].items():
+            unit = value.pop("unit", "")
+            value.pop("aliases", None)
+            value.pop("title", None)
+            properties[name] = value | {"description": value["description"] + (f" [{unit}]" if unit else "")}
+    properties["model_family"]["examples"] = list(families)
+    properties[ACCELERATE_CONFIG] = {"type": "string", "description": "An accelerate file to read; `none`: no file."}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "simpletuner settings",
+        "type": "object",
+        "properties": properties,
+        "patternProperties": {"^--": {}},  # leading dashes are accepted, too
+        "additionalProperties": False,
+    }
+
+
+HEAD = f"""\
+# Settings
+
+Every setting is a flag (`--seed=1`), an environment variable (`{PREFIX}SEED=1`) and a key of a config file
+(`seed = 1`). Weakest first: default, `config/config.env`, accelerate's file, config file, environment, flag.
+Spelling is forgiving (any case, dashes for underscores, `yes`/`on`/`true`); everything else is strict.
+`simpletuner config show` tells where each value came from. This page is written by `simpletuner config docs`.
+"""
+
+
+def options_page() -> str:
+    """Return docs/options.md: one table per section."""
+    return HEAD + "".join(part for section in SECTIONS.values() for part in table_of(section.__doc__ or "", section))
+
+
+def table_of(title: str, section: Any) -> Iterator[str]:
+    """Yield one section's heading and rows."""
+    yield f"\n## {title}\n\n| setting | default | values | what |\n|---|---|---|---|\n"
+    for name, field in section.model_fields.items():
+        aliases = ", ".join(f"`{alias}`" for alias in extra_of(field, "aliases") or [])
+        also = f" Also: {aliases}." if aliases else ""
+        default = shown_default(field)
+        yield (f"| `{name}` | {f'`{default}`' if default else ''} | {values_of(field)} | {field.description}{also} |\n")
+
+
+def values_of(field: FieldInfo) -> str:
+    """Return a setting's type or choices, its bounds and its unit."""
+    choices = choices_of(field.annotation)
+    kind = ", ".join(f"`{choice}`" for choice in choices) or type_name(field.annotation).lower().replace("|", ", ")
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    bounds = [
+        f"{sign} {getattr(part, bound)}"
+        for part in field.metadata
+        for bound, sign in signs.items()
+        if hasattr(part, bound)
+    ]
+    unit = extra_of(field, "unit")
+    return ", ".join([kind, *bounds]) + (f" [{unit}]" if unit else "")
