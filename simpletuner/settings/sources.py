@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.accelerate import account, default_file, launched_entries, read_file
+from simpletuner.settings.accelerate import Told, account, default_file, launched_entries, read_file
 from simpletuner.settings.formats import read_entries
 from simpletuner.settings.spelling import WORDS_FOR_NOTHING, folded
 
@@ -127,10 +127,13 @@ def accelerate_source(chosen: Any, environment: Mapping[str, str]) -> list[Sourc
     return [accelerate_given(str(path), told, implicit=chosen is None)]
 
 
-def accelerate_given(name: str, told: list[Any], implicit: bool) -> Source:
+def accelerate_given(name: str, told: list[Told], implicit: bool) -> Source:
     """Return accelerate's fields as settings; those that are not used as warnings."""
-    given = [
-        Given(item.knob, item.value, f"{name}{f':{item.line}' if item.line else ''}") for item in told if item.knob
-    ]
+    given = [Given(item.knob, item.value, place_of(name, item)) for item in told if item.knob]
     warnings = [f"{name}: {item.field} = {item.value} is not used: {item.note}" for item in told if item.warning]
     return Source(name, given, warnings, implicit)
+
+
+def place_of(name: str, told: Told) -> str:
+    """Return where a field stands, with its own name where the setting has another."""
+    return f"{name}{f':{told.line}' if told.line else ''}{f' {told.field}' if told.field != told.knob else ''}"
