@@ -1,0 +1,140 @@
+"""`simpletuner nfs check`: whether all nodes of a run can share its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from simpletuner.errors import ExitCode, SettingsError
+from simpletuner.report import Report
+from simpletuner.settings import Settings, load
+
+if TYPE_CHECKING:
+    from simpletuner.ops.nfs.check import Outcome
+    from simpletuner.ops.nfs.findings import Finding
+    from simpletuner.ops.nfs.footprint import Footprint
+    from simpletuner.ops.nfs.node import Node
+
+WORDS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
+STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red", "-": "dim"}
+
+
+def nfs_check(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    *,
+    path: Annotated[Path | None, typer.Option("--path", help="Folder to check; empty: output_dir.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes in all; empty: num_machines.")] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node-rank", "--node_rank", min=0, help="Which node this is, from 0; empty: machine_rank."),
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for the other nodes.")] = 60,
+    size: Annotated[
+        int | None, typer.Option("--size", min=1, help="MiB that the speed test writes; empty: 32, or 0.4 s of them.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Check that all nodes can share a run's folder: start this on every node at about the same time.
+
+    Ends with 0 when all is well or there are warnings, with 3 when a check fails on any node.
+    """
+    from simpletuner.ops.nfs.check import check
+    from simpletuner.ops.signals import listening
+
+    settings, report = load(flags, config).settings, Report()
+    node = node_of(settings, path, nodes, node_rank, timeout, size)
+
+    def waiting(missing: list[int]) -> None:
+        """Say what the others are to start."""
+        report.say(f"waiting up to {node.timeout_seconds:g} s for the other nodes:")
+        for rank in missing:
+            report.say(f"  on node {rank}: {node.command_of(rank)}")
+
+    with listening() as stop:
+        outcome = check(node, stop, waiting)
+    code = ExitCode.ENVIRONMENT if outcome.status == "fail" else ExitCode.OK
+    if as_json:
+        report.json({**outcome.as_json(), "exit_code": int(code)})
+    else:
+        show(outcome, report)
+    raise typer.Exit(int(code))
+
+
+def node_of(
+    settings: Settings, path: Path | None, nodes: int | None, rank: int | None, timeout: float, size: int | None
+) -> Node:
+    """Return what this node is asked: by its own options, else by the settings."""
+    from simpletuner.ops.nfs.node import Node
+
+    launch = settings.launch
+    count = launch.num_machines if nodes is None else nodes
+    number = launch.machine_rank if rank is None else rank
+    if number >= count:
+        raise SettingsError(
+            f"node rank {number}, but there is {count} node" + ("s" if count > 1 else ""),
+            f"say how many nodes there are with --nodes, and give each its own --node-rank from 0 to {count - 1}",
+        )
+    return Node(
+        path=settings.training.output_dir if path is None else path,
+        rank=number,
+        nodes=count,
+        timeout_seconds=timeout,
+        size_mib=size,
+        address=launch.main_process_ip,
+        port=launch.main_process_port,
+        footprint=footprint(settings),
+    )
+
+
+def footprint(settings: Settings) -> Footprint | None:
+    """Return what the configured run will write; None when its model is not known."""
+    from simpletuner.models.sizes import parameters_of
+    from simpletuner.ops.nfs.footprint import footprint_of
+
+    counted = parameters_of(settings.model)
+    return footprint_of(settings, *counted) if counted else None
+
+
+def show(outcome: Outcome, report: Report) -> None:
+    """Print the result for people: this node's checks, what only other nodes found, and the verdict."""
+    node = outcome.node
+    report.line(f"{node.path}  as node {node.rank} of {node.nodes}", style="bold")
+    report.checklist(map(row, outcome.findings), STYLES)
+    known = {(finding.check, finding.seen) for finding in outcome.findings}
+    for rank, findings in sorted(outcome.others.items()):
+        news = [f for f in findings if f.status in ("warn", "fail") and (f.check, f.seen) not in known]
+        if news:
+            report.line(f"node {rank} found", style="bold")
+            report.checklist(map(row, news), STYLES)
+    report.line(verdict(outcome), style=STYLES[WORDS[outcome.status]])
+
+
+def row(finding: Finding) -> tuple[str, str, str, tuple[str, ...]]:
+    """Return a finding as a line of the table."""
+    return finding.check, WORDS[finding.status], finding.seen, finding.fix
+
+
+def verdict(outcome: Outcome) -> str:
+    """Return the result in one line, with the nodes that each problem concerns."""
+    everyone = {outcome.node.rank: outcome.findings, **outcome.others}
+    problems = {
+        status: [
+            f"{name} ({', '.join(f'node {rank}' for rank in ranks)})"
+            for name in (finding.check for finding in outcome.findings)
+            if (ranks := [r for r, found in sorted(everyone.items()) if (name, status) in statuses(found)])
+        ]
+        for status in ("fail", "warn")
+    }
+    silent = [f"no report from node {rank}" for rank in outcome.silent if outcome.others]
+    failures, warnings = [*problems["fail"], *silent], problems["warn"]
+    said = [f"failed: {', '.join(failures)}"] * bool(failures) + [f"warnings: {', '.join(warnings)}"] * bool(warnings)
+    return "; ".join(said) or f"all is well on {outcome.node.nodes} node{'s' if outcome.node.nodes > 1 else ''}"
+
+
+def statuses(findings: tuple[Finding, ...]) -> set[tuple[str, str]]:
+    """Return each check with its status."""
+    return {(finding.check, str(finding.status)) for finding in findings}
