@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from simpletuner.errors import ExitCode, SettingsError
+from simpletuner.ops.nfs.findings import CHECKS, Finding, Status, plural, ranks_in_words
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
 
 if TYPE_CHECKING:
     from simpletuner.ops.nfs.check import Outcome
-    from simpletuner.ops.nfs.findings import Finding
     from simpletuner.ops.nfs.footprint import Footprint
     from simpletuner.ops.nfs.node import Node
 
@@ -47,16 +47,9 @@ def nfs_check(
 
     settings, report = load(flags, config).settings, Report()
     node = node_of(settings, path, nodes, node_rank, timeout, size)
-
-    def waiting(missing: list[int]) -> None:
-        """Say what the others are to start."""
-        report.say(f"waiting up to {node.timeout_seconds:g} s for the other nodes:")
-        for rank in missing:
-            report.say(f"  on node {rank}: {node.command_of(rank)}")
-
     with listening() as stop:
-        outcome = check(node, stop, waiting)
-    code = ExitCode.ENVIRONMENT if outcome.status == "fail" else ExitCode.OK
+        outcome = check(node, stop, report.say)
+    code = ExitCode.ENVIRONMENT if outcome.status is Status.FAIL else ExitCode.OK
     if as_json:
         report.json({**outcome.as_json(), "exit_code": int(code)})
     else:
@@ -75,8 +68,8 @@ def node_of(
     number = launch.machine_rank if rank is None else rank
     if number >= count:
         raise SettingsError(
-            f"node rank {number}, but there is {count} node" + ("s" if count > 1 else ""),
-            f"say how many nodes there are with --nodes, and give each its own --node-rank from 0 to {count - 1}",
+            f"node rank {number}, but nodes = {count}: ranks go from 0 to {count - 1}",
+            "say how many nodes there are with --nodes, and give each its own --node-rank",
         )
     return Node(
         path=settings.training.output_dir if path is None else path,
@@ -106,7 +99,7 @@ def show(outcome: Outcome, report: Report) -> None:
     report.checklist(map(row, outcome.findings), STYLES)
     known = {(finding.check, finding.seen) for finding in outcome.findings}
     for rank, findings in sorted(outcome.others.items()):
-        news = [f for f in findings if f.status in ("warn", "fail") and (f.check, f.seen) not in known]
+        news = [f for f in findings if f.status in (Status.WARN, Status.FAIL) and (f.check, f.seen) not in known]
         if news:
             report.line(f"node {rank} found", style="bold")
             report.checklist(map(row, news), STYLES)
@@ -120,21 +113,15 @@ def row(finding: Finding) -> tuple[str, str, str, tuple[str, ...]]:
 
 def verdict(outcome: Outcome) -> str:
     """Return the result in one line, with the nodes that each problem concerns."""
-    everyone = {outcome.node.rank: outcome.findings, **outcome.others}
-    problems = {
-        status: [
-            f"{name} ({', '.join(f'node {rank}' for rank in ranks)})"
-            for name in (finding.check for finding in outcome.findings)
-            if (ranks := [r for r, found in sorted(everyone.items()) if (name, status) in statuses(found)])
-        ]
-        for status in ("fail", "warn")
-    }
     silent = [f"no report from node {rank}" for rank in outcome.silent if outcome.others]
-    failures, warnings = [*problems["fail"], *silent], problems["warn"]
+    failures, warnings = [*problems(outcome, Status.FAIL), *silent], problems(outcome, Status.WARN)
     said = [f"failed: {', '.join(failures)}"] * bool(failures) + [f"warnings: {', '.join(warnings)}"] * bool(warnings)
-    return "; ".join(said) or f"all is well on {outcome.node.nodes} node{'s' if outcome.node.nodes > 1 else ''}"
+    return "; ".join(said) or f"all is well on {plural(outcome.node.nodes, 'node')}"
 
 
-def statuses(findings: tuple[Finding, ...]) -> set[tuple[str, str]]:
-    """Return each check with its status."""
-    return {(finding.check, str(finding.status)) for finding in findings}
+def problems(outcome: Outcome, status: Status) -> list[str]:
+    """Return each check that ended so on any node, with these nodes."""
+    everyone = {outcome.node.rank: outcome.findings, **outcome.others}
+    ended = {rank: {finding.check for finding in found if finding.status is status} for rank, found in everyone.items()}
+    nodes_of = {name: [rank for rank in ended if name in ended[rank]] for name in CHECKS}
+    return [f"{name} ({ranks_in_words(ranks)})" for name, ranks in nodes_of.items() if ranks]

@@ -54,7 +54,7 @@ def main(wish: dict[str, Any]) -> None:
     paths = {name: Path(wish.pop(name)) for name in ("path", "mountinfo") if name in wish}
     node = Node(**paths, **wish, clock=lambda: time.time() + ahead, flock=LOCKS[locks])
     with listening() as stop:
-        outcome = check(node, stop, lambda missing: None)
+        outcome = check(node, stop, lambda text: print(text, file=sys.stderr, flush=True))
     print(json.dumps(outcome.as_json()))
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from simpletuner.ops.nfs.faults import explained
-from simpletuner.ops.nfs.findings import Finding, failed, passed, plural, skipped, warned
+from simpletuner.ops.nfs.findings import Finding, duration, failed, passed, plural, skipped, warned
 from simpletuner.ops.nfs.meeting import GONE, Meeting
 from simpletuner.ops.nfs.node import Node
 from simpletuner.ops.nfs.place import Place
@@ -40,7 +40,7 @@ def write(node: Node, place: Place) -> Finding:
         with contextlib.suppress(OSError):  # a folder that refuses this, too, has been found wrong already
             probe.unlink(missing_ok=True)
     seconds = time.monotonic() - began
-    return passed("write", f"a file was created, synced and removed in {1000 * seconds:.0f} ms", seconds=seconds)
+    return passed("write", f"a file was created, synced and removed in {duration(seconds)}", seconds=seconds)
 
 
 def rename(node: Node, meeting: Meeting) -> Finding:
@@ -145,7 +145,7 @@ def delete(node: Node, meeting: Meeting) -> Finding:
     if still_there:
         sentence = f"{len(still_there)} of {len(files) - 1} deleted files still show after {DELETE_SECONDS:g} s"
         return failed("delete", sentence, SLOW_CACHE_FIX, seconds=seconds)
-    sentence = f"the other nodes' deleted files were gone here within {seconds:.3f} s"
+    sentence = f"what other nodes deleted was gone here in {duration(seconds)}"
     if seconds > LATE_SECONDS:
         return warned("delete", f"{sentence}: above {LATE_SECONDS:g} s", SLOW_CACHE_FIX, seconds=seconds)
     return passed("delete", sentence, seconds=seconds)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from simpletuner.ops.nfs import behaviour, locking, port, room, sameness, seeing, sharing
 from simpletuner.ops.nfs.faults import explained
-from simpletuner.ops.nfs.findings import CHECKS, Finding, Status, failed, finding_from, skipped, worst
+from simpletuner.ops.nfs.findings import CHECKS, Finding, Status, failed, finding_from, ranks_in_words, skipped, worst
 from simpletuner.ops.nfs.meeting import Meeting, Unmet
 from simpletuner.ops.nfs.mounts import Mount
 from simpletuner.ops.nfs.node import Node
+from simpletuner.ops.nfs.patience import watched
 from simpletuner.ops.nfs.place import Janitor, Place
 from simpletuner.ops.nfs.seeing import Answer
 from simpletuner.ops.signals import StopRequest
@@ -48,18 +52,18 @@ class Outcome:
         }
 
 
-def check(node: Node, stop: StopRequest, waiting: Callable[[list[int]], None]) -> Outcome:
+def check(node: Node, stop: StopRequest, say: Callable[[str], None]) -> Outcome:
     """Check a folder together with the other nodes, and leave nothing behind.
 
-    `waiting` is called once with the nodes that are late. Raises Stopped when a signal came.
+    `say` is told whom it waits for, and if the filesystem does not answer. Raises Stopped when a signal came.
     """
-    node = replace(node, path=node.path.expanduser().resolve())
+    node = replace(node, path=Path(os.path.realpath(node.path.expanduser())))
     place = Place(node.path)
     meeting = Meeting(place, node.rank, node.nodes, node.timeout_seconds, stop)
-    with Janitor(place, node.rank, meeting.token):  # forks: before any thread is started
-        round_ = Round(node, place, meeting)
+    with Janitor(place, node.rank, meeting.token), watched(meeting, say):  # forks: before any thread is started
+        round_ = Round(node, place, meeting, say)
         try:
-            return round_.go(waiting)
+            return round_.go()
         finally:
             meeting.leave()
 
@@ -67,29 +71,29 @@ def check(node: Node, stop: StopRequest, waiting: Callable[[list[int]], None]) -
 class Round:
     """One pass through the checks on one node, with what they have found so far."""
 
-    def __init__(self, node: Node, place: Place, meeting: Meeting) -> None:
-        self.node, self.place, self.meeting = node, place, meeting
+    def __init__(self, node: Node, place: Place, meeting: Meeting, say: Callable[[str], None]) -> None:
+        self.node, self.place, self.meeting, self.say = node, place, meeting, say
         self.findings: dict[str, Finding] = {}
         self.answers: list[list[Answer]] = []
         self.reaches: dict[int, str] = {}
 
-    def go(self, waiting: Callable[[list[int]], None]) -> Outcome:
+    def go(self) -> Outcome:
         """Make every check that can be made, and share the results."""
         self.findings["write"] = behaviour.write(self.node, self.place)
         mount = sharing.mounted(self.node)
-        together = self.meet(mount, waiting)
+        together = self.meet(mount)
         if together:
             self.make_checks()
         self.findings["mount"] = sharing.judged(self.node, mount, self.reaches)
         self.attempt("space", lambda: room.space(self.node))
         return self.shared() if together else self.outcome({}, self.node.others)
 
-    def meet(self, mount: Mount | None, waiting: Callable[[list[int]], None]) -> bool:
+    def meet(self, mount: Mount | None) -> bool:
         """Meet the others and see whether files are seen; return whether the other checks have sense."""
         self.meeting.stage = "see"
         try:
             self.meeting.claim()
-            self.meeting.join(waiting)
+            self.meeting.join(self.waiting)
             reaches = self.meeting.gather("reach", str(sharing.reach_of(mount)))
             self.answers = seeing.exchange(self.node, self.meeting)
             self.meeting.gather("end")
@@ -104,6 +108,12 @@ class Round:
             return True
         self.meeting.abandon()
         return False
+
+    def waiting(self, missing: list[int]) -> None:
+        """Say who is late, and what is to be started there."""
+        self.say(f"waiting up to {self.node.timeout_seconds:g} s for {ranks_in_words(missing)}:")
+        for command in self.commands(missing):
+            self.say(f"  {command}")
 
     def commands(self, ranks: Iterable[int]) -> list[str]:
         """Return what to type so that missing nodes come."""
@@ -138,14 +148,13 @@ class Round:
     def shared(self) -> Outcome:
         """Post this node's findings, and return them with those of all others."""
         self.meeting.stage = "outcome"
-        self.meeting.post("findings", [finding.as_json() for finding in self.ordered()])
         told: dict[int, list[dict[str, Any]]] = {}
-        for other in self.node.others:
-            try:
-                told |= self.meeting.wait("findings", [other])
-            except Unmet:
-                continue  # it has failed, and it is named as silent
-        self.meeting.see_off()
+        with contextlib.suppress(OSError):  # a folder that fails even now has been found wrong by the checks
+            self.meeting.post("findings", [finding.as_json() for finding in self.ordered()])
+            for other in self.node.others:
+                with contextlib.suppress(Unmet):  # it is named as silent
+                    told |= self.meeting.wait("findings", [other])
+            self.meeting.see_off()
         return self.outcome({rank: tuple(map(finding_from, found)) for rank, found in told.items()}, self.node.others)
 
     def outcome(self, others: dict[int, tuple[Finding, ...]], expected: Iterable[int]) -> Outcome:

@@ -144,7 +144,7 @@ def recipe(path: str, server: str, node_rank: int) -> tuple[str, ...]:
     clients = ".".join([*numbers[:3], "0/24"]) if is_ipv4 else "SUBNET/24"
     node_0 = server or "NODE0"
     serve = (
-        "on node 0: sudo apt install nfs-kernel-server",
+        f"on node 0: sudo apt install nfs-kernel-server; mkdir -p {path}",
         f"on node 0: echo '{path} {clients}(rw,sync,no_subtree_check)' | sudo tee -a /etc/exports; sudo exportfs -ra",
     )
     mount = (

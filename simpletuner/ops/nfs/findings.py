@@ -86,6 +86,13 @@ def plural(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Return a short time as people say it."""
+    if seconds < 0.001:
+        return "under 1 ms"
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """Return `node 1`, or `nodes 1, 2`."""
     listed = sorted(ranks)

@@ -47,7 +47,8 @@ class Meeting:
         self.timeout_seconds, self.stop = timeout_seconds, stop
         self.token = uuid.uuid4().hex
         self.others = [other for other in range(nodes) if other != rank]
-        self.stage = ""
+        self.stage = "write"
+        self.last_sign = time.monotonic()
         self.holds_rank = False
         self._met: dict[int, str] = {}
         self._came: set[int] = set()
@@ -146,6 +147,7 @@ class Meeting:
 
     def pause(self, seconds: float) -> None:
         """Sleep. Raises Stopped when a signal came."""
+        self.last_sign = time.monotonic()
         if self.stop.signal_number:
             raise self.stop.stopped("during nfs check")
         time.sleep(seconds)
@@ -157,6 +159,7 @@ class Meeting:
         for other in self.others:
             with contextlib.suppress(Unmet):
                 self.wait("read", [other])
+        self._let_strangers_go()
 
     def leave(self) -> None:
         """Stop the heartbeat, and remove all that this node wrote."""
@@ -180,6 +183,15 @@ class Meeting:
         if time.monotonic() > deadline:
             self._lost |= pending  # nobody waits for them again
             raise Unmet(f"{ranks_in_words(pending)} said nothing for {self.timeout_seconds:g} s", pending)
+
+    def _let_strangers_go(self) -> None:
+        """Wait for nodes of other users to leave, if the folder is this user's: only its owner may remove it."""
+        ends = time.monotonic() + STALE_SECONDS
+        if self.place.folder.stat().st_uid != os.geteuid():
+            return
+        for other in self.others:
+            while (card := self.card(other)) and card["uid"] != os.geteuid() and time.monotonic() < ends:
+                self.pause(0.02)
 
     def _has_met(self, other: int) -> bool:
         """Return whether a node and this one have read each other's card."""
@@ -233,6 +245,7 @@ class Meeting:
                 "beat": [self.token, self._beats],
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
+                "uid": os.geteuid(),
                 "machine": machine(),
             }
             write_whole(self._card(self.rank), card)

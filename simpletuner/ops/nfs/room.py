@@ -79,7 +79,7 @@ def speed(node: Node, meeting: Meeting) -> Finding:
 
 def write_file(path: Path, node: Node, meeting: Meeting) -> tuple[int, float]:
     """Write until the size, or the budget of time, is reached; return bytes and seconds with the way to the disk."""
-    chunk, wanted = os.urandom(CHUNK_BYTES), (node.size_mib or DEFAULT_SIZE_MIB) * MIB
+    chunk, wanted = os.urandom(CHUNK_BYTES), bytes_to_write(node)
     written, began = 0, time.monotonic()
     with path.open("wb", buffering=0) as file:
         while written < wanted:
@@ -91,6 +91,12 @@ def write_file(path: Path, node: Node, meeting: Meeting) -> tuple[int, float]:
         seconds = time.monotonic() - began
         forget(file.fileno())
     return written, seconds
+
+
+def bytes_to_write(node: Node) -> int:
+    """Return how much to write: never so much that all nodes together could fill the filesystem."""
+    state = os.statvfs(node.path)
+    return min((node.size_mib or DEFAULT_SIZE_MIB) * MIB, state.f_bavail * state.f_frsize // (4 * node.nodes))
 
 
 def forget(descriptor: int) -> None:
@@ -114,6 +120,9 @@ def verdict_on_speed(node: Node, written: int, write_seconds: float, read_rate: 
     """Return both speeds, and what they mean for a checkpoint."""
     rate = written / max(write_seconds, 1e-9)
     values = {"write_mib_per_second": rate / MIB, "read_mib_per_second": read_rate / MIB, "written_bytes": written}
+    if written < MIB:
+        fix = f"df -h {node.path}   # make room"
+        return warned("speed", "not measured: writing 1 MiB for each node could fill the filesystem", fix, **values)
     together = "" if node.is_alone else f", {plural(node.nodes, 'node')} at once"
     sentence = f"wrote {rate / MIB:,.0f} MiB/s and read {read_rate / MIB:,.0f} MiB/s ({written // MIB} MiB{together})"
     if node.footprint:

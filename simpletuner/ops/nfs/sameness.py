@@ -7,7 +7,7 @@ import pwd
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from simpletuner.ops.nfs.findings import Finding, failed, passed, ranks_in_words, warned
+from simpletuner.ops.nfs.findings import Finding, duration, failed, passed, ranks_in_words, warned
 from simpletuner.ops.nfs.meeting import Meeting
 from simpletuner.ops.nfs.node import Node
 from simpletuner.ops.nfs.seeing import Answer
@@ -26,7 +26,9 @@ def clock(node: Node, meeting: Meeting, rounds: Sequence[Sequence[Answer]]) -> F
         offset, uncertainty, who = farthest.offset_seconds, farthest.uncertainty_seconds, f"node {farthest.rank}"
     direction = "ahead of" if offset > 0 else "behind"
     limits = f"warning from {CLOCK_WARN_SECONDS:g} s, failure from {CLOCK_FAIL_SECONDS:g} s"
-    sentence = f"{who} is {abs(offset):.3f} s {direction} this node, within {uncertainty:.3f} s ({limits})"
+    sentence = (
+        f"{who} is {duration(abs(offset))} {direction} this node, give or take {duration(uncertainty)} ({limits})"
+    )
     values = {"offset_seconds": offset, "uncertainty_seconds": uncertainty, "compared_with": who}
     if abs(offset) - uncertainty >= CLOCK_FAIL_SECONDS:
         return failed("clock", sentence, CLOCK_FIX, **values)
@@ -92,7 +94,7 @@ def same_user(everyone: Mapping[int, Mapping[str, Any]], mine: Mapping[str, Any]
 
 def foreign_owner(mine: Mapping[str, Any], foreign: Mapping[int, int], numbers: Mapping[str, Any]) -> Finding:
     """Return that files of this node are seen as somebody else's."""
-    seen = f"{ranks_in_words(foreign)} sees this node's files as uid {min(foreign.values())}, not {mine['uid']}"
+    seen = f"{ranks_in_words(foreign)} found uid {min(foreign.values())}, not {mine['uid']}, on this node's files"
     if mine["uid"] == 0:
         fix = "run as an ordinary user, or export with `no_root_squash` in /etc/exports; then sudo exportfs -ra"
         return warned("identity", f"root is squashed: {seen}", fix, **numbers)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.ops.nfs.findings import Finding, passed, plural, skipped, warned
+from simpletuner.ops.nfs.findings import Finding, duration, passed, plural, skipped, warned
 from simpletuner.ops.nfs.meeting import Meeting, Unmet, read_json, write_whole
 from simpletuner.ops.nfs.node import Node
 
@@ -106,7 +106,7 @@ def sight(node: Node, rounds: Sequence[Sequence[Answer]]) -> Finding:
     seconds = slowest.round_trip_seconds
     sentence = (
         f"{plural(len(node.others), 'other node')} saw this node's file and answered; "
-        f"the slowest round trip took {seconds:.3f} s (node {slowest.rank})"
+        f"the slowest round trip took {duration(seconds)} (node {slowest.rank})"
     )
     if seconds > LATE_SECONDS:
         return warned("see", f"{sentence}: above {LATE_SECONDS:g} s", SLOW_CACHE_FIX, round_trip_seconds=seconds)
