@@ -11,13 +11,13 @@ from collections import Counter
 from pathlib import Path
 
 from simpletuner.ops.nfs.faults import explained
+from simpletuner.ops.nfs.filesystems import OTHER_FILESYSTEM
 from simpletuner.ops.nfs.findings import Finding, duration, failed, passed, plural, skipped, warned
-from simpletuner.ops.nfs.meeting import GONE, Meeting
+from simpletuner.ops.nfs.meeting import GONE, Meeting, look_anew
 from simpletuner.ops.nfs.node import Node
 from simpletuner.ops.nfs.place import Place
-from simpletuner.ops.nfs.seeing import LATE_SECONDS, SLOW_CACHE_FIX, look_anew, own_folder
+from simpletuner.ops.nfs.seeing import LATE_SECONDS, SLOW_CACHE_FIX, own_folder
 
-OTHER_FILESYSTEM = "use NFS 4, Lustre or CephFS for output_dir"
 RENAMING_SECONDS = 0.25
 LINES = 512
 RACES_PER_NODE = 4
@@ -138,9 +138,11 @@ def delete(node: Node, meeting: Meeting) -> Finding:
     for other in node.others:
         is_there(files[other])
     meeting.gather("read")
+    began = time.monotonic()  # all delete now: what is seen at once may have taken as long as the nodes' next word
     files[node.rank].unlink()
     meeting.gather("deleted")
-    seconds, still_there = wait_until_gone({rank: files[rank] for rank in node.others}, node, meeting)
+    still_there = wait_until_gone({rank: files[rank] for rank in node.others}, meeting)
+    seconds = time.monotonic() - began
     meeting.gather("end")
     if still_there:
         sentence = f"{len(still_there)} of {len(files) - 1} deleted files still show after {DELETE_SECONDS:g} s"
@@ -151,17 +153,18 @@ def delete(node: Node, meeting: Meeting) -> Finding:
     return passed("delete", sentence, seconds=seconds)
 
 
-def wait_until_gone(files: dict[int, Path], node: Node, meeting: Meeting) -> tuple[float, set[int]]:
-    """Return the seconds until no file was seen any more, and those that are still seen at the end."""
+def wait_until_gone(files: dict[int, Path], meeting: Meeting) -> set[int]:
+    """Wait until no file is seen any more; return those that are still seen at the end."""
     began, left = time.monotonic(), set(files)
     while left := {rank for rank in left if is_there(files[rank])}:
         waited = time.monotonic() - began
         if waited > DELETE_SECONDS:
             break
         if waited > LATE_SECONDS:
-            look_anew([files[rank].parent for rank in left], node.rank)
+            for rank in left:
+                look_anew(files[rank].parent)
         meeting.pause(0.005 if waited < 1 else 0.05)
-    return time.monotonic() - began, left
+    return left
 
 
 def is_there(path: Path) -> bool:

@@ -30,6 +30,8 @@ class Kind:
 OBJECTS = "keeps files as objects: rename is no single step there, and locks and appends may be missing"
 ON_THIS_HOST = "keeps files on the host of this virtual machine: shared only between machines on that host"
 
+OTHER_FILESYSTEM = "use NFS 4, Lustre or CephFS for output_dir"
+
 KINDS: dict[str, Kind] = {
     "nfs": Kind("NFS 3", Reach.SHARED),
     "nfs4": Kind("NFS 4", Reach.SHARED),
@@ -46,7 +48,7 @@ KINDS: dict[str, Kind] = {
     "fuse.juicefs": Kind("JuiceFS", Reach.SHARED),
     "cifs": Kind("SMB", Reach.SHARED),
     "smb3": Kind("SMB", Reach.SHARED),
-    "fuse.sshfs": Kind("sshfs", Reach.SHARED, "its locks hold on one node only, and it is slow for checkpoints"),
+    "fuse.sshfs": Kind("sshfs", Reach.SHARED, "keeps locks on one node only, and is slow for checkpoints"),
     "fuse.s3fs": Kind("s3fs", Reach.SHARED, OBJECTS),
     "fuse.rclone": Kind("rclone", Reach.SHARED, OBJECTS),
     "fuse.gcsfuse": Kind("gcsfuse", Reach.SHARED, OBJECTS),
@@ -97,7 +99,7 @@ def server_of(mount: Mount) -> str:
 def cautions(mount: Mount, kind: Kind) -> Iterator[tuple[str, str]]:
     """Yield what a run should know about a mount's options, each with what mends it."""
     if kind.caution:
-        yield f"{kind.name} {kind.caution}", "use NFS 4, Lustre or CephFS for output_dir"
+        yield f"{kind.name} {kind.caution}", OTHER_FILESYSTEM
     if mount.fstype in ("nfs", "nfs4"):
         yield from nfs_cautions(mount)
     if mount.fstype == "lustre":

@@ -21,8 +21,8 @@ from simpletuner.ops.nfs.node import Node
 
 RELEASE_SECONDS = 5.0
 LOCKS_FIX = (
-    "NFS: mount without `nolock` and `local_lock` (NFS 3 also needs: sudo systemctl start rpc-statd); "
-    "Lustre: mount with `flock`"
+    "NFS: mount without `nolock` and `local_lock` (NFS 3 also needs: sudo systemctl start rpc-statd)",
+    "Lustre: mount with `flock`. Others: use NFS 4, Lustre or CephFS for output_dir",
 )
 
 
@@ -108,12 +108,12 @@ def verdict_on_lock(node: Node, path: Path, parts: Mapping[int, Mapping[str, Any
         sentence, fix = explained(OSError(number, os.strerror(number)), path.parent.parent)
         return failed("lock", f"node {rank}: {sentence}", fix, **values)
     if parts[0]["error"]:
-        return failed("lock", "node 0 could not take a lock on a new file: another process holds it", LOCKS_FIX)
+        return failed("lock", "node 0 could not take a lock on a new file: another process holds it", *LOCKS_FIX)
     if ignored := [rank for rank, part in parts.items() if part["tried"] == 0]:
         sentence = f"{ranks_in_words(ignored)} got the lock that node 0 was holding: locks are not shared"
-        return failed("lock", sentence, LOCKS_FIX, **values)
+        return failed("lock", sentence, *LOCKS_FIX, **values)
     if late := [rank for rank, part in parts.items() if part["seconds"] is None]:
         sentence = f"{ranks_in_words(late)} did not get the lock within {RELEASE_SECONDS:g} s of its release"
-        return failed("lock", sentence, LOCKS_FIX, **values)
+        return failed("lock", sentence, *LOCKS_FIX, **values)
     who = "a second opener was" if node.is_alone else "the others were"
     return passed("lock", f"flock held by node 0: {who} refused, and obtained it after its release", **values)

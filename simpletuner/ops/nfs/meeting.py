@@ -1,9 +1,9 @@
 """How nodes meet in a shared folder: each has a card, posts what it has to say, and waits for what others post.
 
-A card names its process by a token, and the tokens of those whose cards it has read. Two nodes have met when each
-finds its own token on the other's card: what a dead session left behind can never name a fresh token. Cards are
-written anew twice a second. That shows that a node lives, and it keeps waits short on NFS: a client that changes a
-folder learns at once that others changed it too, where it may otherwise believe its cache for a minute.
+A card names its process by a token. Two nodes have met when each has noted the other's token: what a dead session left
+behind can never note a fresh one. Clients of shared filesystems remember what files hold, how long they are, and that
+a name was missing. So no file is ever written twice, and nobody asks for a name before the folder lists it. What is
+left is the list itself: a client that changes a folder reads it anew, and each node changes it with every heartbeat.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from simpletuner.ops.nfs.place import CARD, Place
 from simpletuner.ops.signals import StopRequest
 
 BEAT_SECONDS = 0.5
+WAITING_BEAT_SECONDS = 0.1
+"""Who waits looks anew more often."""
 STALE_SECONDS = 3.0
-"""A card that is not written anew for so long belongs to nobody."""
+"""A node that has no new heartbeat for so long is no more."""
 CLAIM_ATTEMPTS = 20
 GONE = (errno.ENOENT, errno.ESTALE)
 
@@ -50,74 +52,63 @@ class Meeting:
         self.stage = "write"
         self.last_sign = time.monotonic()
         self.holds_rank = False
-        self._met: dict[int, str] = {}
-        self._came: set[int] = set()
+        self._cards: dict[int, dict[str, Any]] = {}
+        self._met: set[int] = set()
         self._lost: set[int] = set()
-        self._beats = 0
-        self._writing, self._ending = threading.Lock(), threading.Event()
-        self._heart = threading.Thread(target=self._beat, daemon=True)
+        self._beats, self._last_beat = 0, 0.0
+        self._beating, self._ending = threading.Lock(), threading.Event()
+        self._heart = threading.Thread(target=self._keep_beating, daemon=True)
 
     def claim(self) -> None:
         """Take this node's rank. Raises Unmet when a living process has it, OSError where nothing can be written."""
-        taken_over = False
         for attempts_left in reversed(range(CLAIM_ATTEMPTS)):
             try:
                 self.place.make()
-                os.close(os.open(self._card(self.rank), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-            except FileNotFoundError:
-                if attempts_left:
-                    continue  # the last node of an earlier check has just removed the folder
-                raise
+                self._write_card()
+                break
+            except FileNotFoundError:  # the last node of an earlier check has just removed the folder
+                if not attempts_left:
+                    raise
             except FileExistsError:
                 self._refuse_living()
-                taken_over = True
-            break
-        self.place.clear(self.rank, card=False)
+                self.place.clear(self.rank)
+        else:
+            raise Unmet(f"node rank {self.rank} is claimed again and again by other processes", [self.rank])
         self.holds_rank = True
-        self._write_card()
+        self._beat()
         self._heart.start()
-        if taken_over:
-            self.pause(BEAT_SECONDS)  # of two that take over at once, the later one's card stays
-            self.check_rank()
 
     def join(self, waiting: Callable[[list[int]], None]) -> None:
         """Meet all others. Calls `waiting` once with those that are late; raises Unmet when some do not come."""
         began, told = time.monotonic(), False
-        while missing := [other for other in self.others if not self._has_met(other)]:
-            self.check_rank()
+        while missing := self._missing():
             seconds = time.monotonic() - began
             if seconds > self.timeout_seconds:
-                late = set(missing) - self._came or missing  # one that came may have lost patience before us
+                late = set(missing) - self._met or missing  # one that came may have lost patience before us
                 raise Unmet(f"{ranks_in_words(late)} did not come within {self.timeout_seconds:g} s", late)
             if seconds > 1 and not told:
                 waiting(missing)
                 told = True
-            self.pause(0.02)
+            self._wait_a_little(0.02)
 
     def post(self, name: str, value: Any = None) -> None:
         """Let the others read a value under a name of the present stage."""
-        write_whole(self.place.own(self.rank, f"{self.stage}.{name}.json"), {"token": self.token, "value": value})
-
-    def posted(self, other: int, name: str) -> Any:
-        """Return what a node posted in the present stage, boxed in a list, or None."""
-        found = read_json(self.place.own(other, f"{self.stage}.{name}.json"))
-        expected = self.token if other == self.rank else self._met.get(other)
-        return [found["value"]] if found and found["token"] == expected else None
+        write_whole(self._post(self.rank, name), value)
 
     def wait(self, name: str, ranks: Iterable[int] | None = None) -> dict[int, Any]:
         """Return what all others posted under a name. Raises Unmet when one failed, left, or is silent too long."""
         pending, values = set(self.others if ranks is None else ranks), {}
-        deadline = time.monotonic() + self.timeout_seconds
-        pause_seconds = 0.002
+        deadline, pause_seconds = time.monotonic() + self.timeout_seconds, 0.002
         while True:
+            listed = self._listed()
             for other in sorted(pending):
-                if (box := self.posted(other, name)) is not None:
-                    values[other] = box[0]
+                if self._post(other, name).name in listed:
+                    values[other] = json.loads(self._post(other, name).read_text(encoding="utf-8"))
             pending -= set(values)
             if not pending:
                 return values
-            self._check_others(pending, name, deadline)
-            self.pause(pause_seconds)
+            self._check_others(pending, listed, deadline)
+            self._wait_a_little(pause_seconds)
             pause_seconds = min(0.05, pause_seconds * 1.2)
 
     def gather(self, name: str, value: Any = None) -> dict[int, Any]:
@@ -125,25 +116,19 @@ class Meeting:
         self.post(name, value)
         return {self.rank: value, **self.wait(name)}
 
+    def stamp(self) -> os.stat_result:
+        """Return what the filesystem notes of a file that this node has just written."""
+        self.post("stamp")
+        return self._post(self.rank, "stamp").stat()
+
     def abandon(self) -> None:
         """Tell the others not to wait for this node in the present stage."""
         with contextlib.suppress(OSError):
             self.post("failed")
 
-    def check_rank(self) -> None:
-        """Raise Unmet when another process has taken this node's rank."""
-        card = self.card(self.rank)
-        if card and card["token"] != self.token:
-            self.holds_rank = False
-            raise Unmet(self._taken_by(card), [self.rank])
-
-    def card(self, rank: int) -> dict[str, Any] | None:
-        """Return a node's card, or None while there is none."""
-        return read_json(self._card(rank))
-
     def token_of(self, other: int) -> str:
         """Return the token of a node that was met."""
-        return self._met[other]
+        return self._cards[other]["token"]
 
     def pause(self, seconds: float) -> None:
         """Sleep. Raises Stopped when a signal came."""
@@ -171,14 +156,33 @@ class Meeting:
         else:
             self.place.remove_when_empty()
 
-    def _check_others(self, pending: set[int], name: str, deadline: float) -> None:
+    def _missing(self) -> list[int]:
+        """Note whose cards are new, and return those who have not noted this node's."""
+        listed = self._listed()
+        for other in self.others:
+            card = read_json(self._card(other)) if self._card(other).name in listed else None
+            if card and card["token"] != self._cards.get(other, {}).get("token"):
+                self._cards[other] = card
+                self.place.own(self.rank, f"met.{card['token']}").touch()
+        return [other for other in self.others if not self._has_met(other, listed)]
+
+    def _has_met(self, other: int, listed: set[str]) -> bool:
+        """Return whether a node has noted this one's token. Raises Unmet when it waits for another number of nodes."""
+        if self.place.own(other, f"met.{self.token}").name not in listed or other not in self._cards:
+            return False
+        self._met.add(other)
+        nodes = self._cards[other]["nodes"]
+        if nodes != self.nodes:
+            self.pause(2 * BEAT_SECONDS)  # so that it sees this node, too, before its card is gone
+            raise Unmet(f"node {other} was started with --nodes {nodes}, this one with --nodes {self.nodes}")
+        return self._card(other).name in listed
+
+    def _check_others(self, pending: set[int], listed: set[str], deadline: float) -> None:
         """Raise Unmet when waiting has no sense any more."""
         for other in sorted(pending):
-            if self.posted(other, "failed") is not None:
+            if self._post(other, "failed").name in listed:
                 raise Unmet(f"node {other} could not go on", [other])
-            card = self.card(other)
-            is_gone = other in self._lost or card is None or card["token"] != self._met[other]
-            if is_gone and self.posted(other, name) is None:
+            if other in self._lost or self.place.own(other, f"met.{self.token}").name not in listed:
                 raise Unmet(f"node {other} ended before it was through", [other])
         if time.monotonic() > deadline:
             self._lost |= pending  # nobody waits for them again
@@ -186,73 +190,77 @@ class Meeting:
 
     def _let_strangers_go(self) -> None:
         """Wait for nodes of other users to leave, if the folder is this user's: only its owner may remove it."""
-        ends = time.monotonic() + STALE_SECONDS
-        if self.place.folder.stat().st_uid != os.geteuid():
-            return
-        for other in self.others:
-            while (card := self.card(other)) and card["uid"] != os.geteuid() and time.monotonic() < ends:
-                self.pause(0.02)
-
-    def _has_met(self, other: int) -> bool:
-        """Return whether a node and this one have read each other's card."""
-        card = self.card(other)
-        if card is None:
-            return False
-        if self._met.get(other) != card["token"]:
-            self._met[other] = card["token"]
-            self._write_card()
-        if card["met"].get(str(self.rank)) != self.token:
-            return False
-        self._came.add(other)
-        if card["nodes"] != self.nodes:
-            self.pause(2 * BEAT_SECONDS)  # so that it sees this node, too, before its card is gone
-            raise Unmet(f"node {other} was started with --nodes {card['nodes']}, this one with --nodes {self.nodes}")
-        return True
+        ends, me = time.monotonic() + STALE_SECONDS, os.geteuid()
+        strangers = {self._card(other).name for other in self.others if self._cards[other]["uid"] != me}
+        if self.place.folder.stat().st_uid == me:
+            while strangers & self._listed() and time.monotonic() < ends:
+                self._wait_a_little(0.02)
 
     def _refuse_living(self) -> None:
-        """Raise Unmet if the card that is in the way belongs to a living process."""
-        first, ends = self.card(self.rank), time.monotonic() + STALE_SECONDS
+        """Return when the card that is in the way belongs to nobody. Raises Unmet if its process lives."""
+        beats, ends = self._beats_of(self.rank), time.monotonic() + STALE_SECONDS
         while time.monotonic() < ends:
-            if first is not None and is_dead(first):
+            card = read_json(self._card(self.rank))
+            if card and is_dead(card):
                 return
-            card = self.card(self.rank)
-            if first is not None and card is not None and card["beat"] != first["beat"]:
-                raise Unmet(self._taken_by(card), [self.rank])
-            first = first or card
+            if card and self._beats_of(self.rank) - beats:
+                who = f"process {card['pid']} on {card['host']}"
+                raise Unmet(f"node rank {self.rank} is already taken by {who}", [self.rank])
+            look_anew(self.place.folder)
             self.pause(0.05)
 
-    def _taken_by(self, card: dict[str, Any]) -> str:
-        """Return that another process has this node's rank."""
-        return f"node rank {self.rank} is already taken by process {card['pid']} on {card['host']}"
+    def _beats_of(self, rank: int) -> set[str]:
+        """Return the heartbeats that a node left lately."""
+        return {name for name in self._listed() if name.startswith(self.place.own(rank, "beat.").name)}
+
+    def _keep_beating(self) -> None:
+        """Show until the end that this node lives."""
+        while not self._ending.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):  # the checks find and tell what is wrong with the folder
+                self._beat()
 
     def _beat(self) -> None:
-        """Write the card anew until the end, as long as it is this node's."""
-        while not self._ending.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError, TypeError):  # the checks find and tell what is wrong with the folder
-                card = self.card(self.rank)
-                if card and card["token"] != self.token:
-                    return
-                self._write_card()
+        """Write a new heartbeat and remove the last one."""
+        with self._beating:
+            self._last_beat = time.monotonic()
+            before = self.place.own(self.rank, f"beat.{self.token}.{self._beats}")
+            self._beats += 1
+            self.place.own(self.rank, f"beat.{self.token}.{self._beats}").touch()
+            before.unlink(missing_ok=True)
+
+    def _wait_a_little(self, seconds: float) -> None:
+        """Pause before looking at the folder again; now and then make the filesystem look, too."""
+        self.pause(seconds)
+        if time.monotonic() - self._last_beat > WAITING_BEAT_SECONDS:
+            self._beat()
 
     def _write_card(self) -> None:
-        """Write the card with one more beat."""
-        with self._writing:
-            self._beats += 1
-            card = {
-                "token": self.token,
-                "nodes": self.nodes,
-                "met": {str(rank): token for rank, token in self._met.items()},
-                "beat": [self.token, self._beats],
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "uid": os.geteuid(),
-                "machine": machine(),
-            }
-            write_whole(self._card(self.rank), card)
+        """Write the card. Raises FileExistsError when there is one."""
+        card = {
+            "token": self.token,
+            "nodes": self.nodes,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "uid": os.geteuid(),
+            "machine": machine(),
+        }
+        descriptor = os.open(self._card(self.rank), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        self.holds_rank = True
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(card, file)
+
+    def _listed(self) -> set[str]:
+        """Return the names in the folder."""
+        return set(os.listdir(self.place.folder))  # noqa: PTH208 - names are all that is wanted
 
     def _card(self, rank: int) -> Path:
         """Return where a node's card lies."""
         return self.place.own(rank, CARD)
+
+    def _post(self, rank: int, name: str) -> Path:
+        """Return where a node posts something in the present stage."""
+        token = self.token if rank == self.rank else self.token_of(rank)
+        return self.place.own(rank, f"{token}.{self.stage}.{name}.json")
 
 
 def write_whole(path: Path, value: Any) -> None:
@@ -261,6 +269,13 @@ def write_whole(path: Path, value: Any) -> None:
     new.write_text(json.dumps(value), encoding="utf-8")
     new.chmod(0o644)
     new.replace(path)
+
+
+def look_anew(folder: Path) -> None:
+    """Change a folder, so that a client asks its server what is in it."""
+    look = folder / f"look.{uuid.uuid4().hex}"
+    look.touch()
+    look.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> Any:

@@ -49,21 +49,21 @@ class Place:
         if missing:
             (self.folder / MADE).write_text(json.dumps([str(path) for path in missing]), encoding="utf-8")
 
-    def clear(self, rank: int, card: bool = True) -> None:
+    def clear(self, rank: int) -> None:
         """Remove what a node wrote, its card last."""
         self.probe(rank).unlink(missing_ok=True)
         for path in sorted(self.folder.glob(f"{rank}-*")):
             if path.name != f"{rank}-{CARD}":
                 removed(path)
-        if card:
-            self.own(rank, CARD).unlink(missing_ok=True)
+        self.own(rank, CARD).unlink(missing_ok=True)
 
     def leave(self, rank: int) -> None:
         """Remove what a node wrote and what belongs to nobody; the last one removes the folders that were made."""
         self.clear(rank)
-        for path in sorted(self.folder.glob("*-*")):
-            owner = path.name.partition("-")[0]
-            if owner.isdigit() and not self.own(int(owner), CARD).exists():
+        paths = sorted(self.folder.glob("[0-9]*-*"))
+        present = {path.name.partition("-")[0] for path in paths if path.name.endswith(f"-{CARD}")}
+        for path in paths:
+            if path.name.partition("-")[0] not in present:
                 removed(path)
         self.remove_when_empty()
 

@@ -7,7 +7,6 @@ RFC 5905, section 8). Files lie in a folder that the heartbeat does not touch, s
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.ops.nfs.findings import Finding, duration, passed, plural, skipped, warned
-from simpletuner.ops.nfs.meeting import Meeting, Unmet, read_json, write_whole
+from simpletuner.ops.nfs.meeting import Meeting, Unmet, look_anew, read_json, write_whole
 from simpletuner.ops.nfs.node import Node
 
 LATE_SECONDS = 5.0
@@ -50,7 +49,10 @@ def own_folder(meeting: Meeting, rank: int) -> Path:
 
 
 def one_round(node: Node, meeting: Meeting, number: int) -> list[Answer]:
-    """Write a ping, answer those of all others, and return their answers to it."""
+    """Write a ping, answer those of all others, and return their answers to it.
+
+    The first round looks as any program does; later ones ask the server, so that clocks are not measured by caches.
+    """
     meeting.gather(f"start-{number}")
     folder, began, sent = own_folder(meeting, node.rank), time.monotonic(), node.clock()
     write_whole(folder / f"ping-{number}", {"sent": sent})
@@ -60,22 +62,32 @@ def one_round(node: Node, meeting: Meeting, number: int) -> list[Answer]:
             if answered(node, own_folder(meeting, other), number):
                 unanswered.remove(other)
         for other in sorted(unheard):
-            if (pong := read_json(folder / f"pong-{number}-{other}")) is not None:
+            path = folder / f"pong-{number}-{other}"
+            if is_seen(path, number) and (pong := read_json(path)) is not None:
                 answers.append(answer(other, sent, node.clock(), pong))
                 unheard.remove(other)
         waited = time.monotonic() - began
         if waited > node.timeout_seconds:
             raise Unmet(f"no sight of a file within {node.timeout_seconds:g} s", unanswered | unheard)
-        if waited > LATE_SECONDS:
-            look_anew([folder, *(own_folder(meeting, other) for other in unanswered)], node.rank)
+        if waited > (0.1 if number else LATE_SECONDS):
+            for late in (folder, *(own_folder(meeting, other) for other in unanswered)):
+                look_anew(late)
         meeting.pause(0.002 if waited < 1 else 0.05)
     return answers
+
+
+def is_seen(path: Path, number: int) -> bool:
+    """Return whether to open a file: at once in the first round, later only what the folder lists.
+
+    A client remembers that a name was missing when it was asked for.
+    """
+    return number == 0 or path in path.parent.iterdir()
 
 
 def answered(node: Node, folder: Path, number: int) -> bool:
     """Answer a node's ping if it can be seen, with the owner that this node sees."""
     ping = folder / f"ping-{number}"
-    if read_json(ping) is None:
+    if not is_seen(ping, number) or read_json(ping) is None:
         return False
     received, owner = node.clock(), ping.stat()
     pong = {"received": received, "uid": owner.st_uid, "gid": owner.st_gid, "replied": node.clock()}
@@ -88,14 +100,6 @@ def answer(other: int, sent: float, returned: float, pong: dict[str, Any]) -> An
     offset = ((pong["received"] - sent) + (pong["replied"] - returned)) / 2
     uncertainty = ((returned - sent) - (pong["replied"] - pong["received"])) / 2
     return Answer(other, returned - sent, offset, max(uncertainty, 0.0), pong["uid"], pong["gid"])
-
-
-def look_anew(folders: Sequence[Path], rank: int) -> None:
-    """Change folders, so that an NFS client asks the server what is in them."""
-    for folder in folders:
-        look = folder / f"look-{rank}"
-        os.close(os.open(look, os.O_CREAT | os.O_WRONLY, 0o666))
-        look.unlink(missing_ok=True)
 
 
 def sight(node: Node, rounds: Sequence[Sequence[Answer]]) -> Finding:

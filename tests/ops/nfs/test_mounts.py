@@ -66,7 +66,7 @@ def test_every_filesystem_is_known_by_its_recorded_line(line, name, reach, serve
         ("LUSTRE_NO_FLOCK", "warn", "no `flock`"),
         ("LUSTRE_LOCALFLOCK", "warn", "`localflock`"),
         ("CEPH", "pass", "CephFS"),
-        ("SSHFS", "warn", "locks hold on one node only"),
+        ("SSHFS", "warn", "keeps locks on one node only"),
         ("S3FS", "warn", "objects"),
         ("SMB", "warn", "`nobrl`"),
         ("BEEGFS", "pass", "BeeGFS"),
