@@ -13,9 +13,9 @@ from pathlib import Path
 from simpletuner.ops.nfs.faults import explained
 from simpletuner.ops.nfs.filesystems import OTHER_FILESYSTEM
 from simpletuner.ops.nfs.findings import Finding, duration, failed, passed, plural, skipped, warned
-from simpletuner.ops.nfs.meeting import GONE, Meeting, look_anew
+from simpletuner.ops.nfs.meeting import Meeting
 from simpletuner.ops.nfs.node import Node
-from simpletuner.ops.nfs.place import Place
+from simpletuner.ops.nfs.place import GONE, Place, look_anew
 from simpletuner.ops.nfs.seeing import LATE_SECONDS, SLOW_CACHE_FIX, own_folder
 
 RENAMING_SECONDS = 0.25

@@ -12,11 +12,12 @@ from typing import Any
 from simpletuner.ops.nfs import behaviour, locking, port, room, sameness, seeing, sharing
 from simpletuner.ops.nfs.faults import explained
 from simpletuner.ops.nfs.findings import CHECKS, Finding, Status, failed, finding_from, ranks_in_words, skipped, worst
+from simpletuner.ops.nfs.janitor import Janitor
 from simpletuner.ops.nfs.meeting import Meeting, Unmet
 from simpletuner.ops.nfs.mounts import Mount
 from simpletuner.ops.nfs.node import Node
 from simpletuner.ops.nfs.patience import watched
-from simpletuner.ops.nfs.place import Janitor, Place
+from simpletuner.ops.nfs.place import Place
 from simpletuner.ops.nfs.seeing import Answer
 from simpletuner.ops.signals import StopRequest
 

@@ -9,10 +9,8 @@ left is the list itself: a client that changes a folder reads it anew, and each 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import socket
 import threading
 import time
 import uuid
@@ -20,8 +18,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from simpletuner.ops.nfs.cards import is_dead, new_card
 from simpletuner.ops.nfs.findings import ranks_in_words
-from simpletuner.ops.nfs.place import CARD, Place
+from simpletuner.ops.nfs.place import CARD, Place, look_anew, read_json, write_whole
 from simpletuner.ops.signals import StopRequest
 
 BEAT_SECONDS = 0.5
@@ -30,7 +29,6 @@ WAITING_BEAT_SECONDS = 0.1
 STALE_SECONDS = 3.0
 """A node that has no new heartbeat for so long is no more."""
 CLAIM_ATTEMPTS = 20
-GONE = (errno.ENOENT, errno.ESTALE)
 
 
 class Unmet(Exception):
@@ -236,18 +234,10 @@ class Meeting:
 
     def _write_card(self) -> None:
         """Write the card. Raises FileExistsError when there is one."""
-        card = {
-            "token": self.token,
-            "nodes": self.nodes,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "uid": os.geteuid(),
-            "machine": machine(),
-        }
         descriptor = os.open(self._card(self.rank), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         self.holds_rank = True
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(card, file)
+            json.dump(new_card(self.token, self.nodes), file)
 
     def _listed(self) -> set[str]:
         """Return the names in the folder."""
@@ -261,44 +251,3 @@ class Meeting:
         """Return where a node posts something in the present stage."""
         token = self.token if rank == self.rank else self.token_of(rank)
         return self.place.own(rank, f"{token}.{self.stage}.{name}.json")
-
-
-def write_whole(path: Path, value: Any) -> None:
-    """Write a file under its name in one step, readable by every user."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(value), encoding="utf-8")
-    new.chmod(0o644)
-    new.replace(path)
-
-
-def look_anew(folder: Path) -> None:
-    """Change a folder, so that a client asks its server what is in it."""
-    look = folder / f"look.{uuid.uuid4().hex}"
-    look.touch()
-    look.unlink(missing_ok=True)
-
-
-def read_json(path: Path) -> Any:
-    """Return what a file holds; None while it is missing or not yet whole."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return None
-    except OSError as error:
-        if error.errno in GONE:
-            return None
-        raise
-
-
-def machine() -> str:
-    """Return what tells this boot of this machine, and this container on it, from any other."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-def is_dead(card: dict[str, Any]) -> bool:
-    """Return whether a card's process certainly is no more: it ran here, and its number is free."""
-    return bool(card["machine"]) and card["machine"] == machine() and not Path(f"/proc/{card['pid']}").exists()

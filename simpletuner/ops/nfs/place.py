@@ -7,17 +7,18 @@ is the first thing that it writes and the last that it removes; a file whose own
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
-import os
 import shutil
-import signal
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 FOLDER = ".simpletuner-nfs-check"
 MADE = "made-folders.json"
 CARD = "card.json"
+GONE = (errno.ENOENT, errno.ESTALE)
 
 
 @dataclass(frozen=True)
@@ -88,53 +89,28 @@ def removed(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class Janitor:
-    """A small process of its own that clears up after this one, should it be killed where nothing can be caught.
-
-    It sleeps in a read of a pipe, whose other end only this process holds: the kernel closes it at any death.
-    """
-
-    def __init__(self, place: Place, rank: int, token: str) -> None:
-        reading, self.pipe = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self.pipe)
-            watch(reading, place, rank, token)
-        os.close(reading)
-
-    def __enter__(self) -> Janitor:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Send the janitor home: this process has cleared up itself."""
-        os.write(self.pipe, b"x")
-        os.close(self.pipe)
-        os.waitpid(self.pid, 0)
+def write_whole(path: Path, value: Any) -> None:
+    """Write a file under its name in one step, readable by every user."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(value), encoding="utf-8")
+    new.chmod(0o644)
+    new.replace(path)
 
 
-def watch(pipe: int, place: Place, rank: int, token: str) -> None:
-    """Wait for the parent's end, clear up if it came without a word, and end this process."""
+def look_anew(folder: Path) -> None:
+    """Change a folder, so that a client asks its server what is in it."""
+    look = folder / f"look.{uuid.uuid4().hex}"
+    look.touch()
+    look.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """Return what a file holds; None while it is missing or not yet whole."""
     try:
-        os.setsid()
-        os.chdir("/")
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1, 2):  # whoever reads the parent's output waits until all copies of it are closed
-            os.dup2(nothing, standard)
-        os.closerange(3, pipe)
-        os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX"))
-        if os.read(pipe, 1) == b"" and card_token(place.own(rank, CARD)) in ("", token):
-            place.leave(rank)
-    finally:
-        os._exit(0)
-
-
-def card_token(card: Path) -> str:
-    """Return whose card it is, or nothing."""
-    try:
-        return json.loads(card.read_text(encoding="utf-8")).get("token", "")
-    except (OSError, ValueError):
-        return ""
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    except OSError as error:
+        if error.errno in GONE:
+            return None
+        raise

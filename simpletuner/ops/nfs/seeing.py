@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.ops.nfs.findings import Finding, duration, passed, plural, skipped, warned
-from simpletuner.ops.nfs.meeting import Meeting, Unmet, look_anew, read_json, write_whole
+from simpletuner.ops.nfs.meeting import Meeting, Unmet
 from simpletuner.ops.nfs.node import Node
+from simpletuner.ops.nfs.place import look_anew, read_json, write_whole
 
 LATE_SECONDS = 5.0
 """Waits of an ordinary look; after it the client is made to look anew, and the finding is a warning."""
