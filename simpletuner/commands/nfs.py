@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.ops.nfs.findings import CHECKS, Finding, Status, plural, ranks_in_words
 from simpletuner.report import Report
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 
 WORDS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
 STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red", "-": "dim"}
+
+
+def build_nfs() -> typer.Typer:
+    """Return the commands of `simpletuner nfs`."""
+    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look after the folder that all nodes share.")
+    app.command("check", context_settings=UNKNOWN_FLAGS)(with_settings(nfs_check))
+    return app
 
 
 def nfs_check(
@@ -45,7 +53,7 @@ def nfs_check(
     from simpletuner.ops.nfs.check import check
     from simpletuner.ops.signals import listening
 
-    settings, report = load(flags, config).settings, Report()
+    settings, report = load(flags, config, complete=False).settings, Report()
     node = node_of(settings, path, nodes, node_rank, timeout, size)
     with listening() as stop:
         outcome = check(node, stop, report.say)
