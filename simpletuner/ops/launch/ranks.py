@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from simpletuner.errors import EnvironmentFault
 from simpletuner.ops.launch.plan import Plan
 
 KILL_SECONDS = 10
@@ -37,8 +38,12 @@ class Ranks:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Ranks:
-        for rank, environment in zip(self.plan.ranks, self.plan.environments(), strict=True):
-            self.processes[rank] = subprocess.Popen(self.plan.command, env={**self.inherited, **environment})
+        try:
+            for rank, environment in zip(self.plan.ranks, self.plan.environments(), strict=True):
+                self.processes[rank] = subprocess.Popen(self.plan.command, env={**self.inherited, **environment})
+        except OSError as error:
+            self.kill()
+            raise EnvironmentFault(f"cannot start all ranks: {error.strerror}", "free memory or processes") from None
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -42,6 +42,7 @@ class Watch:
     ) -> None:
         self.store, self.here, self.names = store, here, names
         self.timeout_seconds, self.suspect_seconds = timeout_seconds, min(suspect_seconds, timeout_seconds)
+        self.beat_seconds = min(BEAT_SECONDS, timeout_seconds / 4)
         self.state, self.count = "running", 0
         self.ending: Ending | None = None
         self.wish: Ending | None = None
@@ -120,7 +121,7 @@ class Watch:
                 self._read_ending()
                 self.answered = time.monotonic()
                 self.has_left = state == "left"
-                self.woken.wait(BEAT_SECONDS)
+                self.woken.wait(self.beat_seconds)
                 self.woken.clear()
         except DistError:
             self.cut_off = True
