@@ -52,4 +52,4 @@ def show(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json:
     if as_json:
         Report().json(plans)
     else:
-        Report().text("\n\n".join(as_text(plan) for plan in plans))
+        Report().text("\n\n".join(as_text(plan) for plan in plans) + "\n")
