@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -15,10 +14,11 @@ from pydantic.fields import FieldInfo
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.knob import extra_of
+from simpletuner.settings.mistakes import nearest, sentence
 from simpletuner.settings.rules import contradictions, incomplete, settled, warnings_about
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings
 from simpletuner.settings.sources import Given, Source, gathered
-from simpletuner.settings.spelling import choices_of, folded, normalised
+from simpletuner.settings.spelling import folded, normalised
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,6 @@ def canonical_name(key: str) -> str | None:
     return next((knob for knob, field in knobs().items() if name in (extra_of(field, "aliases") or [])), None)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean ...?` for the closest known word, or nothing."""
-    close = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), list(known), n=1, cutoff=0.6)
-    return f"; did you mean `{close[0]}`?" if close else ""
-
-
 def validated(values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes: list[str]) -> Settings | None:
     """Return typed settings, or None after adding one sentence per mistake."""
     sections: dict[str, Any] = {}
@@ -137,19 +131,12 @@ def validated(values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes
         try:
             sections[section_name] = section(**own)
         except ValidationError as error:
-            mistakes += [sentence(item, origins) for item in error.errors()]
+            found = {str(item["loc"][0]): item for item in error.errors()}  # one sentence per knob
+            mistakes += [
+                sentence(item, section.model_fields[name], origins[name].given, origins[name])
+                for name, item in found.items()
+            ]
     return None if len(sections) < len(SECTIONS) else Settings(**sections)
-
-
-def sentence(item: Any, origins: Mapping[str, Origin]) -> str:
-    """Turn one of pydantic's findings into a sentence with the value, its source and what is allowed."""
-    name = str(item["loc"][0])
-    choices = [str(choice) for choice in choices_of(knobs()[name].annotation)]
-    said = f"{name} = {item['input']!r} ({origins.get(name, 'default')})"
-    if choices:
-        return f"{said}: use one of {', '.join(choices)}{nearest(str(item['input']), choices)}"
-    text = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    return f"{said}: {text[0].lower() + text[1:]}"
 
 
 def provenance(loaded: Loaded) -> str:

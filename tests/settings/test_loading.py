@@ -108,34 +108,33 @@ def test_all_mistakes_of_all_sources_are_reported_at_once(tmp_path):
     path = write(tmp_path, "c.json", '{"sed": 1, "seed": -3, "crop": "maybe", "adam_beta1": 1}')
     message = refusal({**ENOUGH, "lr_scheduler": "cosin", "train_batch_size": "many"}, path)
     assert f"unknown setting `sed` ({path}:1); did you mean `seed`?" in message
-    assert f"seed = -3 ({path}:1): should be greater than or equal to 0" in message
-    assert f"crop = 'maybe' ({path}:1): should be a valid boolean" in message
-    assert f"adam_beta1 = 1 ({path}:1): should be less than 1" in message
+    assert f"seed = -3 ({path}:1): use a whole number of at least 0" in message
+    assert f"crop = 'maybe' ({path}:1): use true or false" in message
+    assert f"adam_beta1 = 1 ({path}:1): use a number of at least 0 and below 1" in message
     assert "lr_scheduler = 'cosin' (flag): use one of constant, constant_with_warmup, linear, cosine" in message
     assert "did you mean `cosine`?" in message
-    assert "train_batch_size = 'many' (flag): should be a valid integer" in message
+    assert "train_batch_size = 'many' (flag): use a whole number of at least 1" in message
     assert len(message.splitlines()) == 6
 
 
 @pytest.mark.parametrize(
     ("knob", "value", "said"),
     [
-        ("train_batch_size", 0, "should be greater than or equal to 1"),
-        ("train_batch_size", 2.5, "should be a valid integer"),
-        ("learning_rate", 0, "should be greater than 0"),
-        ("learning_rate", float("nan"), "should be a finite number"),
-        ("caption_dropout_probability", 1.01, "should be less than or equal to 1"),
-        ("aspect_bucket_alignment", 7, "should be greater than or equal to 8"),
-        ("aspect_bucket_alignment", 257, "should be less than or equal to 256"),
-        ("seed", None, "should be a valid integer"),
-        ("validation_prompt", ["fine", 3], "should be a valid string"),
+        ("train_batch_size", 0, "use a whole number of at least 1"),
+        ("train_batch_size", 2.5, "use a whole number of at least 1"),
+        ("learning_rate", 0, "use a number above 0"),
+        ("learning_rate", float("nan"), "use a number above 0"),
+        ("caption_dropout_probability", 1.01, "use a number of at least 0 and at most 1"),
+        ("aspect_bucket_alignment", 7, "use a whole number of at least 8 and at most 256"),
+        ("aspect_bucket_alignment", 257, "use a whole number of at least 8 and at most 256"),
+        ("seed", None, "use a whole number of at least 0"),
+        ("validation_prompt", ["fine", 3], "use text or a list of texts"),
     ],
 )
 def test_a_wrong_type_or_bound_is_said_with_value_and_source(tmp_path, knob, value, said):
     path = write(tmp_path, "c.json", json.dumps({knob: value}))
     message = refusal(ENOUGH, path)
-    shown = value[1] if isinstance(value, list) else value
-    assert message.startswith(f"{knob} = {shown!r} ({path}:1): {said}")
+    assert message == f"{knob} = {value!r} ({path}:1): {said}"
 
 
 def test_bounds_themselves_are_allowed():
