@@ -69,9 +69,9 @@ def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env
     from simpletuner.models.registry import check_model
     from simpletuner.settings.loading import resolve
     from simpletuner.settings.rules import unsupported
-    from simpletuner.settings.sources import file_source
+    from simpletuner.settings.sources import of_file_alone
 
-    loaded = resolve([file_source(file)])
+    loaded = resolve(of_file_alone(file))
     check_model(loaded.settings.model)
     datasets_of(loaded.settings.data)
     if missing := unsupported(loaded.settings):
