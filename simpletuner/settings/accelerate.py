@@ -184,7 +184,8 @@ def zero_config(fields: Mapping[str, Any]) -> Any:
     """Return DeepSpeed's JSON for accelerate's short form, or the file that it names."""
     if file := fields.get("deepspeed_config_file"):
         return str(file)
-    zero: dict[str, Any] = {"stage": fields.get("zero_stage", 2)}
+    stage = str(fields.get("zero_stage", 2))
+    zero: dict[str, Any] = {"stage": int(stage) if stage.isdecimal() else stage}  # a variable is text
     for part in ("offload_optimizer", "offload_param"):
         device, path = fields.get(f"{part}_device"), fields.get(f"{part}_nvme_path")
         if folded(device) not in OFF:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from simpletuner.settings.accelerate import ZERO_FIELDS, account, zero_config
 from simpletuner.settings.formats import Entry
 from simpletuner.settings.loading import Loaded, knobs, settings_as_json
 from simpletuner.settings.sections import SECTION_OF, Settings
+from simpletuner.settings.shell import in_lines
 from simpletuner.settings.sources import PREFIX
 from simpletuner.settings.spelling import normalised
 
@@ -30,7 +32,10 @@ class Exported:
 
     def replay(self, path: str = "") -> str:
         """Return the command for a shell, with the path where the text was saved."""
-        return in_lines([word.replace(self.name, path or self.name) for word in self.command])
+        names = {
+            prefix + self.name: prefix + (path or self.name) for prefix in ("", "--config=", "--deepspeed_config=")
+        }
+        return in_lines([names.get(word, word) for word in self.command])
 
 
 def export(loaded: Loaded, to: str, everything: bool = False) -> Exported:
@@ -63,11 +68,11 @@ def as_text(value: Any) -> str:
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return values as command-line flags; a list as one flag per item."""
+    """Return values as command-line flags; a list as one flag per item, an empty one as one without an item."""
     return [
         f"--{name}={as_text(item)}"
         for name, value in values.items()
-        for item in (value if isinstance(value, list) and value else [value])
+        for item in ((value or [""]) if isinstance(value, list) else [value])
     ]
 
 
@@ -98,14 +103,15 @@ def toml_value(value: Any) -> Any:
 
 
 def to_yaml(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return a YAML file."""
+    """Return a YAML file; ASCII only where PyYAML would lose a character that it takes for the end of a line."""
     import yaml
 
-    return config_file(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), "settings.yaml")
+    as_it_is = not re.search("[\x85\u2028\u2029]", json.dumps(values, ensure_ascii=False))
+    return config_file(yaml.safe_dump(values, sort_keys=False, allow_unicode=as_it_is), "settings.yaml")
 
 
 def to_env(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return variables, for `config/config.env`, for a shell to source, or for a container's environment file."""
+    """Return variables, for `config/config.env` or for a shell to source."""
     lines = [f"{PREFIX}{name.upper()}={shlex.quote(as_text(value))}\n" for name, value in values.items()]
     return config_file("".join(lines), "config.env")
 
@@ -253,12 +259,3 @@ FORMATS: dict[str, Callable[[Settings, dict[str, Any]], Exported]] = {
 def config_file(text: str, name: str) -> Exported:
     """Return a text that `--config` reads."""
     return Exported(text, name, ["simpletuner", "train", f"--config={name}"])
-
-
-def in_lines(words: list[str]) -> str:
-    """Return a command for a shell; if there are several flags, each on a line of its own."""
-    first = next((index + 1 for index in reversed(range(len(words))) if not words[index].startswith("--")), 0)
-    flags = [
-        name + equals + shlex.quote(value) for name, equals, value in (word.partition("=") for word in words[first:])
-    ]
-    return (" \\\n  " if len(flags) > 1 else " ").join([shlex.join(words[:first]), *flags]) + "\n"

@@ -72,7 +72,7 @@ def toml_entries(text: str) -> Iterator[Entry]:
     """Read TOML. A line names a key if what stands above it is whole TOML, not the middle of a long string."""
     import tomllib
 
-    lines = text.splitlines(keepends=True)
+    lines = [line + "\n" for line in text.split("\n")]  # splitlines() also splits at characters that TOML does not
     for key, value in tomllib.loads(text).items():
         names = re.compile(rf"\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
         numbers = (number for number, line in enumerate(lines) if names.match(line))
@@ -110,7 +110,7 @@ def yaml_entries(text: str) -> Iterator[Entry]:
 
 ASSIGNMENT = re.compile(
     r"""[ \t]*(?:export[ \t]+)?(?P<key>[A-Za-z_]\w*)=
-    (?P<value>(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\#;]|(?<=[^\s])\#)*)
+    (?P<value>(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^ \t\r\n'"\\;&|<>()])*)
     [ \t]*;?[ \t\r]*(?:\#[^\n]*)?(?:\n|$)""",
     re.VERBOSE | re.DOTALL,
 )
@@ -138,11 +138,11 @@ def env_entries(text: str) -> Iterator[Entry]:
 def unquoted(part: re.Match[str], line: int) -> str:
     """Return one quoted or bare part of a word, as a shell would."""
     if part["single"] is not None or part["escaped"] is not None:
-        return part["single"] or part["escaped"] or ""
+        return part["single"] or (part["escaped"] or "").strip("\n")  # a backslash before a newline joins two lines
     text = part["bare"] or part["double"] or ""
-    if re.search(r"(?<!\\)(?:\\\\)*[$`]", text):
-        raise ValueError(f"line {line}: `$` and backticks are not expanded here: write the value itself")
-    return re.sub(r'\\([$`"\\])', r"\1", text.replace("\\\n", "")) if part["double"] else text
+    if re.search(r"(?<!\\)(?:\\\\)*[$`]", text) or (part["bare"] and re.match("~|.*:~", text)):
+        raise ValueError(f"line {line}: `$`, `~` and backticks are not expanded here: write the value itself")
+    return re.sub(r'\\(\n|[$`"\\])', lambda found: found[1].strip("\n"), text) if part["double"] else text
 
 
 FORMATS: dict[str, Callable[[str], Iterator[Entry]]] = {
