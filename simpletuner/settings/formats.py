@@ -111,7 +111,7 @@ def yaml_entries(text: str) -> Iterator[Entry]:
 ASSIGNMENT = re.compile(
     r"""[ \t]*(?:export[ \t]+)?(?P<key>[A-Za-z_]\w*)=
     (?P<value>(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^ \t\r\n'"\\;&|<>()])*)
-    [ \t]*;?[ \t\r]*(?:\#[^\n]*)?(?:\n|$)""",
+    [ \t]*;?[ \t\r]*(?:(?<=[ \t;])\#[^\n]*)?(?:\n|$)""",
     re.VERBOSE | re.DOTALL,
 )
 BLANK = re.compile(r"[ \t\r]*(?:#[^\n]*)?(?:\n|$)")
