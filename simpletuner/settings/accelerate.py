@@ -207,7 +207,7 @@ def default_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def read_file(path: Path) -> list[Entry]:
-    """Read an accelerate file. Raises SettingsError when it is missing or for SageMaker."""
+    """Read an accelerate file. Raises SettingsError when it is missing or does not parse."""
     if not path.is_file():
         raise SettingsError(f"there is no accelerate file {path}", "`accelerate config` writes one; or name none")
     return read_entries(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,8 +17,8 @@ KINDS = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
-    str: "text",
-    Path: "a path",
+    str: "text in quotes",
+    Path: "a path in quotes",
     list: "text or a list of texts",
     dict: "a JSON object",
 }
@@ -36,7 +37,8 @@ def sentence(item: Any, field: FieldInfo, given: Any, place: object) -> str:
 
 def shortened(value: Any) -> str:
     """Return a value as it was written, the middle left out where it is long."""
-    text = repr(value)
+    is_json = isinstance(value, dict | list | bool | int | float | None)
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str) if is_json else str(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}...{text[-LONGEST // 4 :]}"
 
 

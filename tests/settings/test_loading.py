@@ -134,7 +134,7 @@ def test_all_mistakes_of_all_sources_are_reported_at_once(tmp_path):
 def test_a_wrong_type_or_bound_is_said_with_value_and_source(tmp_path, knob, value, said):
     path = write(tmp_path, "c.json", json.dumps({knob: value}))
     message = refusal(ENOUGH, path)
-    assert message == f"{knob} = {value!r} ({path}:1): {said}"
+    assert message == f"{knob} = {json.dumps(value)} ({path}:1): {said}"
 
 
 def test_bounds_themselves_are_allowed():
@@ -146,12 +146,12 @@ def test_bounds_themselves_are_allowed():
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.json", '{"seed": 1,}', "does not parse: "),
-        ("a.json", '{"seed": 1', "line 1 column 11"),
-        ("a.toml", "seed = \n", "line 1, column 8"),
-        ("a.yaml", "seed: [1\ncrop: 2", "line 2"),
+        ("a.json", '{"seed": 1,}', ":1 does not parse: "),
+        ("a.json", '{"seed": 1', ":1 does not parse: expecting ',' delimiter, column 11"),
+        ("a.toml", "seed = \n", ":1 does not parse: invalid value, column 8"),
+        ("a.yaml", "seed: [1\ncrop: 2", ":2 does not parse: expected ',' or ']'"),
         ("a.json", "[1, 2]", "holds a list, not names and values"),
-        ("a.yaml", "just words", "holds a str, not names and values"),
+        ("a.yaml", "just words", "holds one value, not names and values"),
     ],
 )
 def test_a_file_that_does_not_hold_settings_is_named_with_the_place(tmp_path, name, text, said):
@@ -218,7 +218,7 @@ def test_a_yaml_key_that_is_no_text_is_an_unknown_setting(tmp_path):
 
 
 def test_true_is_no_number(tmp_path):
-    assert "train_batch_size = True" in refusal(ENOUGH, write(tmp_path, "c.json", '{"train_batch_size": true}'))
+    assert "train_batch_size = true" in refusal(ENOUGH, write(tmp_path, "c.json", '{"train_batch_size": true}'))
 
 
 @pytest.mark.parametrize("knob", ["learning_rate", "resolution"])
