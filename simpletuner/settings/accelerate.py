@@ -115,6 +115,10 @@ FIELDS: dict[str, Field] = {
     ),
     "parallelism_config.parallelism_config_tp_size": Field(idle=("1",), reason="tensor parallelism is not supported"),
     "parallelism_config.parallelism_config_sp_size": Field(idle=("1",), reason="set context_parallel_size"),
+    "parallelism_config.parallelism_config_sp_backend": always("counts only with sp_size"),
+    "parallelism_config.parallelism_config_sp_seq_length": always("counts only with sp_size"),
+    "parallelism_config.parallelism_config_sp_seq_length_is_variable": always("counts only with sp_size"),
+    "parallelism_config.parallelism_config_sp_attn_implementation": always("counts only with sp_size"),
 }
 SECTIONS_OF_ENGINE = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 """Sections that count only with their distributed_type."""
@@ -154,7 +158,7 @@ def account(entries: list[Entry]) -> list[Told]:
 
 def told_of(entry: Entry, engine: str) -> Iterator[Told]:
     """Yield what becomes of one entry; of a section, each of its fields."""
-    if not isinstance(entry.value, Mapping):
+    if not isinstance(entry.value, Mapping) or entry.key in FIELDS:
         yield told_field(entry.key, entry.value, entry.line)
         return
     needed = SECTIONS_OF_ENGINE.get(entry.key)
@@ -174,7 +178,7 @@ def told_field(name: str, value: Any, line: int) -> Told:
     if field is None:
         return Told(name, value, line, note="not a field that simpletuner knows", warning=True)
     if value is None or field.idle == ANY or folded(value) in field.idle:
-        return Told(name, value, line, note=field.reason or "asks for nothing")
+        return Told(name, value, line, note=field.reason if field.idle == ANY else "asks for nothing special")
     if field.knob:
         return Told(name, field.becomes(value), line, field.knob)
     return Told(name, value, line, note=field.reason, warning=True)
