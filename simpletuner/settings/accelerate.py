@@ -220,12 +220,15 @@ def read_file(path: Path) -> list[Entry]:
 LAUNCHED = {
     "ACCELERATE_MIXED_PRECISION": "mixed_precision",
     "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_DEBUG_MODE": "debug",
+    "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
     "ACCELERATE_DYNAMO_BACKEND": "dynamo_config.dynamo_backend",
     "ACCELERATE_DYNAMO_MODE": "dynamo_config.dynamo_mode",
     "ACCELERATE_DYNAMO_USE_FULLGRAPH": "dynamo_config.dynamo_use_fullgraph",
     "ACCELERATE_DYNAMO_USE_DYNAMIC": "dynamo_config.dynamo_use_dynamic",
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "dynamo_config.dynamo_use_regional_compilation",
     "FSDP_VERSION": "fsdp_config.fsdp_version",
+    "FSDP_SHARDING_STRATEGY": "fsdp_config.fsdp_sharding_strategy",
     "FSDP_RESHARD_AFTER_FORWARD": "fsdp_config.fsdp_reshard_after_forward",
     "FSDP_OFFLOAD_PARAMS": "fsdp_config.fsdp_offload_params",
     "FSDP_MIN_NUM_PARAMS": "fsdp_config.fsdp_min_num_params",
@@ -234,6 +237,11 @@ LAUNCHED = {
     "FSDP_STATE_DICT_TYPE": "fsdp_config.fsdp_state_dict_type",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "fsdp_config.fsdp_cpu_ram_efficient_loading",
     "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_config.fsdp_activation_checkpointing",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "fsdp_config.fsdp_activation_checkpointing_offload",
+    "FSDP_IGNORED_MODULES": "fsdp_config.fsdp_ignored_modules",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "parallelism_config.parallelism_config_dp_replicate_size",
+    "PARALLELISM_CONFIG_TP_SIZE": "parallelism_config.parallelism_config_tp_size",
+    "PARALLELISM_CONFIG_SP_SIZE": "parallelism_config.parallelism_config_sp_size",
     "PARALLELISM_CONFIG_CP_SIZE": "parallelism_config.parallelism_config_cp_size",
     "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "parallelism_config.parallelism_config_cp_comm_strategy",
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "deepspeed_config.zero_stage",
@@ -257,8 +265,17 @@ def launched_entries(environment: Mapping[str, str]) -> list[Entry]:
     for variable, field in LAUNCHED.items():
         value = environment.get(variable)
         section, dot, name = field.rpartition(".")
-        if value is None or (SECTIONS_OF_ENGINE.get(section) not in (None, engine)):
+        elsewhere = SECTIONS_OF_ENGINE.get(section) not in (None, engine)
+        if value is None or elsewhere or variable in idle_variables(environment):
             continue
         target = entries.setdefault(section, {}) if dot else entries
         target[name] = value
     return [Entry(key, value) for key, value in entries.items()]
+
+
+def idle_variables(environment: Mapping[str, str]) -> set[str]:
+    """Return variables that accelerate sets to its own defaults, though they count only with another choice."""
+    compiles = folded(environment.get("ACCELERATE_DYNAMO_BACKEND", "no")) != "no"
+    other = "FSDP_RESHARD_AFTER_FORWARD" if environment.get("FSDP_VERSION") == "1" else "FSDP_SHARDING_STRATEGY"
+    dynamo = {name for name in LAUNCHED if name.startswith("ACCELERATE_DYNAMO_")} - {"ACCELERATE_DYNAMO_BACKEND"}
+    return {other} | (set() if compiles else dynamo)

@@ -58,7 +58,15 @@ def gathered(flags: Mapping[str, Any], config: Path | None, environment: Mapping
     files = [file_source(path)] if path else []
     pairs = [pairs_source(Path(CONFIG_ENV))] if path != Path(CONFIG_ENV) and Path(CONFIG_ENV).is_file() else []
     chosen = chosen_in([*pairs, *files, variables, flag_source])
-    return [*pairs, *accelerate_source(chosen, environment), *files, variables, flag_source]
+    accelerate = accelerate_source(chosen, environment)
+    return [*launcher_source(environment), *pairs, *accelerate, *files, variables, flag_source]
+
+
+def launcher_source(environment: Mapping[str, str]) -> list[Source]:
+    """Return how many ranks a launcher has started, if this is one of them; the weakest source, as it names no wish."""
+    if not {"RANK", "WORLD_SIZE"} <= set(environment):
+        return []
+    return [Source("launcher", [Given("num_processes", environment["WORLD_SIZE"], "launcher WORLD_SIZE")])]
 
 
 def of_file_alone(path: Path) -> list[Source]:

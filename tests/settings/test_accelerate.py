@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -69,7 +70,9 @@ def test_no_field_of_a_sample_is_left_out(name):
     accounted = {item.field for item in account(entries)}
     together = {"deepspeed_config", "fp8_config", "mpirun_config"} & accounted
     assert {field for field in leaves if field.partition(".")[0] not in together} <= accounted
-    assert {field for field in leaves if field.startswith("deepspeed") and field.rpartition(".")[2] not in ZERO_FIELDS} <= accounted
+    assert {
+        field for field in leaves if field.startswith("deepspeed") and field.rpartition(".")[2] not in ZERO_FIELDS
+    } <= accounted
 
 
 def test_every_field_of_accelerates_configuration_has_a_row():
@@ -105,6 +108,44 @@ def test_every_flag_of_accelerate_launch_about_fsdp_deepspeed_dynamo_and_paralle
     wanted = {f"{sections[start]}.{flag}" for flag in flags for start in sections if flag.startswith(start)}
     assert len(wanted) > 25
     assert wanted - set(FIELDS) == set()
+
+
+def launched_environment(name: str) -> dict[str, str]:
+    """Return the variables that `accelerate launch` would give to the ranks of a sample."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
+
+    arguments, _, _ = _validate_launch_command(
+        launch_command_parser().parse_args(["--config_file", name, "-m", "simpletuner"])
+    )
+    arguments.module, arguments.deepspeed_fields_from_accelerate_config = True, ""
+    if arguments.use_deepspeed:
+        return prepare_deepspeed_cmd_env(arguments)[1]
+    if arguments.use_fsdp or arguments.multi_gpu:
+        return prepare_multi_gpu_env(arguments)
+    return prepare_simple_launcher_cmd_env(arguments)[1]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("older", "deepspeed.y"))])
+def test_what_accelerate_launch_hands_to_its_ranks_means_the_same_as_its_file(name, monkeypatch):
+    """Aside: mpirun is not here; accelerate hands on no nvme_path."""
+    monkeypatch.chdir(SAMPLES)
+    before = dict(os.environ)
+    by_file = load({"accelerate_config": name}, complete=False, environment={}).settings
+    try:
+        handed = {key: value for key, value in launched_environment(name).items() if before.get(key) != value}
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    ranks = {"RANK": "0", "WORLD_SIZE": str(by_file.launch.num_processes)}
+    by_launch = load({}, complete=False, environment=handed | ranks)
+    assert by_launch.settings.model_copy(update={"launch": by_file.launch}) == by_file
+    assert by_launch.settings.launch.num_processes == by_file.launch.num_processes
+    assert {origin.source for origin in by_launch.origins.values()} <= {"accelerate launch", "launcher"}
 
 
 def test_rows_and_variables_lead_to_settings_that_there_are():
