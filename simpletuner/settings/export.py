@@ -124,6 +124,7 @@ def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:
     told = [item for item in account([Entry(key, value) for key, value in fields.items()]) if item.knob]
     said = {item.knob: normalised(item.knob, knobs()[item.knob], item.value) for item in told}
     rest = {name: value for name, value in values.items() if name not in said or said[name] != value}
+    rest |= {"use_cpu": True} if settings.launch.use_cpu else {}  # accelerate tells its ranks only without FSDP
     words = ["accelerate", "launch", "--config_file", "accelerate.yaml", "-m", "simpletuner", "train", *as_flags(rest)]
     command = "".join(f"#   {line}\n" for line in in_lines(words).splitlines())
     return Exported(f"# Replay with\n{command}{yaml.safe_dump(fields, sort_keys=False)}", "accelerate.yaml", words)
@@ -194,13 +195,14 @@ def fsdp_fields(settings: Settings) -> dict[str, Any]:
 
 
 def zero_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return accelerate's short form of DeepSpeed's JSON, as far as it goes."""
-    zero = config.get("zero_optimization", {})
-    fields: dict[str, Any] = {"zero_stage": zero.get("stage", 0)}
+    """Return accelerate's short form of DeepSpeed's JSON, as far as accelerate hands it on (no nvme_path)."""
+    section = config.get("zero_optimization")
+    zero = section if isinstance(section, Mapping) else {}
+    stage = zero.get("stage")
+    fields: dict[str, Any] = {"zero_stage": stage if isinstance(stage, int) else 0}
     for part in ("offload_optimizer", "offload_param"):
-        if offload := zero.get(part):
-            fields |= {f"{part}_device": offload.get("device", "none")}
-            fields |= {f"{part}_nvme_path": offload["nvme_path"]} if "nvme_path" in offload else {}
+        if isinstance(offload := zero.get(part), Mapping):
+            fields[f"{part}_device"] = str(offload.get("device", "none"))
     assert set(fields) <= set(ZERO_FIELDS)
     return fields if zero_config(fields) == config else {"zero_stage": fields["zero_stage"]}
 

@@ -21,7 +21,7 @@ from simpletuner.settings.export import Exported, export
 from simpletuner.settings.formats import env_entries
 
 OFTEN = hypothesis_settings(
-    max_examples=120,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],

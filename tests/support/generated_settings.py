@@ -126,6 +126,8 @@ ENGINES: tuple[dict[str, Any], ...] = (
     {"fsdp_enable": True, "context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall", "num_processes": 2},
     {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune", "dynamo_fullgraph": True, "fsdp_enable": False},
     {"deepspeed_config": {"zero_optimization": {"stage": 3}}, "num_processes": 2},
+    {"deepspeed_config": {"zero_optimization": None}},
+    {"deepspeed_config": {"zero_optimization": {"stage": "auto", "offload_param": True, "offload_optimizer": {}}}},
     {"deepspeed_config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
     {"deepspeed_config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x y"}}}},
 )
