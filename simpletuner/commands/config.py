@@ -118,11 +118,11 @@ def init(
 def export(
     flags: Mapping[str, Any],
     config: Path | None,
-    to: Annotated[Format, typer.Option("--to", help="Format.")],
+    to: Annotated[Format, typer.Option("--to", help="What to write.")],
     everything: Annotated[bool, typer.Option("--all", help="Also what is at its default.")] = False,
     output: Output = None,
 ) -> None:
-    """Write settings in a format that replays them 1:1; how to replay them goes to stderr."""
+    """Write settings in a format that replays them 1:1. How to replay them goes to stderr."""
     from simpletuner.settings.export import export as exported
 
     report = Report()
