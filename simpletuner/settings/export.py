@@ -232,7 +232,7 @@ def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
 
 START_ON_NODE = 'exec simpletuner train --machine_rank="$SLURM_NODEID" "$@"'
 MASTER_OF_JOB = f"""\
-{PREFIX}MAIN_PROCESS_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+{PREFIX}MAIN_PROCESS_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export {PREFIX}MAIN_PROCESS_IP
 """
 SBATCH_HEAD = """\

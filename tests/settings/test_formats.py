@@ -147,7 +147,10 @@ def test_unusual_layouts_keep_their_lines(tmp_path, name, text, lines):
     assert [entry.line for entry in read_entries(path)] == lines
 
 
-@given(st.dictionaries(st.text(max_size=5), st.recursive(st.none() | st.integers() | st.text(max_size=5), st.lists)))
+JSON_VALUES = st.none() | st.integers() | TEXT | st.lists(TEXT, max_size=2) | st.dictionaries(TEXT, TEXT, max_size=2)
+
+
+@given(st.dictionaries(st.text(max_size=5), JSON_VALUES, max_size=4))
 @WITH_BASH
 def test_each_json_name_gets_the_line_that_its_text_has(tmp_path, values):
     path = tmp_path / "a.json"
