@@ -110,3 +110,19 @@ def test_deepspeeds_file_and_the_flags_beside_it_mean_the_same_settings(loaded):
     exported = export(loaded, "deepspeed")
     saved(exported)
     assert shown(exported.command) == settings_as_json(loaded)
+
+
+@pytest.mark.parametrize("to", ["json", "toml", "yaml", "env", "cli", "accelerate", "slurm"])
+def test_an_emptied_list_is_said_since_a_weaker_source_may_fill_it(to):
+    loaded = load({"validation_prompt": []}, complete=False, environment=NOWHERE)
+    assert "validation_prompt" in export(loaded, to).text.lower()
+
+
+@pytest.mark.parametrize(
+    "sign", ["\x85", "\u2028", "\u2029", "\ufeff", "\x07", "\n", "ä", "\U0001f98a", " ", "null", "~"]
+)
+@pytest.mark.parametrize("to", ["json", "toml", "yaml", "env"])
+def test_signs_that_formats_treat_in_ways_of_their_own_survive_as_names_and_values(to, sign):
+    values = {"deepspeed_config": {sign: {f"a{sign}b": sign}}, "validation_negative_prompt": f"a{sign}"}
+    loaded = load(values, complete=False, environment=NOWHERE)
+    assert from_file(export(loaded, to)) == loaded.settings

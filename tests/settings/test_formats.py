@@ -79,6 +79,27 @@ def test_a_word_on_one_line_is_what_bash_reads(word):
 
 
 @pytest.mark.parametrize(
+    "word",
+    [
+        "a\\\nb",
+        '"a\\\nb"',
+        '"a\\\\\nb"',
+        '"a\\$b\\`\\"\\\\c\\d"',
+        "'a\\\nb'",
+        "a#b",
+        "#",
+        "'a'\"b\"c\\ d",
+        "\\#",
+        "a~b",
+    ],
+)
+def test_each_way_to_quote_means_what_it_means_to_bash(tmp_path, word):
+    text = f"A={word}\nB=end"
+    read = {entry.key: entry.value for entry in env_entries(text)}
+    assert read | {"C": "unset"} == in_bash(text, tmp_path)
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("A=$HOME/x", "line 1: `$`, `~` and backticks are not expanded here"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,29 @@ def test_true_is_no_number(tmp_path):
 @pytest.mark.parametrize("knob", ["learning_rate", "resolution"])
 def test_infinity_is_refused(knob):
     assert f"{knob} = 'inf'" in refusal({**ENOUGH, knob: "inf"})
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\udcff", "\ud800"])
+@pytest.mark.parametrize("knob", ["instance_prompt", "output_dir", "validation_prompt", "deepspeed_config"])
+def test_text_that_no_file_could_hold_is_refused(knob, text):
+    value = {"validation_prompt": ["fine", text], "deepspeed_config": {"a": [{text: 1}]}}.get(knob, text)
+    assert refusal({**ENOUGH, knob: value}).endswith("(flag): text must be UTF-8 without NUL characters")
+
+
+@pytest.mark.parametrize("inner", [{1: 2}, float("nan"), date(2020, 1, 1)])
+def test_what_is_not_json_is_refused_inside_of_json(inner):
+    assert refusal({**ENOUGH, "deepspeed_config": {"a": inner}}).endswith("(flag): use a JSON object, or none")
+
+
+def test_a_contradiction_says_where_each_setting_stands_unless_it_was_just_typed(tmp_path):
+    path = write(tmp_path, "c.json", '{"num_processes": 8}')
+    flags = {**ENOUGH, "num_machines": 3, "main_process_ip": "x"}
+    assert refusal(flags, path).endswith(f"[num_processes: {path}:1, num_machines: flag]")
+    assert refusal({**flags, "num_processes": 8}).endswith("the same number of ranks")
+
+
+def test_ranks_that_a_launcher_started_are_known_and_yield_to_every_wish():
+    ranks = {"RANK": "0", "WORLD_SIZE": "4", "SIMPLETUNER_ACCELERATE_CONFIG": "none"}
+    split = {**ENOUGH, "fsdp_enable": "true", "context_parallel_size": "2"}
+    assert load(split, environment=ranks).settings.launch.num_processes == 4
+    assert load({**split, "num_processes": "2"}, environment=ranks).settings.launch.num_processes == 2
