@@ -11,6 +11,7 @@ from typer.exceptions import TyperException
 
 from simpletuner import __version__
 from simpletuner.commands.config import build_config
+from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, forgiving, with_settings
 from simpletuner.commands.train import train
 from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
@@ -40,6 +41,7 @@ def build_app() -> typer.Typer:
 
     app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))
     app.add_typer(build_config(), name="config")
+    app.add_typer(build_nfs(), name="nfs")
     return app
 
 
