@@ -52,11 +52,13 @@ def run_app(app: typer.Typer, arguments: Sequence[str]) -> None:
     except typer.Abort:
         raise KeyboardInterrupt from None
     except TyperException as error:
-        text = error.format_message()
+        text = error.format_message().replace("Value error, ", "")
         if text.startswith("Usage:"):  # a group without a command: its help
             typer.echo(text, err=True)
             raise SystemExit(int(ExitCode.USAGE)) from None
-        raise SettingsError(text[0].lower() + text[1:].rstrip("."), "`--help` after any command explains it") from None
+        raise SettingsError(
+            text[0].lower() + " ".join(text[1:].rstrip(".").split()), "`--help` after any command explains it"
+        ) from None
     raise SystemExit(code or int(ExitCode.OK))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, JsonValue
 
 from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.spelling import folded
@@ -117,7 +117,7 @@ class Parallel(Section):
 
     context_parallel_size: int = knob(1, "Ranks that share each sample's sequence; 1 turns context parallelism off.", ge=1)
     context_parallel_comm_strategy: Literal["allgather", "alltoall"] = knob("allgather", "How the ranks of a sequence exchange keys and values.")  # fmt: skip
-    deepspeed_config: dict[str, Any] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; empty: DeepSpeed is off.")
+    deepspeed_config: dict[str, JsonValue] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; empty: DeepSpeed is off.")
     offload_param_path: Path | None = knob(None, "Folder for what DeepSpeed offloads to NVMe.")
 
 
