@@ -22,7 +22,7 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again and it resumes."""
     from simpletuner.models.registry import check_model
-    from simpletuner.ops.launch import choose_gpus, is_rank, launch_ranks, settings_of_rank
+    from simpletuner.ops.launch import check_world_size, choose_gpus, is_rank, launch_ranks
 
     loaded = load(flags, config)
     check_model(loaded.settings.model)
@@ -36,10 +36,11 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     if loaded.settings.launch.num_processes > 1 and not is_rank(os.environ):
         launch_ranks(loaded, ["train", *as_arguments(flags, config)])
         return
+    check_world_size(loaded, os.environ)
     choose_gpus(loaded.settings.launch, os.environ)
     from simpletuner.worker import run_rank
 
-    run_rank(settings_of_rank(loaded, os.environ))
+    run_rank(loaded)
 
 
 def show(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import replace
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings import Loaded, Origin
+from simpletuner.settings import Loaded
 from simpletuner.settings.sections import Launch
 
 
@@ -15,21 +14,15 @@ def is_rank(environment: Mapping[str, str]) -> bool:
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
-def settings_of_rank(loaded: Loaded, environment: Mapping[str, str]) -> Loaded:
-    """Return the settings with the number of ranks that really were started."""
+def check_world_size(loaded: Loaded, environment: Mapping[str, str]) -> None:
+    """Raise SettingsError when other than `num_processes` ranks were started; it is theirs unless the user says one."""
     world_size = int(environment["WORLD_SIZE"]) if is_rank(environment) else 1
-    launch = loaded.settings.launch
-    if world_size == launch.num_processes:
-        return loaded
-    if "num_processes" in loaded.origins:
+    wanted = loaded.settings.launch.num_processes
+    if world_size != wanted:
         raise SettingsError(
-            f"num_processes = {launch.num_processes} ({loaded.origins['num_processes']}), but {world_size} ranks run",
+            f"num_processes = {wanted} ({loaded.origins['num_processes']}), but {world_size} ranks run",
             "leave num_processes out, or start as many ranks as it says",
         )
-    started = launch.model_copy(update={"num_processes": world_size})
-    settings = loaded.settings.model_copy(update={"launch": started})
-    origins = {**loaded.origins, "num_processes": Origin("launcher", world_size)}
-    return replace(loaded, settings=settings, origins=origins)
 
 
 def ranks_per_machine(launch: Launch) -> int:
