@@ -66,7 +66,7 @@ class TypedShell:
             os.execvpe(command[0], command, environment(folder))
         fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 200, 250, 0, 0))
         threading.Thread(target=self.read, daemon=True).start()
-        self.press(f". {folder / 'setup'} && printf ready > {self.line}\n")
+        self.press(f". {folder / 'setup'} && printf ready > {self.line}.new && mv {self.line}.new {self.line}\n")
         assert self.shown() == "ready"
 
     def read(self) -> None:
