@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import sys
@@ -47,7 +47,7 @@ bindkey '^Xb' show_line
 
 def environment(folder: Path) -> dict[str, str]:
     path = os.pathsep.join([str(SCRIPTS), os.environ["PATH"]])
-    own = {"PATH": path, "HOME": str(folder), "LINE": str(folder / "line"), "TERM": "vt100", "PYTHONPATH": str(ROOT)}
+    own = {"PATH": path, "HOME": str(folder), "LINE": str(folder / "line"), "TERM": "xterm", "PYTHONPATH": str(ROOT)}
     return {**os.environ, **own}
 
 
@@ -60,22 +60,21 @@ class TypedShell:
         (work / "pictures").mkdir(parents=True)
         (work / "prompts.txt").touch()
         (folder / "setup").write_text(setup)
-        self.process, self.terminal = pty.fork()
-        if self.process == 0:
-            os.chdir(work)
-            os.execvpe(command[0], command, environment(folder))
-        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 200, 250, 0, 0))
-        threading.Thread(target=self.read, daemon=True).start()
+        self.terminal, inside = pty.openpty()
+        fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 200, 250, 0, 0))
+        ends = {"stdin": inside, "stdout": inside, "stderr": inside}
+        self.process = subprocess.Popen(command, cwd=work, env=environment(folder), start_new_session=True, **ends)
+        os.close(inside)
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
         self.press(f". {folder / 'setup'} && printf ready > {self.line}.new && mv {self.line}.new {self.line}\n")
         assert self.shown() == "ready"
 
     def read(self) -> None:
         """Take what the shell draws, or it would wait for somebody to look."""
-        while True:
-            try:
-                self.screen += os.read(self.terminal, 65536)
-            except OSError:  # it has ended
-                return
+        with contextlib.suppress(OSError):  # so Linux says that the shell has ended
+            while drawn := os.read(self.terminal, 65536):
+                self.screen += drawn
 
     def press(self, keys: str) -> None:
         os.write(self.terminal, keys.encode())
@@ -107,10 +106,18 @@ class TypedShell:
     def tab(self, typed: str) -> str:
         return self.after(typed + "\t")
 
+    def draws(self, text: str) -> bool:
+        """Wait until the shell has drawn a text."""
+        end = time.monotonic() + SECONDS
+        while text not in self.screen.decode(errors="replace") and time.monotonic() < end:
+            time.sleep(0.01)
+        return text in self.screen.decode(errors="replace")
+
     def close(self) -> None:
-        os.kill(self.process, signal.SIGKILL)
-        os.waitpid(self.process, 0)
-        os.close(self.terminal)
+        self.process.kill()
+        self.process.wait()
+        self.reader.join(SECONDS)
+        os.close(self.terminal)  # not before: the reader would go on with whatever gets this number next
 
 
 class Fish:
