@@ -37,7 +37,7 @@ QUESTIONS = {
     "a tab: every flag": Question((), {LINE: "simpletuner train --"}),
 }
 LATER = {
-    "config export": Question(("config", "export")),
+    "config export": Question(("config", "export", "--to=json", "--model_family=sdxl")),
     "nfs check --nodes 1": Question(("nfs", "check", "--nodes", "1"), codes=(0, 3)),
     "cache list": Question(("cache", "list")),
 }

@@ -46,10 +46,6 @@ class Report:
         if error.hint:
             self.talk.print(f"hint: {error.hint}", style="dim", markup=False)
 
-    def text(self, text: str) -> None:
-        """Print text that is the answer itself, such as commands to copy."""
-        sys.stdout.write(text + "\n")
-
     def json(self, value: Any) -> None:
         """Print a value for scripts."""
         sys.stdout.write(json.dumps(value, indent=2) + "\n")

@@ -25,7 +25,7 @@ class Shell(StrEnum):
 def completion(shell: Annotated[Shell, typer.Argument(help="The shell to print the script for.")]) -> None:
     """Print the script that completes commands, flags and values with the tab key."""
     report = Report()
-    report.text(script_for(shell).rstrip("\n"))
+    report.text(script_for(shell))
     if sys.stdout.isatty():
         report.say(f"hint: to install it: {INSTALL[shell]}", style="dim")
 

@@ -45,6 +45,7 @@ def test_the_checked_in_scripts_are_what_the_command_prints(name):
         ("simpletuner train --model_flavour=b", {"base-1.0", "base-0.9"}),
         ("simpletuner train --model_family flux --model_flavour ", {"dev", "krea", "schnell", "tiny"}),
         ("simpletuner completion ", {"bash", "zsh", "fish"}),
+        ("simpletuner config s", {"show", "schema"}),
         ("simpletuner train --fsdp_v", {"--fsdp_version"}),
         ("simpletuner train --fsdp_version=2 --fsdp_v", set()),
         ("simpletuner train --instance_prompt 'a b' --model_fam", {"--model_family"}),
