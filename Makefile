@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 
-.PHONY: demo test check install clean
+.PHONY: demo test check install shells completions clean
 
 install: $(VENV)/.installed
 
@@ -21,10 +21,25 @@ demo/pictures: | install
 demo: install demo/pictures
 	$(BIN)/simpletuner train --config examples/shapes/demo.toml
 
-test: install
+# Completion is tested in the real shells. Root, as in CI, gets the missing ones; everybody else reads what to do.
+shells:
+	@missing=$$(for shell in zsh fish; do command -v $$shell >/dev/null || echo $$shell; done); \
+	if [ -n "$$missing" ] && [ $$(id -u) = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
+	fi; \
+	for shell in $$missing; do \
+	  command -v $$shell >/dev/null || echo "no $$shell: its tests are skipped (sudo apt-get install $$shell)"; \
+	done
+
+completions: install
+	$(BIN)/simpletuner completion bash > completions/simpletuner.bash
+	$(BIN)/simpletuner completion zsh > completions/_simpletuner
+	$(BIN)/simpletuner completion fish > completions/simpletuner.fish
+
+test: install shells
 	$(BIN)/python -m pytest
 
-check: install
+check: install shells
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright

@@ -7,12 +7,16 @@ import sys
 from collections.abc import Sequence
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
+from typer.main import get_command
 
 from simpletuner import __version__
+from simpletuner.commands.completion import answer, completion
 from simpletuner.commands.config import build_config
 from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, forgiving, with_settings
+from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
 from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
 from simpletuner.report import Report
@@ -42,13 +46,31 @@ def build_app() -> typer.Typer:
     app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))
     app.add_typer(build_config(), name="config")
     app.add_typer(build_nfs(), name="nfs")
+    app.command("completion")(completion)
     return app
 
 
-def run_app(app: typer.Typer, arguments: Sequence[str]) -> None:
-    """Run one command and leave with its exit code. Raises SettingsError for what Typer does not understand."""
+def command_of(program: str) -> TyperGroup | TyperCommand:
+    """Return what a program runs: the whole command line, or the subcommand that it stands for."""
+    command = get_command(build_app())
+    for name in PROGRAMS[program]:
+        assert isinstance(command, TyperGroup)
+        command = command.commands[name]
+    assert isinstance(command, TyperGroup | TyperCommand)
+    return command
+
+
+def run(program: str, arguments: Sequence[str]) -> None:
+    """Run one command and leave with its exit code.
+
+    Raises SettingsError for a command line that Typer does not understand.
+    """
+    command = command_of(program)
+    if line := os.environ.get(LINE):  # no command: a shell asks what may come next
+        answer(command, line)
+        raise SystemExit(int(ExitCode.OK))
     try:
-        code = app(arguments, prog_name="simpletuner", standalone_mode=False)
+        code = command(arguments, prog_name=program, standalone_mode=False)
     except typer.Abort:
         raise KeyboardInterrupt from None
     except TyperException as error:
@@ -62,14 +84,14 @@ def run_app(app: typer.Typer, arguments: Sequence[str]) -> None:
     raise SystemExit(code or int(ExitCode.OK))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -> None:
     """Run the command line; what the settings or the machine refuse ends in one sentence and an exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--debug" in given:
         os.environ[DEBUG] = "1"  # the ranks that this process starts inherit it
     debug = bool(os.environ.get(DEBUG))
     try:
-        run_app(build_app(), forgiving([argument for argument in given if argument != "--debug"]))
+        run(program, forgiving([argument for argument in given if argument != "--debug"]))
     except SimpleTunerError as error:
         Report().error(error)
         if debug:
@@ -89,4 +111,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def train_main() -> None:
     """Run `simpletuner-train`, which is `simpletuner train`."""
-    main(["train", *sys.argv[1:]])
+    main(program="simpletuner-train")

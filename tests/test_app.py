@@ -9,7 +9,9 @@ import pytest
 
 from simpletuner import __version__
 from simpletuner.app import main
+from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.errors import ExitCode
+from simpletuner.models.registry import FAMILIES
 from simpletuner.settings.loading import knobs
 
 HEAVY = ("torch", "numpy", "accelerate", "diffusers", "transformers", "deepspeed", "PIL")
@@ -48,6 +50,7 @@ print("exit", code, "imported", found, file=sys.stderr)
     [
         (["--help"], 0),
         (["train", "--help"], 0),
+        (["completion", "zsh"], 0),
         (["train", *ENOUGH, "--seed=x"], 2),
         (["train", "--model_family=sdlx", "--instance_data_dir=x"], 2),
     ],
@@ -55,6 +58,19 @@ print("exit", code, "imported", found, file=sys.stderr)
 def test_help_and_mistakes_are_answered_without_heavy_imports(tmp_path, arguments, code):
     done = start(sys.executable, "-c", IMPORTED, ",".join(HEAVY), *arguments, folder=tmp_path)
     assert done.stderr.splitlines()[-1] == f"exit {code} imported []"
+
+
+def test_a_tab_is_answered_without_heavy_imports(tmp_path, monkeypatch):
+    monkeypatch.setenv(LINE, "simpletuner train --model_family=")
+    done = start(sys.executable, "-c", IMPORTED, ",".join(HEAVY), "train", "--seed=x", folder=tmp_path)
+    assert done.stderr == "exit 0 imported []\n"
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == [f"--model_family={name}" for name in FAMILIES]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_program_calls_itself_by_its_own_name(tmp_path, program):
+    done = start(SCRIPTS / program, "--help", folder=tmp_path)
+    assert done.stdout.split()[:2] == ["Usage:", program]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""`simpletuner completion`: the script that makes the tab key work, and the answer that the script asks for."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from simpletuner.commands.candidates import candidates
+from simpletuner.commands.scripts import INSTALL, PROGRAMS, script_for
+from simpletuner.report import Report
+
+
+class Shell(StrEnum):
+    """The shells that we complete in."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell to print the script for.")]) -> None:
+    """Print the script that completes commands, flags and values with the tab key."""
+    report = Report()
+    report.text(script_for(shell))
+    if sys.stdout.isatty():
+        report.say(f"hint: to install it: {INSTALL[shell]}", style="dim")
+
+
+def answer(command: TyperGroup | TyperCommand, line: str) -> None:
+    """Print what may come next for a shell's script: a word, a tab, and what it means, line by line."""
+    for candidate in candidates(command, line, PROGRAMS):
+        sys.stdout.write(f"{candidate.word}\t{candidate.help}\n")

@@ -1,0 +1,134 @@
+"""What a user gets: the built wheel in an empty environment without torch; light commands must do without it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from simpletuner import __version__
+from simpletuner.commands.scripts import PROGRAMS, script_for
+
+ROOT = Path(__file__).parent.parent
+LIGHT = ("typer", "rich", "pydantic", "pyyaml", "platformdirs", "filelock", "tomli-w")
+BENEATH_THEM = (
+    *("annotated-doc", "annotated-types", "markdown-it-py", "mdurl", "pydantic-core"),
+    *("pygments", "shellingham", "typing-extensions", "typing-inspection"),
+)
+SECONDS = 240
+
+
+def pip(*arguments: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Build the wheel from a copy, so that setuptools leaves nothing in the repository."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT / "simpletuner", source / "simpletuner", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    pip("wheel", "--quiet", "--no-deps", "--wheel-dir", built, source)
+    [wheel] = built.iterdir()
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def programs(wheel, tmp_path_factory) -> Path:
+    """Install the wheel and only what the light commands may need; return the folder of its programs."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    constraints = ("-c", ROOT / "constraints.txt")
+    pip("--python", folder / "bin" / "python", "install", "--no-deps", *constraints, *LIGHT, *BENEATH_THEM, wheel)
+    return folder / "bin"
+
+
+@pytest.fixture
+def start(programs, tmp_path):
+    """Run a program of the wheel in an empty folder, knowing nothing of the repository."""
+
+    def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        command = [programs / program, *arguments]
+        where = {"cwd": tmp_path, "env": {**ours, **environment}, "stdin": subprocess.DEVNULL}
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, **where)
+
+    return run
+
+
+def test_every_file_of_the_package_is_in_the_wheel(wheel):
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    files = {path for path in (ROOT / "simpletuner").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path.relative_to(ROOT).as_posix() for path in files} - packed == set()
+    assert "simpletuner/models/tiny_vae/diffusion_pytorch_model.safetensors" in packed
+    assert {name.split("/")[0] for name in packed} == {"simpletuner", f"simpletuner-{__version__}.dist-info"}
+
+
+def test_what_the_light_commands_need_is_declared(wheel):
+    metadata = zipfile.ZipFile(wheel).read(f"simpletuner-{__version__}.dist-info/METADATA").decode()
+    declared = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)  # a ; marks an extra
+    assert set(LIGHT) - {name.lower() for name in declared} == set()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_explain_themselves_without_torch(start, program):
+    done = start(program, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"Usage: {program} ")
+
+
+def test_the_wheel_knows_its_version(start):
+    assert start("simpletuner", "--version").stdout == f"{__version__}\n"
+
+
+def test_every_command_and_group_has_help_without_torch(start):
+    waiting, seen = [("simpletuner",)], []
+    while waiting:
+        words = waiting.pop()
+        done = start(*words, "--help")
+        assert (done.returncode, done.stderr) == (0, ""), words
+        seen.append(words)
+        answered = start("simpletuner", _SIMPLETUNER_LINE=" ".join([*words, ""])).stdout.splitlines()
+        names = [line.split("\t")[0] for line in answered]
+        waiting += [(*words, name) for name in names if f"\n  {name} " in done.stdout and not name.startswith("-")]
+    assert {("simpletuner", "train"), ("simpletuner", "completion")} <= set(seen)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_are_printed_without_torch(start, shell):
+    done = start("simpletuner", "completion", shell)
+    assert (done.returncode, done.stdout, done.stderr) == (0, script_for(shell), "")
+
+
+def test_a_config_file_to_begin_with_is_written_without_torch(start, tmp_path):
+    begun = start("simpletuner", "config", "init", "--model_family=sdxl", "--model_flavour=tiny")
+    assert begun.returncode == 0, begun.stderr
+    [written] = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert 'model_family = "sdxl"' in written.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["simpletuner", "train", "--lerning_rate=1"], "did you mean `learning_rate`?"),
+        (["simpletuner-train", "--model_family=sdlx", "--instance_data_dir=x"], "did you mean `sdxl`?"),
+        (["simpletuner", "completion", "tcsh"], "'tcsh'"),
+        (["simpletuner", "trian"], "trian"),
+    ],
+)
+def test_a_mistake_is_answered_with_2_without_torch(start, tmp_path, command, sentence):
+    done = start(*command)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
