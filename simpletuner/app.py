@@ -10,6 +10,7 @@ import typer
 from typer.exceptions import TyperException
 
 from simpletuner import __version__
+from simpletuner.commands.cache import build_cache
 from simpletuner.commands.config import build_config
 from simpletuner.commands.options import UNKNOWN_FLAGS, forgiving, with_settings
 from simpletuner.commands.train import train
@@ -40,6 +41,7 @@ def build_app() -> typer.Typer:
 
     app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))
     app.add_typer(build_config(), name="config")
+    app.add_typer(build_cache(), name="cache")
     return app
 
 

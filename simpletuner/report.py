@@ -62,6 +62,11 @@ class Report:
         """Print rows as a table that is what the user asked for; whole words, however wide."""
         self.data.print(table_of(title, rows, columns), markup=False)
 
+    def confirm(self, question: str) -> bool:
+        """Ask a person at the terminal; anything but yes means no."""
+        self.talk.print(f"{question} [y/N] ", end="", markup=False)
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
     def progress(self, title: str, total: int, done: int = 0) -> Progress:
         """Return a progress display: a bar on a terminal, a line now and then elsewhere."""
         return Progress(self, title, total, done)

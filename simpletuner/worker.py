@@ -16,11 +16,12 @@ from simpletuner.files import sole_user_of, write_json
 from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
+from simpletuner.ops.cache.holds import in_use
 from simpletuner.ops.signals import listening
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
 from simpletuner.parallel.world import first_to_fail_speaks, joined_world
-from simpletuner.preparation import Prepared, plan_data, prepare, steps_to_train
+from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare, steps_to_train
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings, settings_as_json
@@ -48,7 +49,7 @@ def run_rank(loaded: Loaded) -> None:
 
 
 def fine_tune(session: Session) -> None:
-    """Prepare the data, build the engine, train, export; or say that there is nothing left to do."""
+    """Find the data and train on it; or say that there is nothing left to do."""
     settings, output = session.settings, session.settings.training.output_dir
     quieten_libraries()
     for warning in session.loaded.warnings:
@@ -59,6 +60,14 @@ def fine_tune(session: Session) -> None:
         session.report.say(f"finished already, after {done} steps; raise max_train_steps or num_train_epochs to go on")
         conclude(output, session.report)
         return
+    with in_use(folders_of(settings, plan)):
+        fine_tune_on(session, plan)
+    conclude(output, session.report)
+
+
+def fine_tune_on(session: Session, plan: Plan) -> None:
+    """Encode the data, build the engine, train, export; the caches are held meanwhile."""
+    settings = session.settings
     checkpoint = checkpoint_to_resume(session)
     family = open_family(settings, session.world, session.stop.check)
     check_denoiser(settings, family)
@@ -68,7 +77,6 @@ def fine_tune(session: Session) -> None:
     with metrics_of(settings, state.step, session.world) as metrics:
         train(compose(session, family, prepared, state, metrics), state.step)
     export(session, family, state)
-    conclude(output, session.report)
 
 
 def check_denoiser(settings: Settings, family: Family) -> None:
