@@ -18,6 +18,7 @@ from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
 from simpletuner.ops.cache.holds import in_use
 from simpletuner.ops.signals import listening
+from simpletuner.parallel.compilation import check_compile, compiler_explained
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
 from simpletuner.parallel.world import first_to_fail_speaks, joined_world
@@ -74,14 +75,15 @@ def fine_tune_on(session: Session, plan: Plan) -> None:
     prepared = prepare(session, plan, family)
     state = open_state(session, family, prepared, checkpoint)
     describe(session, family, state, prepared.plan)
-    with metrics_of(settings, state.step, session.world) as metrics:
+    with metrics_of(settings, state.step, session.world) as metrics, compiler_explained():
         train(compose(session, family, prepared, state, metrics), state.step)
     export(session, family, state)
 
 
 def check_denoiser(settings: Settings, family: Family) -> None:
-    """Find what is wrong with weights or sharding units before anything is encoded."""
+    """Find what is wrong with weights, compiler or sharding units before anything is encoded."""
     weights_files(family.folder / family.denoiser_name, settings.model.variant)
+    check_compile(settings)
     if settings.parallel.fsdp_enable:
         units_of(family.denoiser(), family.blocks, settings.parallel)
 
