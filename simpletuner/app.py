@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 from simpletuner import __version__
 from simpletuner.commands.cache import build_cache
 from simpletuner.commands.config import build_config
+from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, forgiving, with_settings
 from simpletuner.commands.train import train
 from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
@@ -42,6 +43,7 @@ def build_app() -> typer.Typer:
     app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))
     app.add_typer(build_config(), name="config")
     app.add_typer(build_cache(), name="cache")
+    app.add_typer(build_nfs(), name="nfs")
     return app
 
 
@@ -52,11 +54,13 @@ def run_app(app: typer.Typer, arguments: Sequence[str]) -> None:
     except typer.Abort:
         raise KeyboardInterrupt from None
     except TyperException as error:
-        text = error.format_message()
+        text = error.format_message().replace("Value error, ", "")
         if text.startswith("Usage:"):  # a group without a command: its help
             typer.echo(text, err=True)
             raise SystemExit(int(ExitCode.USAGE)) from None
-        raise SettingsError(text[0].lower() + text[1:].rstrip("."), "`--help` after any command explains it") from None
+        raise SettingsError(
+            text[0].lower() + " ".join(text[1:].rstrip(".").split()), "`--help` after any command explains it"
+        ) from None
     raise SystemExit(code or int(ExitCode.OK))
 
 

@@ -21,7 +21,7 @@ class ExitCode(IntEnum):
 class SimpleTunerError(Exception):
     """Stop with one sentence; `hint` ends in the next thing to type or to change."""
 
-    exit_code = ExitCode.BUG
+    exit_code: int = ExitCode.BUG
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -61,3 +61,11 @@ class Stopped(SimpleTunerError):
     def __init__(self, signal_number: int, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
         self.exit_code = ExitCode(128 + signal_number)
+
+
+class PassedOn(SimpleTunerError):
+    """What ended another machine or rank; this one ends with the same sentence and exit code."""
+
+    def __init__(self, exit_code: int, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,6 +67,24 @@ class Report:
         """Ask a person at the terminal; anything but yes means no."""
         self.talk.print(f"{question} [y/N] ", end="", markup=False)
         return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+    def checklist(self, rows: Iterable[tuple[str, str, str, Sequence[str]]], styles: Mapping[str, str]) -> None:
+        """Print name, status and sentence of each row as data, and below what to type, each on a line to be copied."""
+        from rich.text import Text
+
+        for name, status, sentence, fixes in rows:
+            margin = f"  {name:<10}{status:<6}"
+            lines = textwrap.wrap(sentence, max(40, self.data.width - len(margin)), break_on_hyphens=False) or [""]
+            start = Text(f"  {name:<10}").append(f"{status:<6}", style=styles.get(status, "")).append(lines[0])
+            self.data.print(start)
+            for line in lines[1:]:
+                self.data.print(" " * len(margin) + line, markup=False)
+            for fix in fixes:
+                self.data.print(Text(f"      fix: {fix}", style="cyan"))
+
+    def line(self, text: str, style: str = "") -> None:
+        """Print one line of data."""
+        self.data.print(text, style=style, markup=False)
 
     def progress(self, title: str, total: int, done: int = 0) -> Progress:
         """Return a progress display: a bar on a terminal, a line now and then elsewhere."""

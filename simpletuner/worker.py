@@ -17,11 +17,13 @@ from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
 from simpletuner.ops.cache.holds import in_use
+from simpletuner.ops.launch.agreement import Seats, agree
+from simpletuner.ops.launch.cards import card_of
 from simpletuner.ops.signals import listening
 from simpletuner.parallel.compilation import check_compile, compiler_explained
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
-from simpletuner.parallel.world import first_to_fail_speaks, joined_world
+from simpletuner.parallel.world import STALL_SECONDS, first_to_fail_speaks, joined_world
 from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare, steps_to_train
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -39,8 +41,9 @@ from simpletuner.training.validation import Painter, open_painter
 
 def run_rank(loaded: Loaded) -> None:
     """Be one rank of a run, from joining the others to the exported pipeline."""
-    output = loaded.settings.training.output_dir
-    with listening() as stop, joined_world() as world, first_to_fail_speaks(world, stop):
+    output, use_cpu = loaded.settings.training.output_dir, loaded.settings.launch.use_cpu
+    with listening() as stop, joined_world(use_cpu=use_cpu) as world, first_to_fail_speaks(world, stop):
+        agree(world.store, Seats("rank", world.rank, world.size), card_of(loaded), stop.check, STALL_SECONDS)
         session = Session(loaded, world, Report(quiet=not world.is_first), stop)
         with sole_user_of(output) if world.is_first else nullcontext():
             if world.is_first:

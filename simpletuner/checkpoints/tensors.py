@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from simpletuner.errors import EnvironmentFault
 from simpletuner.files import flush_to_disk, write_json
-from simpletuner.parallel.world import World
+from simpletuner.parallel.world import World, lost_a_peer
 
 NamedTensors = Mapping[str, Tensor]
 
@@ -85,6 +85,8 @@ def read_tensors(files: list[Path], tensors: NamedTensors, what: str) -> None:
         try:
             dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
         except (*FILE_FAULTS, RuntimeError, ValueError, KeyError) as error:
+            if lost_a_peer(error):
+                raise  # nothing is wrong with the files
             hint = "take another checkpoint with --resume_from_checkpoint, or check pretrained_model_name_or_path"
             raise EnvironmentFault(f"cannot read {what}: {reason(error)}", hint) from None
 

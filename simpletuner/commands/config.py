@@ -69,9 +69,9 @@ def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env
     from simpletuner.models.registry import check_model
     from simpletuner.settings.loading import resolve
     from simpletuner.settings.rules import unsupported
-    from simpletuner.settings.sources import file_source
+    from simpletuner.settings.sources import of_file_alone
 
-    loaded = resolve([file_source(file)])
+    loaded = resolve(of_file_alone(file))
     check_model(loaded.settings.model)
     datasets_of(loaded.settings.data)
     if missing := unsupported(loaded.settings):
@@ -118,11 +118,11 @@ def init(
 def export(
     flags: Mapping[str, Any],
     config: Path | None,
-    to: Annotated[Format, typer.Option("--to", help="Format.")],
+    to: Annotated[Format, typer.Option("--to", help="What to write.")],
     everything: Annotated[bool, typer.Option("--all", help="Also what is at its default.")] = False,
     output: Output = None,
 ) -> None:
-    """Write settings in a format that replays them 1:1; how to replay them goes to stderr."""
+    """Write settings in a format that replays them 1:1. How to replay them goes to stderr."""
     from simpletuner.settings.export import export as exported
 
     report = Report()

@@ -7,24 +7,50 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from simpletuner.commands.options import as_arguments
 from simpletuner.errors import SettingsError
-from simpletuner.settings import load
+from simpletuner.report import Report
+from simpletuner.settings import Loaded, load
 from simpletuner.settings.rules import unsupported
 
+DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each machine would start, and start nothing.")
+AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scripts.")
 
-def train(flags: Mapping[str, Any], config: Path | None) -> None:
+
+def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again and it resumes."""
     from simpletuner.models.registry import check_model
-    from simpletuner.ops.launch import is_rank, launch_ranks, settings_of_rank
+    from simpletuner.ops.launch import check_world_size, choose_gpus, is_rank, launch_ranks
 
     loaded = load(flags, config)
     check_model(loaded.settings.model)
     if missing := unsupported(loaded.settings):
         raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
-    if loaded.settings.launch.num_processes > 1 and not is_rank(os.environ):
-        launch_ranks(loaded.settings, ["train", *as_arguments(flags, config)])
+    if json and not dry_run:
+        raise SettingsError("--json needs --dry_run", "add --dry_run")
+    if dry_run:
+        show(loaded, flags, config, json)
         return
+    if loaded.settings.launch.num_processes > 1 and not is_rank(os.environ):
+        launch_ranks(loaded, ["train", *as_arguments(flags, config)])
+        return
+    check_world_size(loaded, os.environ)
+    choose_gpus(loaded.settings.launch, os.environ)
     from simpletuner.worker import run_rank
 
-    run_rank(settings_of_rank(loaded, os.environ))
+    run_rank(loaded)
+
+
+def show(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:
+    """Print what to type on every machine, and what that starts there."""
+    from simpletuner.ops.launch import describe_plans
+    from simpletuner.ops.launch.plan import as_text
+
+    shared = {name: value for name, value in flags.items() if name != "machine_rank"}
+    plans = describe_plans(loaded.settings.launch, ["train", *as_arguments(shared, config)])
+    if as_json:
+        Report().json(plans)
+    else:
+        Report().text("\n\n".join(as_text(plan) for plan in plans) + "\n")

@@ -19,10 +19,11 @@ TINY = "tiny"
 
 @dataclass(frozen=True)
 class Entry:
-    """One family: where its class is, and its published flavours as hub ids, the default first."""
+    """One family: where its class is, its published flavours as hub ids, the default first, and the denoiser's size."""
 
     path: str
     flavours: Mapping[str, str]
+    parameters: int | None = None
 
 
 FAMILIES: dict[str, Entry] = {
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Entry] = {
             "base-1.0": "stabilityai/stable-diffusion-xl-base-1.0",
             "base-0.9": "stabilityai/stable-diffusion-xl-base-0.9",
         },
+        parameters=2_567_463_684,
     ),
     "flux": Entry(
         "simpletuner.models.flux:Flux",
@@ -40,6 +42,7 @@ FAMILIES: dict[str, Entry] = {
             "krea": "black-forest-labs/FLUX.1-Krea-dev",
             "schnell": "black-forest-labs/FLUX.1-schnell",
         },
+        parameters=11_901_408_320,
     ),
 }
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -31,6 +32,7 @@ class World:
     local_rank: int
     device: torch.device
     store: dist.Store
+    machine: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -93,25 +95,26 @@ class World:
 
 
 @contextmanager
-def joined_world(environment: Mapping[str, str] = os.environ) -> Iterator[World]:
+def joined_world(environment: Mapping[str, str] = os.environ, use_cpu: bool = False) -> Iterator[World]:
     """Join the ranks that the launcher started, or be a world of one; leave it at the end."""
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank = int(environment.get("LOCAL_RANK", 0))
-    device = device_of(local_rank)
+    device = device_of(local_rank, use_cpu)
     store = open_store(environment, rank, size) if size > 1 else dist.HashStore()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
     )
     try:
-        yield World(rank, size, local_rank, device, dist.PrefixStore("simpletuner", store))
+        machine = int(environment.get("GROUP_RANK", 0))
+        yield World(rank, size, local_rank, device, dist.PrefixStore("simpletuner", store), machine)
     finally:
         dist.destroy_process_group()
 
 
-def device_of(local_rank: int) -> torch.device:
+def device_of(local_rank: int, use_cpu: bool = False) -> torch.device:
     """Return this rank's GPU, or the CPU where there is none. Raises EnvironmentFault when there are too few GPUs."""
-    if not torch.cuda.is_available():
+    if use_cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= (count := torch.cuda.device_count()):
         raise EnvironmentFault(
@@ -136,40 +139,50 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
 
 @contextmanager
 def first_to_fail_speaks(world: World, stop: StopRequest) -> Iterator[None]:
-    """Let only the first rank that fails say why; the others leave with the same exit code."""
+    """Let only the first rank of a machine that fails say why; the others leave with the same exit code."""
     try:
         yield
     except SimpleTunerError as error:
-        if is_first_failure(world):
+        if is_first_failure(world, error):
             raise
         raise SystemExit(int(error.exit_code)) from None
     except Exception as error:
         if world.size > 1 and lost_a_peer(error):
-            if was_told_to_end(stop):
+            if was_told_to_end(world, stop):
                 raise SystemExit(int(ExitCode.TRAINING)) from None
             raise TrainingError(f"rank {world.rank} lost contact to another rank: {error}") from None
-        if is_first_failure(world):
+        if is_first_failure(world, SimpleTunerError(f"{type(error).__name__}: {error}")):
             raise
         raise SystemExit(int(ExitCode.BUG)) from None
 
 
-def was_told_to_end(stop: StopRequest) -> bool:
+def was_told_to_end(world: World, stop: StopRequest) -> bool:
     """Wait for the launcher to end this rank, as it does once another died: then it is the launcher who says why."""
+    with suppress(dist.DistError):
+        world.store.set("lost", str(world.rank))
     end = time.monotonic() + LAUNCHER_SECONDS
     while not stop.signal_number and time.monotonic() < end:
         time.sleep(0.05)
     return bool(stop.signal_number)
 
 
-def is_first_failure(world: World) -> bool:
-    """Return whether no other rank has failed before; a store that is gone was the first rank's, which has."""
+def is_first_failure(world: World, error: SimpleTunerError) -> bool:
+    """Return whether no other rank of this machine has failed before; the first leaves its reason to the launchers.
+
+    A store that is gone was the first rank's, which has failed.
+    """
+    place = f"failures/{world.machine}"
+    reason = {"rank": world.rank, "exit_code": int(error.exit_code), "message": error.message, "hint": error.hint}
     try:
-        return world.store.add("failures", 1) == 1
+        if world.store.add(f"{place}/count", 1) > 1:
+            return False
+        world.store.set(f"{place}/reason", json.dumps(reason))
     except dist.DistError:
         return False
+    return True
 
 
-def lost_a_peer(error: Exception) -> bool:
+def lost_a_peer(error: BaseException) -> bool:
     """Return whether a collective failed because another rank went away."""
     gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     return isinstance(error, dist.DistError) or gloo

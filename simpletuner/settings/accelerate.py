@@ -115,6 +115,10 @@ FIELDS: dict[str, Field] = {
     ),
     "parallelism_config.parallelism_config_tp_size": Field(idle=("1",), reason="tensor parallelism is not supported"),
     "parallelism_config.parallelism_config_sp_size": Field(idle=("1",), reason="set context_parallel_size"),
+    "parallelism_config.parallelism_config_sp_backend": always("counts only with sp_size"),
+    "parallelism_config.parallelism_config_sp_seq_length": always("counts only with sp_size"),
+    "parallelism_config.parallelism_config_sp_seq_length_is_variable": always("counts only with sp_size"),
+    "parallelism_config.parallelism_config_sp_attn_implementation": always("counts only with sp_size"),
 }
 SECTIONS_OF_ENGINE = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 """Sections that count only with their distributed_type."""
@@ -154,7 +158,7 @@ def account(entries: list[Entry]) -> list[Told]:
 
 def told_of(entry: Entry, engine: str) -> Iterator[Told]:
     """Yield what becomes of one entry; of a section, each of its fields."""
-    if not isinstance(entry.value, Mapping):
+    if not isinstance(entry.value, Mapping) or entry.key in FIELDS:
         yield told_field(entry.key, entry.value, entry.line)
         return
     needed = SECTIONS_OF_ENGINE.get(entry.key)
@@ -174,7 +178,7 @@ def told_field(name: str, value: Any, line: int) -> Told:
     if field is None:
         return Told(name, value, line, note="not a field that simpletuner knows", warning=True)
     if value is None or field.idle == ANY or folded(value) in field.idle:
-        return Told(name, value, line, note=field.reason or "asks for nothing")
+        return Told(name, value, line, note=field.reason if field.idle == ANY else "asks for nothing special")
     if field.knob:
         return Told(name, field.becomes(value), line, field.knob)
     return Told(name, value, line, note=field.reason, warning=True)
@@ -184,7 +188,8 @@ def zero_config(fields: Mapping[str, Any]) -> Any:
     """Return DeepSpeed's JSON for accelerate's short form, or the file that it names."""
     if file := fields.get("deepspeed_config_file"):
         return str(file)
-    zero: dict[str, Any] = {"stage": fields.get("zero_stage", 2)}
+    stage = str(fields.get("zero_stage", 2))
+    zero: dict[str, Any] = {"stage": int(stage) if stage.isdecimal() else stage}  # a variable is text
     for part in ("offload_optimizer", "offload_param"):
         device, path = fields.get(f"{part}_device"), fields.get(f"{part}_nvme_path")
         if folded(device) not in OFF:
@@ -206,7 +211,7 @@ def default_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def read_file(path: Path) -> list[Entry]:
-    """Read an accelerate file. Raises SettingsError when it is missing or for SageMaker."""
+    """Read an accelerate file. Raises SettingsError when it is missing or does not parse."""
     if not path.is_file():
         raise SettingsError(f"there is no accelerate file {path}", "`accelerate config` writes one; or name none")
     return read_entries(path)
@@ -215,12 +220,15 @@ def read_file(path: Path) -> list[Entry]:
 LAUNCHED = {
     "ACCELERATE_MIXED_PRECISION": "mixed_precision",
     "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_DEBUG_MODE": "debug",
+    "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
     "ACCELERATE_DYNAMO_BACKEND": "dynamo_config.dynamo_backend",
     "ACCELERATE_DYNAMO_MODE": "dynamo_config.dynamo_mode",
     "ACCELERATE_DYNAMO_USE_FULLGRAPH": "dynamo_config.dynamo_use_fullgraph",
     "ACCELERATE_DYNAMO_USE_DYNAMIC": "dynamo_config.dynamo_use_dynamic",
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "dynamo_config.dynamo_use_regional_compilation",
     "FSDP_VERSION": "fsdp_config.fsdp_version",
+    "FSDP_SHARDING_STRATEGY": "fsdp_config.fsdp_sharding_strategy",
     "FSDP_RESHARD_AFTER_FORWARD": "fsdp_config.fsdp_reshard_after_forward",
     "FSDP_OFFLOAD_PARAMS": "fsdp_config.fsdp_offload_params",
     "FSDP_MIN_NUM_PARAMS": "fsdp_config.fsdp_min_num_params",
@@ -229,6 +237,11 @@ LAUNCHED = {
     "FSDP_STATE_DICT_TYPE": "fsdp_config.fsdp_state_dict_type",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "fsdp_config.fsdp_cpu_ram_efficient_loading",
     "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_config.fsdp_activation_checkpointing",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "fsdp_config.fsdp_activation_checkpointing_offload",
+    "FSDP_IGNORED_MODULES": "fsdp_config.fsdp_ignored_modules",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "parallelism_config.parallelism_config_dp_replicate_size",
+    "PARALLELISM_CONFIG_TP_SIZE": "parallelism_config.parallelism_config_tp_size",
+    "PARALLELISM_CONFIG_SP_SIZE": "parallelism_config.parallelism_config_sp_size",
     "PARALLELISM_CONFIG_CP_SIZE": "parallelism_config.parallelism_config_cp_size",
     "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "parallelism_config.parallelism_config_cp_comm_strategy",
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "deepspeed_config.zero_stage",
@@ -252,8 +265,17 @@ def launched_entries(environment: Mapping[str, str]) -> list[Entry]:
     for variable, field in LAUNCHED.items():
         value = environment.get(variable)
         section, dot, name = field.rpartition(".")
-        if value is None or (SECTIONS_OF_ENGINE.get(section) not in (None, engine)):
+        elsewhere = SECTIONS_OF_ENGINE.get(section) not in (None, engine)
+        if value is None or elsewhere or variable in idle_variables(environment):
             continue
         target = entries.setdefault(section, {}) if dot else entries
         target[name] = value
     return [Entry(key, value) for key, value in entries.items()]
+
+
+def idle_variables(environment: Mapping[str, str]) -> set[str]:
+    """Return variables that accelerate sets to its own defaults, though they count only with another choice."""
+    compiles = folded(environment.get("ACCELERATE_DYNAMO_BACKEND", "no")) != "no"
+    other = "FSDP_RESHARD_AFTER_FORWARD" if environment.get("FSDP_VERSION") == "1" else "FSDP_SHARDING_STRATEGY"
+    dynamo = {name for name in LAUNCHED if name.startswith("ACCELERATE_DYNAMO_")} - {"ACCELERATE_DYNAMO_BACKEND"}
+    return {other} | (set() if compiles else dynamo)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from simpletuner.settings.accelerate import ZERO_FIELDS, account, zero_config
 from simpletuner.settings.formats import Entry
 from simpletuner.settings.loading import Loaded, knobs, settings_as_json
 from simpletuner.settings.sections import SECTION_OF, Settings
+from simpletuner.settings.shell import in_lines
 from simpletuner.settings.sources import PREFIX
 from simpletuner.settings.spelling import normalised
 
@@ -30,7 +32,10 @@ class Exported:
 
     def replay(self, path: str = "") -> str:
         """Return the command for a shell, with the path where the text was saved."""
-        return in_lines([word.replace(self.name, path or self.name) for word in self.command])
+        names = {
+            prefix + self.name: prefix + (path or self.name) for prefix in ("", "--config=", "--deepspeed_config=")
+        }
+        return in_lines([names.get(word, word) for word in self.command])
 
 
 def export(loaded: Loaded, to: str, everything: bool = False) -> Exported:
@@ -63,11 +68,11 @@ def as_text(value: Any) -> str:
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return values as command-line flags; a list as one flag per item."""
+    """Return values as command-line flags; a list as one flag per item, an empty one as one without an item."""
     return [
         f"--{name}={as_text(item)}"
         for name, value in values.items()
-        for item in (value if isinstance(value, list) and value else [value])
+        for item in ((value or [""]) if isinstance(value, list) else [value])
     ]
 
 
@@ -98,14 +103,15 @@ def toml_value(value: Any) -> Any:
 
 
 def to_yaml(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return a YAML file."""
+    """Return a YAML file; ASCII only where PyYAML would lose a character that it takes for the end of a line."""
     import yaml
 
-    return config_file(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), "settings.yaml")
+    as_it_is = not re.search("[\x85\u2028\u2029]", json.dumps(values, ensure_ascii=False))
+    return config_file(yaml.safe_dump(values, sort_keys=False, allow_unicode=as_it_is), "settings.yaml")
 
 
 def to_env(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return variables, for `config/config.env`, for a shell to source, or for a container's environment file."""
+    """Return variables, for `config/config.env` or for a shell to source."""
     lines = [f"{PREFIX}{name.upper()}={shlex.quote(as_text(value))}\n" for name, value in values.items()]
     return config_file("".join(lines), "config.env")
 
@@ -118,6 +124,7 @@ def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:
     told = [item for item in account([Entry(key, value) for key, value in fields.items()]) if item.knob]
     said = {item.knob: normalised(item.knob, knobs()[item.knob], item.value) for item in told}
     rest = {name: value for name, value in values.items() if name not in said or said[name] != value}
+    rest |= {"use_cpu": True} if settings.launch.use_cpu else {}  # accelerate tells its ranks only without FSDP
     words = ["accelerate", "launch", "--config_file", "accelerate.yaml", "-m", "simpletuner", "train", *as_flags(rest)]
     command = "".join(f"#   {line}\n" for line in in_lines(words).splitlines())
     return Exported(f"# Replay with\n{command}{yaml.safe_dump(fields, sort_keys=False)}", "accelerate.yaml", words)
@@ -188,13 +195,14 @@ def fsdp_fields(settings: Settings) -> dict[str, Any]:
 
 
 def zero_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return accelerate's short form of DeepSpeed's JSON, as far as it goes."""
-    zero = config.get("zero_optimization", {})
-    fields: dict[str, Any] = {"zero_stage": zero.get("stage", 0)}
+    """Return accelerate's short form of DeepSpeed's JSON, as far as accelerate hands it on (no nvme_path)."""
+    section = config.get("zero_optimization")
+    zero = section if isinstance(section, Mapping) else {}
+    stage = zero.get("stage")
+    fields: dict[str, Any] = {"zero_stage": stage if isinstance(stage, int) else 0}
     for part in ("offload_optimizer", "offload_param"):
-        if offload := zero.get(part):
-            fields |= {f"{part}_device": offload.get("device", "none")}
-            fields |= {f"{part}_nvme_path": offload["nvme_path"]} if "nvme_path" in offload else {}
+        if isinstance(offload := zero.get(part), Mapping):
+            fields[f"{part}_device"] = str(offload.get("device", "none"))
     assert set(fields) <= set(ZERO_FIELDS)
     return fields if zero_config(fields) == config else {"zero_stage": fields["zero_stage"]}
 
@@ -224,7 +232,7 @@ def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
 
 START_ON_NODE = 'exec simpletuner train --machine_rank="$SLURM_NODEID" "$@"'
 MASTER_OF_JOB = f"""\
-{PREFIX}MAIN_PROCESS_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+{PREFIX}MAIN_PROCESS_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export {PREFIX}MAIN_PROCESS_IP
 """
 SBATCH_HEAD = """\
@@ -253,12 +261,3 @@ FORMATS: dict[str, Callable[[Settings, dict[str, Any]], Exported]] = {
 def config_file(text: str, name: str) -> Exported:
     """Return a text that `--config` reads."""
     return Exported(text, name, ["simpletuner", "train", f"--config={name}"])
-
-
-def in_lines(words: list[str]) -> str:
-    """Return a command for a shell; if there are several flags, each on a line of its own."""
-    first = next((index + 1 for index in reversed(range(len(words))) if not words[index].startswith("--")), 0)
-    flags = [
-        name + equals + shlex.quote(value) for name, equals, value in (word.partition("=") for word in words[first:])
-    ]
-    return (" \\\n  " if len(flags) > 1 else " ").join([shlex.join(words[:first]), *flags]) + "\n"

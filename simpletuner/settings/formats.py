@@ -25,6 +25,14 @@ class NotSettings(ValueError):
     """A text that parses, and holds no names and values."""
 
 
+class NotParsed(ValueError):
+    """A text that does not parse, the line where, and why."""
+
+    def __init__(self, line: int, reason: str) -> None:
+        super().__init__(f"line {line}: {reason}")
+        self.line, self.reason = line, reason
+
+
 def read_entries(path: Path) -> list[Entry]:
     """Read a file of settings. Raises SettingsError where it cannot be read or does not parse."""
     read = FORMATS.get(path.suffix.lower())
@@ -36,11 +44,15 @@ def read_entries(path: Path) -> list[Entry]:
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}", "check the path") from None
     except UnicodeDecodeError as error:
-        raise SettingsError(f"cannot read {path}: {error}", "save the file as UTF-8") from None
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise SettingsError(f"cannot read {path}:{line}: it is not UTF-8", "save the file as UTF-8") from None
     except NotSettings as error:
-        raise SettingsError(f"{path} holds {error}, not names and values") from None
+        hint = "`simpletuner config init` writes one to start from"
+        raise SettingsError(f"{path} holds {error}, not names and values", hint) from None
+    except NotParsed as error:
+        raise SettingsError(f"{path}:{error.line} does not parse: {error.reason}", "correct that line") from None
     except ValueError as error:
-        raise SettingsError(f"{path} does not parse: {error}", "check the file at that place") from None
+        raise SettingsError(f"{path} does not parse: {error}", "correct that value") from None
 
 
 class Pairs(dict[str, Any]):
@@ -56,9 +68,12 @@ JSON_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"(?P<colon>\s*:)?|[\[{]|[\]}]')
 
 def json_entries(text: str) -> Iterator[Entry]:
     """Read a JSON object. The names of the outermost object, in order, are the strings before a colon at depth 1."""
-    value = json.loads(text, object_pairs_hook=Pairs)
+    try:
+        value = json.loads(text, object_pairs_hook=Pairs)
+    except json.JSONDecodeError as error:
+        raise NotParsed(error.lineno, f"{error.msg[0].lower()}{error.msg[1:]}, column {error.colno}") from None
     if not isinstance(value, Pairs):
-        raise NotSettings(f"a {type(value).__name__}")
+        raise NotSettings("a list" if isinstance(value, list) else "one value")
     lines, depth = [], 0
     for token in JSON_TOKEN.finditer(text):
         if token["colon"] and depth == 1:
@@ -72,11 +87,23 @@ def toml_entries(text: str) -> Iterator[Entry]:
     """Read TOML. A line names a key if what stands above it is whole TOML, not the middle of a long string."""
     import tomllib
 
-    lines = text.splitlines(keepends=True)
-    for key, value in tomllib.loads(text).items():
+    lines = [line + "\n" for line in text.split("\n")]  # splitlines() also splits at characters that TOML does not
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise toml_mistake(str(error), len(lines)) from None
+    for key, value in values.items():
         names = re.compile(rf"\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
         numbers = (number for number, line in enumerate(lines) if names.match(line))
         yield Entry(key, value, next((number + 1 for number in numbers if is_toml("".join(lines[:number]))), 0))
+
+
+def toml_mistake(message: str, last_line: int) -> NotParsed:
+    """Return what TOML's reader said, with the line taken out of its sentence."""
+    message = message.replace("Cannot overwrite a value", "a name is set twice")
+    found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
+    reason, line, column = found.groups() if found else (message, last_line, "")
+    return NotParsed(int(line), reason[0].lower() + reason[1:] + (f", column {column}" if column else ""))
 
 
 def is_toml(text: str) -> bool:
@@ -100,18 +127,21 @@ def yaml_entries(text: str) -> Iterator[Entry]:
         if node is None:
             return
         if not isinstance(node, yaml.MappingNode):
-            raise NotSettings(f"a {type(loader.construct_document(node)).__name__}")
+            raise NotSettings("a list" if isinstance(node, yaml.SequenceNode) else "one value")
         loader.flatten_mapping(node)
         for key, value in node.value:
             yield Entry(str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise NotParsed(line, error.problem or str(error)) from None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
 ASSIGNMENT = re.compile(
     r"""[ \t]*(?:export[ \t]+)?(?P<key>[A-Za-z_]\w*)=
-    (?P<value>(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\#;]|(?<=[^\s])\#)*)
-    [ \t]*;?[ \t\r]*(?:\#[^\n]*)?(?:\n|$)""",
+    (?P<value>(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^ \t\r\n'"\\;&|<>()])*)
+    [ \t]*;?[ \t\r]*(?:(?<=[ \t;])\#[^\n]*)?(?:\n|$)""",
     re.VERBOSE | re.DOTALL,
 )
 BLANK = re.compile(r"[ \t\r]*(?:#[^\n]*)?(?:\n|$)")
@@ -130,7 +160,7 @@ def env_entries(text: str) -> Iterator[Entry]:
             continue
         found = ASSIGNMENT.match(text, position)
         if found is None:
-            raise ValueError(f"line {line} is not NAME=value")
+            raise NotParsed(line, "a line is NAME=value; quote a value with blanks or signs of the shell in it")
         yield Entry(found["key"], "".join(unquoted(part, line) for part in QUOTED.finditer(found["value"])), line)
         position = found.end()
 
@@ -138,11 +168,11 @@ def env_entries(text: str) -> Iterator[Entry]:
 def unquoted(part: re.Match[str], line: int) -> str:
     """Return one quoted or bare part of a word, as a shell would."""
     if part["single"] is not None or part["escaped"] is not None:
-        return part["single"] or part["escaped"] or ""
+        return part["single"] or (part["escaped"] or "").strip("\n")  # a backslash before a newline joins two lines
     text = part["bare"] or part["double"] or ""
-    if re.search(r"(?<!\\)(?:\\\\)*[$`]", text):
-        raise ValueError(f"line {line}: `$` and backticks are not expanded here: write the value itself")
-    return re.sub(r'\\([$`"\\])', r"\1", text.replace("\\\n", "")) if part["double"] else text
+    if re.search(r"(?<!\\)(?:\\\\)*[$`]", text) or (part["bare"] and re.match("~|.*:~", text)):
+        raise NotParsed(line, "`$`, `~` and backticks are not expanded here: write the value itself")
+    return re.sub(r'\\(\n|[$`"\\])', lambda found: found[1].strip("\n"), text) if part["double"] else text
 
 
 FORMATS: dict[str, Callable[[str], Iterator[Entry]]] = {

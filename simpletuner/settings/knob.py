@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 NUMBERS = (int, float, int | None, float | None)
 
@@ -46,5 +49,28 @@ class Section(BaseModel):
     def keep_words_apart_from_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false where a number is wanted; pydantic would take them as 1 and 0."""
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in NUMBERS:
-            raise ValueError("a number is wanted")
+            raise PydanticCustomError("word", "a number is wanted")
         return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def hold_what_can_be_written(cls, value: Any) -> Any:
+        """Refuse what no file and no command line could say again."""
+        for leaf in leaves(value):
+            if isinstance(leaf, str | Path) and UNWRITABLE.search(str(leaf)):
+                raise ValueError("text must be UTF-8 without NUL characters")
+        return value
+
+
+UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield all that a value holds at any depth; of tables the names, too."""
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)
+    else:
+        yield value

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +15,11 @@ from pydantic.fields import FieldInfo
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.knob import extra_of
+from simpletuner.settings.mistakes import nearest, sentence, shortened
 from simpletuner.settings.rules import contradictions, incomplete, settled, warnings_about
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings
 from simpletuner.settings.sources import Given, Source, gathered
-from simpletuner.settings.spelling import choices_of, folded, normalised
+from simpletuner.settings.spelling import folded, normalised
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
             origins[name] = Origin(place, value, source.name, outranks)
     settings = validated(values, origins, mistakes)
     if settings is not None:
-        mistakes += [*(incomplete(settings) if complete else ()), *contradictions(settings)]
+        found = [*(incomplete(settings) if complete else ()), *contradictions(settings)]
+        mistakes += [with_places(mistake, origins) for mistake in found]
     if settings is None or mistakes:
         raise SettingsError("\n  ".join(mistakes), "`simpletuner train --help` lists every setting with its type")
     settings, reasons = settled(settings)
@@ -94,7 +96,8 @@ def understood(source: Source, mistakes: list[str]) -> dict[str, tuple[Any, str]
     for given in source.given:
         name = canonical_name(given.name)
         if name is None:
-            mistakes.append(f"unknown setting `{given.name}` ({given.place}){nearest(given.name, knobs())}")
+            flat = ": settings stand side by side, not in sections" if isinstance(given.value, Mapping) else ""
+            mistakes.append(f"unknown setting `{given.name}` ({given.place}){flat or nearest(given.name, knobs())}")
         elif name in values:
             mistakes.append(f"{name} is set twice ({values[name][1]} and {given.place}): keep one of them")
         else:
@@ -111,7 +114,8 @@ def opened(name: str, given: Given, mistakes: list[str]) -> Any:
     try:
         return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        mistakes.append(f"{name} = {text!r} ({given.place}) is neither JSON nor the path of a JSON file: {error}")
+        reason = error.strerror if isinstance(error, OSError) else error
+        mistakes.append(f"{name} = {shortened(text)} ({given.place}): use JSON or the path of a JSON file: {reason}")
         return None
 
 
@@ -123,12 +127,6 @@ def canonical_name(key: str) -> str | None:
     return next((knob for knob, field in knobs().items() if name in (extra_of(field, "aliases") or [])), None)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean ...?` for the closest known word, or nothing."""
-    close = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), list(known), n=1, cutoff=0.6)
-    return f"; did you mean `{close[0]}`?" if close else ""
-
-
 def validated(values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes: list[str]) -> Settings | None:
     """Return typed settings, or None after adding one sentence per mistake."""
     sections: dict[str, Any] = {}
@@ -137,19 +135,19 @@ def validated(values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes
         try:
             sections[section_name] = section(**own)
         except ValidationError as error:
-            mistakes += [sentence(item, origins) for item in error.errors()]
+            found = {str(item["loc"][0]): item for item in error.errors()}  # one sentence per knob
+            mistakes += [
+                sentence(item, section.model_fields[name], origins[name].given, origins[name])
+                for name, item in found.items()
+            ]
     return None if len(sections) < len(SECTIONS) else Settings(**sections)
 
 
-def sentence(item: Any, origins: Mapping[str, Origin]) -> str:
-    """Turn one of pydantic's findings into a sentence with the value, its source and what is allowed."""
-    name = str(item["loc"][0])
-    choices = [str(choice) for choice in choices_of(knobs()[name].annotation)]
-    said = f"{name} = {item['input']!r} ({origins.get(name, 'default')})"
-    if choices:
-        return f"{said}: use one of {', '.join(choices)}{nearest(str(item['input']), choices)}"
-    text = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    return f"{said}: {text[0].lower() + text[1:]}"
+def with_places(mistake: str, origins: Mapping[str, Origin]) -> str:
+    """Return a sentence about several settings, and where each was set, unless that is the command line just typed."""
+    places = {name: str(origin) for name, origin in origins.items() if re.search(rf"\b{name}\b", mistake)}
+    said = ", ".join(f"{name}: {place}" for name, place in places.items())
+    return mistake if set(places.values()) <= {"flag"} else f"{mistake} [{said}]"
 
 
 def provenance(loaded: Loaded) -> str:

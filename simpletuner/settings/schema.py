@@ -16,12 +16,14 @@ from simpletuner.settings.spelling import choices_of
 def json_schema(families: Iterable[str]) -> dict[str, Any]:
     """Return the JSON Schema of a config file, by which an editor completes and checks JSON, YAML and TOML."""
     properties: dict[str, Any] = {"$schema": {"type": "string"}}
+    shared: dict[str, Any] = {}
     for section in SECTIONS.values():
-        for name, value in section.model_json_schema()["properties"].items():
-            unit = value.pop("unit", "")
-            value.pop("aliases", None)
-            value.pop("title", None)
-            properties[name] = value | {"description": value["description"] + (f" [{unit}]" if unit else "")}
+        described = section.model_json_schema()
+        shared |= described.get("$defs", {})
+        for name, value in described["properties"].items():
+            properties[name] = value = property_of(value)
+            older = {"description": f"Older name of {name}.", "deprecated": True}
+            properties |= {alias: value | older for alias in extra_of(section.model_fields[name], "aliases")}
     properties["model_family"]["examples"] = list(families)
     properties[ACCELERATE_CONFIG] = {"type": "string", "description": "An accelerate file to read; `none`: no file."}
     return {
@@ -31,7 +33,20 @@ def json_schema(families: Iterable[str]) -> dict[str, Any]:
         "properties": properties,
         "patternProperties": {"^--": {}},  # leading dashes are accepted, too
         "additionalProperties": False,
+        "$defs": shared,
     }
+
+
+def property_of(described: dict[str, Any]) -> dict[str, Any]:
+    """Return pydantic's description of a knob in a form for readers; lists and JSON may also be written as text."""
+    kept = {key: value for key, value in described.items() if key not in ("unit", "aliases", "title")}
+    unit = described["unit"]
+    text = {"type": "string"}
+    if described.get("type") == "array":
+        kept["anyOf"] = [{key: kept.pop(key) for key in ("type", "items")}, text]
+    elif any(option.get("type") == "object" for option in described.get("anyOf", ())):
+        kept["anyOf"] = [*kept["anyOf"], text]
+    return kept | {"description": described["description"] + (f" [{unit}]" if unit else "")}
 
 
 HEAD = f"""\

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, JsonValue
 
 from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.spelling import folded
@@ -17,7 +17,7 @@ class Model(Section):
     model_family: Annotated[str, AfterValidator(folded)] = knob("", "Which architecture to train, such as sdxl or flux.")
     model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
     model_type: Literal["full", "lora"] = knob("full", "Train all weights, or an adapter.")
-    pretrained_model_name_or_path: str = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.")
+    pretrained_model_name_or_path: str = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.", aliases=("model_name",))
     revision: str | None = knob(None, "Hub revision: a branch, tag or commit.")
     variant: str | None = knob(None, "Weights variant in the folder, such as fp16.")
     prediction_type: Literal["epsilon", "v_prediction"] | None = knob(None, "What a DDPM model predicts; empty: as its scheduler says.")  # fmt: skip
@@ -36,13 +36,13 @@ class Pictures(Section):
     crop: bool = knob(False, "Crop pictures; without it only what overhangs the aspect bucket is cut.")
     crop_style: Literal["center", "random"] = knob("center", "Where to crop; random is fixed by the seed and the picture.")
     crop_aspect: Literal["square", "preserve"] = knob("square", "Shape of the crop: square, or the picture's aspect bucket.")
-    minimum_image_size: float | None = knob(None, "Leave out smaller pictures; same unit as resolution.", gt=0)
+    minimum_image_size: float | None = knob(None, "Leave out smaller pictures; same unit as resolution.", gt=0, aliases=("minimum_resolution",))
 
 
 class Data(Pictures):
     """Data"""
 
-    instance_data_dir: Path | None = knob(None, "Folder of pictures, searched with its subfolders.")
+    instance_data_dir: Path | None = knob(None, "Folder of pictures, searched with its subfolders.", aliases=("instance_dir",))
     data_backend_config: Path | None = knob(None, "JSON file that lists several datasets (multidatabackend.json).")
     aspect_bucket_alignment: int = knob(64, "Both sides of a bucket are multiples of this.", unit="px", ge=8, le=256)
     caption_dropout_probability: float = knob(0.1, "Share of samples trained without their caption.", ge=0, le=1)
@@ -59,7 +59,7 @@ class Training(Section):
     """Training"""
 
     output_dir: Path = knob(Path("output"), "Folder of this run: checkpoints, caches, pictures, metrics, the final pipeline.")
-    seed: int = knob(42, "Decides data order, noise, timesteps and crops.", ge=0)
+    seed: int = knob(42, "Decides data order, noise, timesteps and crops.", ge=0, aliases=("training_seed",))
     train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1)
     gradient_accumulation_steps: int = knob(1, "Forward passes per optimizer step.", ge=1)
     max_train_steps: int | None = knob(None, "Stop after this many optimizer steps; empty: num_train_epochs decides.", ge=1)
@@ -75,7 +75,7 @@ class Optimizer(Section):
     learning_rate: float = knob(1e-5, "Peak learning rate.", gt=0)
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial"] = knob("constant", "How the learning rate goes on after the warm-up.")  # fmt: skip
     lr_warmup_steps: int = knob(0, "Optimizer steps over which the learning rate rises from 0.", ge=0)
-    lr_end: float = knob(0.0, "Learning rate that linear, cosine and polynomial reach when the run ends.", ge=0)
+    lr_end: float = knob(0.0, "Learning rate that linear, cosine and polynomial reach when the run ends.", ge=0, aliases=("learning_rate_end",))
     lr_power: float = knob(1.0, "Exponent of the polynomial schedule.", gt=0)
     adam_beta1: float = knob(0.9, "Decay of the first moment.", ge=0, lt=1)
     adam_beta2: float = knob(0.999, "Decay of the second moment.", ge=0, lt=1)
@@ -117,15 +117,15 @@ class Parallel(Section):
 
     context_parallel_size: int = knob(1, "Ranks that share each sample's sequence; 1 turns context parallelism off.", ge=1)
     context_parallel_comm_strategy: Literal["allgather", "alltoall"] = knob("allgather", "How the ranks of a sequence exchange keys and values.")  # fmt: skip
-    deepspeed_config: dict[str, Any] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; empty: DeepSpeed is off.")
+    deepspeed_config: dict[str, JsonValue] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; empty: DeepSpeed is off.")
     offload_param_path: Path | None = knob(None, "Folder for what DeepSpeed offloads to NVMe.")
 
 
 class Launch(Section):
     """Launch"""
 
-    num_processes: int = knob(1, "Ranks in total, over all machines.", ge=1)
-    num_machines: int = knob(1, "Machines that train together, each with the same number of ranks.", ge=1)
+    num_processes: int = knob(1, "Ranks in total, over all machines.", ge=1, aliases=("training_num_processes",))
+    num_machines: int = knob(1, "Machines that train together, each with the same number of ranks.", ge=1, aliases=("training_num_machines",))
     machine_rank: int = knob(0, "Which of the machines this is, counted from 0.", ge=0)
     main_process_ip: str = knob("", "Address of machine 0, as the others reach it.")
     main_process_port: int = knob(29500, "TCP port on machine 0 where all ranks meet.", ge=1, le=65535)
@@ -138,7 +138,7 @@ class Launch(Section):
 class Compile(Section):
     """torch.compile"""
 
-    dynamo_backend: Literal["no", "inductor", "eager", "aot_eager", "cudagraphs"] = knob("no", "Compile the denoiser with this backend of torch.compile.")  # fmt: skip
+    dynamo_backend: Literal["no", "inductor", "eager", "aot_eager", "cudagraphs"] = knob("no", "Compile the denoiser with this backend of torch.compile.", aliases=("training_dynamo_backend",))  # fmt: skip
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = knob("default", "How much time the compiler takes for faster code.")  # fmt: skip
     dynamo_fullgraph: bool = knob(False, "Fail where the compiler would have to split a graph.", aliases=("dynamo_use_fullgraph",))
     dynamo_dynamic: bool = knob(False, "Compile once for all picture sizes instead of once per size.", aliases=("dynamo_use_dynamic",))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.accelerate import account, default_file, launched_entries, read_file
+from simpletuner.settings.accelerate import Told, account, default_file, launched_entries, read_file
 from simpletuner.settings.formats import read_entries
 from simpletuner.settings.spelling import WORDS_FOR_NOTHING, folded
 
@@ -57,12 +57,33 @@ def gathered(flags: Mapping[str, Any], config: Path | None, environment: Mapping
     path = config or config_path(environment)
     files = [file_source(path)] if path else []
     pairs = [pairs_source(Path(CONFIG_ENV))] if path != Path(CONFIG_ENV) and Path(CONFIG_ENV).is_file() else []
-    chosen, named = None, [*pairs, *files, variables, flag_source]
-    for source in named:
+    chosen = chosen_in([*pairs, *files, variables, flag_source])
+    accelerate = accelerate_source(chosen, environment)
+    return [*launcher_source(environment), *pairs, *accelerate, *files, variables, flag_source]
+
+
+def launcher_source(environment: Mapping[str, str]) -> list[Source]:
+    """Return how many ranks a launcher has started, if this is one of them; the weakest source, as it names no wish."""
+    if not {"RANK", "WORLD_SIZE"} <= set(environment):
+        return []
+    return [Source("launcher", [Given("num_processes", environment["WORLD_SIZE"], "launcher WORLD_SIZE")])]
+
+
+def of_file_alone(path: Path) -> list[Source]:
+    """Return what a config file says, and the accelerate file if it names one, whatever else there is."""
+    source = file_source(path)
+    chosen = chosen_in([source])
+    return [*(accelerate_source(chosen, {}) if chosen else []), source]
+
+
+def chosen_in(sources: list[Source]) -> Any:
+    """Take the name of the accelerate file out of the sources and return it; the strongest wins."""
+    chosen = None
+    for source in sources:
         for given in [given for given in source.given if is_accelerate_config(given.name)]:
             source.given.remove(given)
             chosen = given.value
-    return [*pairs, *accelerate_source(chosen, environment), *files, variables, flag_source]
+    return chosen
 
 
 def is_accelerate_config(name: str) -> bool:
@@ -82,7 +103,12 @@ def file_source(path: Path) -> Source:
     if path.suffix.lower() == ".env":
         return pairs_source(path)
     entries = [entry for entry in read_entries(path) if entry.key != "$schema"]  # for editors, not for us
-    return Source(str(path), [Given(entry.key, entry.value, f"{path}:{entry.line}") for entry in entries])
+    return Source(str(path), [Given(entry.key, entry.value, in_file(path, entry.line)) for entry in entries])
+
+
+def in_file(path: object, line: int) -> str:
+    """Return a place in a file; 0 means that the line is not known."""
+    return f"{path}:{line}" if line else str(path)
 
 
 def pairs_source(path: Path) -> Source:
@@ -127,10 +153,13 @@ def accelerate_source(chosen: Any, environment: Mapping[str, str]) -> list[Sourc
     return [accelerate_given(str(path), told, implicit=chosen is None)]
 
 
-def accelerate_given(name: str, told: list[Any], implicit: bool) -> Source:
+def accelerate_given(name: str, told: list[Told], implicit: bool) -> Source:
     """Return accelerate's fields as settings; those that are not used as warnings."""
-    given = [
-        Given(item.knob, item.value, f"{name}{f':{item.line}' if item.line else ''}") for item in told if item.knob
-    ]
+    given = [Given(item.knob, item.value, place_of(name, item)) for item in told if item.knob]
     warnings = [f"{name}: {item.field} = {item.value} is not used: {item.note}" for item in told if item.warning]
     return Source(name, given, warnings, implicit)
+
+
+def place_of(name: str, told: Told) -> str:
+    """Return where a field stands, with its own name where the setting has another."""
+    return in_file(name, told.line) + (f" {told.field}" if told.field != told.knob else "")

@@ -65,7 +65,7 @@ def normalised(name: str, field: FieldInfo, value: Any) -> Any:
     choices = choices_of(field.annotation)
     if isinstance(value, bool) and not choices:
         return value
-    if isinstance(value, int | float) and field.annotation in TEXTS:
+    if isinstance(value, int) and field.annotation in TEXTS:
         return str(value)
     if isinstance(value, str | int | float):
         return next((choice for choice in choices if folded(choice) == folded(word)), word)

@@ -1,0 +1,135 @@
+"""`simpletuner nfs check`: whether all nodes of a run can share its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
+from simpletuner.errors import ExitCode, SettingsError
+from simpletuner.ops.nfs.findings import CHECKS, Finding, Status, plural, ranks_in_words
+from simpletuner.report import Report
+from simpletuner.settings import Settings, load
+
+if TYPE_CHECKING:
+    from simpletuner.ops.nfs.check import Outcome
+    from simpletuner.ops.nfs.footprint import Footprint
+    from simpletuner.ops.nfs.node import Node
+
+WORDS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
+STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red", "-": "dim"}
+
+
+def build_nfs() -> typer.Typer:
+    """Return the commands of `simpletuner nfs`."""
+    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look after the folder that all nodes share.")
+    app.command("check", context_settings=UNKNOWN_FLAGS)(with_settings(nfs_check))
+    return app
+
+
+def nfs_check(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    *,
+    path: Annotated[Path | None, typer.Option("--path", help="Folder to check; empty: output_dir.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes in all; empty: num_machines.")] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node-rank", "--node_rank", min=0, help="Which node this is, from 0; empty: machine_rank."),
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for the other nodes.")] = 60,
+    size: Annotated[
+        int | None, typer.Option("--size", min=1, help="MiB that the speed test writes; empty: 32, or 0.4 s of them.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Check that all nodes can share a run's folder: start this on every node at about the same time.
+
+    Ends with 0 when all is well or there are warnings, with 3 when a check fails on any node.
+    """
+    from simpletuner.ops.nfs.check import check
+    from simpletuner.ops.signals import listening
+
+    settings, report = load(flags, config, complete=False).settings, Report()
+    node = node_of(settings, path, nodes, node_rank, timeout, size)
+    with listening() as stop:
+        outcome = check(node, stop, report.say)
+    code = ExitCode.ENVIRONMENT if outcome.status is Status.FAIL else ExitCode.OK
+    if as_json:
+        report.json({**outcome.as_json(), "exit_code": int(code)})
+    else:
+        show(outcome, report)
+    raise typer.Exit(int(code))
+
+
+def node_of(
+    settings: Settings, path: Path | None, nodes: int | None, rank: int | None, timeout: float, size: int | None
+) -> Node:
+    """Return what this node is asked: by its own options, else by the settings."""
+    from simpletuner.ops.nfs.node import Node
+
+    launch = settings.launch
+    count = launch.num_machines if nodes is None else nodes
+    number = launch.machine_rank if rank is None else rank
+    if number >= count:
+        raise SettingsError(
+            f"node rank {number}, but nodes = {count}: ranks go from 0 to {count - 1}",
+            "say how many nodes there are with --nodes, and give each its own --node-rank",
+        )
+    return Node(
+        path=settings.training.output_dir if path is None else path,
+        rank=number,
+        nodes=count,
+        timeout_seconds=timeout,
+        size_mib=size,
+        address=launch.main_process_ip,
+        port=launch.main_process_port,
+        footprint=footprint(settings),
+    )
+
+
+def footprint(settings: Settings) -> Footprint | None:
+    """Return what the configured run will write; None when its model is not known."""
+    from simpletuner.models.sizes import parameters_of
+    from simpletuner.ops.nfs.footprint import footprint_of
+
+    counted = parameters_of(settings.model)
+    return footprint_of(settings, *counted) if counted else None
+
+
+def show(outcome: Outcome, report: Report) -> None:
+    """Print the result for people: this node's checks, what only other nodes found, and the verdict."""
+    node = outcome.node
+    report.line(f"{node.path}  as node {node.rank} of {node.nodes}", style="bold")
+    report.checklist(map(row, outcome.findings), STYLES)
+    known = {(finding.check, finding.seen) for finding in outcome.findings}
+    for rank, findings in sorted(outcome.others.items()):
+        news = [f for f in findings if f.status in (Status.WARN, Status.FAIL) and (f.check, f.seen) not in known]
+        if news:
+            report.line(f"node {rank} found", style="bold")
+            report.checklist(map(row, news), STYLES)
+    report.line(verdict(outcome), style=STYLES[WORDS[outcome.status]])
+
+
+def row(finding: Finding) -> tuple[str, str, str, tuple[str, ...]]:
+    """Return a finding as a line of the table."""
+    return finding.check, WORDS[finding.status], finding.seen, finding.fix
+
+
+def verdict(outcome: Outcome) -> str:
+    """Return the result in one line, with the nodes that each problem concerns."""
+    silent = [f"no report from node {rank}" for rank in outcome.silent if outcome.others]
+    failures, warnings = [*problems(outcome, Status.FAIL), *silent], problems(outcome, Status.WARN)
+    said = [f"failed: {', '.join(failures)}"] * bool(failures) + [f"warnings: {', '.join(warnings)}"] * bool(warnings)
+    return "; ".join(said) or f"all is well on {plural(outcome.node.nodes, 'node')}"
+
+
+def problems(outcome: Outcome, status: Status) -> list[str]:
+    """Return each check that ended so on any node, with these nodes."""
+    everyone = {outcome.node.rank: outcome.findings, **outcome.others}
+    ended = {rank: {finding.check for finding in found if finding.status is status} for rank, found in everyone.items()}
+    nodes_of = {name: [rank for rank in ended if name in ended[rank]] for name in CHECKS}
+    return [f"{name} ({ranks_in_words(ranks)})" for name, ranks in nodes_of.items() if ranks]

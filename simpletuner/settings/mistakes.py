@@ -1,0 +1,69 @@
+"""Say what is wrong with a value: the value, its source, what is allowed, and the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from simpletuner.settings.spelling import choices_of
+
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text in quotes",
+    Path: "a path in quotes",
+    list: "text or a list of texts",
+    dict: "a JSON object",
+}
+BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+LONGEST = 80
+"""Letters of a value that are shown."""
+
+
+def sentence(item: Any, field: FieldInfo, given: Any, place: object) -> str:
+    """Turn one of pydantic's findings about what was given for a knob into a sentence."""
+    said = f"{item['loc'][0]} = {shortened(given)} ({place})"
+    if item["type"] == "value_error":
+        return f"{said}: {item['ctx']['error']}"
+    return f"{said}: use {allowed(field)}{nearest(str(given), map(str, choices_of(field.annotation)))}"
+
+
+def shortened(value: Any) -> str:
+    """Return a value as it was written, the middle left out where it is long."""
+    is_json = isinstance(value, dict | list | bool | int | float | None)
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str) if is_json else str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}...{text[-LONGEST // 4 :]}"
+
+
+def allowed(field: FieldInfo) -> str:
+    """Return what a knob accepts: its choices, or its kind and bounds."""
+    optional = ", or none" if type(None) in get_args(field.annotation) else ""
+    if choices := choices_of(field.annotation):
+        return f"one of {', '.join(map(str, choices))}{optional}"
+    bounds = [
+        f"{word} {getattr(part, bound)}"
+        for part in field.metadata
+        for bound, word in BOUNDS.items()
+        if hasattr(part, bound)
+    ]
+    return KINDS[kind_of(field.annotation)] + (f" {' and '.join(bounds)}" if bounds else "") + optional
+
+
+def kind_of(annotation: Any) -> Any:
+    """Return the plain type behind an annotation, looking through Optional."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return kind_of(next(part for part in get_args(annotation) if part is not type(None)))
+    return get_origin(annotation) or annotation
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean ...?` for the closest known word, or nothing."""
+    close = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), list(known), n=1, cutoff=0.6)
+    return f"; did you mean `{close[0]}`?" if close else ""

@@ -1,0 +1,155 @@
+"""What a user reads after a mistake: every answer, in full, in mistakes.txt.
+
+Write it anew with `python tests/settings/test_mistakes.py`, and read the difference as a user would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from simpletuner.app import main
+
+GOLDEN = Path(__file__).with_name("mistakes.txt")
+ENOUGH = "--model_family=sdxl --instance_data_dir=pictures"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line, the files and the environment that it finds, all in a folder of its own."""
+
+    command: str
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def file(name: str, text: str | bytes, command: str = f"train {ENOUGH} --config={{}}") -> Case:
+    """Return the case of one config file."""
+    return Case(command.format(name), {name: text})
+
+
+CASES: tuple[Case, ...] = (
+    Case("trian"),
+    Case("config exprot"),
+    Case("config export --to=ini"),
+    Case("config export"),
+    Case("config init"),
+    Case("config init --model_family=sdlx"),
+    Case("config init --model_family=sdxl", {"config/config.toml": "seed = 1\n"}),
+    Case("config validate"),
+    Case("config validate no.toml"),
+    Case("config export --to=deepspeed"),
+    Case("config export --to=json --output=a/b.json", {"a": "a file, not a folder"}),
+    Case("train"),
+    Case(f"train {ENOUGH} --lerning_rate=1e-4"),
+    Case(f"train {ENOUGH} --lerning_rate 1e-4 stray"),
+    Case(f"train {ENOUGH} --train_batch_size"),
+    Case(f"train {ENOUGH} --train_batch_size=many --ema_decay=1 --lr_scheduler=cosin --crop=perhaps --sed=1"),
+    Case(f"train {ENOUGH} --mixed_precision=fp16"),
+    Case("train --model_family=sdlx --instance_data_dir=pictures"),
+    Case("train --model_family=flux --model_flavour=schnel --instance_data_dir=pictures"),
+    Case(f"train {ENOUGH} --config=no.toml"),
+    Case(f"train {ENOUGH} --config=config", {"config/other.txt": ""}),
+    Case(f"train {ENOUGH} --config=config.ini", {"config.ini": "seed=1"}),
+    file("latin.toml", "instance_prompt = 'Bär'".encode("latin-1")),
+    file("c.json", '{"seed": 1,}'),
+    file("c.json", '{\n  "--seed": 1,\n  "--sed": 2,\n  "--seed": "x"\n}'),
+    file("c.json", "[1, 2]"),
+    file("c.json", '{"deepspeed_config": {"a": NaN}, "validation_prompt": ["a", 3], "instance_prompt": ["x"]}'),
+    file("c.toml", "seed = 1\nmixed_precision = fp32\n"),
+    file("c.toml", 'seed = 1\nseed = 2\ncrop = "x"\n'),
+    file("c.toml", "[training]\nseed = 1\n"),
+    file("c.toml", "output_dir = 2024\nrevision = 1.10\nmain_process_port = 70000\n"),
+    file("c.yaml", "seed: 1\ncrop: [1\nrepeats: 2\n"),
+    file("c.yaml", "seed: -1\nmixed-precision: fp8\nresolution:\ninstance_prompt: 2020-01-01\n"),
+    file("c.yaml", "just words"),
+    Case(f"train {ENOUGH}", {"config/config.env": "TRAIN_BATCH_SIZE=4\nSEED=$RANDOM\n"}),
+    Case(
+        f"train {ENOUGH}", {"config/config.env": "# mine\nexport SIMPLETUNER_SEED='x'\nLERNING_RATE=1\nENV=default\n"}
+    ),
+    Case(f"train {ENOUGH}", environment={"SIMPLETUNER_SEED": "x", "SIMPLETUNER_TRAIN_BATCH_SISE": "4"}),
+    Case(f"train {ENOUGH}", environment={"SIMPLETUNER_CONFIG": "no.json"}),
+    Case(f"train {ENOUGH} --accelerate_config=no.yaml"),
+    Case(f"train {ENOUGH}", {"a.yaml": "seed: 1\n"}, {"ACCELERATE_CONFIG_FILE": "a.yaml"}),
+    Case(
+        f"train {ENOUGH} --accelerate_config=a.yaml",
+        {"a.yaml": "distributed_type: FSDP\nmixed_precision: fp16\nfsdp_config:\n  fsdp_version: 3\ntpu_name: x\n"},
+    ),
+    file("c.yaml", "checkpointing_steps: 5\ncheckpoint_step_interval: 6\n"),
+    file("c.toml", "num_processes = 8\nnum_machines = 3\n", f"train {ENOUGH} --main_process_ip=10.0.0.1 --config={{}}"),
+    file("c.toml", 'instance_prompt = """a\n'),
+    Case(f"train {ENOUGH} --deepspeed_config=no.json"),
+    Case(f"train {ENOUGH} --deepspeed_config=ds.json", {"ds.json": '{"zero_optimization": {'}),
+    Case(f"train {ENOUGH} --fsdp_enable --deepspeed_config='{{}}'"),
+    Case(f"train {ENOUGH} --fsdp_enable --fsdp_version=1 --context_parallel_size=2 --num_processes=2"),
+    Case(f"train {ENOUGH} --fsdp_enable --context_parallel_size=3 --num_processes=8"),
+    Case(f"train {ENOUGH} --fsdp_enable --model_type=lora"),
+    Case(f"train {ENOUGH} --num_machines=3 --num_processes=8 --machine_rank=3"),
+    Case(f"train {ENOUGH} --num_machines=2 --num_processes=16"),
+    Case(f"train {ENOUGH} --fsdp_auto_wrap_policy=BLOCKS --validation_resolution=big"),
+    Case(f"train {ENOUGH} --lr_warmup_steps=20 --max_train_steps=10"),
+    Case(f"train {ENOUGH} --data_backend_config=b.json --caption_strategy=instanceprompt"),
+)
+
+
+def answer(case: Case) -> tuple[str, str, int]:
+    """Return what a command writes to stdout and stderr, and its exit code."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(shlex.split(case.command))
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return out.getvalue(), err.getvalue(), code
+
+
+@contextlib.contextmanager
+def place_of(case: Case) -> Iterator[None]:
+    """Make a case's files and environment, and stand among them."""
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for name, text in case.files.items():
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        os.environ.update({"HOME": folder, "COLUMNS": "100"} | dict(case.environment))
+        for name in ("SIMPLETUNER_ACCELERATE_CONFIG", "HF_HOME", "XDG_CACHE_HOME"):
+            os.environ.pop(name, None)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def told(case: Case) -> str:
+    """Return a case as a session in a terminal."""
+    with place_of(case):
+        out, err, code = answer(case)
+    assert "Traceback" not in err
+    assert out == "", "a mistake leaves stdout empty"
+    files = "".join(f"--- {name}\n{shown(text)}" for name, text in case.files.items())
+    variables = "".join(f"{name}={value} " for name, value in case.environment.items())
+    return f"{files}$ {variables}simpletuner {case.command}\n{err}exit {code}\n"
+
+
+def shown(text: str | bytes) -> str:
+    """Return the lines of a file, so that none looks like an answer."""
+    return "".join(f"    {line}\n" for line in (text if isinstance(text, str) else repr(text)).splitlines())
+
+
+def all_told() -> str:
+    return "\n".join(map(told, CASES))
+
+
+def test_every_mistake_gets_the_reviewed_answer():
+    assert all_told() == GOLDEN.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(all_told(), encoding="utf-8")

@@ -1,0 +1,148 @@
+"""Valid settings of all kinds: per knob from its type and bounds, combined, and kept if they load."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from hypothesis import assume
+from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
+
+from simpletuner.errors import SettingsError
+from simpletuner.settings import Loaded, load
+from simpletuner.settings.loading import knobs
+from simpletuner.settings.spelling import choices_of
+
+NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
+"""An environment that says nothing, and keeps accelerate's default file out."""
+
+TRICKY = (
+    "",
+    "none",
+    "null",
+    " true ",
+    "no",
+    "1e5",
+    "007",
+    "[a, b]",
+    '["a"]',
+    "[",
+    "{",
+    '{"a": 1}',
+    "it's",
+    'say "x"',
+    "$HOME",
+    "`date`",
+    "$(date)",
+    "a # b",
+    "#",
+    "a\nb",
+    "a\n",
+    "\ta\r\n",
+    "a\\",
+    "\\n",
+    "a\\\nb",
+    "--seed=3",
+    "-x",
+    "a=b",
+    "!x",
+    "~/pictures",
+    "a;b&c|d",
+    "*",
+    "\x07",
+    "a\x0bb\x0cc",
+    "\x85",
+    "a\u2028b",
+    "Bär „groß“",
+    "火",
+    "\U0001f98a",
+    "\ufeffa",
+    "'''",
+    '"""',
+    "%(x)s {y}",
+    "- a: b",
+    "2020-01-01",
+    "@file",
+    "\x7f",
+)
+
+texts = st.sampled_from(TRICKY) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
+paths = texts.map(lambda text: text or "folder").map(Path)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+OWN_WORDS = {
+    "fsdp_auto_wrap_policy": st.sampled_from(
+        ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", "my.wrap.policy"]
+    ),
+    "validation_resolution": st.sampled_from(["", "512", "1216x832"]),
+}
+"""Knobs whose text has rules of its own."""
+
+
+def values_of(name: str, field: FieldInfo) -> st.SearchStrategy[Any]:
+    """Return a strategy for a knob's values."""
+    return OWN_WORDS[name] if name in OWN_WORDS else of_type(field.annotation, bounds_of(field))
+
+
+def bounds_of(field: FieldInfo) -> dict[str, float]:
+    return {
+        name: getattr(part, name)
+        for part in field.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if getattr(part, name, None) is not None
+    }
+
+
+def of_type(annotation: Any, bounds: dict[str, float]) -> st.SearchStrategy[Any]:
+    if choices := choices_of(annotation):
+        optional = [None] if type(None) in get_args(annotation) else []
+        return st.sampled_from([*choices, *optional])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return st.one_of(st.none() if part is type(None) else of_type(part, bounds) for part in get_args(annotation))
+    if annotation is int:
+        return st.integers(int(bounds.get("ge", 0)), int(bounds.get("le", 10**12)))
+    if annotation is float:
+        lowest, highest = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+        outside = {"exclude_min": "gt" in bounds, "exclude_max": "lt" in bounds}
+        return st.floats(lowest, highest, allow_nan=False, allow_infinity=False, **outside)
+    tables = st.dictionaries(texts, json_values, max_size=3)
+    kinds = {bool: st.booleans(), str: texts, Path: paths, list: st.lists(texts, max_size=3), dict: tables}
+    return kinds[get_origin(annotation) or annotation]
+
+
+VALUES = {name: values_of(name, field) for name, field in knobs().items()}
+
+ENGINES: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_processes": 4, "use_cpu": True},
+    {"fsdp_enable": True, "num_processes": 8},
+    {"fsdp_enable": True, "num_processes": 16, "num_machines": 4, "machine_rank": 3, "main_process_ip": "10.0.0.1"},
+    {"fsdp_enable": True, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 7},
+    {"fsdp_enable": True, "context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall", "num_processes": 2},
+    {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune", "dynamo_fullgraph": True, "fsdp_enable": False},
+    {"deepspeed_config": {"zero_optimization": {"stage": 3}}, "num_processes": 2},
+    {"deepspeed_config": {"zero_optimization": None}},
+    {"deepspeed_config": {"zero_optimization": {"stage": "auto", "offload_param": True, "offload_optimizer": {}}}},
+    {"deepspeed_config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+    {"deepspeed_config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x y"}}}},
+)
+"""Combinations that chance alone would seldom find; knobs drawn beside them may change them."""
+SEVERAL = ("num_processes", "num_machines", "machine_rank", "context_parallel_size", "model_type")
+"""Knobs that mostly contradict others when drawn alone."""
+
+
+@st.composite
+def loaded_settings(draw: st.DrawFn) -> Loaded:
+    """Draw some knobs, and keep what loads."""
+    names = draw(st.lists(st.sampled_from([name for name in VALUES if name not in SEVERAL]), max_size=8, unique=True))
+    values = draw(st.sampled_from(ENGINES)) | {name: draw(VALUES[name]) for name in names}
+    try:
+        return load(values, complete=False, environment=NOWHERE)
+    except SettingsError as error:
+        assume(False)
+        raise AssertionError from error

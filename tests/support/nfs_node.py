@@ -1,0 +1,62 @@
+"""One node of an nfs check, as a real process: `python nfs_node.py '{"path": ..., "rank": 0, "nodes": 2}'`.
+
+Beyond what a node is asked, it can be given another user, a wrong clock, locks as some mounts have them, or an end in
+the midst of the check. Prints its outcome as JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from simpletuner.ops.nfs.check import check
+from simpletuner.ops.nfs.node import Node
+from simpletuner.ops.signals import listening
+
+
+def only_here(descriptor: int, operation: int) -> None:
+    """Lock as `nolock` and `localflock` do: nobody else learns of it."""
+
+
+def unknown(descriptor: int, operation: int) -> None:
+    """Lock as Lustre without `flock` does."""
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def taken(descriptor: int, operation: int) -> None:
+    """Lock as when another process holds it for ever."""
+    if operation != fcntl.LOCK_UN:
+        raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+
+
+def deadly(descriptor: int, operation: int) -> None:
+    """End as when a machine is lost."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+LOCKS = {"": fcntl.flock, "only here": only_here, "unknown": unknown, "taken": taken, "deadly": deadly}
+
+
+def main(wish: dict[str, Any]) -> None:
+    """Check as one node."""
+    ahead, locks, user = wish.pop("clock_ahead", 0.0), wish.pop("locks", ""), wish.pop("user", None)
+    if user is not None:
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+    paths = {name: Path(wish.pop(name)) for name in ("path", "mountinfo") if name in wish}
+    node = Node(**paths, **wish, clock=lambda: time.time() + ahead, flock=LOCKS[locks])
+    with listening() as stop:
+        outcome = check(node, stop, lambda text: print(text, file=sys.stderr, flush=True))
+    print(json.dumps(outcome.as_json()))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,49 @@
+"""The help that users read, whole, in help.txt; write it anew with `python tests/test_help.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+from simpletuner.app import main
+
+GOLDEN = Path(__file__).with_name("help.txt")
+COMMANDS = (
+    "--help",
+    "config --help",
+    "config init --help",
+    "config validate --help",
+    "config export --help",
+    "train --help",
+)
+
+
+def told(command: str) -> str:
+    """Return one command's help; of `config export`, which has every setting, what comes before them."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main(command.split())
+    text = "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip()
+    shown = text.partition("  --model_family TEXT")[0] + "  ...\n" if "export" in command else text + "\n"
+    return f"$ simpletuner {command}\n{shown}"
+
+
+def all_told() -> str:
+    columns = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100"
+    try:
+        return "\n".join(map(told, COMMANDS))
+    finally:
+        os.environ.pop("COLUMNS")
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+
+
+def test_help_is_the_reviewed_one():
+    assert all_told() == GOLDEN.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(all_told(), encoding="utf-8")
