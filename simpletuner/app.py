@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 from simpletuner import __version__
+from simpletuner.commands.cache import build_cache
 from simpletuner.commands.completion import answer, completion
 from simpletuner.commands.config import build_config
 from simpletuner.commands.nfs import build_nfs
@@ -45,6 +46,7 @@ def build_app() -> typer.Typer:
 
     app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))
     app.add_typer(build_config(), name="config")
+    app.add_typer(build_cache(), name="cache")
     app.add_typer(build_nfs(), name="nfs")
     app.command("completion")(completion)
     return app

@@ -13,6 +13,7 @@ from simpletuner.data.buckets import Buckets, filled, group
 from simpletuner.data.datasets import ImageDataset, datasets_of
 from simpletuner.data.discovery import Found, Sample, discover
 from simpletuner.data.feed import Source
+from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.data.order import Order
 from simpletuner.errors import DataError
 from simpletuner.models.family import Family
@@ -49,11 +50,10 @@ class Prepared:
 
 def plan_data(settings: Settings, report: Report) -> Plan:
     """Find the pictures and group them. Raises DataError or SettingsError before anything expensive happens."""
-    datasets, text_folder = datasets_of(settings.data)
+    datasets, text_named = datasets_of(settings.data)
     found = discover(datasets, settings.data.aspect_bucket_alignment, settings.training.seed)
     tell_left_out(found, report)
-    cache = settings.training.output_dir / "cache"
-    return plan_of(settings, datasets, found.samples, text_folder or cache / "text")
+    return plan_of(settings, datasets, found.samples, text_folder(settings, text_named))
 
 
 def plan_of(settings: Settings, datasets: list[ImageDataset], samples: list[Sample], text_folder: Path) -> Plan:
@@ -96,9 +96,8 @@ def latents_cache(
     dataset: ImageDataset, settings: Settings, samples: Sequence[Sample], family: Family, world: World
 ) -> LatentsCache:
     """Return the cache of one dataset's latents."""
-    default = (settings.data.cache_dir_vae or settings.training.output_dir / "cache" / "latents") / dataset.id
     own = [sample for sample in samples if sample.dataset == dataset.id]
-    return LatentsCache(dataset.cache_dir_vae or default, own, family, world, settings.model.vae_dtype)
+    return LatentsCache(latents_folder(dataset, settings), own, family, world, settings.model.vae_dtype)
 
 
 def tell_left_out(found: Found, report: Report) -> None:
@@ -109,6 +108,11 @@ def tell_left_out(found: Found, report: Report) -> None:
         named = [f"\n  {name}: {reason}" for name, reason in sorted(found.broken.items())[:BROKEN_TO_NAME]]
         more = f"\n  and {len(found.broken) - len(named)} more" if len(found.broken) > len(named) else ""
         report.warn(f"{len(found.broken)} broken pictures are left out:{''.join(named)}{more}")
+
+
+def folders_of(settings: Settings, plan: Plan) -> list[Path]:
+    """Return the folders that cache what a plan needs."""
+    return [plan.text_folder, *(latents_folder(dataset, settings) for dataset in plan.datasets)]
 
 
 def steps_to_train(settings: Settings, order: Order) -> int:

@@ -63,6 +63,11 @@ class Report:
         """Print rows as a table that is what the user asked for; whole words, however wide."""
         self.data.print(table_of(title, rows, columns), markup=False)
 
+    def confirm(self, question: str) -> bool:
+        """Ask a person at the terminal; anything but yes means no."""
+        self.talk.print(f"{question} [y/N] ", end="", markup=False)
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
     def checklist(self, rows: Iterable[tuple[str, str, str, Sequence[str]]], styles: Mapping[str, str]) -> None:
         """Print name, status and sentence of each row as data, and below what to type, each on a line to be copied."""
         from rich.text import Text

@@ -16,13 +16,15 @@ from simpletuner.files import sole_user_of, write_json
 from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
+from simpletuner.ops.cache.holds import in_use
 from simpletuner.ops.launch.agreement import Seats, agree
 from simpletuner.ops.launch.cards import card_of
 from simpletuner.ops.signals import listening
+from simpletuner.parallel.compilation import check_compile, compiler_explained
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
 from simpletuner.parallel.world import STALL_SECONDS, first_to_fail_speaks, joined_world
-from simpletuner.preparation import Prepared, plan_data, prepare, steps_to_train
+from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare, steps_to_train
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings, settings_as_json
@@ -51,7 +53,7 @@ def run_rank(loaded: Loaded) -> None:
 
 
 def fine_tune(session: Session) -> None:
-    """Prepare the data, build the engine, train, export; or say that there is nothing left to do."""
+    """Find the data and train on it; or say that there is nothing left to do."""
     settings, output = session.settings, session.settings.training.output_dir
     quieten_libraries()
     for warning in session.loaded.warnings:
@@ -62,21 +64,29 @@ def fine_tune(session: Session) -> None:
         session.report.say(f"finished already, after {done} steps; raise max_train_steps or num_train_epochs to go on")
         conclude(output, session.report)
         return
+    with in_use(folders_of(settings, plan)):
+        fine_tune_on(session, plan)
+    conclude(output, session.report)
+
+
+def fine_tune_on(session: Session, plan: Plan) -> None:
+    """Encode the data, build the engine, train, export; the caches are held meanwhile."""
+    settings = session.settings
     checkpoint = checkpoint_to_resume(session)
     family = open_family(settings, session.world, session.stop.check)
     check_denoiser(settings, family)
     prepared = prepare(session, plan, family)
     state = open_state(session, family, prepared, checkpoint)
     describe(session, family, state, prepared.plan)
-    with metrics_of(settings, state.step, session.world) as metrics:
+    with metrics_of(settings, state.step, session.world) as metrics, compiler_explained():
         train(compose(session, family, prepared, state, metrics), state.step)
     export(session, family, state)
-    conclude(output, session.report)
 
 
 def check_denoiser(settings: Settings, family: Family) -> None:
-    """Find what is wrong with weights or sharding units before anything is encoded."""
+    """Find what is wrong with weights, compiler or sharding units before anything is encoded."""
     weights_files(family.folder / family.denoiser_name, settings.model.variant)
+    check_compile(settings)
     if settings.parallel.fsdp_enable:
         units_of(family.denoiser(), family.blocks, settings.parallel)
 

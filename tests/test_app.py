@@ -53,6 +53,8 @@ print("exit", code, "imported", found, file=sys.stderr)
         (["completion", "zsh"], 0),
         (["train", *ENOUGH, "--seed=x"], 2),
         (["train", "--model_family=sdlx", "--instance_data_dir=x"], 2),
+        (["cache", "list"], 0),
+        (["cache", "clear", "all", "--dry_run"], 0),
     ],
 )
 def test_help_and_mistakes_are_answered_without_heavy_imports(tmp_path, arguments, code):

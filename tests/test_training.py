@@ -97,7 +97,7 @@ def assert_no_pickle(path: Path) -> None:
 
         assert any(event.HasField("summary") for event in EventFileLoader(str(path)).Load())
     else:
-        assert path.name in (".lock", "README.md") or suffix == ".txt", f"what is {path}?"
+        assert path.name in (".lock", ".in-use", "README.md") or suffix == ".txt", f"what is {path}?"
         assert b"\x80" not in path.read_bytes()[:2]
 
 

@@ -23,13 +23,12 @@ import torch
 
 from simpletuner.caches.keys import Parts, differing, short_hash
 from simpletuner.errors import EnvironmentFault
+from simpletuner.ops.cache.layout import INDEX_SUFFIX, index_of, shard_name, shard_of
 
 SHARD_BYTES = 1 << 30
 ALIGNMENT_BYTES = 8
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 """What a record may hold, by the names of safetensors."""
-
-SHARD_SUFFIX, INDEX_SUFFIX = ".shard", ".index.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +86,13 @@ class ShardWriter:
             self.close()
         if self.files is None:
             shard = self._new_shard()
-            self.files = shard, Path(shard.name.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX).open("wb")
+            self.files = shard, index_of(Path(shard.name)).open("wb")
         return self.files
 
     def _new_shard(self) -> BinaryIO:
         for number in itertools.count():
             try:
-                return (self.folder / f"rank{self.rank:03d}-{number:05d}{SHARD_SUFFIX}").open("xb")
+                return (self.folder / shard_name(self.rank, number)).open("xb")
             except FileExistsError:
                 continue
         raise AssertionError("unreachable")
@@ -134,7 +133,7 @@ class ShardReader:
             self._read_index(index)
 
     def _read_index(self, index: Path) -> None:
-        shard = index.with_name(index.name.removesuffix(INDEX_SUFFIX) + SHARD_SUFFIX)
+        shard = shard_of(index)
         size = shard.stat().st_size if shard.exists() else 0
         for line in index.read_bytes().split(b"\n")[:-1]:  # what follows the last newline is a torn line
             try:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from simpletuner.parallel.compilation import compile_in_place
 from simpletuner.parallel.engine import MakeOptimizer
 from simpletuner.parallel.fsdp2 import shard, sharded
 from simpletuner.parallel.moments import Moments
@@ -85,13 +86,16 @@ def build_strategy(
 ) -> Strategy:
     """Wrap a denoiser that is on the meta device, give it memory and weights, and return its engine.
 
-    The order is fixed: activation checkpointing, sharding, memory, weights, engine. Sharding comes before memory, so
-    that no rank ever holds more than its share; weights come before the engine, which may copy them.
+    The order is fixed: activation checkpointing, compiling, sharding, memory, weights, engine. Compiling comes before
+    sharding, whose hooks are then called between the compiled parts; sharding comes before memory, so that no rank ever
+    holds more than its share; weights come before the engine, which may copy them.
     """
     dtype, parallel = compute_dtype(settings), settings.parallel
     model.train()
     if settings.training.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
+    if settings.compile.dynamo_backend != "no":
+        compile_in_place(model, blocks, settings.compile)
     if parallel.fsdp_enable:
         shard(model, blocks, parallel, dtype, world)
     give_memory(model, world.device)

@@ -8,6 +8,7 @@ from typing import Any
 
 from simpletuner.checkpoints.layout import numbered
 from simpletuner.models.family import Family
+from simpletuner.parallel.compilation import described
 from simpletuner.preparation import Plan
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -27,6 +28,7 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
     rows: list[tuple[str, Any]] = [
         ("model", f"{family.key}, {parameters:,} parameters, mixed precision: {training.mixed_precision}"),
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
+        *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
         ("pictures", f"{len(plan.samples)} in {len(plan.buckets)} buckets ({buckets})"),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),
         ("steps", f"{state.step} to {state.max_steps}"),

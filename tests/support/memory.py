@@ -17,7 +17,7 @@ from simpletuner.models.registry import family_class
 from simpletuner.parallel.engine import local
 from simpletuner.parallel.strategy import Strategy, build_strategy
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.settings.sections import Model, Parallel, Settings, Training
+from simpletuner.settings.sections import Launch, Model, Parallel, Settings, Training
 from simpletuner.training.optimizers import make_optimizer
 
 
@@ -32,7 +32,8 @@ def whole(family: str, folder: str, world: World) -> Strategy:
 def built(family: str, folder: str, world: World, fsdp: bool) -> Strategy:
     settings = Settings(
         model=Model(model_family=family, pretrained_model_name_or_path=folder),
-        parallel=Parallel(fsdp_enable=fsdp, num_processes=world.size),
+        launch=Launch(num_processes=world.size),
+        parallel=Parallel(fsdp_enable=fsdp),
         training=Training(mixed_precision="no", gradient_checkpointing=False),
     )
     opened = family_class(family)(Path(folder), settings)

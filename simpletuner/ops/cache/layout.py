@@ -1,0 +1,82 @@
+"""What a cache looks like on disk: the names of our files. A file of any other name is not ours."""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+SHARD_SUFFIX, INDEX_SUFFIX = ".shard", ".index.jsonl"
+
+IN_USE = ".in-use"
+"""The file in a cache folder that runs lock."""
+
+OURS = re.compile(rf"rank\d{{3,}}-\d{{5,}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})|{re.escape(IN_USE)}")
+
+
+def shard_name(rank: int, number: int) -> str:
+    """Return the name of a rank's shard."""
+    return f"rank{rank:03d}-{number:05d}{SHARD_SUFFIX}"
+
+
+def index_of(shard: Path) -> Path:
+    """Return the index that lies beside a shard."""
+    return shard.with_name(shard.name.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX)
+
+
+def shard_of(index: Path) -> Path:
+    """Return the shard that an index describes."""
+    return index.with_name(index.name.removesuffix(INDEX_SUFFIX) + SHARD_SUFFIX)
+
+
+def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return what lies in a cache folder: our files, and what is not ours; links never are. Empty if there is none."""
+    ours: list[Path] = []
+    others: list[Path] = []
+    for path in entries_of(folder):
+        (ours if OURS.fullmatch(path.name) and is_plain_file(path) else others).append(path)
+    return ours, others
+
+
+def entries_of(folder: Path) -> Iterator[Path]:
+    """Yield what lies in a folder, sorted; nothing if it is not there (any more)."""
+    try:
+        yield from sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def is_plain_file(path: Path) -> bool:
+    """Return whether this is a file itself, not a link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def is_plain_folder(path: Path) -> bool:
+    """Return whether this is a folder itself, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def bytes_of(path: Path) -> int:
+    """Return the size of a file, or of all files below a folder; links count as nothing, and what vanishes, too."""
+    if is_plain_folder(path):
+        return sum(bytes_of(child) for child in entries_of(path))
+    try:
+        return path.lstat().st_size if is_plain_file(path) else 0
+    except FileNotFoundError:
+        return 0
+
+
+def block_cache_path() -> Path:
+    """Return the file that remembers which blocks were detected in which model; its lock is `block_cache_lock`."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("simpletuner") / "fsdp_block_cache.json"
+
+
+def block_cache_lock() -> Path:
+    """Return the file to hold (`holds.alone_with`) while the block cache is read, changed and written."""
+    return block_cache_path().with_suffix(".lock")

@@ -1,0 +1,72 @@
+"""torch.compile in place: modules keep their parameters' names, and are compiled when they are first called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from simpletuner.errors import SettingsError, TrainingError
+from simpletuner.parallel.fsdp2 import units_by_class
+from simpletuner.settings.sections import Compile, Settings
+
+RECOMPILE_LIMIT = 1024
+"""Variants of one block's code before torch gives up on it: one per picture size, shape of block, and of drawing."""
+
+LINES_OF_A_REASON, LETTERS_OF_A_REASON = 2, 300
+
+
+def check_compile(settings: Settings) -> None:
+    """Raise SettingsError for combinations that cannot work, or of which torch would silently ignore a part."""
+    wish = settings.compile
+    if wish.dynamo_backend not in ("no", "inductor") and wish.dynamo_mode != "default":
+        raise SettingsError(
+            f"dynamo_mode={wish.dynamo_mode} is for dynamo_backend=inductor; {wish.dynamo_backend} has no modes",
+            "leave dynamo_mode out, or set dynamo_backend=inductor",
+        )
+    whole = wish.dynamo_backend != "no" and wish.dynamo_fullgraph and not wish.dynamo_use_regional_compilation
+    if whole and settings.parallel.fsdp_enable:
+        raise SettingsError(
+            "dynamo_fullgraph cannot compile a sharded denoiser as a whole: FSDP2 gathers weights between its graphs",
+            "set dynamo_use_regional_compilation=true or dynamo_fullgraph=false",
+        )
+
+
+def compile_in_place(model: nn.Module, blocks: tuple[str, ...], settings: Compile) -> None:
+    """Let the blocks, or the whole denoiser, be compiled at their first call; blocks that are equal share the code."""
+    # torch's own limit of 8 is soon reached where blocks of many widths have one `forward`; then it stops compiling.
+    dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = RECOMPILE_LIMIT
+    for module in units_by_class(model, blocks) if settings.dynamo_use_regional_compilation else [model]:
+        module.compile(
+            backend=settings.dynamo_backend,
+            mode=settings.dynamo_mode,
+            fullgraph=settings.dynamo_fullgraph,
+            dynamic=settings.dynamo_dynamic,
+        )
+
+
+@contextmanager
+def compiler_explained() -> Iterator[None]:
+    """Turn what the compiler refuses, at a first call or later, into a TrainingError."""
+    try:
+        yield
+    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        hint = "set dynamo_backend=no to train without the compiler; `--debug` shows all that it says"
+        raise TrainingError(f"torch.compile failed: {reason(error)}", hint) from error
+
+
+def reason(error: Exception) -> str:
+    """Return the first lines of a compiler's long story."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:LINES_OF_A_REASON])[:LETTERS_OF_A_REASON] or type(error).__name__
+
+
+def described(settings: Compile) -> str:
+    """Return in a few words how the denoiser is compiled."""
+    mode = f" ({settings.dynamo_mode})" if settings.dynamo_mode != "default" else ""
+    extent = "block by block" if settings.dynamo_use_regional_compilation else "as a whole"
+    shapes = "once for all sizes" if settings.dynamo_dynamic else "once per size"
+    return f"{settings.dynamo_backend}{mode}, {extent}, {shapes}{', full graphs' * settings.dynamo_fullgraph}"

@@ -1,0 +1,83 @@
+"""What ranks do with torch's compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import ranks
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from simpletuner.parallel.strategy import build_strategy
+from simpletuner.parallel.world import World, joined_world
+from simpletuner.settings.sections import Compile, Optimizer, Parallel, Settings, Training
+from simpletuner.training.optimizers import make_optimizer
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+def losses_by_backend(folder: str, compiler_cache: str, fsdp: bool) -> None:
+    """Write the losses of a few steps of a small model, compiled by inductor and not."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiler_cache
+    with joined_world() as world:
+        losses = {backend: losses_of(backend, fsdp, world) for backend in ("no", "inductor")}
+        losses["graphs"] = [counters["stats"]["unique_graphs"]]
+        Path(folder, f"rank{world.rank}.json").write_text(json.dumps(losses))
+
+
+def losses_of(backend: str, fsdp: bool, world: World) -> list[float]:
+    with torch.device("meta"):
+        model = Model()
+    settings = Settings(
+        compile=Compile(dynamo_backend=backend, dynamo_fullgraph=True),
+        parallel=Parallel(fsdp_enable=fsdp),
+        training=Training(mixed_precision="no", gradient_checkpointing=False),
+    )
+    torch.manual_seed(0)
+    weights = Model().state_dict()
+
+    def load(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            whole = weights[name]
+            sharded = isinstance(tensor, DTensor)
+            tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements) if sharded else whole)
+
+    optimizer = partial(make_optimizer, settings=Optimizer())
+    strategy = build_strategy(model, ("Block",), settings, world, load, optimizer)
+    losses = []
+    for _ in range(3):
+        with strategy.forward_pass(True):
+            loss = strategy.model(torch.full((4, 16), 1.0 + world.rank, requires_grad=True)).square().mean()
+            strategy.backward(loss)
+        losses.append(loss.item())
+        strategy.update(1e-2, 0)
+    return losses
+
+
+def command_line_without_cxx(arguments: list[str]) -> None:
+    """Run the real command line in a process whose C++ compiler is missing."""
+    import torch._inductor.config
+
+    torch._inductor.config.cpp.cxx = ("no-such-compiler",)
+    ranks.command_line(arguments)

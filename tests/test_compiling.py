@@ -1,0 +1,89 @@
+"""Training with torch.compile, on real ranks: the same losses, names, pictures and pipelines as without."""
+
+from __future__ import annotations
+
+import json
+
+import compiling
+import numpy as np
+import pytest
+from conftest import SMALL
+from PIL import Image
+from safetensors import safe_open
+
+ENGINES = {
+    "plain": (1, "--train_batch_size=4", "--dynamo_fullgraph"),
+    "data-parallel": (2, "--train_batch_size=2", "--dynamo_dynamic"),
+    "FSDP2": (2, "--train_batch_size=2", "--fsdp_enable", "--gradient_checkpointing"),
+    "FSDP2, as a whole": (2, "--train_batch_size=2", "--fsdp_enable", "--dynamo_use_regional_compilation=false"),
+}
+
+
+@pytest.fixture
+def flags(tmp_path, flux_flags) -> tuple[str, ...]:
+    """Train on pictures of one size, since every size is compiled."""
+    return (*flux_flags, "--crop", f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
+
+
+def test_losses_are_those_of_the_uncompiled_run_on_every_engine(flags, train, tmp_path):
+    flags = (*flags, "--max_train_steps=2")
+    expected = train(tmp_path / "uncompiled", *flags, "--train_batch_size=4").losses
+    for name, (world, *engine) in ENGINES.items():
+        run = train(tmp_path / name.replace(" ", "-"), *flags, *engine, "--dynamo_backend=eager", world=world)
+        assert run.losses == pytest.approx(expected, rel=1e-5), name
+        assert "compiled" in run.said and "eager, " in run.said
+
+
+def test_compiled_models_draw_and_export_as_others(flags, train, tmp_path):
+    flags = (*flags, *ENGINES["FSDP2"][1:], "--max_train_steps=1", "--validation_prompt=a red circle")
+    flags = (*flags, "--validation_num_inference_steps=1", "--fsdp_state_dict_type=FULL_STATE_DICT", "--use_ema")
+    plain = train(tmp_path / "plain", *flags, world=2)
+    compiled = train(tmp_path / "compiled", *flags, "--dynamo_backend=eager", world=2)
+    for folder in ("pipeline/transformer", "checkpoints/checkpoint-000001/model", "checkpoints/checkpoint-000001/ema"):
+        assert names_in(compiled.output / folder) == names_in(plain.output / folder) != set()
+    for name in ("step-000000/trained-00.png", "step-000001/trained-00.png", "step-000001/ema-00.png"):
+        drawn = [np.asarray(Image.open(run.output / "validation" / name), dtype=float) for run in (plain, compiled)]
+        assert np.abs(drawn[0] - drawn[1]).max() <= 1
+
+
+def names_in(folder) -> set[str]:
+    """Return the names of the tensors in a folder's safetensors."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    return names
+
+
+def test_two_and_two_compiled_steps_equal_four(flags, train, tmp_path):
+    flags = (*flags, "--train_batch_size=4", "--dynamo_backend=eager", "--use_ema")
+    straight = train(tmp_path / "straight", *flags, "--max_train_steps=4")
+    train(tmp_path / "halves", *flags, "--max_train_steps=2")
+    halves = train(tmp_path / "halves", *flags, "--max_train_steps=4")
+    assert "resuming from" in halves.said
+    assert halves.losses == straight.losses
+
+
+@pytest.mark.parametrize(("world", "fsdp"), [(1, False), (2, True)])
+def test_inductor_gives_the_same_losses_alone_and_under_fsdp2(world, fsdp, starter, tmp_path, tmp_path_factory):
+    compiler_cache = str(tmp_path_factory.getbasetemp() / "inductor")
+    run = starter.start(compiling.losses_by_backend, world, str(tmp_path), compiler_cache, fsdp)
+    assert run.wait() == [0] * world, run.said
+    for rank in range(world):
+        losses = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert losses["graphs"] == [1], "both blocks are compiled, and once"
+        assert losses["no"][0] > losses["no"][-1]
+        assert losses["inductor"] == pytest.approx(losses["no"], rel=1e-5)
+
+
+def test_a_compiler_that_fails_is_one_sentence(flags, starter, tmp_path):
+    flags = (f"--output_dir={tmp_path / 'run'}", *SMALL, *flags, "--max_train_steps=1", "--dynamo_backend=inductor")
+    run = starter.start(compiling.command_line_without_cxx, 1, ["train", *flags])
+    assert run.wait() == [5], run.said
+    assert "torch.compile failed: " in run.said and "dynamo_backend=no" in run.said
+    assert "Traceback" not in run.said
+
+
+def test_what_cannot_be_compiled_is_refused_before_anything_is_encoded(flags, train, tmp_path):
+    run = train(tmp_path / "run", *flags, "--dynamo_backend=eager", "--dynamo_mode=max-autotune", code=2)
+    assert "eager has no modes" in run.said and "making" not in run.said
