@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 
-.PHONY: demo test check install shells completions clean
+.PHONY: demo test check install tools completions clean
 
 install: $(VENV)/.installed
 
@@ -21,14 +21,15 @@ demo/pictures: | install
 demo: install demo/pictures
 	$(BIN)/simpletuner train --config examples/shapes/demo.toml
 
-# Completion is tested in the real shells. Root, as in CI, gets the missing ones; everybody else reads what to do.
-shells:
-	@missing=$$(for shell in zsh fish; do command -v $$shell >/dev/null || echo $$shell; done); \
+# Completion is tested in the real shells, launching in network namespaces (ip). Root, as in CI, gets what is missing.
+TOOLS := zsh:zsh fish:fish ip:iproute2
+tools:
+	@missing=$$(for tool in $(TOOLS); do command -v $${tool%%:*} >/dev/null || echo $${tool##*:}; done); \
 	if [ -n "$$missing" ] && [ $$(id -u) = 0 ] && command -v apt-get >/dev/null; then \
 	  apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
 	fi; \
-	for shell in $$missing; do \
-	  command -v $$shell >/dev/null || echo "no $$shell: its tests are skipped (sudo apt-get install $$shell)"; \
+	for tool in $(TOOLS); do \
+	  command -v $${tool%%:*} >/dev/null || echo "no $${tool%%:*}: its tests are skipped (apt-get install $${tool##*:})"; \
 	done
 
 completions: install
@@ -36,10 +37,10 @@ completions: install
 	$(BIN)/simpletuner completion zsh > completions/_simpletuner
 	$(BIN)/simpletuner completion fish > completions/simpletuner.fish
 
-test: install shells
+test: install tools
 	$(BIN)/python -m pytest
 
-check: install shells
+check: install tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright

@@ -110,7 +110,7 @@ class Progress:
 
     def __init__(self, report: Report, title: str, total: int, done: int, line_seconds: float = 10.0) -> None:
         self.report, self.title, self.total, self.done = report, title, total, done
-        self.line_seconds, self.next_line = line_seconds, 0.0
+        self.line_seconds, self.next_line, self.said = line_seconds, 0.0, False
         self.bar: Any = None
         if report.talk.is_terminal and not report.quiet:
             self.bar = self._start_bar()
@@ -133,9 +133,10 @@ class Progress:
 
     def update(self, done: int, note: str = "") -> None:
         """Set the count done, with a short note such as the loss."""
-        self.done = done
+        again, self.done = self.said and done == self.done, done
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=done, note=note)
-        elif time.monotonic() >= self.next_line or done == self.total:
+        elif not again and (time.monotonic() >= self.next_line or done == self.total):
+            self.said = True
             self.next_line = time.monotonic() + self.line_seconds
             self.report.say(f"{self.title}: {done}/{self.total}{'  ' + note if note else ''}")

@@ -20,7 +20,7 @@ from simpletuner.ops.cache.holds import in_use
 from simpletuner.ops.launch.agreement import Seats, agree
 from simpletuner.ops.launch.cards import card_of
 from simpletuner.ops.signals import listening
-from simpletuner.parallel.compilation import check_compile, compiler_explained
+from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
 from simpletuner.parallel.world import STALL_SECONDS, first_to_fail_speaks, joined_world
@@ -84,9 +84,8 @@ def fine_tune_on(session: Session, plan: Plan) -> None:
 
 
 def check_denoiser(settings: Settings, family: Family) -> None:
-    """Find what is wrong with weights, compiler or sharding units before anything is encoded."""
+    """Find what is wrong with weights or sharding units before anything is encoded."""
     weights_files(family.folder / family.denoiser_name, settings.model.variant)
-    check_compile(settings)
     if settings.parallel.fsdp_enable:
         units_of(family.denoiser(), family.blocks, settings.parallel)
 

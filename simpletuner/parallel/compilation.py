@@ -9,30 +9,14 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-from simpletuner.errors import SettingsError, TrainingError
+from simpletuner.errors import TrainingError
 from simpletuner.parallel.fsdp2 import units_by_class
-from simpletuner.settings.sections import Compile, Settings
+from simpletuner.settings.sections import Compile
 
 RECOMPILE_LIMIT = 1024
 """Variants of one block's code before torch gives up on it: one per picture size, shape of block, and of drawing."""
 
 LINES_OF_A_REASON, LETTERS_OF_A_REASON = 2, 300
-
-
-def check_compile(settings: Settings) -> None:
-    """Raise SettingsError for combinations that cannot work, or of which torch would silently ignore a part."""
-    wish = settings.compile
-    if wish.dynamo_backend not in ("no", "inductor") and wish.dynamo_mode != "default":
-        raise SettingsError(
-            f"dynamo_mode={wish.dynamo_mode} is for dynamo_backend=inductor; {wish.dynamo_backend} has no modes",
-            "leave dynamo_mode out, or set dynamo_backend=inductor",
-        )
-    whole = wish.dynamo_backend != "no" and wish.dynamo_fullgraph and not wish.dynamo_use_regional_compilation
-    if whole and settings.parallel.fsdp_enable:
-        raise SettingsError(
-            "dynamo_fullgraph cannot compile a sharded denoiser as a whole: FSDP2 gathers weights between its graphs",
-            "set dynamo_use_regional_compilation=true or dynamo_fullgraph=false",
-        )
 
 
 def compile_in_place(model: nn.Module, blocks: tuple[str, ...], settings: Compile) -> None:

@@ -71,7 +71,7 @@ FIELDS: dict[str, Field] = {
     "commands": on_tpu(),
     "fp8_config": Field(idle=OFF, reason="fp8 is not supported"),
     "megatron_lm_config": Field(idle=OFF, reason="Megatron-LM is not supported"),
-    "mpirun_config": Field(idle=OFF, reason="ranks are started by torchrun's agent"),
+    "mpirun_config": Field(idle=OFF, reason="`simpletuner train` starts the ranks of each machine"),
     "ipex_config": Field(idle=OFF, reason="IPEX is not supported"),
     "dynamo_backend": Field("dynamo_backend"),
     "dynamo_config.dynamo_backend": Field("dynamo_backend"),

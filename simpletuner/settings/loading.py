@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -43,8 +43,8 @@ class Loaded:
     settings: Settings
     origins: Mapping[str, Origin]
     warnings: tuple[str, ...] = ()
-    found: tuple[str, ...] = ()
-    """Names of the sources that were found rather than named by the user."""
+    sources: Mapping[str, bool] = field(default_factory=dict)
+    """Every source by name, weakest first, and whether it was found rather than named by the user."""
 
 
 def knobs() -> dict[str, FieldInfo]:
@@ -86,7 +86,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     settings, reasons = settled(settings)
     changed = {name: replace(origins.get(name, Origin("default", None)), reason=why) for name, why in reasons.items()}
     warnings = [warning for source in sources for warning in source.warnings]
-    found = tuple(source.name for source in sources if source.implicit)
+    found = {source.name: source.implicit for source in sources}
     return Loaded(settings, origins | changed, (*warnings, *warnings_about(settings)), found)
 
 
@@ -151,12 +151,18 @@ def with_places(mistake: str, origins: Mapping[str, Origin]) -> str:
 
 
 def provenance(loaded: Loaded) -> str:
-    """Return in one line how many settings each source decided; of sources found, not named, say which."""
-    decided: dict[str, list[str]] = {}
-    for name, origin in loaded.origins.items():
-        decided.setdefault(origin.source, []).append(name)
-    return "; ".join(
-        f"{source}: {', '.join(names) if source in loaded.found else len(names)}" for source, names in decided.items()
+    """Return how many settings each source decided, weakest first; of sources found rather than named, say which."""
+    decided = {
+        source: [name for name, origin in loaded.origins.items() if origin.source == source]
+        for source in loaded.sources
+    }
+    return (
+        "; ".join(
+            f"{source}: {', '.join(names) if loaded.sources[source] else len(names)}"
+            for source, names in decided.items()
+            if names
+        )
+        or "all at their defaults"
     )
 
 

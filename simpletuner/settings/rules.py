@@ -111,6 +111,22 @@ def context_parallelism_has_fsdp2(settings: Settings) -> Iterator[str]:
         )
 
 
+def compiler_can_do_it(settings: Settings) -> Iterator[str]:
+    """Refuse what torch.compile cannot do, or would silently ignore."""
+    wish = settings.compile
+    if wish.dynamo_backend not in ("no", "inductor") and wish.dynamo_mode != "default":
+        yield (
+            f"dynamo_mode={wish.dynamo_mode} is for dynamo_backend=inductor: {wish.dynamo_backend} has no modes; "
+            "leave dynamo_mode out"
+        )
+    whole = wish.dynamo_backend != "no" and wish.dynamo_fullgraph and not wish.dynamo_use_regional_compilation
+    if whole and settings.parallel.fsdp_enable:
+        yield (
+            "dynamo_fullgraph cannot compile a sharded denoiser as a whole, since FSDP2 gathers weights between its "
+            "graphs: set dynamo_use_regional_compilation=true"
+        )
+
+
 def unsupported(settings: Settings) -> list[str]:
     """Return one sentence for each thing that this version knows by name and cannot do yet."""
     wanted = {
@@ -148,6 +164,7 @@ RULES: tuple[Rule, ...] = (
     one_engine_shards,
     context_parallelism_has_fsdp2,
     machines_are_equal,
+    compiler_can_do_it,
     wrap_policy_is_known,
     validation_size_is_readable,
     warm_up_ends,

@@ -21,6 +21,7 @@ ACCELERATE_CONFIG = "accelerate_config"
 NOT_SETTINGS = {
     "config": "",
     "debug": "",
+    "home": "",
     "env": "pass the file with --config",
     "log_level": "errors are short; `--debug` shows more",
     "config_backend": "the file's suffix says its format",

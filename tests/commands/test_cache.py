@@ -18,14 +18,15 @@ from conftest import SMALL
 from holders import holder
 
 from simpletuner.caches.shards import ShardReader, ShardWriter
-from simpletuner.ops.cache.layout import block_cache_lock, block_cache_path
+from simpletuner.ops.cache.layout import block_cache_paths, lock_of
 
 PROGRAM = Path(sys.executable).with_name("simpletuner")
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
-    """Work in an empty folder, with a user's cache of its own."""
+    """Work in an empty folder, with a user's home and cache of its own."""
+    monkeypatch.setenv("SIMPLETUNER_HOME", str(tmp_path / "user-home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -54,7 +55,7 @@ def shards(folder: Path, *names: str, rank: int = 0) -> Path:
 
 
 def blocks() -> Path:
-    path = block_cache_path()
+    path, _ = block_cache_paths()
     path.parent.mkdir(parents=True)
     path.write_text('{"unet": ["Block"], "transformer": []}')
     return path
@@ -115,7 +116,7 @@ def test_nothing_cached_is_said_so(cache):
 
 def test_clear_removes_what_was_asked_for_and_says_where_and_how_many_bytes(cache, home):
     latents, text = shards(home / "output/cache/latents/p", "a"), shards(home / "output/cache/text", "b")
-    path, other_path = blocks(), home / ".simpletuner" / "fsdp_block_cache.json"
+    path, other_path = blocks(), home / "elsewhere" / "fsdp_block_cache.json"
     other_path.parent.mkdir()
     other_path.write_text("{}")
     bytes_there = size(latents)
@@ -203,7 +204,7 @@ def test_swap_folders_go_with_their_runs_and_others_are_named(cache, home):
     assert "not ours, left:" in done.stderr and str(nvme / "zero_stage_3") in done.stderr
     assert "photos" not in done.stderr
     assert (nvme / "zero_stage_3" / "x.swp").exists() and path.exists()
-    with holder("file", block_cache_lock()):
+    with holder("file", lock_of(block_cache_paths()[0])):
         cache("clear", "deepspeed", f"--offload_param_path={nvme}", "--yes")  # knows nothing of blocks
     assert sorted(each.name for each in nvme.iterdir()) == ["photos", "zero_stage_3"]
 
@@ -214,7 +215,7 @@ def test_without_a_terminal_nothing_but_blocks_is_removed_unasked(cache, home):
     for kinds in (["latents"], ["all"], ["blocks", "latents"]):
         done = cache("clear", *kinds, code=2)
         assert "hint:" in done.stderr and "--yes" in done.stderr
-    assert latents.exists() and block_cache_path().exists()
+    assert latents.exists() and block_cache_paths()[0].exists()
 
 
 @pytest.mark.parametrize(("answer", "stays"), [("n", True), ("", True), ("y", False), ("yes", False)])
@@ -252,7 +253,7 @@ def test_what_vanishes_meanwhile_is_no_error(home):
         process.kill()
     items = [*find_blocks(), *find_shards(Kind.LATENTS, [latents]), *find_swap(nvme)[0]]
     assert [item.kind.value for item in items] == ["blocks", "latents", "deepspeed"]
-    for folder in (block_cache_path().parent, latents, nvme):
+    for folder in (block_cache_paths()[0].parent, latents, nvme):
         subprocess.run(["rm", "-r", folder], check=True)
     assert clearing.clear(items) == 0
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from simpletuner.errors import SettingsError, TrainingError
-from simpletuner.parallel.compilation import check_compile, compile_in_place, compiler_explained, described
-from simpletuner.settings.sections import Compile, Parallel, Settings
+from simpletuner.errors import TrainingError
+from simpletuner.parallel.compilation import compile_in_place, compiler_explained, described
+from simpletuner.settings.sections import Compile
 
 
 class Block(nn.Module):
@@ -88,23 +88,6 @@ def test_a_graph_that_must_be_split_is_an_error_if_asked():
 def test_other_errors_are_not_the_compilers():
     with pytest.raises(RuntimeError, match="^mine$"), compiler_explained():
         raise RuntimeError("mine")
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "cudagraphs"])
-def test_a_mode_that_the_backend_would_ignore_is_refused(backend):
-    wish = Compile(dynamo_backend=backend, dynamo_mode="max-autotune")
-    with pytest.raises(SettingsError, match=f"dynamo_mode=max-autotune is for .*; {backend} has no modes"):
-        check_compile(Settings(compile=wish))
-    for fine in (wish.model_copy(update={"dynamo_backend": "inductor"}), Compile(dynamo_backend=backend)):
-        check_compile(Settings(compile=fine))
-
-
-def test_a_sharded_denoiser_cannot_be_one_graph():
-    wish = Compile(dynamo_backend="eager", dynamo_fullgraph=True, dynamo_use_regional_compilation=False)
-    with pytest.raises(SettingsError, match="FSDP2 gathers weights between its graphs"):
-        check_compile(Settings(compile=wish, parallel=Parallel(fsdp_enable=True)))
-    check_compile(Settings(compile=wish))
-    check_compile(Settings(compile=Compile(dynamo_fullgraph=True), parallel=Parallel(fsdp_enable=True)))
 
 
 def test_how_it_is_compiled_is_described():

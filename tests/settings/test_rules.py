@@ -43,6 +43,20 @@ REFUSED = [
         "ranks",
     ),
     (
+        {"dynamo_backend": "aot_eager", "dynamo_mode": "max-autotune"},
+        "dynamo_mode=max-autotune is for dynamo_backend=inductor: aot_eager has no modes; leave dynamo_mode out",
+    ),
+    (
+        {
+            "dynamo_backend": "eager",
+            "dynamo_fullgraph": True,
+            "dynamo_use_regional_compilation": False,
+            "fsdp_enable": True,
+        },
+        "dynamo_fullgraph cannot compile a sharded denoiser as a whole, since FSDP2 gathers weights between its "
+        "graphs: set dynamo_use_regional_compilation=true",
+    ),
+    (
         {"machine_rank": 1},
         "machine_rank = 1, but num_machines = 1: ranks of machines go from 0 to 0",
     ),
@@ -79,6 +93,10 @@ ACCEPTED = [
     {"validation_resolution": "1216x832"},
     {"lr_warmup_steps": 10, "max_train_steps": 10},
     {"lr_warmup_steps": 1000},
+    {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune"},
+    {"dynamo_mode": "max-autotune"},
+    {"dynamo_backend": "eager", "dynamo_fullgraph": True, "fsdp_enable": True},
+    {"dynamo_backend": "eager", "dynamo_fullgraph": True, "dynamo_use_regional_compilation": False},
 ]
 
 

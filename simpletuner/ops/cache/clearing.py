@@ -10,7 +10,7 @@ from simpletuner.errors import EnvironmentFault
 from simpletuner.ops.cache import swap
 from simpletuner.ops.cache.contents import Item, Kind
 from simpletuner.ops.cache.holds import alone_with, locked
-from simpletuner.ops.cache.layout import IN_USE, block_cache_lock, bytes_of, files_of
+from simpletuner.ops.cache.layout import IN_USE, bytes_of, files_of, lock_of
 
 SHARDED = (Kind.LATENTS, Kind.TEXT)
 
@@ -65,10 +65,11 @@ def hold_alone(item: Item, stack: ExitStack) -> None:
 
 def remove_blocks(item: Item) -> int:
     """Remove the block cache while nobody writes it."""
-    with alone_with(block_cache_lock()):
+    lock = lock_of(item.path)
+    with alone_with(lock):
         removed = bytes_of(item.path)
         item.path.unlink(missing_ok=True)
-        block_cache_lock().unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
     return removed
 
 

@@ -13,13 +13,13 @@ from simpletuner.ops.cache.holds import is_held
 from simpletuner.ops.cache.layout import (
     IN_USE,
     INDEX_SUFFIX,
-    block_cache_lock,
-    block_cache_path,
+    block_cache_paths,
     bytes_of,
     entries_of,
     files_of,
     is_plain_file,
     is_plain_folder,
+    lock_of,
 )
 from simpletuner.ops.cache.swap import PREFIX, owner_of, state_of
 
@@ -55,11 +55,12 @@ class Item:
 
 
 def find_blocks() -> list[Item]:
-    """Return the block cache, if there is one."""
-    path = block_cache_path()
-    if not is_plain_file(path):
-        return []
-    return [Item(Kind.BLOCKS, path, entries_in_json(path), bytes_of(path), is_held(block_cache_lock()))]
+    """Return the block caches that there are."""
+    return [
+        Item(Kind.BLOCKS, path, entries_in_json(path), bytes_of(path), is_held(lock_of(path)))
+        for path in block_cache_paths()
+        if is_plain_file(path)
+    ]
 
 
 def find_swap(parent: Path | None) -> tuple[list[Item], list[Path]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SHARD_SUFFIX, INDEX_SUFFIX = ".shard", ".index.jsonl"
+
+BLOCK_CACHE = "fsdp_block_cache.json"
 
 IN_USE = ".in-use"
 """The file in a cache folder that runs lock."""
@@ -70,13 +73,16 @@ def bytes_of(path: Path) -> int:
         return 0
 
 
-def block_cache_path() -> Path:
-    """Return the file that remembers which blocks were detected in which model; its lock is `block_cache_lock`."""
+def block_cache_paths(environment: Mapping[str, str] = os.environ) -> tuple[Path, Path]:
+    """Return the file that remembers which blocks were detected in which model, and where it is if that place cannot
+    be written: in the user's home, which SIMPLETUNER_HOME moves, else in the system's folder for caches.
+    """
     from platformdirs import user_cache_path
 
-    return user_cache_path("simpletuner") / "fsdp_block_cache.json"
+    home = Path(environment.get("SIMPLETUNER_HOME") or "~/.simpletuner").expanduser()
+    return home / BLOCK_CACHE, user_cache_path("simpletuner") / BLOCK_CACHE
 
 
-def block_cache_lock() -> Path:
-    """Return the file to hold (`holds.alone_with`) while the block cache is read, changed and written."""
-    return block_cache_path().with_suffix(".lock")
+def lock_of(block_cache: Path) -> Path:
+    """Return the file to hold (`holds.alone_with`) while a block cache is read, changed and written."""
+    return block_cache.with_suffix(".lock")
