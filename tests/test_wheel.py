@@ -25,9 +25,14 @@ BENEATH_THEM = (
 SECONDS = 240
 
 
+def outside() -> dict[str, str]:
+    """Return the environment without what leads to the repository: pip would find simpletuner installed there."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+
+
 def pip(*arguments: str | Path) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=outside())
     assert done.returncode == 0, done.stderr
 
 
@@ -58,9 +63,8 @@ def start(programs, tmp_path):
     """Run a program of the wheel in an empty folder, knowing nothing of the repository."""
 
     def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        ours = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
         command = [programs / program, *arguments]
-        where = {"cwd": tmp_path, "env": {**ours, **environment}, "stdin": subprocess.DEVNULL}
+        where = {"cwd": tmp_path, "env": {**outside(), **environment}, "stdin": subprocess.DEVNULL}
         return subprocess.run(command, capture_output=True, text=True, timeout=60, **where)
 
     return run

@@ -14,8 +14,8 @@ CHECKED_IN = {"bash": "simpletuner.bash", "zsh": "_simpletuner", "fish": "simple
 def needed(shell: str) -> str:
     """Return the shell; a developer may do without it, CI may not."""
     if shutil.which(shell) is None:
-        assert "CI" not in os.environ, f"{shell} is not installed: `make shells` installs it"
-        pytest.skip(f"{shell} is not installed (`make shells`)")
+        assert "CI" not in os.environ, f"{shell} is not installed: `make tools` installs it"
+        pytest.skip(f"{shell} is not installed (`make tools`)")
     return shell
 
 
