@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import SMALL
 
@@ -68,6 +69,15 @@ def test_signals_save_and_leave_and_a_dead_rank_ends_the_others(sdxl_flags, tmp_
     assert "lost contact" not in said(output), "only the launcher knows what happened"
     assert re.search(rf"rank \d \(pid {victim}\) was killed by SIGKILL", said(output))
     assert "Traceback" not in said(output)
+    (output / "metrics.jsonl").unlink()  # it tells of steps that the killed run had not saved
+    process = launched("simpletuner", output, *flags)
+    newest = opened(numbered(output / "checkpoints")[0]).step
+    wait_for_step(output, process, newest + 2)
+    ranks = [psutil.Process(pid) for pid in children_of(process.pid)]
+    process.kill()  # no time to ask its ranks: the kernel does
+    process.wait()
+    assert psutil.wait_procs(ranks, timeout=60)[1] == [], said(output)
+    assert opened(numbered(output / "checkpoints")[0]).step >= newest + 2
 
 
 def test_one_rank_saves_and_leaves_too(sdxl_flags, starter, tmp_path):

@@ -23,6 +23,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     """Fine-tune a model. Run the same command again and it resumes."""
     from simpletuner.models.registry import check_model
     from simpletuner.ops.launch import check_world_size, choose_gpus, is_rank, launch_ranks
+    from simpletuner.ops.signals import end_with_launcher
 
     loaded = load(flags, config)
     check_model(loaded.settings.model)
@@ -38,6 +39,8 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
         return
     check_world_size(loaded, os.environ)
     choose_gpus(loaded.settings.launch, os.environ)
+    if is_rank(os.environ):
+        end_with_launcher()
     from simpletuner.worker import run_rank
 
     run_rank(loaded)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +30,20 @@ class StopRequest:
         return Stopped(
             number, f"stopped by {signal.Signals(number).name} {where}", "run the same command again to go on"
         )
+
+
+PR_SET_PDEATHSIG = 1
+"""Linux: send this process a signal when its parent dies; see `man 2 prctl`."""
+
+
+def end_with_launcher() -> None:
+    """Let the kernel send SIGTERM when the launcher dies, even of SIGKILL: ranks then save, leave and free GPUs."""
+    if not sys.platform.startswith("linux"):
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != launcher:  # it died just before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 REPEAT_SECONDS = 1.0
