@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from simpletuner.errors import ExitCode, SettingsError
-from simpletuner.settings import load, settings_as_json
+from simpletuner.settings import load, provenance, settings_as_json
 from simpletuner.settings.loading import canonical_name, knobs, nearest
 from simpletuner.settings.sources import CONFIG_CANDIDATES
 
@@ -251,3 +251,20 @@ def test_ranks_that_a_launcher_started_are_known_and_yield_to_every_wish():
     split = {**ENOUGH, "fsdp_enable": "true", "context_parallel_size": "2"}
     assert load(split, environment=ranks).settings.launch.num_processes == 4
     assert load({**split, "num_processes": "2"}, environment=ranks).settings.launch.num_processes == 2
+
+
+def test_the_start_up_table_tells_what_found_files_decided(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SIMPLETUNER_ACCELERATE_CONFIG")
+    write(tmp_path, "config/config.env", "SEED=3\n")
+    found = write(tmp_path, "home/accelerate/default_config.yaml", "distributed_type: FSDP\nmixed_precision: 'no'\n")
+    named = write(tmp_path, "run.toml", "crop = true\nrepeats = 1\n")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    told = provenance(load(ENOUGH, named))
+    assert told == f"config/config.env: seed; {found}: mixed_precision, fsdp_enable; {named}: 2; flag: 2"
+    assert provenance(load(ENOUGH, named, environment={"SIMPLETUNER_ACCELERATE_CONFIG": str(found)})).split("; ")[
+        1
+    ] == (f"{found}: 2")
+    assert provenance(load({}, complete=False, environment={"SIMPLETUNER_ACCELERATE_CONFIG": "none"})) == (
+        "config/config.env: seed"
+    )
