@@ -169,7 +169,7 @@ def told_of(entry: Entry, engine: str) -> Iterator[Told]:
         yield Told(entry.key, zero_config(entry.value), entry.line, "deepspeed_config")
     for name, value in entry.value.items():
         if name not in ZERO_FIELDS:
-            yield told_field(f"{entry.key}.{name}", value, entry.line)
+            yield told_field(f"{entry.key}.{name}", value, entry.inner_lines.get(name, entry.line))
 
 
 def told_field(name: str, value: Any, line: int) -> Told:

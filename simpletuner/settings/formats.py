@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ class Entry:
     key: str
     value: Any
     line: int = 0
+    inner_lines: Mapping[str, int] = field(default_factory=dict)
+    """Lines of the names in a value that is itself names and values; of JSON and YAML."""
 
 
 class NotSettings(ValueError):
@@ -63,7 +65,7 @@ class Pairs(dict[str, Any]):
         self.pairs = pairs
 
 
-JSON_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"(?P<colon>\s*:)?|[\[{]|[\]}]')
+JSON_TOKEN = re.compile(r'(?P<text>"(?:\\.|[^"\\])*")(?P<colon>\s*:)?|[\[{]|[\]}]')
 
 
 def json_entries(text: str) -> Iterator[Entry]:
@@ -74,13 +76,18 @@ def json_entries(text: str) -> Iterator[Entry]:
         raise NotParsed(error.lineno, f"{error.msg[0].lower()}{error.msg[1:]}, column {error.colno}") from None
     if not isinstance(value, Pairs):
         raise NotSettings("a list" if isinstance(value, list) else "one value")
-    lines, depth = [], 0
+    lines: list[tuple[int, dict[str, int]]] = []
+    depth = 0
     for token in JSON_TOKEN.finditer(text):
-        if token["colon"] and depth == 1:
-            lines.append(text.count("\n", 0, token.start()) + 1)
+        if token["colon"] and depth in (1, 2):
+            line = text.count("\n", 0, token.start()) + 1
+            if depth == 1:
+                lines.append((line, {}))
+            else:
+                lines[-1][1][json.loads(token["text"])] = line
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
-    for (key, item), line in zip(value.pairs, lines, strict=True):
-        yield Entry(key, item, line)
+    for (key, item), (line, inner_lines) in zip(value.pairs, lines, strict=True):
+        yield Entry(key, item, line, inner_lines)
 
 
 def toml_entries(text: str) -> Iterator[Entry]:
@@ -130,7 +137,9 @@ def yaml_entries(text: str) -> Iterator[Entry]:
             raise NotSettings("a list" if isinstance(node, yaml.SequenceNode) else "one value")
         loader.flatten_mapping(node)
         for key, value in node.value:
-            yield Entry(str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1)
+            inner = value.value if isinstance(value, yaml.MappingNode) else []
+            inner_lines = {str(name.value): name.start_mark.line + 1 for name, _ in inner}
+            yield Entry(str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1, inner_lines)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise NotParsed(line, error.problem or str(error)) from None

@@ -195,3 +195,18 @@ def test_a_suffix_that_is_no_format_is_named(tmp_path):
     (tmp_path / "a.ini").write_text("seed=1")
     with pytest.raises(SettingsError, match=r"settings are read from \.json, \.toml, \.yaml, \.yml, \.env files"):
         read_entries(tmp_path / "a.ini")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.yaml", "a: 1\nb:\n  # deep\n  c: 2\n  d: {e: 3}\n"),
+        ("c.json", '{"a": 1,\n "b": {\n\n "c": 2,\n "d": {"e": ["f", {"g": 1}]}}}'),
+    ],
+)
+def test_names_inside_a_value_have_their_lines(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    first, second = read_entries(path)
+    assert (first.line, first.inner_lines) == (1, {})
+    assert (second.line, second.inner_lines) == (2, {"c": 4, "d": 5})
