@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -31,12 +31,27 @@ def shown_default(field: FieldInfo) -> str:
     return "" if value in (None, "", []) else str(value)
 
 
-def type_name(annotation: Any) -> str:
-    """Return the name of a knob's type, looking through Optional."""
+def kind_of(annotation: Any) -> Any:
+    """Return the plain type behind an annotation, looking through Optional."""
     if get_origin(annotation) in (Union, types.UnionType):
-        return type_name(next(argument for argument in get_args(annotation) if argument is not type(None)))
+        return kind_of(next(part for part in get_args(annotation) if part is not type(None)))
+    return get_origin(annotation) or annotation
+
+
+def bounds_of(field: FieldInfo, words: Mapping[str, str]) -> list[str]:
+    """Return a knob's bounds, each with the word for `ge`, `gt`, `le` or `lt` before it."""
+    return [
+        f"{word} {getattr(part, bound)}"
+        for part in field.metadata
+        for bound, word in words.items()
+        if hasattr(part, bound)
+    ]
+
+
+def type_name(annotation: Any) -> str:
+    """Return the name of a knob's type as help shows it."""
     names = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", list: "TEXT", dict: "JSON"}
-    return names[get_origin(annotation) or annotation]
+    return names[kind_of(annotation)]
 
 
 class Section(BaseModel):

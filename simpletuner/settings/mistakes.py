@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
+from simpletuner.settings.knob import bounds_of, kind_of
 from simpletuner.settings.spelling import choices_of
 
 KINDS = {
@@ -47,20 +47,8 @@ def allowed(field: FieldInfo) -> str:
     optional = ", or none" if type(None) in get_args(field.annotation) else ""
     if choices := choices_of(field.annotation):
         return f"one of {', '.join(map(str, choices))}{optional}"
-    bounds = [
-        f"{word} {getattr(part, bound)}"
-        for part in field.metadata
-        for bound, word in BOUNDS.items()
-        if hasattr(part, bound)
-    ]
+    bounds = bounds_of(field, BOUNDS)
     return KINDS[kind_of(field.annotation)] + (f" {' and '.join(bounds)}" if bounds else "") + optional
-
-
-def kind_of(annotation: Any) -> Any:
-    """Return the plain type behind an annotation, looking through Optional."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return kind_of(next(part for part in get_args(annotation) if part is not type(None)))
-    return get_origin(annotation) or annotation
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from simpletuner.settings.knob import extra_of, shown_default, type_name
+from simpletuner.settings.knob import bounds_of, extra_of, shown_default, type_name
 from simpletuner.settings.sections import SECTIONS
 from simpletuner.settings.sources import ACCELERATE_CONFIG, PREFIX
 from simpletuner.settings.spelling import choices_of
@@ -78,12 +78,6 @@ def values_of(field: FieldInfo) -> str:
     """Return a setting's type or choices, its bounds and its unit."""
     choices = choices_of(field.annotation)
     kind = ", ".join(f"`{choice}`" for choice in choices) or type_name(field.annotation).lower().replace("|", ", ")
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    bounds = [
-        f"{sign} {getattr(part, bound)}"
-        for part in field.metadata
-        for bound, sign in signs.items()
-        if hasattr(part, bound)
-    ]
+    bounds = bounds_of(field, {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"})
     unit = extra_of(field, "unit")
     return ", ".join([kind, *bounds]) + (f" [{unit}]" if unit else "")
