@@ -98,20 +98,22 @@ def docs() -> None:
 def init(
     model_family: Annotated[str, typer.Option("--model_family", help="Which architecture to train.")],
     model_flavour: Annotated[str, typer.Option("--model_flavour", help="Which published checkpoint of it.")] = "",
-    num_processes: Annotated[int, typer.Option("--num_processes", min=1, help="How many GPUs there are.")] = 1,
+    num_processes: Annotated[str, typer.Option("--num_processes", help="How many GPUs.", metavar="INTEGER")] = "1",
     output: Annotated[Path, typer.Option("--output", help="Where to write it.")] = Path("config/config.toml"),
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
     """Write a commented config file to start from."""
     from simpletuner.models.registry import check_model
-    from simpletuner.settings.sections import Model
+    from simpletuner.settings.loading import resolve
+    from simpletuner.settings.sources import of_flags
     from simpletuner.settings.starting import starting_toml
 
-    model = Model(model_family=model_family, model_flavour=model_flavour)
-    check_model(model)
+    flags = {"model_family": model_family, "model_flavour": model_flavour, "num_processes": num_processes}
+    settings = resolve([of_flags(flags)], complete=False).settings
+    check_model(settings.model)
     if output.exists() and not force:
         raise SettingsError(f"{output} is there already", "give another --output, or --force to write over it")
-    save(output, starting_toml(model.model_family, model.model_flavour, num_processes))
+    save(output, starting_toml(settings))
     Report().say(f"{output} is written: set instance_data_dir in it, then `simpletuner train --config {output}`")
 
 

@@ -112,7 +112,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SettingsError(f"cannot read data_backend_config: {error}") from None
+        raise SettingsError(f"cannot read {path}: {error.strerror}", "check data_backend_config") from None
     except ValueError as error:
         raise SettingsError(f"{path} does not parse: {error}") from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

@@ -53,7 +53,7 @@ class Source:
 
 def gathered(flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]) -> list[Source]:
     """Return all sources, weakest first. Raises SettingsError for a file that is missing or does not parse."""
-    flag_source = Source("flag", [Given(name, value, "flag") for name, value in flags.items()])
+    flag_source = of_flags(flags)
     variables = environment_source(environment)
     path = config or config_path(environment)
     files = [file_source(path)] if path else []
@@ -61,6 +61,11 @@ def gathered(flags: Mapping[str, Any], config: Path | None, environment: Mapping
     chosen = chosen_in([*pairs, *files, variables, flag_source])
     accelerate = accelerate_source(chosen, environment)
     return [*launcher_source(environment), *pairs, *accelerate, *files, variables, flag_source]
+
+
+def of_flags(flags: Mapping[str, Any]) -> Source:
+    """Return what was typed."""
+    return Source("flag", [Given(name, value, "flag") for name, value in flags.items()])
 
 
 def launcher_source(environment: Mapping[str, str]) -> list[Source]:

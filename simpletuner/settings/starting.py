@@ -7,6 +7,7 @@ from typing import Any
 
 from simpletuner.settings.loading import knobs
 from simpletuner.settings.schema import values_of
+from simpletuner.settings.sections import Settings
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "What to train": ("model_family", "model_flavour", "pretrained_model_name_or_path"),
@@ -27,11 +28,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 
-def starting_toml(family: str, flavour: str, num_processes: int) -> str:
-    """Return a TOML file for a family and a number of GPUs: every line says what it does and what else it may be."""
+def starting_toml(settings: Settings) -> str:
+    """Return a TOML file for a family, a flavour and a number of GPUs: every line says what it does and may be."""
+    num_processes = settings.launch.num_processes
     values = {
-        "model_family": family,
-        "model_flavour": flavour,
+        "model_family": settings.model.model_family,
+        "model_flavour": settings.model.model_flavour,
         "instance_data_dir": "pictures",
         "max_train_steps": 1000,
         "lr_warmup_steps": 100,

@@ -41,6 +41,8 @@ CASES: tuple[Case, ...] = (
     Case("config export"),
     Case("config init"),
     Case("config init --model_family=sdlx"),
+    Case("config init --model_family=sdxl --num_processes=0"),
+    Case("cache list --data_backend_config=no.json"),
     Case("config init --model_family=sdxl", {"config/config.toml": "seed = 1\n"}),
     Case("config validate"),
     Case("config validate no.toml"),
