@@ -16,7 +16,7 @@ from simpletuner.caches.shards import ShardReader, ShardWriter
 from simpletuner.data.discovery import Sample
 from simpletuner.data.pictures import BROKEN, read_rgb, resized_and_cropped
 from simpletuner.models.family import Family
-from simpletuner.models.vae import KlVae
+from simpletuner.models.vae import Vae
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 
@@ -53,7 +53,7 @@ class LatentsCache:
         return place
 
     @cached_property
-    def _vae(self) -> KlVae:
+    def _vae(self) -> Vae:
         return self.family.vae(self.world.device)
 
     def _make(self, writer: ShardWriter, chunk: Sequence[Wanted]) -> None:

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from simpletuner.commands.position import Position, is_switch, names_of, takes_value
-from simpletuner.models.registry import FAMILIES, TINY
+from simpletuner.models.registry import FAMILIES, TINY, flavours_of
 from simpletuner.settings.loading import canonical_name, knobs
 from simpletuner.settings.spelling import SYNONYMS, choices_of, folded
 
@@ -114,10 +114,10 @@ def values(position: Position, parameter: TyperOption | TyperArgument, word: str
 def values_of_knob(name: str, family: str) -> list[Candidate]:
     """Return a knob's choices; flavours are those of the family, or of all if none is typed yet."""
     if name == "model_family":
-        return [Candidate(key, next(iter(entry.flavours.values()))) for key, entry in FAMILIES.items()]
+        return [Candidate(key, next(iter(flavours_of(key).values())).hub) for key in FAMILIES]
     if name == "model_flavour":
-        known = [FAMILIES[folded(family)]] if folded(family) in FAMILIES else FAMILIES.values()
-        published = {flavour: hub_id for entry in known for flavour, hub_id in entry.flavours.items()}
+        known = [folded(family)] if folded(family) in FAMILIES else FAMILIES
+        published = {name: flavour.hub for key in known for name, flavour in flavours_of(key).items()}
         return [Candidate(*item) for item in (published | {TINY: "small, with random weights"}).items()]
     field = knobs()[name]
     accepted = (True, False) if field.annotation is bool else choices_of(field.annotation)

@@ -66,13 +66,13 @@ def show(
 def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env file of settings.")]) -> None:
     """Check a config file as `train` would, without running anything."""
     from simpletuner.data.datasets import datasets_of
-    from simpletuner.models.registry import check_model
+    from simpletuner.models.registry import check_trainable
     from simpletuner.settings.loading import resolve
     from simpletuner.settings.rules import unsupported
     from simpletuner.settings.sources import of_file_alone
 
     loaded = resolve(of_file_alone(file))
-    check_model(loaded.settings.model)
+    check_trainable(loaded.settings.model)
     datasets_of(loaded.settings.data)
     if missing := unsupported(loaded.settings):
         raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
@@ -103,14 +103,14 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
     """Write a commented config file to start from."""
-    from simpletuner.models.registry import check_model
+    from simpletuner.models.registry import check_trainable
     from simpletuner.settings.loading import resolve
     from simpletuner.settings.sources import of_flags
     from simpletuner.settings.starting import starting_toml
 
     flags = {"model_family": model_family, "model_flavour": model_flavour, "num_processes": num_processes}
     settings = resolve([of_flags(flags)], complete=False).settings
-    check_model(settings.model)
+    check_trainable(settings.model)
     if output.exists() and not force:
         raise SettingsError(f"{output} is there already", "give another --output, or --force to write over it")
     save(output, starting_toml(settings))

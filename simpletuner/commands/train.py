@@ -21,12 +21,12 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again and it resumes."""
-    from simpletuner.models.registry import check_model
+    from simpletuner.models.registry import check_trainable
     from simpletuner.ops.launch import check_world_size, choose_gpus, is_rank, launch_ranks
     from simpletuner.ops.signals import end_with_launcher
 
     loaded = load(flags, config)
-    check_model(loaded.settings.model)
+    check_trainable(loaded.settings.model)
     if missing := unsupported(loaded.settings):
         raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
     if json and not dry_run:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from torch import nn
 from simpletuner.errors import EnvironmentFault
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+TEXT_PARTS = ("tokenizer", "text_encoder")
+"""How the names of components begin that turn captions into tensors."""
+
+FLOAT32_INPUTS = ("timestep", "guidance", "time_ids", "txt_ids", "img_ids")
+"""What a denoiser is told in numbers that bf16 would round."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -29,7 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def text_folders(folder: Path) -> list[Path]:
     """Return the folders that decide what a caption's embedding is: tokenizers and text encoders."""
-    return sorted(path for path in folder.iterdir() if path.name.startswith(("tokenizer", "text_encoder")))
+    return sorted(path for path in folder.iterdir() if path.name.startswith(TEXT_PARTS))
 
 
 def weights_files(folder: Path, variant: str | None = None) -> list[Path]:
@@ -73,33 +79,48 @@ def variant_of(path: Path) -> str | None:
     return rest.partition("-")[0] if dot else None
 
 
-def build_on_meta(cls: Any, folder: Path) -> nn.Module:
+def class_of_diffusers(name: str) -> Any:
+    """Return a class of diffusers. Raises EnvironmentFault when the installed version does not have it."""
+    import diffusers
+
+    try:
+        return getattr(diffusers, name)
+    except AttributeError:
+        raise EnvironmentFault(
+            f"diffusers {diffusers.__version__} has no {name}", "pip install --upgrade diffusers, or choose another model"
+        ) from None
+
+
+def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     """Return a model as its config.json has it: parameters on the meta device, buffers real."""
     from accelerate import init_empty_weights
 
-    config = read_json(folder / "config.json")
+    cls = class_of_diffusers(config["_class_name"])
     with init_empty_weights(include_buffers=False):
-        return cls.from_config(config)
+        return cls.from_config(dict(config))
 
 
 @contextmanager
-def inputs_cast(model: nn.Module, dtype: torch.dtype, leave: tuple[str, ...] = ()) -> Iterator[None]:
-    """Cast a model's floating inputs while a pipeline calls it; those named in `leave` stay as they are.
+def inputs_cast(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Cast a denoiser's floating inputs while a pipeline calls it, all but FLOAT32_INPUTS.
 
     Pipelines cast prompts to `model.dtype`. Of a sharded model that is the float32 of its masters, but it computes in
     `dtype`.
     """
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     def cast(value: Any, name: str = "") -> Any:
-        """Cast a tensor, or the tensors in a dict."""
+        """Cast a tensor, or the tensors in a list or dict."""
         if isinstance(value, dict):
             return {key: cast(each, key) for key, each in value.items()}
+        if isinstance(value, list):
+            return [cast(each, name) for each in value]
         floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if floating and name not in leave else value
+        return value.to(dtype) if floating and name not in FLOAT32_INPUTS else value
 
     def before_forward(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         """Cast positional and named inputs."""
-        return tuple(cast(value) for value in arguments), cast(named)
+        return tuple(cast(value, name) for name, value in zip(names, arguments, strict=False)), cast(named)
 
     hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
     try:

@@ -6,10 +6,13 @@ Shapes: latents, noise and everything like them are BCHW; times, weights and los
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from simpletuner.models.family import Family
 
 
 @dataclass(frozen=True)
@@ -116,3 +119,21 @@ class FlowMatching:
         """Return the problem at logit-normal (or uniform) noise levels, shifted towards noise."""
         sigmas = shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), self.shift)
         return Corrupted(interpolated(latents, noise, sigmas), sigmas, noise - latents, torch.ones_like(sigmas))
+
+
+def diffusion(family: Family) -> Diffusion:
+    """Return diffusion with the betas and prediction type of a family's scheduler."""
+    from diffusers import DDPMScheduler
+
+    scheduler: Any = DDPMScheduler.from_config(family.scheduler_config)
+    return Diffusion(
+        scheduler.alphas_cumprod, scheduler.config.prediction_type, family.settings.objective.snr_gamma
+    )
+
+
+def flow_matching(family: Family) -> FlowMatching:
+    """Return flow matching with the settings' noise levels."""
+    objective = family.settings.objective
+    return FlowMatching(
+        objective.flow_schedule_shift, objective.flow_sigmoid_scale, objective.flow_use_uniform_schedule
+    )

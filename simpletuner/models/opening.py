@@ -9,7 +9,8 @@ from simpletuner.errors import EnvironmentFault, SettingsError
 from simpletuner.files import replace_folder, unfinished
 from simpletuner.models.components import refuse_pickles
 from simpletuner.models.family import Family
-from simpletuner.models.registry import TINY, family_class, published_name
+from simpletuner.models.registry import TINY, flavour_of, traits_of
+from simpletuner.models.tiny import build_tiny
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Model, Settings
 
@@ -21,18 +22,19 @@ WANTED_FROM_HUB = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
 
 def open_family(settings: Settings, world: World, stop: Callable[[], None]) -> Family:
     """Return the model family with its pipeline folder, which the first rank builds or downloads if need be."""
-    family, model = family_class(settings.model.model_family), settings.model
+    model = settings.model
+    traits = traits_of(model)
     if needs_building(model):
         folder = settings.training.output_dir / f"base-{model.model_family}-tiny"
         if world.is_first and not folder.exists():
-            family.build_tiny(unfinished(folder))
+            build_tiny(traits, unfinished(folder))
             replace_folder(unfinished(folder), folder)
     else:
         folder = local_folder(model) or (downloaded(model) if world.is_first else None)
     world.meet("base model", stop, DOWNLOAD_SECONDS)
     folder = folder or downloaded(model)
     refuse_pickles(folder)
-    return family(folder, settings)
+    return Family(traits, folder, settings)
 
 
 def local_folder(model: Model) -> Path | None:
@@ -49,7 +51,8 @@ def downloaded(model: Model) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    name = model.pretrained_model_name_or_path or published_name(model)
+    flavour = flavour_of(model)
+    name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
     try:
         return Path(snapshot_download(name, revision=model.revision, allow_patterns=WANTED_FROM_HUB))
     except HFValidationError:

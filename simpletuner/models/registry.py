@@ -1,62 +1,94 @@
-"""Which model families there are, by name only: no torch here, so that help and mistakes are answered at once."""
+"""Which model families there are, by name only: no torch here, so that help and mistakes are answered at once.
+
+What is published of a family (its flavours, their architectures) is in `presets/<family>.toml`.
+"""
 
 from __future__ import annotations
 
 import importlib
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.loading import nearest
+from simpletuner.settings.mistakes import nearest
 from simpletuner.settings.sections import Model
 
 if TYPE_CHECKING:
-    from simpletuner.models.family import Family
+    from simpletuner.models.family import Traits
 
 TINY = "tiny"
+ENTRY_POINTS = "simpletuner.families"
+"""Where installed packages register families: name = "package.module:TRAITS"."""
+
+PRESETS = Path(__file__).parent / "presets"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One family: where its class is, its published flavours as hub ids, the default first, and the denoiser's size."""
+    """One family: where its Traits are (empty: its blocks can be detected, but it cannot be trained), what it learns
+    to predict, which text encoders it needs, and whether several ranks can share one sample's sequence."""
 
-    path: str
-    flavours: Mapping[str, str]
-    parameters: int | None = None
+    traits: str
+    objective: str
+    text_encoders: str
+    splits_sequence: bool = False
 
 
+# fmt: off
 FAMILIES: dict[str, Entry] = {
-    "sdxl": Entry(
-        "simpletuner.models.sdxl:Sdxl",
-        {
-            "base-1.0": "stabilityai/stable-diffusion-xl-base-1.0",
-            "base-0.9": "stabilityai/stable-diffusion-xl-base-0.9",
-        },
-        parameters=2_567_463_684,
-    ),
-    "flux": Entry(
-        "simpletuner.models.flux:Flux",
-        {
-            "dev": "black-forest-labs/FLUX.1-dev",
-            "krea": "black-forest-labs/FLUX.1-Krea-dev",
-            "schnell": "black-forest-labs/FLUX.1-schnell",
-        },
-        parameters=11_901_408_320,
-    ),
+    "sdxl": Entry("simpletuner.models.families.sdxl:SDXL", "epsilon", "CLIP-L, CLIP-G"),
+    "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
 }
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A denoiser as published: diffusers' class and config, its parameters as the published files hold them."""
+
+    class_name: str
+    parameters: int | None = None
+    source: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One published checkpoint: hub id and architecture."""
+
+    hub: str
+    architecture: Architecture
+
+
+@cache
+def flavours_of(family: str) -> Mapping[str, Flavour]:
+    """Return a family's published flavours, the default first; none for a user's own family."""
+    path = PRESETS / f"{family}.toml"
+    if family not in FAMILIES or not path.exists():
+        return {}
+    preset = tomllib.loads(path.read_text(encoding="utf-8"))
+    architectures = {name: Architecture(**values) for name, values in preset["architectures"].items()}
+    return {
+        name: Flavour(values["hub"], architectures[values["architecture"]])
+        for name, values in preset["flavours"].items()
+    }
 
 
 def check_model(model: Model) -> None:
     """Raise SettingsError for a family or flavour that is not known, with the nearest one."""
-    entry = FAMILIES.get(model.model_family)
-    if entry is None:
+    names = [*FAMILIES, *(model.model_families or {})]
+    if path_of_traits(model) is None:
         raise SettingsError(
-            f"Unknown model_family '{model.model_family}'{nearest(model.model_family, FAMILIES)}",
-            f"known families: {', '.join(FAMILIES)}",
+            f"Unknown model_family '{model.model_family}'{nearest(model.model_family, names)}",
+            "`simpletuner models` lists all families; your own goes into model_families",
         )
-    if model.model_flavour not in ("", TINY, *entry.flavours):
-        known = [*entry.flavours, TINY]
+    known = [*flavours_of(model.model_family), TINY]
+    if model.model_flavour and model.model_flavour not in known:
         near = nearest(model.model_flavour, known)
         raise SettingsError(
             f"Unknown model_flavour '{model.model_flavour}' of {model.model_family}{near}",
@@ -64,13 +96,48 @@ def check_model(model: Model) -> None:
         )
 
 
-def published_name(model: Model) -> str:
-    """Return the hub id of the chosen flavour, or of the family's default one."""
-    flavours = FAMILIES[model.model_family].flavours
-    return flavours[model.model_flavour] if model.model_flavour else next(iter(flavours.values()))
+def check_trainable(model: Model) -> None:
+    """Raise SettingsError for a model that is not known, or known by its architecture alone."""
+    check_model(model)
+    if not path_of_traits(model):
+        able = [key for key, entry in FAMILIES.items() if entry.traits]
+        raise SettingsError(
+            f"{model.model_family} cannot be trained yet: only its blocks can be detected",
+            f"families that can: {', '.join(able)}",
+        )
+    if not (flavours_of(model.model_family) or model.pretrained_model_name_or_path or model.model_flavour == TINY):
+        raise SettingsError(
+            f"{model.model_family} has no published flavours",
+            "name a pipeline folder with --pretrained_model_name_or_path, or use --model_flavour=tiny",
+        )
 
 
-def family_class(key: str) -> type[Family]:
-    """Import and return the class of a family."""
-    module, _, name = FAMILIES[key].path.partition(":")
-    return getattr(importlib.import_module(module), name)
+def flavour_of(model: Model) -> Flavour | None:
+    """Return the chosen published flavour, or the family's default one; None for tiny and for a user's own family."""
+    flavours = flavours_of(model.model_family)
+    return flavours.get(model.model_flavour) if model.model_flavour else next(iter(flavours.values()), None)
+
+
+def path_of_traits(model: Model) -> str | None:
+    """Return where the family's Traits are: as the settings say, as built in, or as an installed package says.
+
+    Empty for a family that is known by its architecture alone, None for an unknown one.
+    """
+    key, own = model.model_family, model.model_families or {}
+    if key in own:
+        return own[key]
+    if key in FAMILIES:
+        return FAMILIES[key].traits
+    return next((point.value for point in entry_points(group=ENTRY_POINTS, name=key)), None)
+
+
+def traits_of(model: Model) -> Traits:
+    """Import and return what is particular to a family. Raises SettingsError when a user's own cannot be imported."""
+    path = path_of_traits(model) or ""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingsError(
+            f"model_families: {model.model_family} = {path}: {error}", "it must be importable, as package.module:TRAITS"
+        ) from None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from simpletuner.models.registry import FAMILIES, TINY
+from simpletuner.models.registry import flavour_of
 from simpletuner.settings.sections import Model
 
 DENOISERS = ("transformer", "unet")
@@ -20,10 +20,10 @@ def parameters_of(model: Model) -> tuple[int, str] | None:
         folder = next((base / name for name in DENOISERS if (base / name).is_dir()), base)
         count = sum(map(parameters_in, weights_of_variant(folder.glob("*.safetensors"), model.variant)))
         return (count, f"counted in {folder}") if count else None
-    entry = FAMILIES.get(model.model_family)
-    if entry is None or entry.parameters is None or model.model_flavour == TINY:
+    flavour = flavour_of(model)
+    if flavour is None or flavour.architecture.parameters is None:
         return None
-    return entry.parameters, f"as published for {model.model_family}"
+    return flavour.architecture.parameters, f"as published for {model.model_family}"
 
 
 def weights_of_variant(files: Iterable[Path], variant: str | None) -> list[Path]:

@@ -1,6 +1,7 @@
-"""Build complete pipelines in miniature, with random weights and a real little VAE, for the demo and the tests.
+"""What pipelines in miniature are made of: a real little VAE, tokenizers, and encoders with random weights.
 
-Each is the published architecture with few and narrow layers; every width divides by 4, so that it shards over 4 ranks.
+Each family's miniature is its published architecture with few and narrow layers, for the demo and the tests; every
+width divides by 4, so that it shards over 4 ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
     from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
+
+    from simpletuner.models.family import Traits
 
 VAE_FOLDER = Path(__file__).parent / "tiny_vae"
 SEED = 0
@@ -27,87 +30,11 @@ circle square triangle star cross ring heart shape background left right above b
 """Words the tokenizers know whole; any other text falls apart into characters."""
 
 
-def build_tiny_sdxl(folder: Path) -> None:
-    """Write a Stable Diffusion XL pipeline with a U-Net of about 2 million parameters."""
-    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
-
-    tokenizer = build_clip_tokenizer()
+def build_tiny(traits: Traits, folder: Path) -> None:
+    """Write a family's complete pipeline in miniature, the same one each time."""
     with fixed_seed():
-        pipeline = StableDiffusionXLPipeline(
-            vae=load_vae(),
-            text_encoder=build_clip(tokenizer, width=32),
-            text_encoder_2=build_clip(tokenizer, width=64, projection=True),
-            tokenizer=tokenizer,
-            tokenizer_2=tokenizer,
-            unet=UNet2DConditionModel(**SDXL_UNET),
-            scheduler=EulerDiscreteScheduler(**SDXL_SCHEDULER),
-        )
+        pipeline = traits.build_tiny()
     pipeline.save_pretrained(folder)
-
-
-def build_tiny_flux(folder: Path) -> None:
-    """Write a FLUX.1-dev pipeline with a transformer of about 1 million parameters."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-
-    clip_tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
-    with fixed_seed():
-        pipeline = FluxPipeline(
-            vae=load_vae(),
-            text_encoder=build_clip(clip_tokenizer, width=32),
-            text_encoder_2=build_t5(t5_tokenizer, width=64),
-            tokenizer=clip_tokenizer,
-            tokenizer_2=t5_tokenizer,
-            transformer=FluxTransformer2DModel(**FLUX_TRANSFORMER),
-            scheduler=FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER),
-        )
-    pipeline.save_pretrained(folder)
-
-
-SDXL_UNET: dict[str, Any] = {
-    "sample_size": 16,
-    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-    "block_out_channels": [32, 64, 64],
-    "norm_num_groups": 16,
-    "layers_per_block": 1,
-    "transformer_layers_per_block": [1, 1, 2],
-    "attention_head_dim": [2, 4, 4],
-    "use_linear_projection": True,
-    "cross_attention_dim": 32 + 64,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 32,
-    "projection_class_embeddings_input_dim": 64 + 6 * 32,
-}
-
-SDXL_SCHEDULER: dict[str, Any] = {
-    "beta_schedule": "scaled_linear",
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "prediction_type": "v_prediction",  # SDXL says epsilon, which leaves a tint and noise after a run of minutes
-    "timestep_spacing": "leading",
-    "steps_offset": 1,
-}
-
-FLUX_TRANSFORMER: dict[str, Any] = {
-    "in_channels": 4 * 4,  # the VAE's 4 channels, 2 x 2 cells to a token
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 24,
-    "num_attention_heads": 4,
-    "axes_dims_rope": [4, 10, 10],
-    "joint_attention_dim": 64,
-    "pooled_projection_dim": 32,
-    "guidance_embeds": True,
-}
-
-FLUX_SCHEDULER: dict[str, Any] = {
-    "shift": 3.0,
-    "use_dynamic_shifting": True,
-    "base_image_seq_len": 256,
-    "max_image_seq_len": 4096,
-    "base_shift": 0.5,
-    "max_shift": 1.15,
-}
 
 
 @contextmanager

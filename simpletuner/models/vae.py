@@ -1,4 +1,7 @@
-"""Pixels to latents and back, for the AutoencoderKL that most families use."""
+"""Pixels to latents and back, for every VAE of diffusers that gives one latent per picture.
+
+Video VAEs see a picture as a film of one frame; latents are BCHW everywhere outside this file.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +11,51 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from simpletuner.models.components import any_weights_files, variant_of
+from simpletuner.models.components import any_weights_files, class_of_diffusers, read_json, variant_of
 
 
-class KlVae:
-    """An AutoencoderKL with the scaling that its config states."""
+class Vae:
+    """A VAE with the normalisation that its config states."""
 
     def __init__(self, folder: Path, device: torch.device, precision: Literal["fp32", "bf16"]) -> None:
-        from diffusers import AutoencoderKL
-
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         variant = variant_of(any_weights_files(folder)[0])
-        self.model = AutoencoderKL.from_pretrained(folder, dtype=dtype, use_safetensors=True, variant=variant)
+        cls = class_of_diffusers(read_json(folder / "config.json")["_class_name"])
+        self.model = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, variant=variant)
         self.model.requires_grad_(False).eval().to(device)
         self.device, self.dtype = device, dtype
+        self.has_frames = any(parameter.ndim == 5 for parameter in self.model.parameters())
+
+    @property
+    def downscale(self) -> int:
+        """Return how many pixels wide one latent is."""
+        ratio = getattr(self.model, "spatial_compression_ratio", None)
+        return ratio or 2 ** (len(self.model.config.block_out_channels) - 1)
 
     @torch.no_grad()
     def encode(self, pixels_BCHW: Tensor) -> Tensor:
         """Return latents BCHW in float32: the mean of the posterior, whose spread is far below the training noise."""
-        posterior = self.model.encode(pixels_BCHW.to(self.device, self.dtype)).latent_dist
+        pixels = pixels_BCHW.to(self.device, self.dtype)
+        encoded = self.model.encode(pixels.unsqueeze(2) if self.has_frames else pixels)
+        # An autoencoder without a posterior (AutoencoderDC) answers with the latents themselves.
+        latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
         mean, scale = self._statistics()
-        return ((posterior.mode().float() - mean) * scale).cpu()
+        return (((latents.squeeze(2) if self.has_frames else latents).float() - mean) * scale).cpu()
 
     @torch.no_grad()
     def decode(self, latents_BCHW: Tensor) -> Tensor:
         """Return pixels BCHW in -1..1, float32."""
         mean, scale = self._statistics()
-        latents = latents_BCHW.to(self.device).float() / scale + mean
-        return self.model.decode(latents.to(self.dtype)).sample.float().clamp(-1, 1).cpu()
+        latents = (latents_BCHW.to(self.device).float() / scale + mean).to(self.dtype)
+        pixels = self.model.decode(latents.unsqueeze(2) if self.has_frames else latents).sample
+        return (pixels.squeeze(2) if self.has_frames else pixels).float().clamp(-1, 1).cpu()
 
     def _statistics(self) -> tuple[Any, Any]:
+        """Return (mean, scale) so that the denoiser sees (latents - mean) * scale."""
         config: Any = self.model.config
-        if config.latents_mean is not None and config.latents_std is not None:
-            mean = torch.tensor(config.latents_mean, device=self.device).view(1, -1, 1, 1)
-            return mean, config.scaling_factor / torch.tensor(config.latents_std, device=self.device).view(1, -1, 1, 1)
-        return config.shift_factor or 0.0, config.scaling_factor
+        scale = getattr(config, "scaling_factor", None) or 1.0
+        mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
+        if mean is None or std is None:
+            return getattr(config, "shift_factor", None) or 0.0, scale
+        mean, std = (torch.tensor(values, device=self.device).view(1, -1, 1, 1) for values in (mean, std))
+        return mean, scale / std

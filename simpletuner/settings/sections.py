@@ -16,6 +16,7 @@ class Model(Section):
 
     model_family: Annotated[str, AfterValidator(folded)] = knob("", "Which architecture to train, such as sdxl or flux.")
     model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
+    model_families: dict[str, str] | None = knob(None, "Families of your own, by name: where their Traits are, as `package.module:TRAITS`.")
     model_type: Literal["full", "lora"] = knob("full", "Train all weights, or an adapter.")
     pretrained_model_name_or_path: str = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.", aliases=("model_name",))
     revision: str | None = knob(None, "Hub revision: a branch, tag or commit.")

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from simpletuner.models.family import Conditioning, Family, Sampling
-from simpletuner.models.vae import KlVae
+from simpletuner.models.vae import Vae
 from simpletuner.parallel.strategy import Strategy, compute_dtype
 from simpletuner.parallel.world import World
 from simpletuner.preparation import Prepared
@@ -33,7 +33,7 @@ class Painter:
     family: Family
     strategy: Strategy
     world: World
-    vae: KlVae
+    vae: Vae
     average: Average | None
     variants: tuple[str, ...]
     prompts: Sequence[tuple[str, Conditioning]]
