@@ -24,8 +24,9 @@ from simpletuner.data.discovery import Sample
 from simpletuner.data.feed import Batch, Source
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.order import Order
+from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import Family
-from simpletuner.models.registry import family_class
+from simpletuner.models.tiny import build_tiny
 from simpletuner.ops.signals import StopRequest
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Plan, Prepared
@@ -57,7 +58,7 @@ def data_in_memory(family: Family, settings: Settings) -> Prepared:
     geometry = Geometry(square, square, (0, 0), square)
     samples = [Sample(str(n), "drawn", Path(), "", geometry, ("a caption",)) for n in range(SAMPLES)]
     latents = {sample.id: torch.randn(4, 16, 16) for sample in samples}
-    text = {"prompt_embeds": torch.randn(77, 96), "pooled": torch.randn(64)}
+    text = {"prompt_embeds": torch.randn(77, 96), "pooled_prompt_embeds": torch.randn(64)}
     source = Source(
         samples=samples,
         latents=lambda sample: latents[sample.id],
@@ -102,7 +103,9 @@ class Plain:
         for batch, timesteps in islice(self.waiting, STEPS):
             a = self.alphas[timesteps].view(-1, 1, 1, 1)
             noisy = a.sqrt() * batch.latents + (1 - a).sqrt() * batch.noise
-            text, pooled, time_ids = (batch.conditioning[name] for name in ("prompt_embeds", "pooled", "time_ids"))
+            text, pooled, time_ids = (
+                batch.conditioning[name] for name in ("prompt_embeds", "pooled_prompt_embeds", "time_ids")
+            )
             added = {"text_embeds": pooled, "time_ids": time_ids}
             answer = self.model(noisy, timesteps, text, added_cond_kwargs=added, return_dict=False)[0]
             nn.functional.mse_loss(answer, batch.noise).backward()
@@ -119,11 +122,11 @@ def largest_difference(ours: nn.Module, plain: nn.Module) -> float:
 
 def measure(world: World, folder: Path) -> None:
     """Build both loops, let them take turns, and print the table."""
-    settings, sdxl = settings_in(folder), family_class("sdxl")
-    sdxl.build_tiny(folder / "base")
+    settings = settings_in(folder)
+    build_tiny(SDXL, folder / "base")
     session, family = (
         Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest()),
-        sdxl(folder / "base", settings),
+        Family(SDXL, folder / "base", settings),
     )
     prepared = data_in_memory(family, settings)
     strategy = open_strategy(session, family, None)

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from simpletuner.models.components import build_on_meta
-from simpletuner.models.tiny import build_tiny_sdxl
+from simpletuner.models.components import build_on_meta, read_json
+from simpletuner.models.families.sdxl import SDXL
+from simpletuner.models.tiny import build_tiny
 from simpletuner.parallel.fsdp2 import shard, sharded
 from simpletuner.parallel.strategy import give_memory
 from simpletuner.parallel.world import joined_world
@@ -37,11 +38,9 @@ def update_dtensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def main() -> None:
     """Print medians of interleaved rounds and their ratio."""
-    from diffusers import UNet2DConditionModel
-
     with tempfile.TemporaryDirectory() as folder, joined_world() as world:
-        build_tiny_sdxl(Path(folder))
-        model = build_on_meta(UNet2DConditionModel, Path(folder) / "unet")
+        build_tiny(SDXL, Path(folder))
+        model = build_on_meta(read_json(Path(folder) / "unet" / "config.json"))
         shard(model, ("BasicTransformerBlock", "ResnetBlock2D"), Parallel(), torch.float32, world)
         give_memory(model, world.device)
         engine = sharded(model, partial(make_optimizer, settings=Optimizer()))

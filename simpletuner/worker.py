@@ -20,6 +20,7 @@ from simpletuner.ops.cache.holds import in_use
 from simpletuner.ops.launch.agreement import Seats, agree
 from simpletuner.ops.launch.cards import card_of
 from simpletuner.ops.signals import listening
+from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
@@ -87,7 +88,8 @@ def check_denoiser(settings: Settings, family: Family) -> None:
     """Find what is wrong with weights or sharding units before anything is encoded."""
     weights_files(family.folder / family.denoiser_name, settings.model.variant)
     if settings.parallel.fsdp_enable:
-        units_of(family.denoiser(), family.blocks, settings.parallel)
+        model = family.denoiser()
+        units_of(model, recommended_blocks(model), settings.parallel)
 
 
 def open_state(session: Session, family: Family, prepared: Prepared, checkpoint: Checkpoint | None) -> TrainingState:
@@ -118,7 +120,8 @@ def open_strategy(session: Session, family: Family, checkpoint: Checkpoint | Non
         read_tensors(files, tensors, str(folder))
 
     optimizer = partial(make_optimizer, settings=settings.optimizer)
-    return build_strategy(family.denoiser(), family.blocks, settings, session.world, load_weights, optimizer)
+    model = family.denoiser()
+    return build_strategy(model, recommended_blocks(model), settings, session.world, load_weights, optimizer)
 
 
 def compose(session: Session, family: Family, prepared: Prepared, state: TrainingState, metrics: Metrics | None) -> Run:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -145,19 +146,31 @@ def train(starter):
 
 def built(folder: Path, family: str) -> Path:
     """Build a tiny pipeline in a process of its own, so that the tests need not import what it takes."""
-    code = f"import pathlib, simpletuner.models.tiny as t; t.build_tiny_{family}(pathlib.Path({str(folder)!r}))"
+    code = f"""if True:
+        import pathlib
+        from simpletuner.models.registry import traits_of
+        from simpletuner.models.tiny import build_tiny
+        from simpletuner.settings.sections import Model
+        build_tiny(traits_of(Model(model_family={family!r})), pathlib.Path({str(folder)!r}))"""
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True)
     return folder
 
 
 @pytest.fixture(scope="session")
-def sdxl(tmp_path_factory) -> Path:
-    return built(tmp_path_factory.mktemp("base") / "sdxl", "sdxl")
+def pipelines(tmp_path_factory) -> Callable[[str], Path]:
+    """Return the tiny pipeline of a family, built at the first call."""
+    root = tmp_path_factory.mktemp("base")
+    return cache(lambda family: built(root / family, family))
 
 
 @pytest.fixture(scope="session")
-def flux(tmp_path_factory) -> Path:
-    return built(tmp_path_factory.mktemp("base") / "flux", "flux")
+def sdxl(pipelines) -> Path:
+    return pipelines("sdxl")
+
+
+@pytest.fixture(scope="session")
+def flux(pipelines) -> Path:
+    return pipelines("flux")
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from simpletuner.data.discovery import Sample
 from simpletuner.data.draws import draw
@@ -115,5 +116,5 @@ def assemble(source: Source, batch: GlobalBatch, places: Sequence[int], step: in
 
 
 def stacked(conditionings: Sequence[Mapping[str, Tensor]]) -> Conditioning:
-    """Stack each kind of conditioning along a new batch axis."""
-    return {name: torch.stack([each[name] for each in conditionings]) for name in conditionings[0]}
+    """Stack each kind of conditioning along a new batch axis; shorter texts are padded with zeros at the end."""
+    return {name: pad_sequence([each[name] for each in conditionings], batch_first=True) for name in conditionings[0]}

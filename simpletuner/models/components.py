@@ -87,7 +87,8 @@ def class_of_diffusers(name: str) -> Any:
         return getattr(diffusers, name)
     except AttributeError:
         raise EnvironmentFault(
-            f"diffusers {diffusers.__version__} has no {name}", "pip install --upgrade diffusers, or choose another model"
+            f"diffusers {diffusers.__version__} has no {name}",
+            "pip install --upgrade diffusers, or choose another model",
         ) from None
 
 

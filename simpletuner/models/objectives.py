@@ -97,9 +97,12 @@ class Diffusion:
 
     def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> Corrupted:
         """Return the problem at timesteps drawn uniformly from 0..T-1."""
-        table = self.alphas_cumprod.to(latents.device)
-        timesteps = (u * len(table)).long().clamp(max=len(table) - 1)
-        a = table[timesteps]
+        count = len(self.alphas_cumprod)
+        return self.at(latents, noise, (u * count).long().clamp(max=count - 1))
+
+    def at(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Corrupted:
+        """Return the problem at these timesteps."""
+        a = self.alphas_cumprod.to(latents.device)[timesteps]
         target = noise if self.prediction == "epsilon" else velocity(latents, noise, a)
         weights = torch.ones_like(a)
         if self.snr_gamma is not None:
@@ -117,7 +120,10 @@ class FlowMatching:
 
     def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> Corrupted:
         """Return the problem at logit-normal (or uniform) noise levels, shifted towards noise."""
-        sigmas = shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), self.shift)
+        return self.at(latents, noise, shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), self.shift))
+
+    def at(self, latents: Tensor, noise: Tensor, sigmas: Tensor) -> Corrupted:
+        """Return the problem at these noise levels."""
         return Corrupted(interpolated(latents, noise, sigmas), sigmas, noise - latents, torch.ones_like(sigmas))
 
 
@@ -126,9 +132,7 @@ def diffusion(family: Family) -> Diffusion:
     from diffusers import DDPMScheduler
 
     scheduler: Any = DDPMScheduler.from_config(family.scheduler_config)
-    return Diffusion(
-        scheduler.alphas_cumprod, scheduler.config.prediction_type, family.settings.objective.snr_gamma
-    )
+    return Diffusion(scheduler.alphas_cumprod, scheduler.config.prediction_type, family.settings.objective.snr_gamma)
 
 
 def flow_matching(family: Family) -> FlowMatching:

@@ -59,10 +59,11 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Flavour:
-    """One published checkpoint: hub id and architecture."""
+    """One published checkpoint: hub id, architecture, and, if it cannot be trained, why."""
 
     hub: str
     architecture: Architecture
+    untrainable: str = ""
 
 
 @cache
@@ -74,7 +75,7 @@ def flavours_of(family: str) -> Mapping[str, Flavour]:
     preset = tomllib.loads(path.read_text(encoding="utf-8"))
     architectures = {name: Architecture(**values) for name, values in preset["architectures"].items()}
     return {
-        name: Flavour(values["hub"], architectures[values["architecture"]])
+        name: Flavour(**values | {"architecture": architectures[values["architecture"]]})
         for name, values in preset["flavours"].items()
     }
 
@@ -105,7 +106,13 @@ def check_trainable(model: Model) -> None:
             f"{model.model_family} cannot be trained yet: only its blocks can be detected",
             f"families that can: {', '.join(able)}",
         )
-    if not (flavours_of(model.model_family) or model.pretrained_model_name_or_path or model.model_flavour == TINY):
+    flavour = flavour_of(model)
+    if flavour and flavour.untrainable and not model.pretrained_model_name_or_path:
+        raise SettingsError(
+            f"{model.model_family} {model.model_flavour} cannot be trained: {flavour.untrainable}",
+            "`simpletuner models` lists the flavours that can",
+        )
+    if not (flavour or model.pretrained_model_name_or_path or model.model_flavour == TINY):
         raise SettingsError(
             f"{model.model_family} has no published flavours",
             "name a pipeline folder with --pretrained_model_name_or_path, or use --model_flavour=tiny",

@@ -1,9 +1,9 @@
 """Which parts of a denoiser are worth gathering, freeing, recomputing and compiling as one: its repeated blocks.
 
 A block is a class with modules inside that stands at least twice in one ModuleList. Blocks contain one another (a
-U-Net's CrossAttnUpBlock2D holds Transformer2DModels, which hold BasicTransformerBlocks); units may not. So each outermost
-block is taken while its largest instance is small, else the blocks within it. Only shapes are looked at, so the model
-may be on the meta device.
+U-Net's CrossAttnUpBlock2D holds Transformer2DModels, which hold BasicTransformerBlocks); units may not. So each
+outermost block is taken while its largest instance is small, else the blocks within it. Only shapes are looked at, so
+the model may be on the meta device.
 """
 
 from __future__ import annotations

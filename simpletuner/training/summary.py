@@ -26,7 +26,10 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
     buckets = ", ".join(f"{name}: {len(items)}" for name, items in plan.buckets.items())
     batch = f"{training.train_batch_size} x {world.size} x {training.gradient_accumulation_steps}"
     rows: list[tuple[str, Any]] = [
-        ("model", f"{family.key}, {parameters:,} parameters, mixed precision: {training.mixed_precision}"),
+        (
+            "model",
+            f"{settings.model.model_family}, {parameters:,} parameters, mixed precision: {training.mixed_precision}",
+        ),
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
         ("pictures", f"{len(plan.samples)} in {len(plan.buckets)} buckets ({buckets})"),

@@ -79,10 +79,14 @@ class Painter:
             self.sampling.size, self.sampling.steps, self.sampling.guidance, self.sampling.seed + number
         )
         positive, negative = (
-            {name: value[None].to(self.world.device, self.dtype) for name, value in conditioning.items()}
+            {name: self._placed(value) for name, value in conditioning.items()}
             for conditioning in (self.prompts[number][1], self.negative)
         )
         return self.family.draw(self.strategy.module, self.vae, sampling, positive, negative)
+
+    def _placed(self, value: Tensor) -> Tensor:
+        """Return one prompt's tensor as a batch on the device; masks stay what they are."""
+        return value[None].to(self.world.device, self.dtype if value.is_floating_point() else None)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class Noting(nn.Module):
 def test_floating_inputs_are_cast_while_a_pipeline_draws_and_not_after():
     model = Noting()
     extra = {"text_embeds": torch.zeros(1), "time_ids": torch.zeros(1), "count": torch.zeros(1, dtype=torch.int64)}
-    with inputs_cast(model, torch.bfloat16, leave=("timestep", "time_ids")):
+    with inputs_cast(model, torch.bfloat16):
         seen = model(torch.zeros(1), timestep=torch.zeros(1), extra=extra)
     assert seen == {
         "sample": torch.bfloat16,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 
-from simpletuner.models.flux import packed, position_ids, unpacked
+from simpletuner.models.families.flux import packed, position_ids, unpacked
 
 SHAPES = [(1, 4, 2, 2), (2, 16, 8, 6), (3, 4, 6, 10)]
 
@@ -24,9 +24,9 @@ def test_latents_are_packed_as_the_pipeline_packs_them(shape):
 def test_unpacking_undoes_packing_and_agrees_with_the_pipeline(shape):
     latents = numbered(shape)
     _, _, height, width = shape
-    assert torch.equal(unpacked(packed(latents), height, width), latents)
+    assert torch.equal(unpacked(packed(latents), (height, width)), latents)
     theirs = FluxPipeline._unpack_latents(packed(latents), height * 8, width * 8, vae_scale_factor=8)
-    assert torch.equal(unpacked(packed(latents), height, width), theirs)
+    assert torch.equal(unpacked(packed(latents), (height, width)), theirs)
 
 
 def test_a_token_holds_a_patch_with_channels_outermost():

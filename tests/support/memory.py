@@ -13,7 +13,9 @@ import torch
 
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.models.components import weights_files
-from simpletuner.models.registry import family_class
+from simpletuner.models.family import Family
+from simpletuner.models.registry import traits_of
+from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.engine import local
 from simpletuner.parallel.strategy import Strategy, build_strategy
 from simpletuner.parallel.world import World, joined_world
@@ -36,14 +38,15 @@ def built(family: str, folder: str, world: World, fsdp: bool) -> Strategy:
         parallel=Parallel(fsdp_enable=fsdp),
         training=Training(mixed_precision="no", gradient_checkpointing=False),
     )
-    opened = family_class(family)(Path(folder), settings)
+    opened = Family(traits_of(settings.model), Path(folder), settings)
     files = weights_files(Path(folder) / opened.denoiser_name)
 
     def load(tensors: dict[str, torch.Tensor]) -> None:
         read_tensors(files, tensors, folder)
 
     optimizer = partial(make_optimizer, settings=settings.optimizer)
-    return build_strategy(opened.denoiser(), opened.blocks, settings, world, load, optimizer)
+    model = opened.denoiser()
+    return build_strategy(model, recommended_blocks(model), settings, world, load, optimizer)
 
 
 def bytes_of(tensors) -> int:

@@ -33,9 +33,7 @@ def time_ids(_: Family, geometry: Geometry) -> Conditioning:
     return {"time_ids": torch.tensor([float(value) for pair in pairs for value in reversed(pair)])}
 
 
-def predict(
-    _: Family, model: nn.Module, noisy_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning
-) -> Tensor:
+def predict(_: Family, model: nn.Module, noisy_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
     """Call the U-Net as StableDiffusionXLPipeline does."""
     dtype = noisy_BCHW.dtype
     told = {"text_embeds": conditioning["pooled_prompt_embeds"].to(dtype), "time_ids": conditioning["time_ids"]}
