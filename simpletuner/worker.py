@@ -9,7 +9,7 @@ from functools import partial
 from simpletuner.checkpoints.export import export_pipeline, finished_steps
 from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, chosen, clear_unfinished, set_aside
 from simpletuner.checkpoints.saving import save
-from simpletuner.checkpoints.tensors import NamedTensors, read_tensors
+from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.feed import Share, StepBatches, feed
 from simpletuner.data.order import Position
 from simpletuner.files import sole_user_of, write_json
@@ -23,6 +23,7 @@ from simpletuner.ops.signals import listening
 from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.fsdp2 import units_of
+from simpletuner.parallel.moments import NamedTensors
 from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
 from simpletuner.parallel.world import STALL_SECONDS, first_to_fail_speaks, joined_world
 from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare, steps_to_train
@@ -96,7 +97,7 @@ def open_state(session: Session, family: Family, prepared: Prepared, checkpoint:
     """Build the engine, and put back what a checkpoint holds."""
     settings, plan = session.settings, prepared.plan
     strategy = open_strategy(session, family, checkpoint)
-    average = Average(strategy.weights(), settings.ema) if settings.ema.use_ema else None
+    average = Average(strategy, settings.ema) if settings.ema.use_ema else None
     start = plan.order.start(settings.effective_batch_size)
     state = TrainingState(strategy, average, plan.digest, steps_to_train(settings, plan.order), 0, start)
     if checkpoint is None:
@@ -176,9 +177,9 @@ def save_checkpoint(session: Session, state: TrainingState, step: int, position:
 def export(session: Session, family: Family, state: TrainingState) -> None:
     """Write the trained pipeline, and one with the averaged weights; the first is last, since it marks the end."""
     output, steps = session.settings.training.output_dir, state.max_steps
-    sets = {"pipeline-ema": state.average.weights} if state.average is not None else {}
-    for name, weights in {**sets, "pipeline": state.strategy.weights()}.items():
-        export_pipeline(family, output / name, state.config(), weights, session.world, steps)
+    sets = {"pipeline-ema": state.average.tensors} if state.average is not None else {}
+    for name, weights in {**sets, "pipeline": state.weights}.items():
+        export_pipeline(family, output / name, state.config(), weights(), session.world, steps)
 
 
 def checkpoint_to_resume(session: Session) -> Checkpoint | None:

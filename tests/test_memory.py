@@ -35,6 +35,7 @@ def big_flux(flux, tmp_path_factory):
     (folder / "scheduler" / "scheduler_config.json").write_bytes(
         (flux / "scheduler" / "scheduler_config.json").read_bytes()
     )
+    (folder / "model_index.json").write_bytes((flux / "model_index.json").read_bytes())
     return folder
 
 

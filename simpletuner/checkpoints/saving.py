@@ -25,10 +25,11 @@ WEIGHTS_STEM = "diffusion_pytorch_model"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one checkpoint holds: groups of named tensors, and everything else; `config` is the denoiser's."""
+    """What one checkpoint holds: groups of named tensors, each made when it is written, and all the rest; `config` is
+    the denoiser's."""
 
     step: int
-    groups: Mapping[str, NamedTensors]
+    groups: Mapping[str, Callable[[], NamedTensors]]
     state: dict[str, Any]
     config: dict[str, Any]
 
@@ -41,7 +42,8 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
     folder = folder_of_step(root, snapshot.step)
     hidden = unfinished(folder)
     together(world, hidden, lambda: prepare(hidden, world))
-    for group, tensors in snapshot.groups.items():
+    for group, make in snapshot.groups.items():
+        tensors = make()
         if full:
             together(world, hidden, write_full(hidden / group, tensors, world, WEIGHTS_STEM))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from simpletuner.errors import EnvironmentFault
 from simpletuner.files import flush_to_disk, write_json
+from simpletuner.parallel.moments import NamedTensors
 from simpletuner.parallel.world import World, lost_a_peer
-
-NamedTensors = Mapping[str, Tensor]
 
 FILE_FAULTS = (OSError, SafetensorError, CheckpointException)
 

@@ -6,18 +6,24 @@ also pass through torch's sharding rules at every step, which `benchmarks/sharde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from simpletuner.parallel.moments import Moments
+from simpletuner.parallel.blocks import parameters_of
+from simpletuner.parallel.moments import Moments, NamedTensors
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+Change = Callable[[str, Tensor], None]
+"""What writes into this rank's part of a weight, given its name."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +32,6 @@ class Shard:
 
     parameter: nn.Parameter
     part: nn.Parameter
-
-    def whole(self, part: Tensor) -> Tensor:
-        """Return a tensor of the part's layout as what the parameter is: a DTensor if that is sharded."""
-        p = self.parameter
-        if not isinstance(p, DTensor):
-            return part
-        return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def shards_of(module: nn.Module) -> dict[str, Shard]:
@@ -60,7 +59,10 @@ class TorchEngine:
     ) -> None:
         self.model, self.module, self.forward_pass, self.drawing = model, module, forward_pass, drawing
         self.shards = shards_of(module)
-        self.is_sharded = any(isinstance(shard.parameter, DTensor) for shard in self.shards.values())
+        self.weights: dict[str, Tensor] = module.state_dict()
+        sharded = [weight for weight in self.weights.values() if isinstance(weight, DTensor)]
+        self.meshes: dict[str, DeviceMesh] = {weight.device.type: weight.device_mesh for weight in sharded[:1]}
+        self.is_sharded = bool(sharded)
         self.optimizer = make_optimizer([shard.part for shard in self.shards.values()])
 
     def backward(self, loss: Tensor) -> None:
@@ -93,34 +95,59 @@ class TorchEngine:
         dist.all_reduce(square)
         return square.sqrt()
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the float32 masters by name, as DTensors where they are sharded."""
-        return self.module.state_dict()
+    @property
+    def size(self) -> int:
+        """Return the number of parameters, over all ranks."""
+        return parameters_of(self.module)
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of every weight by name: the live ones."""
+        for name, weight in self.weights.items():
+            yield name, local(weight)
+
+    @torch.no_grad()
+    def rewrite(self, change: Change) -> None:
+        """Let `change` write into this rank's part of every weight."""
+        for name, part in self.parts():
+            change(name, part)
+
+    def neutral(self, name: str, part: Tensor) -> Tensor:
+        """Return a tensor of the part's layout as what the weight is: a DTensor if that is sharded. No copy."""
+        weight = self.weights[name]
+        if not isinstance(weight, DTensor):
+            return part
+        kind, shape, stride = part.device.type, weight.shape, weight.stride()
+        if kind not in self.meshes:
+            self.meshes[kind] = init_device_mesh(kind, tuple(weight.device_mesh.shape))
+        mesh = self.meshes[kind]
+        return DTensor.from_local(part, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
+
+    def part_of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of what `neutral` returned."""
+        return local(tensor)
 
     def moments(self) -> Moments:
-        """Return the optimizer's state."""
-        moments = Moments()
-        for name, shard in self.shards.items():
-            for key, value in self.optimizer.state.get(shard.part, {}).items():
-                if key == "step":
-                    moments.steps = int(value)
-                else:
-                    moments.tensors.setdefault(key, {})[name] = shard.whole(value)
-        return moments
+        """Return the optimizer's state; the moments of a parameter that never had a gradient are zero."""
+        states = [self.optimizer.state.get(shard.part, {}) for shard in self.shards.values()]
+        steps = {int(state["step"]) for state in states if state}
+        names = {name for state in states for name in state if name != "step"}
+        return Moments(max(steps, default=0), {name: partial(self._moment, name) for name in sorted(names)})
 
-    def empty_moments(self, names: list[str]) -> Moments:
-        """Return moments with memory laid out like the parameters, for a checkpoint to be read into."""
-        return Moments(
-            0,
-            {
-                moment: {name: shard.whole(torch.empty_like(shard.part)) for name, shard in self.shards.items()}
-                for moment in names
-            },
-        )
-
-    def restore(self, moments: Moments) -> None:
-        """Put the optimizer's state back."""
+    def _moment(self, moment: str) -> NamedTensors:
+        tensors = {}
         for name, shard in self.shards.items():
-            tensors = {key: local(named[name]) for key, named in moments.tensors.items()}
-            step = torch.tensor(float(moments.steps), device=shard.part.device)
-            self.optimizer.state[shard.part] = {"step": step, **tensors} if moments.steps else {}
+            part = self.optimizer.state.get(shard.part, {}).get(moment)
+            tensors[name] = self.neutral(name, torch.zeros_like(shard.part.detach()) if part is None else part)
+        return tensors
+
+    def restore(self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]) -> None:
+        """Put the optimizer's state back: `read` fills the tensors of a moment, in their place."""
+        for shard in self.shards.values():
+            step = torch.tensor(float(steps), device=shard.part.device)
+            tensors = {moment: torch.empty_like(shard.part.detach()) for moment in moments}
+            self.optimizer.state[shard.part] = {"step": step, **tensors} if steps else {}
+        for moment in moments if steps else ():
+            read(moment, self._moment(moment))
+
+    def close(self) -> None:
+        """Hold nothing that needs to be given back."""

@@ -1,13 +1,14 @@
 """What the loop asks of an engine, and the one place that chooses and wraps.
 
-Six questions, because these are all that differ between one rank, data-parallel, FSDP2 and ZeRO: what to call, when to
-reduce gradients, how to go backward, how to update, and what the named state is. Checkpoints, EMA and validation are
-built on the named state and on `module`, so they work with every engine.
+These questions, because they are all that differ between one rank, data-parallel, FSDP2 and ZeRO: what to call, when to
+reduce gradients, how to go backward, how to update, and what the named state is. That has two forms: the slices that an
+engine keeps of its float32 weights, in which EMA follows them at each step, and the one form that checkpoints hold.
+Checkpoints, EMA and validation are built on these and on `module`, so they work with every engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.parallel.compilation import compile_in_place
-from simpletuner.parallel.engine import MakeOptimizer
+from simpletuner.parallel.engine import Change, MakeOptimizer
 from simpletuner.parallel.fsdp2 import shard, sharded
-from simpletuner.parallel.moments import Moments
+from simpletuner.parallel.moments import Moments, NamedTensors
 from simpletuner.parallel.replicated import replicated
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Settings
@@ -54,20 +55,39 @@ class Strategy(Protocol):
         """Clip (0: do not), step, clear the gradients; return the global gradient norm before clipping."""
         ...
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the float32 masters by parameter name, sharded or whole; writing into them changes the model."""
+    @property
+    def size(self) -> int:
+        """Return the number of parameters, over all ranks."""
+        ...
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of every weight by name, parameters in float32; it is valid until the next one is
+        asked for, since an engine may have to fetch it."""
+        ...
+
+    def rewrite(self, change: Change) -> None:
+        """Let `change` write into each of those parts; the weights that compute follow. All ranks take part."""
+        ...
+
+    def neutral(self, name: str, part: Tensor) -> Tensor:
+        """Return a weight's part, or a tensor of its layout, as checkpoints hold it: sharded by rows over the ranks, as
+        a DTensor on the part's device, or whole. All ranks take part."""
+        ...
+
+    def part_of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of what `neutral` returned. All ranks take part."""
         ...
 
     def moments(self) -> Moments:
-        """Return the optimizer's state by moment and parameter name."""
+        """Return the optimizer's state by moment and parameter name, as checkpoints hold it."""
         ...
 
-    def empty_moments(self, names: list[str]) -> Moments:
-        """Return moments of these names with memory laid out like the parameters, for a checkpoint to be read into."""
+    def restore(self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]) -> None:
+        """Put back what `moments` returned, in this run or another: `read` fills the tensors of one moment."""
         ...
 
-    def restore(self, moments: Moments) -> None:
-        """Put back what `moments` returned, in this run or another."""
+    def close(self) -> None:
+        """Give back what the process and its disks would keep."""
         ...
 
 

@@ -109,6 +109,7 @@ class Ema(Section):
 
     use_ema: bool = knob(False, "Keep an exponential moving average of the weights, in float32.")
     ema_decay: float = knob(0.995, "How much of the old average stays at each update.", ge=0, lt=1)
+    ema_device: Literal["cpu", "accelerator"] = knob("cpu", "Where the average lies: in the host's memory, or beside the weights.")
     ema_update_interval: int = knob(1, "Optimizer steps between updates.", ge=1)
 
 

@@ -1,25 +1,28 @@
-"""An exponential moving average of the weights, in float32, sharded as they are."""
+"""An exponential moving average of the weights, in float32, in the slices in which the engine keeps them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from simpletuner.parallel.engine import local
+from simpletuner.parallel.moments import NamedTensors, Read
+from simpletuner.parallel.strategy import Strategy
 from simpletuner.settings.sections import Ema
 
 
 class Average:
-    """The averaged weights by name, following `source`, the live ones; `updates` drives the warm-up of the decay."""
+    """This rank's part of each averaged weight by name, following the engine's; `updates` warms up the decay."""
 
-    def __init__(self, source: Mapping[str, Tensor], settings: Ema) -> None:
-        self.source = {name: tensor.detach() for name, tensor in source.items() if tensor.is_floating_point()}
-        self.weights = {name: tensor.to(torch.float32, copy=True) for name, tensor in self.source.items()}
-        self.settings = settings
-        self.updates = 0
+    def __init__(self, strategy: Strategy, settings: Ema) -> None:
+        self.strategy, self.settings, self.updates = strategy, settings, 0
+        self.parts = {
+            name: part.detach().to("cpu" if settings.ema_device == "cpu" else None, torch.float32, copy=True)
+            for name, part in strategy.parts()
+            if part.is_floating_point()
+        }
 
     def decay(self) -> float:
         """Return min(decay, (1 + n) / (10 + n)), so that a young average is not held back by its start."""
@@ -31,22 +34,34 @@ class Average:
         if step % self.settings.ema_update_interval:
             return
         share = 1 - self.decay()
-        for name, average in self.weights.items():
-            local(average).lerp_(local(self.source[name]), share)
+        for name, part in self.strategy.parts():
+            if (average := self.parts.get(name)) is not None:
+                average.lerp_(part.to(average), share)
         self.updates += 1
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Exchange the live weights for the average for a while."""
-        self._exchange()
+        self.strategy.rewrite(self._exchange)
         try:
             yield
         finally:
-            self._exchange()
+            self.strategy.rewrite(self._exchange)
 
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for name, average in self.weights.items():
-            kept = local(average).clone()
-            local(average).copy_(local(self.source[name]))
-            local(self.source[name]).copy_(kept)
+    def _exchange(self, name: str, part: Tensor) -> None:
+        if (average := self.parts.get(name)) is not None:
+            kept = average.clone()
+            average.copy_(part)
+            part.copy_(kept)
+
+    def tensors(self) -> NamedTensors:
+        """Return the average as checkpoints hold it. All ranks take part."""
+        return {name: self.strategy.neutral(name, average) for name, average in self.parts.items()}
+
+    def restore(self, read: Read, updates: int) -> None:
+        """Take over an average that `read` fills in. All ranks take part."""
+        tensors = self.tensors()
+        read(tensors)
+        for name, average in self.parts.items():
+            average.copy_(self.strategy.part_of(name, tensors[name]))
+        self.updates = updates

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.order import Order, Position
+from simpletuner.parallel.moments import NamedTensors
 from simpletuner.parallel.strategy import Strategy
 from simpletuner.training.ema import Average
 
@@ -32,9 +32,9 @@ class TrainingState:
     def snapshot(self, step: int, position: Position, facts: Mapping[str, Any]) -> Snapshot:
         """Return what a checkpoint after `step` holds; `facts` are for people who read its state.json."""
         moments = self.strategy.moments()
-        groups: dict[str, dict[str, Tensor]] = {"model": self.strategy.weights(), **moments.tensors}
+        groups: dict[str, Callable[[], NamedTensors]] = {"model": self.weights, **moments.tensors}
         if self.average is not None:
-            groups["ema"] = self.average.weights
+            groups["ema"] = self.average.tensors
         state = {
             "simpletuner": __version__,
             **facts,
@@ -46,21 +46,25 @@ class TrainingState:
         }
         return Snapshot(step, groups, state, self.config())
 
+    def weights(self) -> NamedTensors:
+        """Return the trained weights as checkpoints hold them. All ranks take part."""
+        return {name: self.strategy.neutral(name, part) for name, part in self.strategy.parts()}
+
     def config(self) -> dict[str, Any]:
         """Return the denoiser's config as diffusers writes it into config.json."""
         return json.loads(self.strategy.module.to_json_string())  # pyright: ignore[reportCallIssue]
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Read optimizer state and average; the weights were read when the engine was built."""
-        saved = checkpoint.state["optimizer"]
-        moments = self.strategy.empty_moments(saved["moments"])
-        moments.steps = saved["steps"]
-        for name, tensors in moments.tensors.items():
-            read_tensors(checkpoint.files(name), tensors, f"{checkpoint.folder / name}")
-        self.strategy.restore(moments)
-        if self.average is not None and checkpoint.state["ema_updates"] is not None:
-            read_tensors(checkpoint.files("ema"), self.average.weights, f"{checkpoint.folder / 'ema'}")
-            self.average.updates = checkpoint.state["ema_updates"]
+        saved, updates = checkpoint.state["optimizer"], checkpoint.state["ema_updates"]
+
+        def read(group: str, tensors: NamedTensors) -> None:
+            """Fill one group of tensors."""
+            read_tensors(checkpoint.files(group), tensors, f"{checkpoint.folder / group}")
+
+        self.strategy.restore(saved["steps"], saved["moments"], read)
+        if self.average is not None and updates is not None:
+            self.average.restore(partial(read, "ema"), updates)
         self.step = checkpoint.step
 
 

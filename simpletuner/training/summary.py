@@ -21,15 +21,12 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
     """Say what is about to run."""
     settings, world = session.settings, session.world
     parallel, training = settings.parallel, settings.training
-    parameters = sum(parameter.numel() for parameter in state.strategy.module.parameters())
     engine = "FSDP2" if parallel.fsdp_enable else "data-parallel" if world.size > 1 else "plain"
     buckets = ", ".join(f"{name}: {len(items)}" for name, items in plan.buckets.items())
     batch = f"{training.train_batch_size} x {world.size} x {training.gradient_accumulation_steps}"
+    parameters = f"{state.strategy.size:,} parameters"
     rows: list[tuple[str, Any]] = [
-        (
-            "model",
-            f"{settings.model.model_family}, {parameters:,} parameters, mixed precision: {training.mixed_precision}",
-        ),
+        ("model", f"{settings.model.model_family}, {parameters}, mixed precision: {training.mixed_precision}"),
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
         ("pictures", f"{len(plan.samples)} in {len(plan.buckets)} buckets ({buckets})"),

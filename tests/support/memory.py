@@ -61,7 +61,7 @@ def share_of_state(family: str, folder: str, report: str) -> None:
             parameter.grad = torch.ones_like(parameter)
         strategy.update(1e-4, 1.0)
         tensors = [*strategy.module.parameters()]
-        tensors += [t for named in strategy.moments().tensors.values() for t in named.values()]
+        tensors += [t for make in strategy.moments().tensors.values() for t in make().values()]
         held, whole = bytes_of([local(tensor) for tensor in tensors]), bytes_of(tensors)
         Path(f"{report}.{world.rank}").write_text(json.dumps([held, whole]))
 

@@ -1,15 +1,26 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 
-from simpletuner.settings.sections import Ema
+from simpletuner.parallel.engine import TorchEngine
+from simpletuner.settings.sections import Ema, Optimizer
 from simpletuner.training.ema import Average
+from simpletuner.training.optimizers import make_optimizer
+
+
+def engine(module: torch.nn.Module) -> TorchEngine:
+    optimizer = partial(make_optimizer, settings=Optimizer())
+    return TorchEngine(module, module, optimizer, lambda last: nullcontext(), nullcontext)
 
 
 def average_of(values: list[float], **settings) -> tuple[Average, torch.Tensor]:
-    live = torch.nn.Parameter(torch.tensor(values))
-    return Average({"w": live}, Ema(use_ema=True, **settings)), live
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.tensor(values))
+    return Average(engine(module), Ema(use_ema=True, **settings)), module.w
 
 
 def move(live: torch.Tensor, values: list[float]) -> None:
@@ -20,8 +31,8 @@ def move(live: torch.Tensor, values: list[float]) -> None:
 def test_the_average_starts_at_the_weights_and_is_a_copy():
     average, live = average_of([1.0, 2.0])
     move(live, [5.0, 5.0])
-    assert average.weights["w"].tolist() == [1.0, 2.0]
-    assert not average.weights["w"].requires_grad
+    assert average.parts["w"].tolist() == [1.0, 2.0]
+    assert not average.parts["w"].requires_grad
 
 
 def test_the_decay_warms_up_from_a_tenth():
@@ -37,10 +48,10 @@ def test_updates_by_hand():
     average, live = average_of([1.0])
     move(live, [2.0])
     average.update(1)
-    assert average.weights["w"].item() == pytest.approx(0.1 * 1 + 0.9 * 2)  # 1.9
+    assert average.parts["w"].item() == pytest.approx(0.1 * 1 + 0.9 * 2)  # 1.9
     move(live, [4.0])
     average.update(2)
-    assert average.weights["w"].item() == pytest.approx(2 / 11 * 1.9 + 9 / 11 * 4)
+    assert average.parts["w"].item() == pytest.approx(2 / 11 * 1.9 + 9 / 11 * 4)
     assert average.updates == 2
 
 
@@ -49,7 +60,7 @@ def test_a_full_grown_average_decays_as_the_settings_say():
     average.updates = 1000
     move(live, [2.0])
     average.update(1)
-    assert average.weights["w"].item() == pytest.approx(1.1)
+    assert average.parts["w"].item() == pytest.approx(1.1)
 
 
 def test_only_steps_that_are_due_update():
@@ -63,8 +74,12 @@ def test_only_steps_that_are_due_update():
 
 
 def test_whole_numbers_are_left_alone():
-    average = Average({"w": torch.zeros(2), "count": torch.tensor(3)}, Ema(use_ema=True))
-    assert set(average.weights) == {"w"}
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.zeros(2))
+    module.register_buffer("count", torch.tensor(3))
+    average = Average(engine(module), Ema(use_ema=True))
+    average.update(1)
+    assert set(average.parts) == {"w"}
 
 
 def test_in_place_shows_the_average_and_puts_the_weights_back():
@@ -72,9 +87,9 @@ def test_in_place_shows_the_average_and_puts_the_weights_back():
     move(live, [3.0, 4.0])
     with average.in_place():
         assert live.tolist() == [1.0, 2.0]
-        assert average.weights["w"].tolist() == [3.0, 4.0]
+        assert average.parts["w"].tolist() == [3.0, 4.0]
     assert live.tolist() == [3.0, 4.0]
-    assert average.weights["w"].tolist() == [1.0, 2.0]
+    assert average.parts["w"].tolist() == [1.0, 2.0]
 
 
 def test_in_place_puts_the_weights_back_after_a_failure():
@@ -83,12 +98,12 @@ def test_in_place_puts_the_weights_back_after_a_failure():
     with pytest.raises(RuntimeError, match="drawing failed"), average.in_place():
         raise RuntimeError("drawing failed")
     assert live.tolist() == [3.0]
-    assert average.weights["w"].tolist() == [1.0]
+    assert average.parts["w"].tolist() == [1.0]
 
 
 def test_the_module_itself_sees_the_exchange():
     module = torch.nn.Linear(2, 1, bias=False)
-    average = Average(dict(module.named_parameters()), Ema(use_ema=True))
+    average = Average(engine(module), Ema(use_ema=True))
     before = module(torch.ones(1, 2)).item()
     with torch.no_grad():
         module.weight.add_(1)
@@ -98,5 +113,21 @@ def test_the_module_itself_sees_the_exchange():
 
 
 def test_the_average_is_in_float32_whatever_the_weights_are():
-    average = Average({"w": torch.ones(2, dtype=torch.bfloat16)}, Ema(use_ema=True))
-    assert average.weights["w"].dtype == torch.float32
+    module = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
+    average = Average(engine(module), Ema(use_ema=True))
+    average.update(1)
+    assert average.parts["weight"].dtype == torch.float32
+
+
+def test_an_average_is_put_back_from_the_form_that_checkpoints_hold():
+    average, live = average_of([1.0, 2.0])
+    saved = {name: tensor.clone() for name, tensor in average.tensors().items()}
+    move(live, [5.0, 5.0])
+    average.update(1)
+
+    def read(tensors) -> None:
+        tensors["w"].copy_(saved["w"])
+
+    average.restore(read, 7)
+    assert average.parts["w"].tolist() == [1.0, 2.0] and average.updates == 7
+    assert live.tolist() == [5.0, 5.0]
