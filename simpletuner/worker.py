@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
+from pathlib import Path
 
+from simpletuner.checkpoints.deepspeed import import_dump
 from simpletuner.checkpoints.export import export_pipeline, finished_steps
-from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, chosen, clear_unfinished, set_aside
+from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, chosen, clear_unfinished, opened, set_aside
 from simpletuner.checkpoints.saving import save
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.feed import Share, StepBatches, feed
@@ -77,12 +79,15 @@ def fine_tune_on(session: Session, plan: Plan) -> None:
     checkpoint = checkpoint_to_resume(session)
     family = open_family(settings, session.world, session.stop.check)
     check_denoiser(settings, family)
+    check_engine(session)
+    checkpoint = checkpoint or imported_checkpoint(session, family)
     prepared = prepare(session, plan, family)
-    state = open_state(session, family, prepared, checkpoint)
-    describe(session, family, state, prepared.plan)
-    with metrics_of(settings, state.step, session.world) as metrics, compiler_explained():
-        train(compose(session, family, prepared, state, metrics), state.step)
-    export(session, family, state)
+    with closing(open_strategy(session, family, checkpoint)) as strategy:
+        state = open_state(session, strategy, prepared, checkpoint)
+        describe(session, family, state, prepared.plan)
+        with metrics_of(settings, state.step, session.world) as metrics, compiler_explained():
+            train(compose(session, family, prepared, state, metrics), state.step)
+        export(session, family, state)
 
 
 def check_denoiser(settings: Settings, family: Family) -> None:
@@ -93,10 +98,19 @@ def check_denoiser(settings: Settings, family: Family) -> None:
         units_of(model, recommended_blocks(model), settings.parallel)
 
 
-def open_state(session: Session, family: Family, prepared: Prepared, checkpoint: Checkpoint | None) -> TrainingState:
-    """Build the engine, and put back what a checkpoint holds."""
+def check_engine(session: Session) -> None:
+    """Find what is missing for an engine that is not torch's own before anything is encoded."""
+    if session.settings.parallel.deepspeed_config is not None:
+        from simpletuner.parallel.zero.readiness import make_ready  # DeepSpeed is optional, and takes seconds
+
+        make_ready(session.settings, session.world, session.report.say, session.stop.check)
+
+
+def open_state(
+    session: Session, strategy: Strategy, prepared: Prepared, checkpoint: Checkpoint | None
+) -> TrainingState:
+    """Begin at the start, or put back what a checkpoint holds."""
     settings, plan = session.settings, prepared.plan
-    strategy = open_strategy(session, family, checkpoint)
     average = Average(strategy, settings.ema) if settings.ema.use_ema else None
     start = plan.order.start(settings.effective_batch_size)
     state = TrainingState(strategy, average, plan.digest, steps_to_train(settings, plan.order), 0, start)
@@ -193,6 +207,21 @@ def checkpoint_to_resume(session: Session) -> Checkpoint | None:
     if session.world.is_first and (moved := set_aside(root, checkpoint.step if checkpoint else 0)):
         session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")
     return checkpoint
+
+
+def imported_checkpoint(session: Session, family: Family) -> Checkpoint | None:
+    """Return a checkpoint made from one of DeepSpeed's own, if the settings name one."""
+    source, world = session.settings.checkpoints.import_deepspeed_checkpoint, session.world
+    if source is None:
+        return None
+    session.report.say(f"importing {source}")
+    folder = ""
+    if world.is_first:
+        shapes = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
+        root = session.settings.training.output_dir / "checkpoints"
+        folder = str(import_dump(source.expanduser(), root, shapes, family.config))
+    world.meet("import", session.stop.check)
+    return opened(Path(world.gather_texts(folder)[0]))
 
 
 def quieten_libraries() -> None:

@@ -46,7 +46,8 @@ SMALL = (
 @pytest.fixture(scope="session")
 def fork_server():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])  # all that the server sees
+    paths = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks"])
     return context

@@ -116,6 +116,10 @@ def build_strategy(
         model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
     if settings.compile.dynamo_backend != "no":
         compile_in_place(model, blocks, settings.compile)
+    if parallel.deepspeed_config is not None:
+        from simpletuner.parallel.zero.building import zero  # importing DeepSpeed takes seconds
+
+        return zero(model, settings, world, dtype, load_weights, make_optimizer)
     if parallel.fsdp_enable:
         shard(model, blocks, parallel, dtype, world)
     give_memory(model, world.device)

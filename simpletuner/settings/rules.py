@@ -127,11 +127,20 @@ def compiler_can_do_it(settings: Settings) -> Iterator[str]:
         )
 
 
+def pickles_are_trusted(settings: Settings) -> Iterator[str]:
+    """Ask for a word before pickles are read."""
+    source = settings.checkpoints.import_deepspeed_checkpoint
+    if source is not None and not settings.checkpoints.allow_pickle:
+        yield (
+            f"import_deepspeed_checkpoint = {source} is a pickle, which can run any program when it is read: "
+            "set allow_pickle=true if you trust who made it"
+        )
+
+
 def unsupported(settings: Settings) -> list[str]:
     """Return one sentence for each thing that this version knows by name and cannot do yet."""
     wanted = {
         "model_type=lora": settings.model.model_type == "lora",
-        "deepspeed_config": settings.parallel.deepspeed_config is not None,
         "context_parallel_size above 1": settings.parallel.context_parallel_size > 1,
     }
     return [f"{name} is not supported yet by this version" for name, is_wanted in wanted.items() if is_wanted]
@@ -165,6 +174,7 @@ RULES: tuple[Rule, ...] = (
     context_parallelism_has_fsdp2,
     machines_are_equal,
     compiler_can_do_it,
+    pickles_are_trusted,
     wrap_policy_is_known,
     validation_size_is_readable,
     warm_up_ends,

@@ -162,6 +162,8 @@ class Checkpoints(Section):
     checkpoint_step_interval: int = knob(500, "Optimizer steps between checkpoints.", ge=1, aliases=("checkpointing_steps",))
     checkpoints_total_limit: int = knob(5, "Keep this many of the newest checkpoints.", ge=1)
     resume_from_checkpoint: str = knob("latest", "`latest`, a checkpoint folder, or `none`.")
+    import_deepspeed_checkpoint: Path | None = knob(None, "A checkpoint folder of DeepSpeed's own to begin with, where this run has none; needs allow_pickle.")  # fmt: skip
+    allow_pickle: bool = knob(False, "Read the pickles of import_deepspeed_checkpoint: who made them can run any program here.")
 
 
 class Validation(Section):

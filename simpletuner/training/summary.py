@@ -9,6 +9,8 @@ from typing import Any
 from simpletuner.checkpoints.layout import numbered
 from simpletuner.models.family import Family
 from simpletuner.parallel.compilation import described
+from simpletuner.parallel.zero.config import config_of
+from simpletuner.parallel.zero.config import described as sharding
 from simpletuner.preparation import Plan
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -22,6 +24,8 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
     settings, world = session.settings, session.world
     parallel, training = settings.parallel, settings.training
     engine = "FSDP2" if parallel.fsdp_enable else "data-parallel" if world.size > 1 else "plain"
+    if parallel.deepspeed_config is not None:
+        engine = sharding(config_of(settings, world.size))
     buckets = ", ".join(f"{name}: {len(items)}" for name, items in plan.buckets.items())
     batch = f"{training.train_batch_size} x {world.size} x {training.gradient_accumulation_steps}"
     parameters = f"{state.strategy.size:,} parameters"

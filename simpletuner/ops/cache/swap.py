@@ -59,8 +59,8 @@ def boot_id() -> str:
 def claimed(parent: Path, output_dir: Path) -> Iterator[Path]:
     """Yield a new folder for what this process swaps out, and remove it in the end.
 
-    A process that is killed leaves it behind unlocked: `cache clear deepspeed` removes it then. Raises
-    EnvironmentFault where it cannot be made or locked.
+    A process that is killed leaves it behind unlocked: the next start (`clear_dead`) or `cache clear deepspeed` removes
+    it then. Raises EnvironmentFault where it cannot be made or locked.
     """
     folder = parent / f"{PREFIX}{uuid.uuid4().hex[:12]}"
     owner = Owner(socket.gethostname(), boot_id(), os.getpid(), str(output_dir.absolute()))
@@ -77,6 +77,16 @@ def claimed(parent: Path, output_dir: Path) -> Iterator[Path]:
         with suppress(OSError):  # then `cache clear deepspeed` can do it
             remove(folder)
         os.close(descriptor)
+
+
+def clear_dead(parent: Path) -> list[Owner]:
+    """Remove what this machine's dead processes left in an offload folder, and return who they were."""
+    owners = [(folder, owner) for folder in entries_of(parent) if (owner := owner_of(folder)) is not None]
+    dead = [(folder, owner) for folder, owner in owners if state_of(folder, owner) == "dead"]
+    for folder, _ in dead:
+        with suppress(OSError):  # it is somebody else's; `cache clear deepspeed` says so
+            remove(folder)
+    return [owner for _, owner in dead]
 
 
 def owner_of(folder: Path) -> Owner | None:

@@ -1,0 +1,136 @@
+"""From a denoiser on the meta device to a DeepSpeed engine, without a whole float32 model on any rank.
+
+Each rank reads its rows of the float32 weights, as with FSDP2. From them, parameter by parameter, the working weights
+are gathered, in the compute dtype: whole at stages 1 and 2, which need that; at stage 3 DeepSpeed cuts each module's up
+before the next one is made. DeepSpeed makes its masters from the working weights, so after bf16 the exact ones are put
+back from the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.ops.cache.swap import claimed
+from simpletuner.parallel.engine import MakeOptimizer
+from simpletuner.parallel.world import World
+from simpletuner.parallel.zero.config import config_of, offload_of, stage_of, swap_parent, with_swap_folder
+from simpletuner.parallel.zero.engine import ZeroEngine, trainable
+from simpletuner.parallel.zero.fragments import FlatGroups, Partitions
+from simpletuner.parallel.zero.readiness import import_deepspeed
+from simpletuner.parallel.zero.rows import Rows
+from simpletuner.settings.sections import Settings
+
+OURS = {
+    "zero_allow_untested_optimizer": True,  # DeepSpeed knows torch's AdamW only by its name in JSON
+    "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW is as fast on the CPU, and needs no compiler
+}
+
+
+def zero(
+    model: nn.Module,
+    settings: Settings,
+    world: World,
+    dtype: torch.dtype,
+    load_weights: Callable[[dict[str, Tensor]], None],
+    make_optimizer: MakeOptimizer,
+) -> ZeroEngine:
+    """Return the engine of a model that is on the meta device."""
+    with ExitStack() as stack:
+        config = config_of(settings, world.size) | OURS
+        if (parent := swap_parent(settings, config)) is not None:
+            config = with_swap_folder(config, stack.enter_context(claimed(parent, settings.training.output_dir)))
+        import_deepspeed(world)
+        stack.enter_context(own_linear_kept())
+        offloaded = offload_of(config, "optimizer") != "none"
+        masters = torch.device("cpu") if offloaded else world.device
+        rows = Rows({name: parameter.shape for name, parameter in model.named_parameters()})
+        weights = {name: rows.empty(name, masters) for name in rows.shapes}
+        buffers = persistent_buffers(model, world.device)
+        load_weights({**weights, **buffers})
+
+        def working(name: str) -> Tensor:
+            """Gather a whole weight in the dtype in which it computes."""
+            return rows.whole(name, weights[name], world.device).to(dtype)
+
+        engine = initialized(model, working, config, make_optimizer)
+        stack.callback(engine.destroy)
+        names = trainable(engine.module)
+        parts = (
+            Partitions(engine.optimizer, names, world.rank)
+            if stage_of(config) == 3
+            else FlatGroups(engine.optimizer, names)
+        )
+        fixed = {name: tensor for name, tensor in weights.items() if name not in names} | buffers
+        strategy = ZeroEngine(engine, parts, rows, fixed, masters, stack.pop_all().close)
+        if dtype != torch.float32:
+            strategy.take_over(weights)
+        return strategy
+
+
+def initialized(
+    model: nn.Module, working: Callable[[str], Tensor], config: dict[str, Any], make_optimizer: MakeOptimizer
+) -> Any:
+    """Give the model its working weights, and return DeepSpeed's engine around it."""
+    import deepspeed
+
+    given: dict[int, nn.Parameter] = {}
+    partition = partitioner(config) if stage_of(config) == 3 else None
+    for prefix, module in model.named_modules():
+        give_weights(module, prefix, working, given)
+        if partition is not None:
+            partition(module)
+    optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def give_weights(
+    module: nn.Module, prefix: str, working: Callable[[str], Tensor], given: dict[int, nn.Parameter]
+) -> None:
+    """Put whole working weights in the place of a module's own parameters; those that it shares stay shared."""
+    for name, meta in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        if id(meta) not in given:
+            whole = working(f"{prefix}.{name}" if prefix else name)
+            given[id(meta)] = nn.Parameter(whole, requires_grad=meta.requires_grad)
+        setattr(module, name, given[id(meta)])
+
+
+def partitioner(config: dict[str, Any]) -> Callable[[nn.Module], None]:
+    """Return what cuts up a module's own parameters and frees the whole ones."""
+    import deepspeed
+
+    first: list[Any] = []
+
+    def partition(module: nn.Module) -> None:
+        """Cut up a module's own parameters; those that are already are left alone."""
+        own = list(module.parameters(recurse=False))
+        if own and not first:
+            deepspeed.zero.Init(module=nn.ParameterList(own), config_dict_or_path=config)
+            first.extend(own[:1])
+        elif own:
+            first[0].convert_to_zero_parameters(param_list=own)
+
+    return partition
+
+
+def persistent_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Move a model's buffers to the device, and return those that checkpoints hold."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = buffer.to(device)
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+@contextmanager
+def own_linear_kept() -> Iterator[None]:
+    """Put torch's linear back, where stage 3 leaves one for good that frees gathered weights sooner."""
+    linear = nn.functional.linear
+    try:
+        yield
+    finally:
+        nn.functional.linear = linear

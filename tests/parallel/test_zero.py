@@ -1,0 +1,121 @@
+"""Slices and rows, and what is easily lost among them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import slices
+import torch
+
+from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.parallel.zero.config import described, swap_parent, with_swap_folder
+from simpletuner.parallel.zero.operators import wait_for_compile
+from simpletuner.parallel.zero.rows import overlap, row_intervals
+from simpletuner.settings.sections import Parallel, Settings
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def test_rows_are_cut_as_chunks_are():
+    for shape, ranks in [((7, 3), 4), ((1,), 4), ((3, 2, 2), 4), ((8, 2), 2), ((5,), 1)]:
+        pieces = list(torch.arange(torch.Size(shape).numel()).view(shape).chunk(ranks))
+        pieces += [torch.empty(0, dtype=torch.int64)] * (ranks - len(pieces))
+        for piece, (first, end) in zip(pieces, row_intervals(shape, ranks), strict=True):
+            assert piece.flatten().tolist() == list(range(first, end))
+
+
+def test_overlap():
+    assert [overlap((0, 5), other) for other in [(3, 9), (5, 9), (1, 2), (0, 0)]] == [2, 0, 1, 0]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_slices_become_rows_and_slices_again(world, starter, tmp_path):
+    run = starter.start(slices.to_rows_and_back, world, str(tmp_path / "right"))
+    assert run.wait() == [0] * world, run.said
+    for rank in range(world):
+        right = json.loads((tmp_path / f"right.{rank}").read_text())
+        assert right and all(right)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("dtype", ["no", "bf16"])
+def test_small_shared_and_frozen_parameters_and_buffers_are_those_of_the_other_engines(dtype, starter, tmp_path):
+    names = ["whole", "fsdp2", "zero1", "zero2", "zero2-cpu", "zero3", "zero3-cpu"]
+    run = starter.start(slices.odd_shapes, 4, names, dtype, str(tmp_path / "odd"))
+    assert run.wait() == [0] * 4, run.said
+    made = {name: torch.load(tmp_path / f"odd.{name}.0") for name in names}
+    expected, rel = made["whole"], 1e-5 if dtype == "no" else 5e-2
+    assert {"again.weight", "frozen", "mean", "count", "scale"} <= expected["begun"].keys()
+    for name, engine in made.items():
+        begun, trained, shown, back = (engine[key] for key in ("begun", "trained", "shown", "back"))
+        assert engine["size"] == expected["size"]
+        assert begun.keys() - {"again.weight"} == expected["begun"].keys() - {"again.weight"}, name
+        assert all(torch.equal(begun[key], expected["begun"][key]) for key in begun), name
+        assert all(torch.equal(back[key], trained[key]) for key in back), name
+        assert all(torch.equal(shown[key], value) for key, value in engine["average"].items()), name
+        for key in ("frozen", "mean", "count"):
+            assert torch.equal(trained[key], begun[key]), (name, key)
+        assert not torch.equal(trained["scale"], begun["scale"])
+        assert engine["losses"] == pytest.approx(expected["losses"], rel=rel), name
+        assert engine["moments"].keys() == expected["moments"].keys() == {"exp_avg", "exp_avg_sq"}
+        for moment, tensors in engine["moments"].items():
+            assert tensors.keys() == expected["moments"][moment].keys(), name
+        for key, value in trained.items():
+            assert torch.allclose(value, expected["trained"][key], rtol=1e-4 if dtype == "no" else 0.1, atol=1e-2 * rel)
+
+
+def test_a_config_is_told_in_a_few_words():
+    config = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}
+    }
+    assert described(config) == "ZeRO-3, optimizer on the CPU, weights on disk"
+    assert described({"zero_optimization": {"stage": 1}}) == "ZeRO-1"
+
+
+def test_only_what_goes_to_a_disk_needs_a_folder(tmp_path):
+    disk = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    memory = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    settings = Settings(parallel=Parallel(offload_param_path=tmp_path))
+    assert swap_parent(settings, memory) is None
+    assert swap_parent(settings, disk) == tmp_path
+    with pytest.raises(SettingsError, match="needs a folder"):
+        swap_parent(Settings(), disk)
+    changed = with_swap_folder(disk, tmp_path / "mine")
+    assert changed["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path / "mine")
+    assert "nvme_path" not in disk["zero_optimization"]["offload_param"]
+
+
+def test_a_lock_that_a_killed_compile_left_is_told(tmp_path):
+    (tmp_path / "lock").touch()
+    os.utime(tmp_path / "lock", (0, 0))
+    os.utime(tmp_path, (0, 0))
+    with pytest.raises(EnvironmentFault, match="was killed") as fault:
+        wait_for_compile(tmp_path, "async_io", lambda: None)
+    assert fault.value.hint.endswith(f"`rm {tmp_path / 'lock'}`")
+
+
+def test_a_compile_that_goes_on_is_waited_for(tmp_path):
+    lock = tmp_path / "lock"
+    code = f"import time; f = open({str(lock)!r}, 'w'); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code]) as compiler:
+        while not lock.exists():
+            time.sleep(0.01)
+        long_ago = (0, 0)
+        os.utime(lock, long_ago)
+        os.utime(tmp_path, long_ago)
+        asked = []
+
+        def stop() -> None:
+            asked.append(time.monotonic())
+            if len(asked) == 4:
+                lock.unlink()
+
+        wait_for_compile(tmp_path, "async_io", stop, quiet_seconds=30)
+        compiler.kill()
+    assert len(asked) == 4

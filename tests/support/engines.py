@@ -1,0 +1,172 @@
+"""Engines taking turns in one process group, on the real data pipeline: what a launch costs is paid once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from simpletuner.checkpoints.layout import Checkpoint, chosen
+from simpletuner.checkpoints.tensors import read_tensors
+from simpletuner.models.family import Family
+from simpletuner.models.registry import traits_of
+from simpletuner.ops.signals import StopRequest
+from simpletuner.parallel.world import World, joined_world
+from simpletuner.preparation import Prepared, plan_data, prepare
+from simpletuner.report import Report
+from simpletuner.session import Session
+from simpletuner.settings import Loaded
+from simpletuner.settings.sections import Data, Ema, Launch, Model, Optimizer, Parallel, Settings, Training
+from simpletuner.training.loop import Run
+from simpletuner.training.state import TrainingState
+from simpletuner.worker import compose, open_state, open_strategy
+
+GLOBAL_BATCH, SAVED = 4, 2
+
+
+def zero(stage: int, optimizer: str = "none", param: str = "none", **more: Any) -> dict[str, Any]:
+    """Return what switches ZeRO on; sub-groups and buffers fit tiny models, so that several of each are in use."""
+    config = {"stage": stage, "sub_group_size": 200_000, **more}
+    if optimizer != "none":
+        config["offload_optimizer"] = {"device": optimizer, "buffer_count": 5}
+    if param != "none":
+        config["offload_param"] = {"device": param, "buffer_count": 8, "buffer_size": 200_000, "max_in_cpu": 0}
+    return {"deepspeed_config": {"zero_optimization": config}}
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "fsdp2": {"fsdp_enable": True},
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3": zero(3),
+    "zero2-cpu": zero(2, "cpu"),
+    "zero3-cpu": zero(3, "cpu", "cpu"),
+    "zero3-disk": zero(3, "nvme", "nvme"),
+}
+"""Settings of parallelism by name; `whole` is plain on one rank and data-parallel on several."""
+
+
+def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) -> Settings:
+    """Return the settings of a small run on one of the engines."""
+    shared, passes = Path(arguments["folder"]), arguments.get("passes", 1)
+    dtype = arguments.get("mixed_precision", "no")
+    return Settings(
+        model=Model(model_family=arguments["family"], pretrained_model_name_or_path=arguments["base"]),
+        data=Data(
+            instance_data_dir=arguments["pictures"],
+            resolution=64,
+            aspect_bucket_alignment=16,
+            cache_dir_vae=shared / "latents",
+            cache_dir_text=shared / "text",
+        ),
+        training=Training(
+            output_dir=folder,
+            train_batch_size=GLOBAL_BATCH // ranks // passes,
+            gradient_accumulation_steps=passes,
+            mixed_precision=dtype,
+            gradient_checkpointing=arguments.get("gradient_checkpointing", False),
+        ),
+        optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=arguments.get("max_grad_norm", 2.0)),
+        ema=Ema(use_ema=arguments.get("ema", False), ema_decay=0.9),
+        launch=Launch(num_processes=ranks),
+        parallel=Parallel(**ENGINES[name], offload_param_path=shared / "offload"),
+    )
+
+
+def prepared_by(world: World, settings: Settings) -> tuple[Session, Family, Prepared]:
+    """Encode the pictures, or find them encoded."""
+    session = Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest())
+    base = Path(settings.model.pretrained_model_name_or_path)
+    family = Family(traits_of(settings.model), base, settings)
+    return session, family, prepare(session, plan_data(settings, session.report), family)
+
+
+@contextmanager
+def opened(
+    world: World, settings: Settings, prepared: Prepared | None = None, checkpoint: Checkpoint | None = None
+) -> Iterator[tuple[Run, TrainingState]]:
+    """Yield what trains on an engine, from the start or from a checkpoint."""
+    session, family, found = prepared_by(world, settings)
+    with closing(open_strategy(session, family, checkpoint)) as strategy:
+        state = open_state(session, strategy, prepared or found, checkpoint)
+        state.max_steps = 100
+        yield compose(session, family, prepared or found, state, None), state
+
+
+def steps_of(run: Run, world: World, first: int, count: int) -> list[list[float]]:
+    """Take some steps, and return each one's mean loss and gradient norm; save after the second of a run."""
+    taken = []
+    for step in range(first + 1, first + count + 1):
+        batches = next(run.feed)
+        outcome = run.take_step(batches, run.learning_rate(step))
+        run.after_step(step)
+        taken.append([world.all_mean(outcome.loss.clone()).item(), outcome.grad_norm.item()])
+        if step == SAVED:
+            run.save(step, batches.after)
+    return taken
+
+
+def losses_in_turn(arguments: dict[str, Any], names: list[str], steps: int, report: str) -> None:
+    """Write the losses and norms of some steps from the start, by engine."""
+    with joined_world() as world:
+        taken = {}
+        for name in names:
+            settings = settings_of(arguments, name, Path(arguments["folder"]) / f"{name}-x{world.size}", world.size)
+            with opened(world, settings) as (run, _):
+                taken[name] = steps_of(run, world, 0, steps)
+        if world.is_first:
+            Path(report).write_text(json.dumps(taken))
+
+
+def save_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
+    """Take two steps and save, and write the losses of the two that follow, by engine."""
+    with joined_world() as world:
+        taken = {}
+        for name in names:
+            folder = Path(arguments["folder"]) / f"{name}-x{world.size}"
+            with opened(world, settings_of(arguments, name, folder, world.size)) as (run, state):
+                steps_of(run, world, 0, SAVED)
+                taken[folder.name] = steps_of(run, world, SAVED, 2)
+        if world.is_first:
+            Path(report).write_text(json.dumps(taken))
+
+
+def resume_in_turn(arguments: dict[str, Any], names: list[str], saved: list[str], report: str) -> None:
+    """Resume on each engine from each checkpoint; write what differs from its files, and the losses that follow."""
+    with joined_world() as world:
+        taken = {}
+        for name in names:
+            for source in saved:
+                folder = Path(arguments["folder"]) / f"{name}-x{world.size}-from-{source}"
+                checkpoint, _ = chosen(Path(arguments["folder"]) / source / "checkpoints", f"checkpoint-{SAVED:06d}")
+                assert checkpoint is not None
+                settings = settings_of(arguments, name, folder, world.size)
+                with opened(world, settings, checkpoint=checkpoint) as (run, state):
+                    different = differences(state, checkpoint)
+                    taken[f"{name}-x{world.size} from {source}"] = [different, steps_of(run, world, SAVED, 2)]
+        if world.is_first:
+            Path(report).write_text(json.dumps(taken))
+
+
+def differences(state: TrainingState, checkpoint: Checkpoint) -> list[str]:
+    """Return the tensors that an engine holds otherwise than its checkpoint does, bit for bit."""
+    different = []
+    for group, make in state.snapshot(0, state.position, {}).groups.items():
+        held = {name: whole(tensor) for name, tensor in make().items()}
+        written = {name: torch.empty_like(tensor) for name, tensor in held.items()}
+        read_tensors(checkpoint.files(group), written, group)
+        names = {name for file in checkpoint.files(group) for name in load_file(file)}
+        different += [f"{group}: {name}" for name in names ^ held.keys()]
+        different += [f"{group}: {name}" for name in held if not torch.equal(held[name], written[name])]
+    return different
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

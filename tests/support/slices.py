@@ -1,0 +1,154 @@
+"""What ranks do with slices, rows, and a model made of the shapes that are easily lost."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import torch
+from engines import ENGINES, whole
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from simpletuner.parallel.strategy import Strategy, build_strategy
+from simpletuner.parallel.world import World, joined_world
+from simpletuner.parallel.zero.rows import Rows
+from simpletuner.settings.sections import Ema, Optimizer, Parallel, Settings, Training
+from simpletuner.training.ema import Average
+from simpletuner.training.optimizers import make_optimizer
+
+SHAPES = [(7, 3), (1,), (3,), (2, 5, 2), (13,), (4, 4)]
+
+
+def to_rows_and_back(report: str) -> None:
+    """Write whether slices cut as stages 1 and 2 cut them become the right rows, and the same slices again."""
+    with joined_world() as world:
+        right = []
+        for number, shape in enumerate(SHAPES):
+            name, values = str(shape), torch.randn(shape, generator=torch.Generator().manual_seed(number))
+            for have in cuts(values.numel(), world.size):
+                first, end = have[world.rank]
+                rows, part = Rows({name: values.shape}), values.flatten()[first:end]
+                made = rows.from_part(name, part, have)
+                right.append(torch.equal(made.full_tensor(), values))
+                right.append(torch.equal(rows.to_part(name, made, have), part))
+        Path(f"{report}.{world.rank}").write_text(json.dumps(right))
+
+
+def cuts(elements: int, ranks: int) -> list[list[tuple[int, int]]]:
+    """Return ways to cut a parameter: equally, all on the last rank, all but one on the first."""
+    share = -(-elements // ranks)
+    equal = [(min(rank * share, elements), min((rank + 1) * share, elements)) for rank in range(ranks)]
+    last = [(0, 0)] * (ranks - 1) + [(0, elements)]
+    if ranks == 1:
+        return [equal, last]
+    return [equal, last, [(0, elements - 1), (elements - 1, elements)] + [(elements, elements)] * (ranks - 2)]
+
+
+class Odd(nn.Module):
+    """Parameters of one element, fewer rows than ranks, shared, frozen; buffers that are saved and that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+        self.again = nn.Linear(5, 3, bias=False)
+        self.again.weight = self.inner.weight
+        self.scale = nn.Parameter(torch.randn(1))
+        self.frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)])
+        self.register_buffer("mean", torch.randn(5))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("table", torch.arange(5.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = self.inner.weight.dtype
+        y = self.inner((x - self.mean).to(dtype)) + self.again((self.table * 0.1).to(dtype)) * self.scale
+        for block in self.blocks:
+            y = block(y @ self.frozen.to(y.dtype)) * self.scale
+        return y
+
+
+def opened(name: str, world: World, dtype: str) -> Strategy:
+    """Return an engine around an Odd with weights of seed 1."""
+    torch.manual_seed(0)
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = Odd()
+    torch.manual_seed(1)
+    weights = Odd().state_dict()
+
+    def load(tensors: dict[str, Tensor]) -> None:
+        for each, tensor in tensors.items():
+            value = weights[each]
+            sharded = isinstance(tensor, DTensor)
+            tensor.copy_(distribute_tensor(value, tensor.device_mesh, tensor.placements) if sharded else value)
+
+    settings = Settings(
+        parallel=Parallel(**ENGINES[name]), training=Training(mixed_precision=dtype, gradient_checkpointing=False)
+    )
+    optimizer = partial(make_optimizer, settings=Optimizer())
+    return build_strategy(model, ("Sequential",), settings, world, load, optimizer)
+
+
+def odd_shapes(names: list[str], dtype: str, report: str) -> None:
+    """Write what engines make of an Odd in three steps, with an average; and of what another engine saved of it."""
+    with joined_world() as world:
+        found = {}
+        for name in names:
+            with closing(opened(name, world, dtype)) as strategy:
+                average = Average(strategy, Ema(use_ema=True))
+                begun = neutral(strategy)
+                losses = [step(strategy, world) for _ in range(3)]
+                average.update(1)
+                trained = neutral(strategy)
+                with average.in_place():
+                    shown, loss = neutral(strategy), step_without_update(strategy, world)
+                back = neutral(strategy)
+                saved = {m: {k: whole(t) for k, t in make().items()} for m, make in strategy.moments().tensors.items()}
+                torch.save(
+                    {
+                        "begun": begun,
+                        "trained": trained,
+                        "shown": shown,
+                        "back": back,
+                        "average": {key: whole(value) for key, value in average.tensors().items()},
+                        "losses": [*losses, loss],
+                        "moments": saved,
+                        "size": strategy.size,
+                    },
+                    f"{report}.{name}.{world.rank}",
+                )
+                found[name] = losses
+        Path(report).write_text(json.dumps(found))
+
+
+def neutral(strategy: Strategy) -> dict[str, Tensor]:
+    """Return every weight whole."""
+    return {name: whole(strategy.neutral(name, part)).clone() for name, part in strategy.parts()}
+
+
+def step(strategy: Strategy, world: World) -> float:
+    """Take a step on data that differs by rank."""
+    loss = forward(strategy, world)
+    strategy.update(1e-2, 1.0)
+    return loss
+
+
+def step_without_update(strategy: Strategy, world: World) -> float:
+    """Return the loss alone."""
+    with torch.no_grad(), strategy.drawing():
+        return strategy.module(inputs(strategy, world)).square().mean().item()
+
+
+def forward(strategy: Strategy, world: World) -> float:
+    with strategy.forward_pass(True):
+        loss = strategy.model(inputs(strategy, world)).square().mean()
+        strategy.backward(loss)
+    return loss.item()
+
+
+def inputs(strategy: Strategy, world: World) -> Tensor:
+    return torch.full((4, 5), 1.0 + world.rank) * torch.arange(1.0, 6.0)
