@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import Checkpoint, chosen
-from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.models.family import Family
 from simpletuner.models.registry import traits_of
 from simpletuner.ops.signals import StopRequest
@@ -80,24 +78,27 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
     )
 
 
-def prepared_by(world: World, settings: Settings) -> tuple[Session, Family, Prepared]:
+def prepared_by(world: World, settings: Settings) -> Prepared:
     """Encode the pictures, or find them encoded."""
+    session, family = session_of(world, settings)
+    return prepare(session, plan_data(settings, session.report), family)
+
+
+def session_of(world: World, settings: Settings) -> tuple[Session, Family]:
     session = Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest())
-    base = Path(settings.model.pretrained_model_name_or_path)
-    family = Family(traits_of(settings.model), base, settings)
-    return session, family, prepare(session, plan_data(settings, session.report), family)
+    return session, Family(traits_of(settings.model), Path(settings.model.pretrained_model_name_or_path), settings)
 
 
 @contextmanager
 def opened(
-    world: World, settings: Settings, prepared: Prepared | None = None, checkpoint: Checkpoint | None = None
+    world: World, settings: Settings, prepared: Prepared, checkpoint: Checkpoint | None = None
 ) -> Iterator[tuple[Run, TrainingState]]:
     """Yield what trains on an engine, from the start or from a checkpoint."""
-    session, family, found = prepared_by(world, settings)
+    session, family = session_of(world, settings)
     with closing(open_strategy(session, family, checkpoint)) as strategy:
-        state = open_state(session, strategy, prepared or found, checkpoint)
+        state = open_state(session, strategy, prepared, checkpoint)
         state.max_steps = 100
-        yield compose(session, family, prepared or found, state, None), state
+        yield compose(session, family, prepared, state, None), state
 
 
 def steps_of(run: Run, world: World, first: int, count: int) -> list[list[float]]:
@@ -116,55 +117,67 @@ def steps_of(run: Run, world: World, first: int, count: int) -> list[list[float]
 def losses_in_turn(arguments: dict[str, Any], names: list[str], steps: int, report: str) -> None:
     """Write the losses and norms of some steps from the start, by engine."""
     with joined_world() as world:
-        taken = {}
+        taken, prepared = {}, None
         for name in names:
             settings = settings_of(arguments, name, Path(arguments["folder"]) / f"{name}-x{world.size}", world.size)
-            with opened(world, settings) as (run, _):
+            prepared = prepared or prepared_by(world, settings)
+            with opened(world, settings, prepared) as (run, _):
                 taken[name] = steps_of(run, world, 0, steps)
-        if world.is_first:
-            Path(report).write_text(json.dumps(taken))
+        write(taken, report, world)
 
 
 def save_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
     """Take two steps and save, and write the losses of the two that follow, by engine."""
     with joined_world() as world:
-        taken = {}
+        taken, prepared = {}, None
         for name in names:
             folder = Path(arguments["folder"]) / f"{name}-x{world.size}"
-            with opened(world, settings_of(arguments, name, folder, world.size)) as (run, state):
+            settings = settings_of(arguments, name, folder, world.size)
+            prepared = prepared or prepared_by(world, settings)
+            with opened(world, settings, prepared) as (run, state):
                 steps_of(run, world, 0, SAVED)
+                held = held_by(state)
+                if world.is_first:
+                    torch.save(held, folder / "held")
                 taken[folder.name] = steps_of(run, world, SAVED, 2)
-        if world.is_first:
-            Path(report).write_text(json.dumps(taken))
+        write(taken, report, world)
 
 
 def resume_in_turn(arguments: dict[str, Any], names: list[str], saved: list[str], report: str) -> None:
-    """Resume on each engine from each checkpoint; write what differs from its files, and the losses that follow."""
+    """Resume on each engine from each checkpoint; write what differs from its saver, and the losses that follow."""
     with joined_world() as world:
-        taken = {}
+        taken, prepared = {}, None
         for name in names:
             for source in saved:
-                folder = Path(arguments["folder"]) / f"{name}-x{world.size}-from-{source}"
-                checkpoint, _ = chosen(Path(arguments["folder"]) / source / "checkpoints", f"checkpoint-{SAVED:06d}")
-                assert checkpoint is not None
+                root = Path(arguments["folder"])
+                folder = root / f"{name}-x{world.size}-from-{source}"
+                checkpoint, _ = chosen(root / source / "checkpoints", f"checkpoint-{SAVED:06d}")
                 settings = settings_of(arguments, name, folder, world.size)
-                with opened(world, settings, checkpoint=checkpoint) as (run, state):
-                    different = differences(state, checkpoint)
+                prepared = prepared or prepared_by(world, settings)
+                with opened(world, settings, prepared, checkpoint) as (run, state):
+                    different = differences(held_by(state), torch.load(root / source / "held"))
                     taken[f"{name}-x{world.size} from {source}"] = [different, steps_of(run, world, SAVED, 2)]
-        if world.is_first:
-            Path(report).write_text(json.dumps(taken))
+        write(taken, report, world)
 
 
-def differences(state: TrainingState, checkpoint: Checkpoint) -> list[str]:
-    """Return the tensors that an engine holds otherwise than its checkpoint does, bit for bit."""
-    different = []
-    for group, make in state.snapshot(0, state.position, {}).groups.items():
-        held = {name: whole(tensor) for name, tensor in make().items()}
-        written = {name: torch.empty_like(tensor) for name, tensor in held.items()}
-        read_tensors(checkpoint.files(group), written, group)
-        names = {name for file in checkpoint.files(group) for name in load_file(file)}
-        different += [f"{group}: {name}" for name in names ^ held.keys()]
-        different += [f"{group}: {name}" for name in held if not torch.equal(held[name], written[name])]
+def write(taken: dict[str, Any], report: str, world: World) -> None:
+    if world.is_first:
+        Path(report).write_text(json.dumps(taken))
+
+
+def held_by(state: TrainingState) -> dict[str, dict[str, torch.Tensor]]:
+    """Return every tensor of a checkpoint, whole, from an engine's memory."""
+    groups = state.snapshot(0, state.position, {}).groups.items()
+    return {group: {name: whole(tensor).clone() for name, tensor in make().items()} for group, make in groups}
+
+
+def differences(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+    """Return the tensors that are not the same, bit for bit."""
+    different = sorted(one.keys() ^ other.keys())
+    for group in one.keys() & other.keys():
+        different += [f"{group}: {name}" for name in one[group].keys() ^ other[group].keys()]
+        common = one[group].keys() & other[group].keys()
+        different += [f"{group}: {name}" for name in common if not torch.equal(one[group][name], other[group][name])]
     return different
 
 
