@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
+from pathlib import Path
 
 import engines
+import numpy as np
 import pytest
+import torch
+from conftest import SMALL, Trained
+from PIL import Image
+from safetensors.torch import load_file
+
+from simpletuner.checkpoints.layout import numbered
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -99,3 +108,99 @@ def test_what_was_saved_in_bf16_is_put_back_exactly(run_on, arguments_of):
         if target == source:
             assert steps == expected[source], pair
         assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in expected[source]], rel=2e-2), pair
+
+
+def flag(name: str) -> str:
+    return f"--deepspeed_config={json.dumps(engines.ENGINES[name]['deepspeed_config'])}"
+
+
+def weights(pipeline: Path) -> dict[str, torch.Tensor]:
+    files = sorted((pipeline / "transformer").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_pictures_averages_and_pipelines_are_those_of_a_plain_run(flux_flags, train, tmp_path):
+    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
+    draw = ("--validation_prompt=a red circle", "--validation_step_interval=2", "--validation_num_inference_steps=2")
+    flags = (*flux_flags, *caches, *draw, "--use_ema", "--max_train_steps=3")
+    plain = train(tmp_path / "plain", *flags, "--train_batch_size=4")
+    pictures = sorted((plain.output / "validation").glob("step-*/*.png"))
+    assert len(pictures) == 6
+    for name in ("zero1", "zero2-cpu", "zero3"):
+        run = train(tmp_path / name, *flags, "--train_batch_size=2", flag(name), world=2)
+        assert f"ZeRO-{name[4]}" in run.said and "[WARNING]" not in run.said
+        for picture in pictures:
+            ours, theirs = picture, run.output / picture.relative_to(plain.output)
+            different = np.abs(np.asarray(Image.open(ours), int) - np.asarray(Image.open(theirs), int))
+            assert different.max() <= 2, (name, picture)
+        for pipeline in ("pipeline", "pipeline-ema"):
+            ours, theirs = weights(plain.output / pipeline), weights(run.output / pipeline)
+            assert ours.keys() == theirs.keys()
+            assert all(torch.allclose(ours[key], theirs[key], atol=1e-5) for key in ours), (name, pipeline)
+
+
+def test_of_two_runs_on_one_offload_folder_the_killed_one_is_cleaned_up_and_goes_on(
+    flux_flags, train, starter, tmp_path
+):
+    offload = tmp_path / "offload"
+    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
+    flags = (*flux_flags, *caches, "--train_batch_size=4", flag("zero3-disk"), f"--offload_param_path={offload}")
+    flags = (*flags, "--max_train_steps=8", "--checkpoint_step_interval=2")
+    straight = train(tmp_path / "straight", *flags)
+    assert list(offload.iterdir()) == []
+    killed, other = (
+        starter.train(1, f"--output_dir={tmp_path / name}", *SMALL, *flags) for name in ("killed", "other")
+    )
+    while not numbered(tmp_path / "killed" / "checkpoints"):
+        assert killed.processes[0].is_alive(), killed.said
+        time.sleep(0.01)
+    killed.kill()
+    assert other.wait() == [0], other.said
+    assert Trained(tmp_path / "other", "").losses == straight.losses
+    assert len(list(offload.iterdir())) == 1
+    again = train(tmp_path / "killed", *flags)
+    assert "removed what dead runs had offloaded" in again.said and "resuming from" in again.said
+    assert again.losses == straight.losses
+    assert list(offload.iterdir()) == []
+
+
+def test_a_checkpoint_of_deepspeeds_own_is_imported_once(flux_flags, run_on, arguments_of, train, tmp_path):
+    names = ["zero1", "zero2-cpu", "zero3"]
+    run_on(engines.dump_in_turn, 2, arguments_of("flux"), names)
+    flags = (*flux_flags, "--train_batch_size=4", "--allow_pickle", "--resume_from_checkpoint=latest")
+    for name in names:
+        source = f"--import_deepspeed_checkpoint={tmp_path / name / 'dump'}"
+        run = train(tmp_path / f"from-{name}", *flags, source, "--max_train_steps=4")
+        assert "importing" in run.said
+        assert [row["step"] for row in run.rows] == [3, 4]
+        held = torch.load(tmp_path / name / "held")
+        for group, tensors in held.items():
+            found = load_file(*(run.output / "checkpoints" / "checkpoint-000002" / group).glob("*.safetensors"))
+            assert found.keys() == tensors.keys()
+            assert all(torch.equal(found[key], tensors[key]) for key in tensors), (name, group)
+        assert "importing" not in train(run.output, *flags, source, "--max_train_steps=5").said
+
+
+def test_pickles_are_read_only_with_a_word(sdxl_flags, train, tmp_path):
+    source = f"--import_deepspeed_checkpoint={tmp_path}"
+    assert "allow_pickle=true" in train(tmp_path / "run", *sdxl_flags, source, code=2).said
+    said = train(tmp_path / "run", *sdxl_flags, source, "--allow_pickle", code=3).said
+    assert "is no checkpoint of DeepSpeed's ZeRO" in said
+
+
+def test_a_checkpoint_of_another_model_is_refused(sdxl_flags, run_on, arguments_of, train, tmp_path):
+    run_on(engines.dump_in_turn, 1, arguments_of("flux"), ["zero2"])
+    source = f"--import_deepspeed_checkpoint={tmp_path / 'zero2' / 'dump'}"
+    said = train(tmp_path / "run", *sdxl_flags, source, "--allow_pickle", code=3).said
+    assert "is of another model" in said
+
+
+def test_without_deepspeed_or_what_compiles_its_operators_a_command_mends_it(sdxl_flags, starter, tmp_path):
+    run = [f"--output_dir={tmp_path / 'run'}", *SMALL, *sdxl_flags, flag("zero3-disk")]
+    run += [f"--offload_param_path={tmp_path}"]
+    missing = starter.start(engines.command_line_without, 1, "deepspeed", ["train", *run])
+    assert missing.wait() == [3]
+    assert "pip install 'simpletuner[deepspeed]'" in missing.said
+    toolless = starter.start(engines.command_line_with_path, 1, str(tmp_path), ["train", *run])
+    assert toolless.wait() == [3]
+    assert "there is no `ninja` on PATH" in toolless.said and "pip install ninja" in toolless.said

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -183,3 +186,33 @@ def differences(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[s
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def dump_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
+    """Take two steps and let DeepSpeed write a checkpoint of its own."""
+    with joined_world() as world:
+        prepared = None
+        for name in names:
+            folder = Path(arguments["folder"]) / name
+            settings = settings_of(arguments, name, folder, world.size)
+            prepared = prepared or prepared_by(world, settings)
+            with opened(world, settings, prepared) as (run, state):
+                steps_of(run, world, 0, SAVED)
+                held = held_by(state)
+                if world.is_first:
+                    torch.save(held, folder / "held")
+                model: Any = state.strategy.model
+                model.save_checkpoint(str(folder / "dump"))
+        write({}, report, world)
+
+
+def command_line_without(package: str, arguments: list[str]) -> None:
+    """Run the real command line in a process that cannot import a package."""
+    sys.modules[package] = None  # pyright: ignore[reportArgumentType]
+    ranks.command_line(arguments)
+
+
+def command_line_with_path(path: str, arguments: list[str]) -> None:
+    """Run the real command line in a process that finds programs there alone."""
+    os.environ["PATH"] = path
+    ranks.command_line(arguments)

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simpletuner.errors import SettingsError
 from simpletuner.ops.cache.swap import claimed
 from simpletuner.parallel.engine import MakeOptimizer
 from simpletuner.parallel.world import World
 from simpletuner.parallel.zero.config import config_of, offload_of, stage_of, swap_parent, with_swap_folder
 from simpletuner.parallel.zero.engine import ZeroEngine, trainable
-from simpletuner.parallel.zero.fragments import FlatGroups, Partitions
+from simpletuner.parallel.zero.fragments import FlatGroups, Fragments, Partitions
 from simpletuner.parallel.zero.readiness import import_deepspeed
 from simpletuner.parallel.zero.rows import Rows
 from simpletuner.settings.sections import Settings
@@ -40,36 +41,59 @@ def zero(
     make_optimizer: MakeOptimizer,
 ) -> ZeroEngine:
     """Return the engine of a model that is on the meta device."""
+    refuse_scalars(model)
     with ExitStack() as stack:
-        config = config_of(settings, world.size) | OURS
+        config = engine_config(config_of(settings, world.size))
         if (parent := swap_parent(settings, config)) is not None:
             config = with_swap_folder(config, stack.enter_context(claimed(parent, settings.training.output_dir)))
         import_deepspeed(world)
         stack.enter_context(own_linear_kept())
-        offloaded = offload_of(config, "optimizer") != "none"
-        masters = torch.device("cpu") if offloaded else world.device
+        masters = torch.device("cpu") if offload_of(config, "optimizer") != "none" else world.device
         rows = Rows({name: parameter.shape for name, parameter in model.named_parameters()})
         weights = {name: rows.empty(name, masters) for name in rows.shapes}
         buffers = persistent_buffers(model, world.device)
         load_weights({**weights, **buffers})
+        spent = trainable(model) if dtype == torch.float32 else {}  # whose masters come out exact
 
         def working(name: str) -> Tensor:
             """Gather a whole weight in the dtype in which it computes."""
-            return rows.whole(name, weights[name], world.device).to(dtype)
+            return rows.whole(name, weights.pop(name) if name in spent else weights[name], world.device).to(dtype)
 
         engine = initialized(model, working, config, make_optimizer)
         stack.callback(engine.destroy)
-        names = trainable(engine.module)
-        parts = (
-            Partitions(engine.optimizer, names, world.rank)
-            if stage_of(config) == 3
-            else FlatGroups(engine.optimizer, names)
-        )
-        fixed = {name: tensor for name, tensor in weights.items() if name not in names} | buffers
-        strategy = ZeroEngine(engine, parts, rows, fixed, masters, stack.pop_all().close)
-        if dtype != torch.float32:
+        fragments = fragments_of(engine, world)
+        fixed = {name: weights.pop(name) for name in weights.keys() - trainable(model).keys()} | buffers
+        strategy = ZeroEngine(engine, fragments, rows, fixed, masters, stack.pop_all().close)
+        if weights:
             strategy.take_over(weights)
         return strategy
+
+
+def refuse_scalars(model: nn.Module) -> None:
+    """Raise SettingsError for parameters without dimensions, which DeepSpeed cannot send to other ranks."""
+    names = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if names:
+        raise SettingsError(
+            f"{type(model).__name__} has parameters without dimensions ({', '.join(names[:3])}), which DeepSpeed "
+            "cannot share out",
+            "leave out deepspeed_config: train plain or data-parallel",
+        )
+
+
+def engine_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON without what is ours: the learning rate of each step, and AdamW."""
+    ours = ["scheduler"]
+    if config.get("optimizer", {}).get("type", "adamw").lower() in ("adam", "adamw"):
+        ours.append("optimizer")
+    return {key: value for key, value in config.items() if key not in ours} | OURS
+
+
+def fragments_of(engine: Any, world: World) -> Fragments:
+    """Return where an engine keeps this rank's slices."""
+    names = trainable(engine.module)
+    if engine.zero_optimization_stage() == 3:
+        return Partitions(engine.optimizer, names, world.rank)
+    return FlatGroups(engine.optimizer, names)
 
 
 def initialized(
@@ -84,8 +108,9 @@ def initialized(
         give_weights(module, prefix, working, given)
         if partition is not None:
             partition(module)
-    optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = None if "optimizer" in config else make_optimizer(parameters)
+    return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]
 
 
 def give_weights(

@@ -46,8 +46,9 @@ def state_of(optimizer: Any) -> dict[Tensor, dict[str, Any]]:
 
 
 def steps_taken(optimizer: Any) -> int:
-    """Return how many steps the optimizer has taken."""
-    return max((int(state["step"]) for state in state_of(optimizer).values() if state), default=0)
+    """Return how many steps the optimizer has taken; some count per tensor, some per group."""
+    counts = [*state_of(optimizer).values(), *optimizer.optimizer.param_groups]
+    return max((int(each["step"]) for each in counts if "step" in each), default=0)
 
 
 def moments_of(optimizer: Any) -> list[str]:

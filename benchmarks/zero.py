@@ -1,0 +1,231 @@
+"""What our engine around DeepSpeed costs: each stage of ZeRO beside a bare `deepspeed.initialize` loop, on two ranks.
+
+Seconds are of the tiny SDXL, where everything around the arithmetic weighs most, both loops in turns in one process.
+Memory is of a Flux of 60 million parameters, each loop in processes of its own: the most that a rank held more than
+before, in building and in two steps.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleaved import print_table, ratio, seconds_in_turns
+from loop_overhead import Ours, data_in_memory, settings_in
+from torch import Tensor, nn
+
+from simpletuner.models.families.flux import FLUX
+from simpletuner.models.families.sdxl import SDXL
+from simpletuner.models.family import Family
+from simpletuner.models.tiny import build_tiny
+from simpletuner.ops.signals import StopRequest
+from simpletuner.parallel.world import World, joined_world
+from simpletuner.parallel.zero.config import config_of
+from simpletuner.parallel.zero.readiness import import_deepspeed
+from simpletuner.report import Report
+from simpletuner.session import Session
+from simpletuner.settings import Loaded, Settings
+from simpletuner.settings.sections import Launch, Model, Parallel
+from simpletuner.training.metrics import metrics_of
+from simpletuner.training.optimizers import make_optimizer
+from simpletuner.training.state import TrainingState
+from simpletuner.worker import compose, open_strategy
+
+RANKS, ROUNDS, STEPS, GOAL = 2, 10, 4, 1.05
+STAGES = {f"ZeRO-{stage}": {"stage": stage} for stage in (1, 2, 3)}
+STAGES["ZeRO-3, CPU"] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+def settings_of(folder: Path, stage: str, family: str) -> Settings:
+    """Return the settings of a float32 run at a stage."""
+    config: Any = {"zero_optimization": STAGES[stage]}
+    plain = settings_in(folder)
+    return plain.model_copy(
+        update={
+            "model": Model(model_family=family, prediction_type="epsilon" if family == "sdxl" else None),
+            "launch": Launch(num_processes=RANKS),
+            "parallel": Parallel(deepspeed_config=config),
+            "training": plain.training.model_copy(update={"train_batch_size": 2}),
+        }
+    )
+
+
+def bare_engine(model: nn.Module, settings: Settings) -> Any:
+    """Return what DeepSpeed's own documentation makes of a model."""
+    import deepspeed
+
+    allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    optimizer = make_optimizer(model.parameters(), settings.optimizer)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(settings, RANKS) | allowed)[0]
+
+
+class Bare:
+    """The shortest loop over a DeepSpeed engine; all batches are in memory already."""
+
+    def __init__(self, family: Family, settings: Settings, batches: list[Any]) -> None:
+        from diffusers import DDPMScheduler, UNet2DConditionModel
+
+        unet: Any = UNet2DConditionModel.from_pretrained(family.folder / "unet")
+        self.engine = bare_engine(unet.train(), settings)
+        scheduler: Any = DDPMScheduler.from_pretrained(family.folder / "scheduler")
+        self.alphas: Tensor = scheduler.alphas_cumprod
+        self.waiting = iter([(batch, (batch.u * len(self.alphas)).long()) for batch in batches])
+
+    def __call__(self) -> None:
+        """Train for the next steps."""
+        for batch, timesteps in islice(self.waiting, STEPS):
+            a = self.alphas[timesteps].view(-1, 1, 1, 1)
+            noisy = a.sqrt() * batch.latents + (1 - a).sqrt() * batch.noise
+            told = batch.conditioning
+            added = {"text_embeds": told["pooled_prompt_embeds"], "time_ids": told["time_ids"]}
+            answer = self.engine(noisy, timesteps, told["prompt_embeds"], added_cond_kwargs=added, return_dict=False)[0]
+            self.engine.backward(nn.functional.mse_loss(answer, batch.noise))
+            self.engine.step()
+
+
+def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
+    """Let both loops take turns at a stage, and return a row of the table."""
+    settings = settings_of(folder, stage, "sdxl")
+    session = Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest())
+    family = Family(SDXL, folder / "sdxl", settings)
+    prepared = data_in_memory(family, settings)
+    with (
+        closing(open_strategy(session, family, None)) as strategy,
+        metrics_of(settings, 0, world) as metrics,
+    ):
+        state = TrainingState(strategy, None, "", STEPS, 0, prepared.plan.order.start(settings.effective_batch_size))
+        build = partial(compose, session, family, prepared, state, metrics)
+        batches = [step.passes[0] for step in islice(build().feed, (ROUNDS + 1) * STEPS)]
+        bare = Bare(family, settings, batches)
+        seconds = seconds_in_turns({"ours": Ours(build()), "bare": bare}, ROUNDS)
+        bare.engine.destroy()
+    medians = [f"{statistics.median(seconds[name]) / STEPS * 1000:.1f}" for name in ("ours", "bare")]
+    return [stage, *medians, f"{ratio(seconds, 'ours', 'bare'):.3f}"]
+
+
+def compare_seconds(folder: Path, report: Path) -> None:
+    """Measure every stage."""
+    with joined_world() as world:
+        import_deepspeed(world)
+        rows = [seconds_of(stage, folder, world) for stage in STAGES]
+        if world.is_first:
+            report.write_text(json.dumps(rows))
+
+
+def held_bytes() -> int:
+    """Return the memory of this process that is not pages of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def measure_memory(stage: str, ours: bool, folder: Path, report: Path) -> None:
+    """Build a Flux and train two steps; write by how much this rank's memory rose at most."""
+    from diffusers import FluxTransformer2DModel
+
+    with joined_world() as world:
+        import_deepspeed(world)
+        settings = settings_of(folder, stage, "flux")
+        before, peaks, done = held_bytes(), [0], threading.Event()
+
+        def watch() -> None:
+            """Look every few milliseconds."""
+            while not done.wait(0.002):
+                peaks.append(held_bytes() - before)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        if ours:
+            family = Family(FLUX, folder / "flux", settings)
+            session = Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest())
+            engine: Any = open_strategy(session, family, None).model
+        else:
+            whole: Any = FluxTransformer2DModel.from_pretrained(folder / "flux" / "transformer")
+            engine = bare_engine(whole, settings)
+        for _ in range(2):
+            engine.backward(engine(**flux_inputs())[0].square().mean())
+            engine.step()
+        done.set()
+        watcher.join()
+        (report / f"{world.rank}").write_text(str(max(peaks)))
+
+
+def flux_inputs() -> dict[str, Any]:
+    """Return a small picture and a short text."""
+    places = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3)}
+    text = {"encoder_hidden_states": torch.randn(1, 8, 768), "pooled_projections": torch.randn(1, 768)}
+    time_and_guidance = {"timestep": torch.ones(1), "guidance": torch.ones(1)}
+    return {"hidden_states": torch.randn(1, 16, 64), **places, **text, **time_and_guidance, "return_dict": False}
+
+
+def build_flux(folder: Path) -> None:
+    """Write a Flux of 60 million parameters, bare but for what loading its transformer needs."""
+    from diffusers import FluxTransformer2DModel
+
+    build_tiny(FLUX, folder)
+    FluxTransformer2DModel(
+        in_channels=64, num_layers=2, num_single_layers=3, attention_head_dim=64, num_attention_heads=10,
+        axes_dims_rope=[16, 24, 24], joint_attention_dim=768, pooled_projection_dim=768, guidance_embeds=True,
+    ).save_pretrained(folder / "transformer")  # fmt: skip
+
+
+def as_rank(rank: int, port: int, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Be one of the ranks."""
+    torch.set_num_threads(1)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+    os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank))
+    action(*arguments)
+
+
+def on_ranks(action: Callable[..., None], *arguments: Any) -> None:
+    """Run an action on all ranks, in processes of their own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=as_rank, args=(rank, port, action, arguments)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        sys.exit("a rank failed")
+
+
+def main() -> None:
+    """Measure in a temporary folder and print both tables."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build_tiny(SDXL, folder / "sdxl")
+        build_flux(folder / "flux")
+        on_ranks(compare_seconds, folder, folder / "seconds")
+        rows = json.loads((folder / "seconds").read_text())
+        title = f"milliseconds per step on {RANKS} ranks (medians of {ROUNDS} rounds of {STEPS}; goal: <= {GOAL})"
+        print_table(title, ["stage", "ours", "bare", "ours / bare"], rows)
+        rows = []
+        for stage in STAGES:
+            peaks = {}
+            for ours in (True, False):
+                report = folder / f"{time.monotonic_ns()}"
+                report.mkdir()
+                on_ranks(measure_memory, stage, ours, folder, report)
+                peaks[ours] = max(int(path.read_text()) for path in report.iterdir())
+            rows.append([stage, *(f"{peaks[ours] / 2**20:.0f}" for ours in (True, False))])
+        print_table("most MiB that a rank held (Flux, 60 million parameters)", ["stage", "ours", "bare"], rows)
+
+
+if __name__ == "__main__":
+    main()
