@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import memory
@@ -51,3 +52,17 @@ def test_loading_never_takes_more_than_the_share_and_one_tensor(big_flux, starte
             )
             assert held > 90 * 2**20
             assert rise <= held + largest + allowance
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_zero3_never_holds_more_than_its_share_and_one_block(big_flux, starter, tmp_path):
+    allowance, block = 32 * 2**20, 40 * 2**20
+    for world in (2, 4):
+        run = starter.start(memory.peak_of_zero3, world, "flux", str(big_flux), str(tmp_path / f"peak{world}"))
+        assert run.wait(600) == [0] * world, run.said
+        for rank in range(world):
+            rise, share, gathered, size = json.loads((tmp_path / f"peak{world}.{rank}").read_text())
+            print(f"{world} ranks: rose {rise / 2**20:.0f} MiB, share {share / 2**20:.0f}, whole at once {gathered}")
+            assert share < 1.05 * size * 4 / world
+            assert rise <= 2 * share + block + allowance  # DeepSpeed moves the share into one buffer
+            assert gathered * 4 <= 2 * block

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +23,14 @@ from simpletuner.checkpoints.layout import numbered
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 ZEROS = ["zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", "zero3-disk"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def disk_operators():
+    """Compile what reads and writes disks, which takes a minute, before the time of any test runs."""
+    code = "from simpletuner.parallel.zero import operators; operators.compile_disk_operators(lambda: None)"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=environment)
 
 
 @pytest.fixture

@@ -6,8 +6,11 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,18 +27,22 @@ from simpletuner.training.optimizers import make_optimizer
 
 
 def sharded(family: str, folder: str, world: World) -> Strategy:
-    return built(family, folder, world, fsdp=True)
+    return built(family, folder, world, Parallel(fsdp_enable=True))
 
 
 def whole(family: str, folder: str, world: World) -> Strategy:
-    return built(family, folder, world, fsdp=False)
+    return built(family, folder, world, Parallel())
 
 
-def built(family: str, folder: str, world: World, fsdp: bool) -> Strategy:
+def zero3(family: str, folder: str, world: World) -> Strategy:
+    return built(family, folder, world, Parallel(deepspeed_config={"zero_optimization": {"stage": 3}}))
+
+
+def built(family: str, folder: str, world: World, parallel: Parallel) -> Strategy:
     settings = Settings(
         model=Model(model_family=family, pretrained_model_name_or_path=folder),
         launch=Launch(num_processes=world.size),
-        parallel=Parallel(fsdp_enable=fsdp),
+        parallel=parallel,
         training=Training(mixed_precision="no", gradient_checkpointing=False),
     )
     opened = Family(traits_of(settings.model), Path(folder), settings)
@@ -93,3 +100,49 @@ def peak_of_loading(family: str, folder: str, report: str) -> None:
         parameters = list(strategy.module.parameters())
         held, largest = bytes_of([local(p) for p in parameters]), max(bytes_of([p]) for p in parameters)
         Path(f"{report}.{world.rank}").write_text(json.dumps([max(peaks) - before, held, largest, os.getpid()]))
+
+
+def peak_of_zero3(family: str, folder: str, report: str) -> None:
+    """Build and load at stage 3, and train a step; write by how much this rank's memory rose at most in building, its
+    share of the weights, and how many elements of weights were whole here at most."""
+    with joined_world() as world:
+        from simpletuner.parallel.zero.readiness import import_deepspeed
+
+        import_deepspeed(world)
+        before, peaks = anonymous_bytes(), [0]
+        with watching(lambda: peaks.append(anonymous_bytes() - before)):
+            strategy = zero3(family, folder, world)
+        parameters = list(strategy.module.parameters())
+        gathered = [0]
+        with watching(lambda: gathered.append(sum(parameter.numel() for parameter in parameters))):
+            loss = strategy.model(**flux_inputs())[0].square().mean()
+            strategy.backward(loss)
+        share = bytes_of([part for _, part in strategy.parts()])
+        Path(f"{report}.{world.rank}").write_text(json.dumps([max(peaks), share, max(gathered), strategy.size]))
+        strategy.close()
+
+
+@contextmanager
+def watching(look: Callable[[], None]) -> Iterator[None]:
+    """Look every millisecond."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            look()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def flux_inputs() -> dict[str, Any]:
+    """Return a small picture and a short text."""
+    places = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3)}
+    text = {"encoder_hidden_states": torch.randn(1, 8, 768), "pooled_projections": torch.randn(1, 768)}
+    rest = {"timestep": torch.ones(1), "guidance": torch.ones(1), "return_dict": False}
+    return {"hidden_states": torch.randn(1, 16, 64), **places, **text, **rest}
