@@ -45,6 +45,7 @@ FAMILIES: dict[str, Entry] = {
     "sd1x": Entry("simpletuner.models.families.stable_diffusion:SD1X", "epsilon", "CLIP-L"),
     "sd2x": Entry("simpletuner.models.families.stable_diffusion:SD2X", "v_prediction", "OpenCLIP-H"),
     "sd3": Entry("simpletuner.models.families.sd3:SD3", "flow", "CLIP-L, CLIP-G, T5-XXL"),
+    "kolors": Entry("", "epsilon", "ChatGLM3-6B"),
     "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
 }
 # fmt: on
