@@ -108,8 +108,9 @@ def check_trainable(model: Model) -> None:
         )
     flavour = flavour_of(model)
     if flavour and flavour.untrainable and not model.pretrained_model_name_or_path:
+        name = model.model_flavour or f"{next(iter(flavours_of(model.model_family)))} (its default flavour)"
         raise SettingsError(
-            f"{model.model_family} {model.model_flavour} cannot be trained: {flavour.untrainable}",
+            f"{model.model_family} {name} cannot be trained: {flavour.untrainable}",
             "`simpletuner models` lists the flavours that can",
         )
     if not (flavour or model.pretrained_model_name_or_path or model.model_flavour == TINY):
