@@ -43,6 +43,7 @@ class Entry:
 FAMILIES: dict[str, Entry] = {
     "sdxl": Entry("simpletuner.models.families.sdxl:SDXL", "epsilon", "CLIP-L, CLIP-G"),
     "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
+    "qwen_image": Entry("simpletuner.models.families.qwen_image:QWEN", "flow", "Qwen2.5-VL-7B", splits_sequence=True),
 }
 # fmt: on
 
