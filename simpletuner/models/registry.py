@@ -44,6 +44,7 @@ FAMILIES: dict[str, Entry] = {
     "sdxl": Entry("simpletuner.models.families.sdxl:SDXL", "epsilon", "CLIP-L, CLIP-G"),
     "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
     "qwen_image": Entry("simpletuner.models.families.qwen_image:QWEN", "flow", "Qwen2.5-VL-7B", splits_sequence=True),
+    "z_image": Entry("simpletuner.models.families.z_image:Z_IMAGE", "flow", "Qwen3-4B"),
 }
 # fmt: on
 
