@@ -67,6 +67,11 @@ def nothing_told(_: Family, __: Geometry) -> Conditioning:
     return {}
 
 
+def none_idle(_: Family) -> tuple[str, ...]:
+    """Return that every weight counts."""
+    return ()
+
+
 def latents_as_drawn(latents: Tensor, _: Size) -> Tensor:
     """Return latents that a pipeline answers as BCHW already."""
     return latents
@@ -100,6 +105,8 @@ class Traits:
     """(positive, negative, sampling) -> keyword arguments of the pipeline."""
     drawn_latents: Callable[[Tensor, Size], Tensor] = latents_as_drawn
     """(what the pipeline answers, latents' (height, width)) -> latents BCHW as the VAE made them."""
+    idle: Callable[[Family], tuple[str, ...]] = none_idle
+    """How the names of weights begin that no answer depends on: they get no gradient, so they stay as published."""
 
 
 class TextEncoder:
@@ -136,8 +143,11 @@ class Family:
         return self.traits.denoiser_name
 
     def denoiser(self) -> nn.Module:
-        """Return the denoiser as its config.json has it, parameters on the meta device."""
-        return build_on_meta(self.config)
+        """Return the denoiser as its config.json has it, parameters on the meta device; idle ones are not trained."""
+        model, idle = build_on_meta(self.config), self.traits.idle(self)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(idle))
+        return model
 
     def objective(self) -> Objective:
         """Return what the denoiser is trained towards, as its scheduler and the settings say."""

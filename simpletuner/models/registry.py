@@ -47,6 +47,8 @@ FAMILIES: dict[str, Entry] = {
     "sd3": Entry("simpletuner.models.families.sd3:SD3", "flow", "CLIP-L, CLIP-G, T5-XXL"),
     "kolors": Entry("", "epsilon", "ChatGLM3-6B"),
     "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
+    "qwen_image": Entry("simpletuner.models.families.qwen_image:QWEN", "flow", "Qwen2.5-VL-7B", splits_sequence=True),
+    "z_image": Entry("simpletuner.models.families.z_image:Z_IMAGE", "flow", "Qwen3-4B"),
 }
 # fmt: on
 
@@ -112,8 +114,9 @@ def check_trainable(model: Model) -> None:
         )
     flavour = flavour_of(model)
     if flavour and flavour.untrainable and not model.pretrained_model_name_or_path:
+        name = model.model_flavour or f"{next(iter(flavours_of(model.model_family)))} (its default flavour)"
         raise SettingsError(
-            f"{model.model_family} {model.model_flavour} cannot be trained: {flavour.untrainable}",
+            f"{model.model_family} {name} cannot be trained: {flavour.untrainable}",
             "`simpletuner models` lists the flavours that can",
         )
     if not (flavour or model.pretrained_model_name_or_path or model.model_flavour == TINY):

@@ -101,16 +101,15 @@ def build_clip_tokenizer() -> CLIPTokenizer:
     from transformers import CLIPTokenizer
 
     letters = sorted(ByteLevel.alphabet())
-    merges = learn_merges(WORDS.split())
+    merges = learn_merges([[*word[:-1], f"{word[-1]}</w>"] for word in WORDS.split()])
     pieces = [*letters, *(f"{letter}</w>" for letter in letters), *map("".join, merges)]
     pieces += ["<|startoftext|>", "<|endoftext|>"]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=CLIP_MAX_LENGTH)
 
 
-def learn_merges(words: list[str]) -> list[tuple[str, str]]:
+def learn_merges(spelled: list[list[str]]) -> list[tuple[str, str]]:
     """Return the merges that make each word one piece, commonest pair first; `tokenizers` breaks ties by chance."""
-    spelled = [[*word[:-1], f"{word[-1]}</w>"] for word in words]
     merges = []
     while counts := Counter(pair for pieces in spelled for pair in pairwise(pieces)):
         merges.append(max(counts, key=lambda pair: (counts[pair], pair)))

@@ -51,6 +51,20 @@ def test_an_unknown_family_or_flavour_names_the_nearest(model, message, hint):
     assert caught.value.exit_code == ExitCode.USAGE
 
 
+UNTRAINABLE = [(key, name) for key in FAMILIES for name, each in flavours_of(key).items() if each.untrainable]
+
+
+@pytest.mark.parametrize(("key", "name"), UNTRAINABLE)
+def test_a_flavour_that_cannot_be_trained_is_refused_with_its_reason(key, name):
+    asked = [name, ""] if name == next(iter(flavours_of(key))) else [name]
+    for flavour in asked:
+        with pytest.raises(SettingsError) as caught:
+            check_trainable(Model(model_family=key, model_flavour=flavour))
+        assert f"{key} {name}" in caught.value.message
+        assert flavours_of(key)[name].untrainable in caught.value.message
+    check_trainable(Model(model_family=key, model_flavour=name, pretrained_model_name_or_path="somebody/weights"))
+
+
 def test_the_published_weights_are_those_of_the_flavour_or_of_the_first():
     schnell = flavour_of(Model(model_family="flux", model_flavour="schnell"))
     assert schnell is not None and schnell.hub == "black-forest-labs/FLUX.1-schnell"
