@@ -44,6 +44,7 @@ FAMILIES: dict[str, Entry] = {
     "sdxl": Entry("simpletuner.models.families.sdxl:SDXL", "epsilon", "CLIP-L, CLIP-G"),
     "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
     "wan": Entry("simpletuner.models.families.wan:WAN", "flow", "UMT5-XXL", splits_sequence=True),
+    "ltxvideo": Entry("simpletuner.models.families.ltxvideo:LTXVIDEO", "flow", "T5-XXL", splits_sequence=True),
 }
 # fmt: on
 
