@@ -92,14 +92,14 @@ class Traits:
     """
 
     pipelines: tuple[str, ...]
-    build_tiny: Callable[[], Any]
-    """() -> a complete pipeline in miniature, with random weights."""
     objective: Callable[[Family], Objective]
     encode: Callable[[Family, Any, list[str]], Conditioning]
     """(family, pipeline with text encoders only, captions) -> what each caption gives, by `encode_prompt`."""
     predict: Callable[[Family, nn.Module, Tensor, Tensor, Conditioning], Tensor]
     """(family, denoiser, noisy BCHW, timesteps B, conditioning) -> the answer as BCHW, the denoiser being called just
     as the pipeline calls it. Noisy latents set the dtype; timesteps are those of the objective."""
+    build_tiny: Callable[[], Any] | None = None
+    """() -> a complete pipeline in miniature, with random weights, for the flavour `tiny`."""
     denoiser_name: str = "transformer"
     """The denoiser in the pipeline, and its folder: `unet` or `transformer`."""
     max_length: Callable[[Family], int] | None = None

@@ -13,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simpletuner.errors import SettingsError
+
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
     from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
@@ -31,7 +33,9 @@ circle square triangle star cross ring heart shape background left right above b
 
 
 def build_tiny(traits: Traits, folder: Path) -> None:
-    """Write a family's complete pipeline in miniature, the same one each time."""
+    """Write a family's complete pipeline in miniature, the same one each time. Raises SettingsError without one."""
+    if traits.build_tiny is None:
+        raise SettingsError("this model_family has no flavour `tiny`", "set --pretrained_model_name_or_path")
     with fixed_seed():
         pipeline = traits.build_tiny()
     pipeline.save_pretrained(folder)

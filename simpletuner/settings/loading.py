@@ -21,6 +21,9 @@ from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings
 from simpletuner.settings.sources import Given, Source, gathered
 from simpletuner.settings.spelling import folded, normalised
 
+PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
+"""A short table of texts as it is typed: name=text,name=text."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -107,16 +110,22 @@ def understood(source: Source, mistakes: list[str]) -> dict[str, tuple[Any, str]
 
 def opened(name: str, given: Given, mistakes: list[str]) -> Any:
     """Return a value; of a knob that holds JSON and was given text, the JSON in it or in the file that it names."""
-    text = given.value
-    holds_json = any(get_origin(part) is dict for part in get_args(knobs()[name].annotation))
-    if not holds_json or not isinstance(text, str) or not text or folded(text) == "none":
+    text, kind = given.value, next(filter(is_table, get_args(knobs()[name].annotation)), None)
+    if kind is None or not isinstance(text, str) or not text or folded(text) == "none":
         return text
+    if get_args(kind) == (str, str) and PAIRS.fullmatch(text):
+        return dict(pair.split("=", 1) for pair in text.split(","))
     try:
         return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         mistakes.append(f"{name} = {shortened(text)} ({given.place}): use JSON or the path of a JSON file: {reason}")
         return None
+
+
+def is_table(annotation: Any) -> bool:
+    """Return whether a type is a table of names and values."""
+    return get_origin(annotation) is dict
 
 
 def canonical_name(key: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,12 +12,20 @@ from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.spelling import folded
 
 
+def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
+    """Return where families are, by folded name. Raises ValueError for a place that is no dotted path."""
+    for path in (families or {}).values():
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", path):
+            raise ValueError(f"`{path}` is no place of Traits: write package.module:TRAITS")
+    return families and {folded(name): path for name, path in families.items()}
+
+
 class Model(Section):
     """Model"""
 
     model_family: Annotated[str, AfterValidator(folded)] = knob("", "Which architecture to train, such as sdxl or flux.")
     model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
-    model_families: dict[str, str] | None = knob(None, "Families of your own, by name: where their Traits are, as `package.module:TRAITS`.")
+    model_families: Annotated[dict[str, str] | None, AfterValidator(paths_by_name)] = knob(None, "Families of your own: name=package.module:TRAITS, or a table of such.")
     model_type: Literal["full", "lora"] = knob("full", "Train all weights, or an adapter.")
     pretrained_model_name_or_path: str = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.", aliases=("model_name",))
     revision: str | None = knob(None, "Hub revision: a branch, tag or commit.")

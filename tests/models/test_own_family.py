@@ -1,0 +1,71 @@
+"""The example of docs/families.md, as a user would save, register and train it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SMALL
+
+PAGE = ROOT / "docs" / "families.md"
+NAME = "pixart_alpha"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return a folder that holds the module of the page, and nothing else."""
+    folder = tmp_path_factory.mktemp("own")
+    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (folder / "my_family.py").write_text(code, encoding="utf-8")
+    return folder
+
+
+def simpletuner(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    command = [sys.executable, "-m", "simpletuner", *arguments]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, cwd=folder)
+
+
+def train(folder: Path, output: Path, shapes: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    family = () if any(flag.startswith("--model_family=") for flag in flags) else ("--model_family=pixart-alpha",)
+    chosen = (*family, "--model_flavour=tiny", f"--instance_data_dir={shapes}")
+    steps = ("--max_train_steps=2", "--train_batch_size=2", f"--output_dir={output}")
+    return simpletuner(folder, "train", *chosen, *SMALL, *steps, *flags)
+
+
+def test_the_page_s_family_trains_by_a_setting(folder, shapes, tmp_path):
+    done = train(folder, tmp_path / "run", shapes, f"--model_families={NAME}=my_family:PIXART_ALPHA")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "pipeline" / "model_index.json").exists()
+
+
+def test_an_installed_package_registers_a_family_by_an_entry_point(folder, shapes, tmp_path):
+    package = tmp_path / "site"
+    metadata = package / "my_family-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (package / "my_family.py").write_text((folder / "my_family.py").read_text())
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-family\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[simpletuner.families]\n{NAME} = my_family:PIXART_ALPHA\n")
+    done = train(package, tmp_path / "run", shapes)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "pipeline" / "model_index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("families", "family", "message"),
+    [
+        (f"{NAME}=my_family:NOTHING", NAME, f"model_families: {NAME} = my_family:NOTHING: "),
+        (f"{NAME}=no_such_module:X", NAME, "No module named 'no_such_module'"),
+        (f"{NAME}=my_family.PIXART", NAME, "`my_family.PIXART` is no place of Traits: write package.module:TRAITS"),
+        (f"{NAME}=my_family:PIXART_ALPHA", "pixart_alfa", "Unknown model_family 'pixart_alfa'; did you mean `pixart_a"),
+    ],
+)
+def test_a_family_that_cannot_be_found_is_a_sentence(families, family, message, folder, shapes, tmp_path):
+    done = train(folder, tmp_path / "run", shapes, f"--model_families={families}", f"--model_family={family}")
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

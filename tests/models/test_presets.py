@@ -1,0 +1,41 @@
+"""Every published architecture is what diffusers builds from it: no download is needed to look at a model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from simpletuner.models.components import class_of_diffusers
+from simpletuner.models.registry import FAMILIES, Architecture, flavours_of
+
+ARCHITECTURES = {
+    f"{key}/{name}": flavour.architecture
+    for key in FAMILIES
+    for name, flavour in reversed(flavours_of(key).items())
+    if flavour.architecture
+}
+DISTINCT = {(a.class_name, json.dumps(a.config, sort_keys=True)): name for name, a in ARCHITECTURES.items()}
+
+
+@pytest.mark.parametrize("name", DISTINCT.values())
+def test_an_architecture_has_as_many_parameters_as_were_published(name):
+    architecture: Architecture = ARCHITECTURES[name]
+    with torch.device("meta"):
+        model = class_of_diffusers(architecture.class_name)(**architecture.config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == architecture.parameters
+    assert architecture.source.startswith("https://")
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_a_family_can_split_the_sequence_if_diffusers_has_a_plan_for_it(key):
+    classes = {class_of_diffusers(flavour.architecture.class_name) for flavour in flavours_of(key).values()}
+    assert FAMILIES[key].splits_sequence == all(getattr(cls, "_cp_plan", None) is not None for cls in classes)
+
+
+@pytest.mark.parametrize("key", [key for key, entry in FAMILIES.items() if entry.traits])
+def test_the_miniature_is_of_the_published_class(key, pipelines):
+    name = "unet" if (pipelines(key) / "unet").exists() else "transformer"
+    config = json.loads((pipelines(key) / name / "config.json").read_text())
+    assert config["_class_name"] in {flavour.architecture.class_name for flavour in flavours_of(key).values()}
