@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from simpletuner.errors import EnvironmentFault
+from simpletuner.errors import EnvironmentFault, SettingsError
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 TEXT_PARTS = ("tokenizer", "text_encoder")
 """How the names of components begin that turn captions into tensors."""
 
-FLOAT32_INPUTS = ("timestep", "t", "guidance", "time_ids", "txt_ids", "img_ids")
+FLOAT32_INPUTS = ("timestep", "t", "guidance", "time_ids", "txt_ids", "img_ids", "video_coords")
 """What a denoiser is told in numbers that bf16 would round."""
 
 
@@ -65,6 +65,15 @@ def refuse_pickles(folder: Path) -> None:
     for component in sorted(path for path in folder.iterdir() if path.is_dir()):
         if any(path.suffix in PICKLE_SUFFIXES for path in component.iterdir()):
             any_weights_files(component)
+
+
+def refuse_second_denoiser(folder: Path, index: Mapping[str, Any], name: str) -> None:
+    """Raise SettingsError for a pipeline in which another denoiser takes over where little noise is left."""
+    if any(index.get(f"{name}_2") or ()):
+        raise SettingsError(
+            f"{folder} has two denoisers, {name} and {name}_2, each for its own noise levels",
+            "choose a model with one: `simpletuner models` lists what can be trained",
+        )
 
 
 def any_weights_files(folder: Path) -> list[Path]:

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.data.geometry import Geometry, Size
-from simpletuner.models.components import TEXT_PARTS, build_on_meta, class_of_diffusers, inputs_cast, read_json
+from simpletuner.models.components import (
+    TEXT_PARTS,
+    build_on_meta,
+    class_of_diffusers,
+    inputs_cast,
+    read_json,
+    refuse_second_denoiser,
+)
 from simpletuner.models.objectives import Objective
 from simpletuner.models.vae import Vae
 from simpletuner.settings.sections import Settings
@@ -50,6 +57,11 @@ class Sampling:
 def with_guidance(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:
     """Return what a pipeline with a guidance scale and negative prompts is told."""
     return {**positive, **{f"negative_{name}": value for name, value in negative.items()}, **sampling.arguments()}
+
+
+def of_one_frame(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:
+    """Return what a pipeline is told that draws films: guidance as usual, and one frame."""
+    return with_guidance(positive, negative, sampling) | {"num_frames": 1}
 
 
 def without_negative(positive: Conditioning, _: Conditioning, sampling: Sampling) -> dict[str, Any]:
@@ -129,7 +141,9 @@ class Family:
     def __init__(self, traits: Traits, folder: Path, settings: Settings) -> None:
         self.traits, self.folder, self.settings = traits, folder, settings
         self.index = read_json(folder / "model_index.json")
+        refuse_second_denoiser(folder, self.index, traits.denoiser_name)
         self.config = read_json(folder / traits.denoiser_name / "config.json")
+        self.vae_config = read_json(folder / "vae" / "config.json")
         self.scheduler_config = read_json(folder / "scheduler" / "scheduler_config.json")
         """The scheduler as it draws and is exported; a prediction type that the settings override is in it."""
         if settings.model.prediction_type:

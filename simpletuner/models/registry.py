@@ -49,6 +49,10 @@ FAMILIES: dict[str, Entry] = {
     "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
     "qwen_image": Entry("simpletuner.models.families.qwen_image:QWEN", "flow", "Qwen2.5-VL-7B", splits_sequence=True),
     "z_image": Entry("simpletuner.models.families.z_image:Z_IMAGE", "flow", "Qwen3-4B"),
+    "wan": Entry("simpletuner.models.families.wan:WAN", "flow", "UMT5-XXL", splits_sequence=True),
+    "ltxvideo": Entry("simpletuner.models.families.ltxvideo:LTXVIDEO", "flow", "T5-XXL", splits_sequence=True),
+    "hunyuanvideo": Entry("", "flow", "Qwen2.5-VL-7B, ByT5"),
+    "cosmos": Entry("", "edm", "T5-11B"),
 }
 # fmt: on
 

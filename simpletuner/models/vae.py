@@ -47,15 +47,22 @@ class Vae:
         """Return pixels BCHW in -1..1, float32."""
         mean, scale = self._statistics()
         latents = (latents_BCHW.to(self.device).float() / scale + mean).to(self.dtype)
-        pixels = self.model.decode(latents.unsqueeze(2) if self.has_frames else latents).sample
+        config: Any = self.model.config
+        # A decoder that also denoises wants to know how noisy its latents are: not at all.
+        told = {"temb": latents.new_zeros(len(latents))} if config.get("timestep_conditioning") else {}
+        pixels = self.model.decode(latents.unsqueeze(2) if self.has_frames else latents, **told).sample
         return (pixels.squeeze(2) if self.has_frames else pixels).float().clamp(-1, 1).cpu()
 
     def _statistics(self) -> tuple[Any, Any]:
-        """Return (mean, scale) so that the denoiser sees (latents - mean) * scale."""
+        """Return (mean, scale) so that the denoiser sees (latents - mean) * scale.
+
+        Statistics of each channel are in the config, or in buffers beside the weights (AutoencoderKLLTXVideo).
+        """
         config: Any = self.model.config
         scale = getattr(config, "scaling_factor", None) or 1.0
-        mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
+        known = dict(config) | dict(self.model.named_buffers(recurse=False))
+        mean, std = known.get("latents_mean"), known.get("latents_std")
         if mean is None or std is None:
             return getattr(config, "shift_factor", None) or 0.0, scale
-        mean, std = (torch.tensor(values, device=self.device).view(1, -1, 1, 1) for values in (mean, std))
+        mean, std = (torch.as_tensor(each, device=self.device).float().view(1, -1, 1, 1) for each in (mean, std))
         return mean, scale / std

@@ -97,13 +97,14 @@ def test_a_denoiser_sees_what_diffusers_own_pipeline_shows_it(key, pipelines):
     pipeline = diffusers_pipeline(family)
     denoiser = getattr(pipeline, family.denoiser_name)
     asked = family.traits.draw_arguments({}, {}, sampling(guidance=1.0))
-    theirs = recorded_call(denoiser, lambda: pipeline(PROMPT, **asked), number=2)
+    theirs = recorded_call(denoiser, lambda: pipeline(prompt=PROMPT, **asked), number=2)
 
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
     geometry = Geometry(SIZE, SIZE, (0, 0), SIZE)
     conditioning |= {name: value[None] for name, value in family.picture_conditioning(geometry).items()}
+    scheduler = pipeline.scheduler
     flow = isinstance(family.objective(), FlowMatching)
-    times = (pipeline.scheduler.sigmas if flow else pipeline.scheduler.timesteps)[1:2]
+    times = scheduler.timesteps[1:2] / (scheduler.config.num_train_timesteps if flow else 1)
     noisy = latents_shown(family, theirs)
     ours = recorded_call(denoiser, lambda: family.predict(denoiser, noisy, times, conditioning))
     assert ours.keys() == theirs.keys()
@@ -124,7 +125,7 @@ def test_a_picture_is_the_one_that_diffusers_own_pipeline_draws(key, pipelines):
     asked = family.traits.draw_arguments({}, {}, sampling(guidance=4.0))
     if "true_cfg_scale" in asked:  # such a pipeline guides only where it is told what to lead away from
         asked["negative_prompt"] = ""
-    theirs = pipeline(PROMPT, **(asked | {"output_type": "pt"}))[0]
+    theirs = pipeline(prompt=PROMPT, **(asked | {"output_type": "pt"}))[0]
     theirs = theirs[:, 0] if theirs.ndim == 5 else theirs
 
     encoder = family.text_encoder(CPU, torch.float32)
@@ -171,7 +172,8 @@ def test_latents_come_back_as_the_vae_alone_would_bring_them(key, pipelines):
         frames = pixels.unsqueeze(2) if vae.has_frames else pixels
         encoded = vae.model.encode(frames)
         raw = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
-        alone = vae.model.decode(raw).sample
+        clean = {"temb": torch.zeros(2)} if vae.model.config.get("timestep_conditioning") else {}
+        alone = vae.model.decode(raw, **clean).sample
     alone = (alone.squeeze(2) if vae.has_frames else alone).clamp(-1, 1)
     torch.testing.assert_close(vae.decode(latents), alone, atol=1e-4, rtol=0)
 

@@ -75,3 +75,25 @@ def test_the_published_weights_are_those_of_the_flavour_or_of_the_first():
 
 def test_a_family_is_understood_in_any_case():
     check_trainable(Model(model_family="SDXL"))
+
+
+@pytest.mark.parametrize("key", [key for key, entry in FAMILIES.items() if not entry.traits])
+def test_a_family_known_by_its_architecture_alone_cannot_be_trained(key):
+    with pytest.raises(SettingsError, match=f"^{key} cannot be trained yet"):
+        check_trainable(Model(model_family=key))
+
+
+UNTRAINABLE = [
+    (key, name, each.untrainable)
+    for key, entry in FAMILIES.items()
+    for name, each in flavours_of(key).items()
+    if entry.traits and each.untrainable
+]
+
+
+@pytest.mark.parametrize(("key", "flavour", "reason"), UNTRAINABLE)
+def test_a_flavour_that_cannot_be_trained_says_why_but_a_folder_is_the_user_s_word(key, flavour, reason):
+    with pytest.raises(SettingsError) as caught:
+        check_trainable(Model(model_family=key, model_flavour=flavour))
+    assert caught.value.message == f"{key} {flavour} cannot be trained: {reason}"
+    check_trainable(Model(model_family=key, model_flavour=flavour, pretrained_model_name_or_path="folder"))
