@@ -106,8 +106,9 @@ def expect_same_inputs(family: Family, **told: Any) -> None:
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
     geometry = Geometry(SIZE, SIZE, (0, 0), SIZE)
     conditioning |= {name: value[None] for name, value in family.picture_conditioning(geometry).items()}
+    scheduler = pipeline.scheduler
     flow = isinstance(family.objective(), FlowMatching)
-    times = (pipeline.scheduler.sigmas if flow else pipeline.scheduler.timesteps)[1:2]
+    times = scheduler.timesteps[1:2] / (scheduler.config.num_train_timesteps if flow else 1)
     noisy = latents_shown(family, theirs)
     ours = recorded_call(denoiser, lambda: family.predict(denoiser, noisy, times, conditioning))
     assert ours.keys() == theirs.keys()
