@@ -18,7 +18,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 TEXT_PARTS = ("tokenizer", "text_encoder")
 """How the names of components begin that turn captions into tensors."""
 
-FLOAT32_INPUTS = ("timestep", "guidance", "time_ids", "txt_ids", "img_ids")
+FLOAT32_INPUTS = ("timestep", "guidance", "time_ids", "txt_ids", "img_ids", "resolution", "aspect_ratio")
 """What a denoiser is told in numbers that bf16 would round."""
 
 
