@@ -44,6 +44,7 @@ FAMILIES: dict[str, Entry] = {
     "sdxl": Entry("simpletuner.models.families.sdxl:SDXL", "epsilon", "CLIP-L, CLIP-G"),
     "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
     "pixart_sigma": Entry("simpletuner.models.families.pixart_sigma:PIXART_SIGMA", "epsilon", "T5-XXL"),
+    "sana": Entry("simpletuner.models.families.sana:SANA", "flow", "Gemma-2-2B"),
 }
 # fmt: on
 
