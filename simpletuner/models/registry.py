@@ -45,6 +45,7 @@ FAMILIES: dict[str, Entry] = {
     "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
     "pixart_sigma": Entry("simpletuner.models.families.pixart_sigma:PIXART_SIGMA", "epsilon", "T5-XXL"),
     "sana": Entry("simpletuner.models.families.sana:SANA", "flow", "Gemma-2-2B"),
+    "lumina2": Entry("simpletuner.models.families.lumina2:LUMINA2", "flow", "Gemma-2-2B"),
 }
 # fmt: on
 
