@@ -46,6 +46,7 @@ FAMILIES: dict[str, Entry] = {
     "pixart_sigma": Entry("simpletuner.models.families.pixart_sigma:PIXART_SIGMA", "epsilon", "T5-XXL"),
     "sana": Entry("simpletuner.models.families.sana:SANA", "flow", "Gemma-2-2B"),
     "lumina2": Entry("simpletuner.models.families.lumina2:LUMINA2", "flow", "Gemma-2-2B"),
+    "auraflow": Entry("simpletuner.models.families.auraflow:AURAFLOW", "flow", "Pile-T5-XL"),
 }
 # fmt: on
 
