@@ -18,7 +18,11 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 TEXT_PARTS = ("tokenizer", "text_encoder")
 """How the names of components begin that turn captions into tensors."""
 
-FLOAT32_INPUTS = ("timestep", "t", "guidance", "time_ids", "txt_ids", "img_ids", "video_coords")
+FLOAT32_INPUTS = (
+    *("timestep", "t", "guidance"),
+    *("time_ids", "resolution", "aspect_ratio"),
+    *("txt_ids", "img_ids", "video_coords"),
+)
 """What a denoiser is told in numbers that bf16 would round."""
 
 

@@ -56,7 +56,10 @@ class Sampling:
 
 def with_guidance(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:
     """Return what a pipeline with a guidance scale and negative prompts is told."""
-    return {**positive, **{f"negative_{name}": value for name, value in negative.items()}, **sampling.arguments()}
+    embedded = {f"negative_{name}": value for name, value in negative.items()}
+    if negative:
+        embedded["negative_prompt"] = None  # some pipelines have one by default, and refuse it beside embeddings
+    return {**positive, **embedded, **sampling.arguments()}
 
 
 def of_one_frame(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:

@@ -53,6 +53,10 @@ FAMILIES: dict[str, Entry] = {
     "ltxvideo": Entry("simpletuner.models.families.ltxvideo:LTXVIDEO", "flow", "T5-XXL", splits_sequence=True),
     "hunyuanvideo": Entry("", "flow", "Qwen2.5-VL-7B, ByT5"),
     "cosmos": Entry("", "edm", "T5-11B"),
+    "pixart_sigma": Entry("simpletuner.models.families.pixart_sigma:PIXART_SIGMA", "epsilon", "T5-XXL"),
+    "sana": Entry("simpletuner.models.families.sana:SANA", "flow", "Gemma-2-2B"),
+    "lumina2": Entry("simpletuner.models.families.lumina2:LUMINA2", "flow", "Gemma-2-2B"),
+    "auraflow": Entry("simpletuner.models.families.auraflow:AURAFLOW", "flow", "Pile-T5-XL"),
 }
 # fmt: on
 

@@ -5,16 +5,13 @@ Wan 2.2 TI2V-5B tells every token its own time, since it may be given a clean fi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from simpletuner.models.family import Conditioning, Family, Traits, of_one_frame
 from simpletuner.models.objectives import flow_matching
-from simpletuner.models.tiny import build_t5_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import T5Tokenizer, UMT5EncoderModel
+from simpletuner.models.tiny import build_t5_tokenizer, build_umt5
 
 
 def encode(family: Family, pipeline: Any, captions: list[str]) -> Conditioning:
@@ -54,6 +51,14 @@ def build_tiny() -> Any:
     tokenizer = build_t5_tokenizer()
     return WanPipeline(
         vae=AutoencoderKLWan(**TINY_VAE),
+        text_encoder=build_umt5(tokenizer, width=64),
+        tokenizer=tokenizer,
+        transformer=WanTransformer3DModel(**TINY_TRANSFORMER),
+        scheduler=UniPCMultistepScheduler(**TINY_SCHEDULER),
+    )
+
+
+TINY_VAE),
         text_encoder=build_umt5(tokenizer, width=64),
         tokenizer=tokenizer,
         transformer=WanTransformer3DModel(**TINY_TRANSFORMER),
