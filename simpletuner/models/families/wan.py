@@ -58,24 +58,6 @@ def build_tiny() -> Any:
     )
 
 
-TINY_VAE),
-        text_encoder=build_umt5(tokenizer, width=64),
-        tokenizer=tokenizer,
-        transformer=WanTransformer3DModel(**TINY_TRANSFORMER),
-        scheduler=UniPCMultistepScheduler(**TINY_SCHEDULER),
-    )
-
-
-def build_umt5(tokenizer: T5Tokenizer, width: int) -> UMT5EncoderModel:
-    """Return a random UMT5 encoder."""
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    config = UMT5Config(
-        vocab_size=len(tokenizer), d_model=width, d_kv=width // 4, d_ff=2 * width, num_layers=2, num_heads=4
-    )
-    return UMT5EncoderModel(config)
-
-
 TINY_VAE: dict[str, Any] = {
     "base_dim": 8,
     "z_dim": 4,
