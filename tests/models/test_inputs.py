@@ -93,11 +93,15 @@ def same(ours: Any, theirs: Any, name: str) -> None:
 
 @pytest.mark.parametrize("key", TRAINABLE)
 def test_a_denoiser_sees_what_diffusers_own_pipeline_shows_it(key, pipelines):
-    family = opened(key, pipelines(key))
+    expect_same_inputs(opened(key, pipelines(key)))
+
+
+def expect_same_inputs(family: Family, **told: Any) -> None:
+    """Compare the second call of three, the pipeline being told these, too. Tests of single checkpoints call this."""
     pipeline = diffusers_pipeline(family)
     denoiser = getattr(pipeline, family.denoiser_name)
-    asked = family.traits.draw_arguments({}, {}, sampling(guidance=1.0))
-    theirs = recorded_call(denoiser, lambda: pipeline(PROMPT, **asked), number=2)
+    asked = family.traits.draw_arguments({}, {}, sampling(guidance=1.0)) | told
+    theirs = recorded_call(denoiser, lambda: pipeline(prompt=PROMPT, **asked), number=2)
 
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
     geometry = Geometry(SIZE, SIZE, (0, 0), SIZE)
@@ -118,11 +122,38 @@ def sampling(guidance: float):
 
 
 @pytest.mark.parametrize("key", TRAINABLE)
-def test_a_picture_is_the_one_that_diffusers_own_pipeline_draws(key, pipelines):
+def test_recomputing_activations_changes_neither_answer_nor_gradients(key, pipelines):
     family = opened(key, pipelines(key))
+    denoiser = getattr(diffusers_pipeline(family), family.denoiser_name)
+    conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
+    geometry = Geometry(SIZE, SIZE, (0, 0), SIZE)
+    conditioning |= {name: value[None] for name, value in family.picture_conditioning(geometry).items()}
+    clean = family.vae(CPU).encode(torch.zeros(1, 3, SIZE[1], SIZE[0]))
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+    problem = family.objective().corrupt(clean, noise, torch.full((1,), 0.5))
+
+    def answer() -> list[torch.Tensor]:
+        predicted = family.predict(denoiser, problem.noisy, problem.timesteps, conditioning)
+        predicted.square().mean().backward()
+        gradients = [parameter.grad for parameter in denoiser.parameters() if parameter.grad is not None]
+        denoiser.zero_grad()
+        return [predicted.detach(), *gradients]
+
+    kept = answer()
+    denoiser.enable_gradient_checkpointing()
+    torch.testing.assert_close(answer(), kept)
+
+
+@pytest.mark.parametrize("key", TRAINABLE)
+def test_a_picture_is_the_one_that_diffusers_own_pipeline_draws(key, pipelines):
+    expect_same_picture(opened(key, pipelines(key)))
+
+
+def expect_same_picture(family: Family, **told: Any) -> None:
+    """Compare the whole drawing, with guidance, the pipeline being told these, too."""
     pipeline, vae = diffusers_pipeline(family), family.vae(CPU)
-    asked = family.traits.draw_arguments({}, {}, sampling(guidance=4.0))
-    theirs = pipeline(PROMPT, **(asked | {"output_type": "pt"}))[0]
+    asked = family.traits.draw_arguments({}, {}, sampling(guidance=4.0)) | told
+    theirs = pipeline(prompt=PROMPT, **(asked | {"output_type": "pt"}))[0]
     theirs = theirs[:, 0] if theirs.ndim == 5 else theirs
 
     encoder = family.text_encoder(CPU, torch.float32)
