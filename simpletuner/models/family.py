@@ -100,6 +100,14 @@ class Traits:
     """(positive, negative, sampling) -> keyword arguments of the pipeline."""
     drawn_latents: Callable[[Tensor, Size], Tensor] = latents_as_drawn
     """(what the pipeline answers, latents' (height, width)) -> latents BCHW as the VAE made them."""
+    draws_for_vae: bool = False
+    """Whether the pipeline answers latents as its VAE decodes them, not as its denoiser sees them."""
+    siblings: tuple[Traits, ...] = ()
+    """The traits of the family's other pipelines, taken where a folder names one of those."""
+
+    def of(self, pipeline: str) -> Traits:
+        """Return the traits of one of the family's pipelines; these for a class that none of them names."""
+        return next((each for each in self.siblings if pipeline in each.pipelines), self)
 
 
 class TextEncoder:
@@ -120,8 +128,9 @@ class Family:
     """A model family, opened from one pipeline folder in diffusers format."""
 
     def __init__(self, traits: Traits, folder: Path, settings: Settings) -> None:
-        self.traits, self.folder, self.settings = traits, folder, settings
+        self.folder, self.settings = folder, settings
         self.index = read_json(folder / "model_index.json")
+        self.traits = traits.of(self.index.get("_class_name", ""))
         self.config = read_json(folder / traits.denoiser_name / "config.json")
         self.scheduler_config = read_json(folder / "scheduler" / "scheduler_config.json")
         """The scheduler as it draws and is exported; a prediction type that the settings override is in it."""
@@ -172,6 +181,7 @@ class Family:
         arguments = self.traits.draw_arguments(positive, negative, sampling)
         with inputs_cast(model, positive["prompt_embeds"].dtype):
             drawn = pipeline(**arguments)[0]
+        drawn = vae.normalised(drawn) if self.traits.draws_for_vae else drawn
         size = (sampling.size[1] // vae.downscale, sampling.size[0] // vae.downscale)
         return self.traits.drawn_latents(drawn, size)
 
