@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.data.geometry import Geometry, Size
-from simpletuner.models.components import TEXT_PARTS, build_on_meta, class_of_diffusers, inputs_cast, read_json
+from simpletuner.models.components import (
+    TEXT_PARTS,
+    build_on_meta,
+    class_of_diffusers,
+    inputs_cast,
+    read_json,
+    require_packages,
+)
 from simpletuner.models.objectives import Objective
 from simpletuner.models.vae import Vae
 from simpletuner.settings.sections import Settings
@@ -198,6 +205,7 @@ class Family:
         parts: dict[str, Any] = {name: None for name, value in self.index.items() if isinstance(value, list)}
         if with_text:  # what is not mentioned is loaded
             parts = {name: None for name in parts if not name.startswith(TEXT_PARTS)}
+            require_packages(self.index[name] for name in self.index if name.startswith(TEXT_PARTS))
         scheduler = class_of_diffusers(self.index["scheduler"][1]).from_config(self.scheduler_config)
         parts |= {"vae": vae, self.denoiser_name: model, "scheduler": scheduler}
         variant = self.settings.model.variant
