@@ -17,7 +17,7 @@ from simpletuner.settings.sections import Model, Settings
 DOWNLOAD_SECONDS = 12 * 3600
 """How long the other ranks wait while the first downloads a model."""
 
-WANTED_FROM_HUB = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
+WANTED_FROM_HUB = ["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model", "*.md"]
 
 
 def open_family(settings: Settings, world: World, stop: Callable[[], None]) -> Family:
