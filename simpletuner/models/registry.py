@@ -43,6 +43,7 @@ class Entry:
 FAMILIES: dict[str, Entry] = {
     "sdxl": Entry("simpletuner.models.families.sdxl:SDXL", "epsilon", "CLIP-L, CLIP-G"),
     "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
+    "flux2": Entry("simpletuner.models.families.flux2:FLUX2", "flow", "Qwen3 or Mistral-3", splits_sequence=True),
     "chroma": Entry("simpletuner.models.families.chroma:CHROMA", "flow", "T5-XXL"),
     "hidream": Entry("", "flow", "CLIP-L, CLIP-G, T5-XXL, Llama-3.1-8B"),
 }
