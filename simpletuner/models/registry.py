@@ -42,6 +42,10 @@ class Entry:
 # fmt: off
 FAMILIES: dict[str, Entry] = {
     "sdxl": Entry("simpletuner.models.families.sdxl:SDXL", "epsilon", "CLIP-L, CLIP-G"),
+    "sd1x": Entry("simpletuner.models.families.stable_diffusion:SD1X", "epsilon", "CLIP-L"),
+    "sd2x": Entry("simpletuner.models.families.stable_diffusion:SD2X", "v_prediction", "OpenCLIP-H"),
+    "sd3": Entry("simpletuner.models.families.sd3:SD3", "flow", "CLIP-L, CLIP-G, T5-XXL"),
+    "kolors": Entry("", "epsilon", "ChatGLM3-6B"),
     "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
     "flux2": Entry("simpletuner.models.families.flux2:FLUX2", "flow", "Qwen3 or Mistral-3", splits_sequence=True),
     "chroma": Entry("simpletuner.models.families.chroma:CHROMA", "flow", "T5-XXL"),

@@ -17,7 +17,7 @@ from simpletuner.errors import SettingsError
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
-    from transformers import CLIPTextModel, CLIPTokenizer, Qwen2Tokenizer, T5EncoderModel, T5Tokenizer
+    from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
     from simpletuner.models.family import Traits
 
@@ -30,18 +30,6 @@ red green blue yellow orange purple pink brown black white grey cyan magenta
 circle square triangle star cross ring heart shape background left right above below one two three four
 """
 """Words the tokenizers know whole; any other text falls apart into characters."""
-
-QWEN_PROMPT = """
-system user assistant Describe the image by detailing the color shape size texture quantity text spatial relationships
-of the objects and background
-"""
-"""Words around captions in Qwen-Image's prompt, of which its pipeline drops the first 34 tokens: one for each word."""
-
-CHAT = """{%- for message in messages -%}
-<|im_start|>{{ message.role + "\n" + message.content }}<|im_end|>{{ "\n" }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant{{ "\n" }}{%- endif -%}
-"""
 
 
 def build_tiny(traits: Traits, folder: Path) -> None:
@@ -118,19 +106,6 @@ def build_clip_tokenizer() -> CLIPTokenizer:
     pieces += ["<|startoftext|>", "<|endoftext|>"]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=CLIP_MAX_LENGTH)
-
-
-def build_qwen_tokenizer() -> Qwen2Tokenizer:
-    """Return a byte-level BPE tokenizer with Qwen's chat marks, to which each of WORDS is one piece."""
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import Qwen2Tokenizer
-
-    letters, space = sorted(ByteLevel.alphabet()), "Ġ"
-    words = [[*start, *word] for word in (WORDS + QWEN_PROMPT).split() for start in ("", space)]
-    merges = learn_merges(words)
-    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys([*letters, *map("".join, merges)]))}
-    marks = {"extra_special_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": CHAT}
-    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, model_max_length=2048, **marks)
 
 
 def learn_merges(spelled: list[list[str]]) -> list[tuple[str, str]]:

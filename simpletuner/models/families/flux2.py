@@ -15,7 +15,8 @@ from simpletuner.data.geometry import Size
 from simpletuner.models.families.flux import embedded_guidance
 from simpletuner.models.family import Conditioning, Family, Sampling, Traits, without_negative
 from simpletuner.models.objectives import flow_matching
-from simpletuner.models.tiny import build_qwen_tokenizer, load_vae
+from simpletuner.models.tiny import load_vae
+from simpletuner.models.tiny_qwen import build_qwen_tokenizer, with_clear_words
 
 
 def positions(batch: int, rows: int, columns: int, words: int, device: torch.device) -> Tensor:
@@ -67,11 +68,9 @@ def build_tiny() -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = build_qwen_tokenizer()
-    text_encoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **TINY_TEXT))
-    text_encoder.get_input_embeddings().weight.data.normal_(std=0.3)  # the usual 0.02 drowns the words in attention
     return Flux2KleinPipeline(
         vae=build_vae(),
-        text_encoder=text_encoder,
+        text_encoder=with_clear_words(Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **TINY_TEXT))),
         tokenizer=tokenizer,
         transformer=Flux2Transformer2DModel(**TINY_TRANSFORMER),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
