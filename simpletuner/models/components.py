@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,22 @@ def class_of_diffusers(name: str) -> Any:
             f"diffusers {diffusers.__version__} has no {name}",
             "pip install --upgrade diffusers, or choose another model",
         ) from None
+
+
+def require_packages(components: Iterable[Sequence[str]]) -> None:
+    """Raise EnvironmentFault if a (library, class) of a pipeline needs a package that is not installed.
+
+    transformers names the package; diffusers, which would load the class, does not.
+    """
+    import transformers
+
+    for library, name in components:
+        try:
+            if library == "transformers":
+                getattr(transformers, name).from_pretrained  # noqa: B018 - what stands in for the class raises here
+        except ImportError as error:
+            sentence = str(error).strip().partition(".")[0]
+            raise EnvironmentFault(sentence, "install the build of it that fits your torch, then run again") from None
 
 
 def build_on_meta(config: Mapping[str, Any]) -> nn.Module:

@@ -23,6 +23,7 @@ from simpletuner.models.components import (
     inputs_cast,
     read_json,
     refuse_second_denoiser,
+    require_packages,
 )
 from simpletuner.models.objectives import Objective
 from simpletuner.models.vae import Vae
@@ -122,6 +123,14 @@ class Traits:
     """(what the pipeline answers, latents' (height, width)) -> latents BCHW as the VAE made them."""
     idle: Callable[[Family], tuple[str, ...]] = none_idle
     """How the names of weights begin that no answer depends on: they get no gradient, so they stay as published."""
+    draws_for_vae: bool = False
+    """Whether the pipeline answers latents as its VAE decodes them, not as its denoiser sees them."""
+    siblings: tuple[Traits, ...] = ()
+    """The traits of the family's other pipelines, taken where a folder names one of those."""
+
+    def of(self, pipeline: str) -> Traits:
+        """Return the traits of one of the family's pipelines; these for a class that none of them names."""
+        return next((each for each in self.siblings if pipeline in each.pipelines), self)
 
 
 class TextEncoder:
@@ -142,9 +151,10 @@ class Family:
     """A model family, opened from one pipeline folder in diffusers format."""
 
     def __init__(self, traits: Traits, folder: Path, settings: Settings) -> None:
-        self.traits, self.folder, self.settings = traits, folder, settings
+        self.folder, self.settings = folder, settings
         self.index = read_json(folder / "model_index.json")
         refuse_second_denoiser(folder, self.index, traits.denoiser_name)
+        self.traits = traits.of(self.index.get("_class_name", ""))
         self.config = read_json(folder / traits.denoiser_name / "config.json")
         self.vae_config = read_json(folder / "vae" / "config.json")
         self.scheduler_config = read_json(folder / "scheduler" / "scheduler_config.json")
@@ -152,7 +162,8 @@ class Family:
         if settings.model.prediction_type:
             self.scheduler_config["prediction_type"] = settings.model.prediction_type
         chosen = settings.data.tokenizer_max_length
-        self.max_length = (chosen or traits.max_length(self)) if traits.max_length else None
+        longest = self.traits.max_length
+        self.max_length = (chosen or longest(self)) if longest else None
 
     @property
     def denoiser_name(self) -> str:
@@ -199,6 +210,7 @@ class Family:
         arguments = self.traits.draw_arguments(positive, negative, sampling)
         with inputs_cast(model, positive["prompt_embeds"].dtype):
             drawn = pipeline(**arguments)[0]
+        drawn = vae.normalised(drawn) if self.traits.draws_for_vae else drawn
         size = (sampling.size[1] // vae.downscale, sampling.size[0] // vae.downscale)
         return self.traits.drawn_latents(drawn, size)
 
@@ -215,6 +227,7 @@ class Family:
         parts: dict[str, Any] = {name: None for name, value in self.index.items() if isinstance(value, list)}
         if with_text:  # what is not mentioned is loaded
             parts = {name: None for name in parts if not name.startswith(TEXT_PARTS)}
+            require_packages(self.index[name] for name in self.index if name.startswith(TEXT_PARTS))
         scheduler = class_of_diffusers(self.index["scheduler"][1]).from_config(self.scheduler_config)
         parts |= {"vae": vae, self.denoiser_name: model, "scheduler": scheduler}
         variant = self.settings.model.variant

@@ -57,6 +57,9 @@ FAMILIES: dict[str, Entry] = {
     "sana": Entry("simpletuner.models.families.sana:SANA", "flow", "Gemma-2-2B"),
     "lumina2": Entry("simpletuner.models.families.lumina2:LUMINA2", "flow", "Gemma-2-2B"),
     "auraflow": Entry("simpletuner.models.families.auraflow:AURAFLOW", "flow", "Pile-T5-XL"),
+    "flux2": Entry("simpletuner.models.families.flux2:FLUX2", "flow", "Qwen3 or Mistral-3", splits_sequence=True),
+    "chroma": Entry("simpletuner.models.families.chroma:CHROMA", "flow", "T5-XXL"),
+    "hidream": Entry("", "flow", "CLIP-L, CLIP-G, T5-XXL, Llama-3.1-8B"),
 }
 # fmt: on
 

@@ -34,7 +34,7 @@ def test_no_flavour_is_called_as_the_tiny_one():
         (
             {"model_family": "flux", "model_flavour": "crea"},
             "Unknown model_flavour 'crea' of flux; did you mean `krea`?",
-            "dev, krea, schnell, tiny",
+            "krea, dev, schnell, fluxbooru, kontext, libreflux, tiny",
         ),
         (
             {"model_family": "sdxl", "model_flavour": "tinny"},
