@@ -43,7 +43,10 @@ def steps_of(family: Family, pipeline: Any, guidance: float = 1.0) -> list[tuple
     class Listening(type(pipeline.scheduler)):
         def step(self, model_output, timestep, sample, **named):
             scaled = hasattr(self, "scale_model_input")
-            handed.append((timestep, self.scale_model_input(sample, timestep) if scaled else sample, model_output))
+            shown = self.scale_model_input(sample, timestep) if scaled else sample
+            # Told a time for each token, the scheduler counts steps upwards, and pipelines turn their answer round.
+            answer = -model_output if named.get("per_token_timesteps") is not None else model_output
+            handed.append((timestep, shown, answer))
             return super().step(model_output, timestep, sample, **named)
 
     pipeline.scheduler = Listening.from_config(pipeline.scheduler.config)
