@@ -12,6 +12,8 @@ from simpletuner.app import main
 GOLDEN = Path(__file__).with_name("help.txt")
 COMMANDS = (
     "--help",
+    "detect-blocks --help",
+    "models --help",
     "config --help",
     "config init --help",
     "config validate --help",

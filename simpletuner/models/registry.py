@@ -156,6 +156,11 @@ def path_of_traits(model: Model) -> str | None:
     return next((point.value for point in entry_points(group=ENTRY_POINTS, name=key)), None)
 
 
+def installed_families() -> dict[str, str]:
+    """Return the families that installed packages register, by name: where their Traits are."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS) if point.name not in FAMILIES}
+
+
 def traits_of(model: Model) -> Traits:
     """Import and return what is particular to a family. Raises SettingsError when a user's own cannot be imported."""
     path = path_of_traits(model) or ""

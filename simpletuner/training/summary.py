@@ -9,6 +9,7 @@ from typing import Any
 from simpletuner.checkpoints.layout import numbered
 from simpletuner.models.family import Family
 from simpletuner.parallel.compilation import described
+from simpletuner.parallel.fsdp2 import units_told
 from simpletuner.preparation import Plan
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -31,6 +32,7 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
             f"{settings.model.model_family}, {parameters:,} parameters, mixed precision: {training.mixed_precision}",
         ),
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
+        *([("wrapping", units_told(family.denoiser(), parallel))] if parallel.fsdp_enable else []),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
         ("pictures", f"{len(plan.samples)} in {len(plan.buckets)} buckets ({buckets})"),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),

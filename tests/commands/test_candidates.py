@@ -126,6 +126,21 @@ def test_training_flags_and_values(line, words):
     assert offered(f"simpletuner-train {line}", "simpletuner-train") == words
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("det", ["detect-blocks"]),
+        ("detect-blocks --model_family=sdx", ["--model_family=sdxl"]),
+        ("detect-blocks --model-family flux --model_flavour schn", ["schnell"]),
+        ("detect-blocks --re", ["--refresh", "--revision"]),
+        ("detect-blocks --apply ", []),
+        ("models --", ["--json", "--help"]),
+    ],
+)
+def test_block_detection_is_completed_as_well(line, words):
+    assert offered(f"simpletuner {line}") == words
+
+
 def test_an_empty_word_offers_the_flags_where_nothing_else_can_come():
     flags = offered("simpletuner train ")
     assert flags == offered("simpletuner train --")

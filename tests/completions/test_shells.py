@@ -51,8 +51,8 @@ def test_the_checked_in_scripts_are_what_the_command_prints(name):
         ("simpletuner config s", {"show", "schema"}),
         ("simpletuner train --fsdp_v", {"--fsdp_version"}),
         ("simpletuner train --fsdp_version=2 --fsdp_v", set()),
-        ("simpletuner train --instance_prompt 'a b' --model_fam", {"--model_family"}),
-        ("cd . && X=1 simpletuner train --model_fam", {"--model_family"}),
+        ("simpletuner train --instance_prompt 'a b' --model_typ", {"--model_type"}),
+        ("cd . && X=1 simpletuner train --model_typ", {"--model_type"}),
     ],
 )
 def test_a_shell_offers(shell, typed, offered):
@@ -69,7 +69,7 @@ def test_a_shell_offers(shell, typed, offered):
         ("simpletuner train --instance_data_dir pi", "simpletuner train --instance_data_dir pictures/"),
         ("simpletuner train --instance_data_dir=pi", "simpletuner train --instance_data_dir=pictures/"),
         ("simpletuner-train --config=./pr", "simpletuner-train --config=./prompts.txt "),
-        (f"{SCRIPTS}/simpletuner-train --model_fam", f"{SCRIPTS}/simpletuner-train --model_family "),
+        (f"{SCRIPTS}/simpletuner-train --model_typ", f"{SCRIPTS}/simpletuner-train --model_type "),
     ],
 )
 def test_one_tab_completes(shell, typed, completed):

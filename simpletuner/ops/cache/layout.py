@@ -86,3 +86,8 @@ def block_cache_paths(environment: Mapping[str, str] = os.environ) -> tuple[Path
 def lock_of(block_cache: Path) -> Path:
     """Return the file to hold (`holds.alone_with`) while a block cache is read, changed and written."""
     return block_cache.with_suffix(".lock")
+
+
+def damaged_of(block_cache: Path) -> Path:
+    """Return where a block cache that cannot be read is moved."""
+    return block_cache.with_suffix(".damaged.json")
