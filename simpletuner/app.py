@@ -15,6 +15,7 @@ from simpletuner import __version__
 from simpletuner.commands.cache import build_cache
 from simpletuner.commands.completion import answer, completion
 from simpletuner.commands.config import build_config
+from simpletuner.commands.deepspeed import build_deepspeed
 from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, forgiving, with_settings
 from simpletuner.commands.scripts import LINE, PROGRAMS
@@ -46,6 +47,7 @@ def build_app() -> typer.Typer:
 
     app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))
     app.add_typer(build_config(), name="config")
+    app.add_typer(build_deepspeed(), name="deepspeed")
     app.add_typer(build_cache(), name="cache")
     app.add_typer(build_nfs(), name="nfs")
     app.command("completion")(completion)

@@ -145,10 +145,15 @@ def unsupported(settings: Settings) -> list[str]:
     """Return one sentence for each thing that this version knows by name and cannot do yet."""
     wanted = {
         "model_type=lora": settings.model.model_type == "lora",
-        "zero_stage (DeepSpeed)": settings.parallel.zero_stage is not None,
         "context_parallel_size above 1": settings.parallel.context_parallel_size > 1,
     }
     return [f"{name} is not supported yet by this version" for name, is_wanted in wanted.items() if is_wanted]
+
+
+def without_engine(settings: Settings) -> list[str]:
+    """Return a sentence if settings are complete and checked for an engine that this version cannot start yet."""
+    is_wanted = settings.parallel.zero_stage is not None
+    return ["zero_stage (DeepSpeed) can be configured, but not trained with yet by this version"] * is_wanted
 
 
 def wrap_policy_is_known(settings: Settings) -> Iterator[str]:

@@ -90,7 +90,7 @@ class Training(Section):
 class Optimizer(Section):
     """Optimizer"""
 
-    optimizer: Literal["adamw", "adam", "adagrad", "lion", "muon"] = knob("adamw", "Which optimizer; others than adamw run with DeepSpeed.")
+    optimizer: Literal["adamw", "adam", "adagrad", "lion"] = knob("adamw", "Which optimizer; others than adamw run with DeepSpeed.")
     learning_rate: float = knob(1e-5, "Peak learning rate.", gt=0)
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial"] = knob("constant", "How the learning rate goes on after the warm-up.")  # fmt: skip
     lr_warmup_steps: int = knob(0, "Optimizer steps over which the learning rate rises from 0.", ge=0)

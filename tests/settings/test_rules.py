@@ -139,7 +139,7 @@ ACCEPTED = [
     {"zero_stage": 1, "offload_optimizer": "cpu"},
     {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme", "offload_param_path": "/x"},
     {"zero_stage": 3, "offload_param": "cpu"},
-    {"zero_stage": 2, "optimizer": "muon"},
+    {"zero_stage": 2, "optimizer": "lion"},
     {"dynamo_backend": "eager", "dynamo_fullgraph": True, "fsdp_enable": True},
     {"dynamo_backend": "eager", "dynamo_fullgraph": True, "dynamo_use_regional_compilation": False},
 ]

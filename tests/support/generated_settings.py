@@ -145,7 +145,7 @@ ENGINES: tuple[dict[str, Any], ...] = (
     {"zero_stage": 3, "num_processes": 2},
     {"zero_stage": 1, "offload_optimizer": "cpu", "optimizer": "adam", "lr_warmup_steps": 10},
     {"zero_stage": 2, "optimizer": "lion", "lr_scheduler": "cosine", "max_train_steps": 70, "lr_end": 1e-7},
-    {"zero_stage": 3, "optimizer": "muon", "lr_scheduler": "linear", "max_train_steps": 70, "lr_warmup_steps": 7},
+    {"zero_stage": 3, "optimizer": "adagrad", "lr_scheduler": "linear", "max_train_steps": 70, "lr_warmup_steps": 7},
     {"zero_stage": 3, "offload_param": "nvme", "offload_optimizer": "nvme", "offload_param_path": "x y/z"},
     {"deepspeed_config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x y"}}}},
     {

@@ -102,8 +102,6 @@ def zero_block(settings: Settings, largest_part: int) -> dict[str, Any]:
             block[name] = {"device": place, **path}
     if parallel.offload_param == "nvme":
         block["offload_param"]["buffer_size"] = max(BUFFER_ELEMENTS, largest_part)
-    if settings.optimizer.optimizer == "muon":
-        block["reduce_scatter"] = False  # Muon needs whole matrices of gradients
     return block
 
 

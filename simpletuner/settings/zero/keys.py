@@ -147,7 +147,7 @@ ZERO = {
     "override_module_apply": kept(FLAG),
     "log_trace_cache_warnings": kept(FLAG),
     "enable_sanity_checks": kept(FLAG),
-    "save_muon_momentum_buffer_in_memory": kept(FLAG),
+    "save_muon_momentum_buffer_in_memory": idle(),
     **below("leaf_module", dict.fromkeys(("classes", "names", "name_suffixes"), kept(TEXTS))),
     **below("offload_param", OFFLOAD_PARAM),
     **below("offload_optimizer", OFFLOAD_OPTIMIZER),

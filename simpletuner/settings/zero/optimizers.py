@@ -13,7 +13,7 @@ from simpletuner.settings.mistakes import nearest
 from simpletuner.settings.sections import Settings
 from simpletuner.settings.spelling import folded
 from simpletuner.settings.zero.keys import Key, idle, kept, refused
-from simpletuner.settings.zero.kinds import FLAG, number, words
+from simpletuner.settings.zero.kinds import FLAG, number
 from simpletuner.settings.zero.reading import AUTO, Found, read_key
 
 
@@ -41,22 +41,11 @@ ADAM = {
     "amsgrad": refused("DeepSpeed's Adam has no AMSGrad"),
 }
 ADAGRAD = {"lr_decay": kept(number()), "initial_accumulator_value": kept(number())}
-ONE_RATE = "all weights have one learning rate here: set learning_rate"
-MUON = {
-    "momentum": kept(number(0, 1)),
-    "ns_method": kept(words("gram", "standard")),
-    "torch_adam": kept(FLAG),
-    "adam_w_mode": kept(FLAG),
-    "muon_lr": refused(ONE_RATE),
-    "adam_lr": refused(ONE_RATE),
-    "per_head_muon": refused("it needs a language model's configuration"),
-}
 KINDS: dict[str, Kind] = {
     "adamw": Kind("AdamW", ("lr", "betas", "eps", "weight_decay"), ADAM),
     "adam": Kind("Adam", ("lr", "betas", "eps", "weight_decay"), ADAM),
     "adagrad": Kind("Adagrad", ("lr", "eps", "weight_decay"), ADAGRAD, ("sum",), ("exp_avg_sq",)),
     "lion": Kind("Lion", ("lr", "betas", "weight_decay"), {}, ("exp_avg",), needs_cuda=True),
-    "muon": Kind("Muon", ("lr", "betas", "eps", "weight_decay"), MUON, ("momentum_buffer", "exp_avg", "exp_avg_sq")),
 }
 ONE_BIT = "it compresses by NCCL or MPI of its own, knows no ZeRO stage above 1, and DeepSpeed 0.19 has removed it"
 MUP = "it needs the package mup and a model that was made with mup's base shapes, which diffusers' are not"
@@ -68,6 +57,7 @@ REFUSED: dict[str, str] = {
     "muadam": MUP,
     "muadamw": MUP,
     "musgd": MUP,
+    "muon": "DeepSpeed 0.19 fails to step convolutions with it, and keeps other state of vectors than of matrices",
 }
 MEANS_ADAMW = ("cpuadam", "fusedadam", "deepspeedcpuadam", "cpuadamw", "fusedadamw", "adam8bit", "adamw8bit")
 MEANS_ADAMW += ("torchadam", "torchadamw", "adamwtorch", "pagedadamw", "pagedadamw8bit")

@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from simpletuner.errors import SettingsError
 from simpletuner.settings.merging import Merged, checked
-from simpletuner.settings.sources import Given
+from simpletuner.settings.sources import Given, Source
 from simpletuner.settings.zero.optimizers import read_optimizer
 from simpletuner.settings.zero.reading import Found, read_keys
 from simpletuner.settings.zero.schedules import CONSTANT, read_scheduler
@@ -42,6 +43,16 @@ def spread(merged: Merged) -> list[str]:
     merged.values[NAME] = found.kept or None
     merged.mistakes += found.mistakes
     return found.warnings
+
+
+def as_source(name: str, config: Mapping[str, Any]) -> Source:
+    """Return what a DeepSpeed JSON says of settings as a source of its own. Raises SettingsError for its mistakes."""
+    merged = Merged()
+    merged.take(Given(NAME, dict(config), name), name)
+    warnings = spread(merged)
+    if merged.mistakes:
+        raise SettingsError("\n  ".join(merged.mistakes), "correct these keys")
+    return Source(name, [Given(knob, value, name) for knob, value in merged.values.items()], warnings)
 
 
 def read(config: Mapping[str, Any], merged: Merged) -> Found:

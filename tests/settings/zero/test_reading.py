@@ -144,7 +144,9 @@ def test_usable_optimizers_reach_deepspeed_by_its_own_names(name, canonical):
     assert block["params"].get("adam_w_mode") is (False if name == "Adam" else None)
 
 
-@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD"])
+@pytest.mark.parametrize(
+    "name", ["Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD", "Muon"]
+)
 def test_optimizers_that_cannot_be_used_are_refused_with_the_reason(name):
     assert f"it cannot be used: {REFUSED[name.lower()]}; use AdamW" in refusal(STAGE2 | {"optimizer": {"type": name}})
 
