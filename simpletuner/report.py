@@ -71,16 +71,13 @@ class Report:
     def ask(self, question: str, choices: Sequence[str] = (), default: str = "") -> str:
         """Ask a person at the terminal until the answer is one of the choices, if there are any.
 
-        An empty answer means the default. Raises KeyboardInterrupt at the end of input, as after Ctrl-C.
+        An empty answer means the default. Raises EOFError at the end of input.
         """
         from rich.prompt import Prompt
 
-        try:
-            return Prompt.ask(
-                question, console=self.talk, choices=list(choices) or None, default=default, case_sensitive=False
-            )
-        except EOFError:
-            raise KeyboardInterrupt from None
+        return Prompt.ask(
+            question, console=self.talk, choices=list(choices) or None, default=default, case_sensitive=False
+        )
 
     def checklist(self, rows: Iterable[tuple[str, str, str, Sequence[str]]], styles: Mapping[str, str]) -> None:
         """Print name, status and sentence of each row as data, and below what to type, each on a line to be copied."""

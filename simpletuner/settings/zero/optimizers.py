@@ -45,7 +45,7 @@ KINDS: dict[str, Kind] = {
     "adamw": Kind("AdamW", ("lr", "betas", "eps", "weight_decay"), ADAM),
     "adam": Kind("Adam", ("lr", "betas", "eps", "weight_decay"), ADAM),
     "adagrad": Kind("Adagrad", ("lr", "eps", "weight_decay"), ADAGRAD, ("sum",), ("exp_avg_sq",)),
-    "lion": Kind("Lion", ("lr", "betas", "weight_decay"), {}, ("exp_avg",), needs_cuda=True),
+    "lion": Kind("Lion", ("lr", "betas", "weight_decay"), {}, ("exp_avg",), ("exp_avg", "exp_avg_sq"), needs_cuda=True),
 }
 ONE_BIT = "it compresses by NCCL or MPI of its own, knows no ZeRO stage above 1, and DeepSpeed 0.19 has removed it"
 MUP = "it needs the package mup and a model that was made with mup's base shapes, which diffusers' are not"

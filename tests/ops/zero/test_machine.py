@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,27 +22,53 @@ CUDA = "from typing import Optional\n__version__ = '2.13.0'\ncuda: Optional[str]
 ROCM = CUDA.replace("'13.0'", "None").replace("hip: Optional[str] = None", "hip: Optional[str] = '7.1.25424'")
 
 
-def build(folder: Path, *flags: str, **packages: str) -> subprocess.CompletedProcess[str]:
-    """Run the builder where some packages are installed that only consist of a version.py."""
+BUILD = ("deepspeed", "build", "--stage=2")
+
+
+def run(folder: Path, *arguments: str, **packages: str) -> subprocess.CompletedProcess[str]:
+    """Run a command where some packages are installed that only consist of a version.py."""
     for name, text in packages.items():
         (folder / "site" / name).mkdir(parents=True)
         (folder / "site" / name / "__init__.py").write_text("raise ImportError('imported')\n")
         (folder / "site" / name / "version.py").write_text(text)
     paths = os.pathsep.join([str(folder / "site"), str(ROOT)])
-    command = [sys.executable, "-m", "simpletuner", "deepspeed", "build", "--stage=2", *flags]
+    command = [sys.executable, "-m", "simpletuner", *arguments]
     environment = {**os.environ, "PYTHONPATH": paths, "HOME": str(folder)}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
 
 
 def test_torch_for_rocm_is_told_by_its_version_file_without_importing_it(tmp_path):
-    done = build(tmp_path, torch=ROCM, deepspeed="")
+    done = run(tmp_path, *BUILD, torch=ROCM, deepspeed="")
     assert done.returncode == ExitCode.ENVIRONMENT
     assert done.stderr.startswith("error: DeepSpeed is not supported with torch for ROCm (7.1.25424)")
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize("command", [("config", "validate", "c.toml"), ("deepspeed", "validate", "ds.json")])
+def test_whoever_validates_on_such_a_machine_is_told_too(tmp_path, command):
+    (tmp_path / "c.toml").write_text('model_family = "sdxl"\ninstance_data_dir = "x"\nzero_stage = 2\n')
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    done = run(tmp_path, *command, torch=ROCM)
+    assert done.returncode == ExitCode.ENVIRONMENT
+    assert "DeepSpeed is not supported with torch for ROCm" in done.stderr
+
+
+def test_config_validate_counts_the_weights_that_would_be_offloaded(tmp_path):
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [10**9, 10**6], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model" / "unet").mkdir(parents=True)
+    (tmp_path / "model" / "unet" / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "c.toml").write_text(
+        'model_family = "sdxl"\npretrained_model_name_or_path = "model"\ninstance_data_dir = "x"\n'
+        'zero_stage = 3\noffload_optimizer = "nvme"\noffload_param_path = "swap"\n'
+    )
+    done = run(tmp_path, "config", "validate", "c.toml")
+    assert done.returncode == ExitCode.ENVIRONMENT
+    assert "swap has " in done.stderr
+    assert "DeepSpeed needs about 16,000,000 GB there" in done.stderr
+
+
 def test_torch_for_cuda_and_deepspeed_are_enough(tmp_path):
-    done = build(tmp_path, torch=CUDA, deepspeed="")
+    done = run(tmp_path, *BUILD, torch=CUDA, deepspeed="")
     assert done.returncode == ExitCode.OK
     assert "not installed" not in done.stderr
 

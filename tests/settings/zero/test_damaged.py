@@ -12,6 +12,9 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load, settings_as_json
 from simpletuner.settings.zero.config import zero_config
+from simpletuner.settings.zero.keys import KEYS
+from simpletuner.settings.zero.kinds import FLAG, TEXT, TEXTS
+from simpletuner.settings.zero.reading import Found
 
 SAMPLES = sorted(Path(__file__).with_name("samples").glob("*.json"))
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
@@ -20,6 +23,19 @@ JUNK: tuple[Any, ...] = (
     *([], {}, [None], [1, [2]], {"enabled": True}, {"": {}}, {"type": []}, {"stage": {}}, "é\n", [{}], "AdamW"),
 )
 COUNT = 500
+EXAMPLES = {FLAG: True, TEXT: "a", TEXTS: ["a", "b"]}
+
+
+def with_every_key() -> dict[str, Any]:
+    """Return a configuration that has every key that is kept for DeepSpeed."""
+    found = Found("flag")
+    for path, key in KEYS.items():
+        if key.kind and not key.knob:
+            found.keep(path, EXAMPLES.get(key.kind, 4))
+    for path in ("communication_data_type", "data_types.grad_accum_dtype"):
+        found.keep(path, "fp32")
+    found.kept["zero_optimization"] |= {"stage": 3}
+    return found.kept | {"train_batch_size": 8}
 
 
 def inner_places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -71,6 +87,8 @@ def outcome(config: Any) -> str:
 def test_no_damage_ends_in_a_traceback():
     chance = random.Random(0)
     configs = [json.loads(path.read_text()) for path in SAMPLES]
+    configs += [with_every_key()] * len(configs)
+    assert outcome(configs[-1]) == "accepted"
     outcomes = [outcome(damaged(chance.choice(configs), chance)) for _ in range(COUNT)]
     accepted = outcomes.count("accepted")
     assert 50 < accepted < COUNT - 50, "the damage is neither too small nor too large to say something"
