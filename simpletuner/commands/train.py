@@ -13,7 +13,7 @@ from simpletuner.commands.options import as_arguments
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
-from simpletuner.settings.rules import unsupported
+from simpletuner.settings.rules import unsupported, without_engine
 
 DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each machine would start, and start nothing.")
 AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scripts.")
@@ -27,7 +27,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
 
     loaded = load(flags, config)
     check_trainable(loaded.settings.model)
-    if missing := unsupported(loaded.settings):
+    if missing := [*unsupported(loaded.settings), *without_engine(loaded.settings)]:
         raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
     if json and not dry_run:
         raise SettingsError("--json needs --dry_run", "add --dry_run")

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from simpletuner.settings.sections import Settings
+from simpletuner.settings.zero.config import beyond_settings
+from simpletuner.settings.zero.limits import (
+    offloading_is_possible,
+    optimizer_is_possible,
+    zero_trains_whole_models,
+)
 
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
@@ -25,11 +32,18 @@ def incomplete(settings: Settings) -> list[str]:
 def settled(settings: Settings) -> tuple[Settings, dict[str, str]]:
     """Return settings without choices that have no effect, so that saved files stay the same, and why by name."""
     parallel = settings.parallel
-    if parallel.context_parallel_size > 1 or parallel.context_parallel_comm_strategy == "allgather":
+    changes: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    if parallel.context_parallel_size == 1 and parallel.context_parallel_comm_strategy != "allgather":
+        changes["context_parallel_comm_strategy"] = "allgather"
+        reasons["context_parallel_comm_strategy"] = "reset, since context_parallel_size = 1 turns it off"
+    if parallel.deepspeed_config and parallel.zero_stage:
+        changes["deepspeed_config"] = rest = beyond_settings(settings)
+        if rest != parallel.deepspeed_config:
+            reasons["deepspeed_config"] = "what goes without saying is left out"
+    if not changes:
         return settings, {}
-    reset = parallel.model_copy(update={"context_parallel_comm_strategy": "allgather"})
-    reasons = {"context_parallel_comm_strategy": "reset, since context_parallel_size = 1 turns it off"}
-    return settings.model_copy(update={"parallel": reset}), reasons
+    return settings.model_copy(update={"parallel": parallel.model_copy(update=changes)}), reasons
 
 
 def warnings_about(settings: Settings) -> list[str]:
@@ -95,8 +109,8 @@ def machines_are_equal(settings: Settings) -> Iterator[str]:
 
 def one_engine_shards(settings: Settings) -> Iterator[str]:
     """Refuse two sharding engines at once."""
-    if settings.parallel.fsdp_enable and settings.parallel.deepspeed_config is not None:
-        yield "FSDP and DeepSpeed cannot be enabled simultaneously. Drop deepspeed_config, or set fsdp_enable=false"
+    if settings.parallel.fsdp_enable and settings.parallel.zero_stage is not None:
+        yield "FSDP and DeepSpeed cannot be enabled simultaneously. Set zero_stage=none, or fsdp_enable=false"
 
 
 def context_parallelism_has_fsdp2(settings: Settings) -> Iterator[str]:
@@ -131,10 +145,15 @@ def unsupported(settings: Settings) -> list[str]:
     """Return one sentence for each thing that this version knows by name and cannot do yet."""
     wanted = {
         "model_type=lora": settings.model.model_type == "lora",
-        "deepspeed_config": settings.parallel.deepspeed_config is not None,
         "context_parallel_size above 1": settings.parallel.context_parallel_size > 1,
     }
     return [f"{name} is not supported yet by this version" for name, is_wanted in wanted.items() if is_wanted]
+
+
+def without_engine(settings: Settings) -> list[str]:
+    """Return a sentence if settings are complete and checked for an engine that this version cannot start yet."""
+    is_wanted = settings.parallel.zero_stage is not None
+    return ["zero_stage (DeepSpeed) can be configured, but not trained with yet by this version"] * is_wanted
 
 
 def wrap_policy_is_known(settings: Settings) -> Iterator[str]:
@@ -162,6 +181,9 @@ RULES: tuple[Rule, ...] = (
     pictures_are_named_once,
     sharding_trains_whole_models,
     one_engine_shards,
+    zero_trains_whole_models,
+    offloading_is_possible,
+    optimizer_is_possible,
     context_parallelism_has_fsdp2,
     machines_are_equal,
     compiler_can_do_it,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, JsonValue
+from pydantic.fields import FieldInfo
 
 from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.spelling import folded
@@ -18,6 +19,14 @@ def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", path):
             raise ValueError(f"`{path}` is no place of Traits: write package.module:TRAITS")
     return families and {folded(name): path for name, path in families.items()}
+
+
+def in_home(path: Path | None) -> Path | None:
+    """Return a path with the home folder that `~` stands for. Raises ValueError for a user that there is not."""
+    try:
+        return path and path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"there is no home folder {path}") from None
 
 
 class Model(Section):
@@ -81,7 +90,7 @@ class Training(Section):
 class Optimizer(Section):
     """Optimizer"""
 
-    optimizer: Literal["adamw"] = knob("adamw", "Which optimizer.")
+    optimizer: Literal["adamw", "adam", "adagrad", "lion"] = knob("adamw", "Which optimizer; others than adamw run with DeepSpeed.")
     learning_rate: float = knob(1e-5, "Peak learning rate.", gt=0)
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial"] = knob("constant", "How the learning rate goes on after the warm-up.")  # fmt: skip
     lr_warmup_steps: int = knob(0, "Optimizer steps over which the learning rate rises from 0.", ge=0)
@@ -127,8 +136,11 @@ class Parallel(Section):
 
     context_parallel_size: int = knob(1, "Ranks that share each sample's sequence; 1 turns context parallelism off.", ge=1)
     context_parallel_comm_strategy: Literal["allgather", "alltoall"] = knob("allgather", "How the ranks of a sequence exchange keys and values.")  # fmt: skip
-    deepspeed_config: dict[str, JsonValue] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; empty: DeepSpeed is off.")
-    offload_param_path: Path | None = knob(None, "Folder for what DeepSpeed offloads to NVMe.")
+    zero_stage: Literal[1, 2, 3] | None = knob(None, "Share optimizer state (1), also gradients (2), also weights (3) over the ranks by DeepSpeed ZeRO; empty: DeepSpeed is off.")  # fmt: skip
+    offload_optimizer: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps optimizer state: on the GPU, in the machine's memory, or in files (stage 3).")  # fmt: skip
+    offload_param: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps weights between uses (stage 3).")
+    offload_param_path: Annotated[Path | None, AfterValidator(in_home)] = knob(None, "Folder for what DeepSpeed offloads to NVMe.")
+    deepspeed_config: dict[str, JsonValue] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; what other settings can say becomes those.")  # fmt: skip
 
 
 class Launch(Section):
@@ -212,3 +224,8 @@ SECTIONS: dict[str, type[Section]] = {
 SECTION_OF: dict[str, str] = {
     knob_name: name for name, section in SECTIONS.items() for knob_name in section.model_fields
 }
+
+
+def knobs() -> dict[str, FieldInfo]:
+    """Return every knob by name, in the order of the sections."""
+    return {name: field for section in SECTIONS.values() for name, field in section.model_fields.items()}

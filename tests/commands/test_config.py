@@ -221,7 +221,7 @@ print("imported", [name for name in sys.argv[1].split(",") if name in sys.module
         ["config", "init", "--model_family=flux", "--output=new.toml"],
         *(["config", "export", f"--to={to}"] for to in ("cli", "json", "toml", "yaml", "env", "slurm")),
         ["config", "export", "--to=accelerate", "--fsdp_enable"],
-        ["config", "export", "--to=deepspeed", "--deepspeed_config={}"],
+        ["config", "export", "--to=deepspeed", "--zero_stage=2"],
     ],
     ids=" ".join,
 )
