@@ -99,21 +99,23 @@ def weights(config: Mapping[str, Any], model: Model) -> Row:
 def gradients(config: Mapping[str, Any], model: Model) -> Row:
     """Return the gradients at their most, in the step: a rank's share as it came, flat, and in float32.
 
-    Stage 3 keeps its share flat; offloaded state has float32 gradients beside it; at stage 1 every rank has all of
-    them while they accumulate.
+    Beside offloaded state lies only the last; stage 3 always keeps its share flat as well, stage 2 while it
+    accumulates, and at stage 1 every rank has all gradients on its GPU until then.
     """
     stage, width, share = config["zero_optimization"]["stage"], width_of(config), model.parameters / model.ranks
-    place = place_of(config, "offload_optimizer")
-    step = placed("gradients", place, FLOAT32_BYTES * share, "4 P / N")
-    if stage == 3:
-        where = "gpu" if place == "none" else "host"
-        kept = getattr(step, where) + width * share
-        return replace(step, formula=f"{width + FLOAT32_BYTES} P / N", **{where: kept})
-    whole = width * model.parameters if stage == 1 and config["gradient_accumulation_steps"] > 1 else 0
-    formula = f"{width} P + " * bool(whole)
+    accumulates, place = config["gradient_accumulation_steps"] > 1, place_of(config, "offload_optimizer")
+    whole = width * model.parameters if stage == 1 and accumulates else 0
+    flat = width if stage == 3 or (stage == 2 and accumulates) else 0
     if place == "none":
-        return replace(step, gpu=2 * FLOAT32_BYTES * share + whole, formula=f"{formula}8 P / N")
-    return replace(step, gpu=whole, formula=f"{formula}4 P / N")
+        bytes_each = FLOAT32_BYTES + (width if stage == 3 else FLOAT32_BYTES)
+        return Row("gradients", gpu=bytes_each * share + whole, formula=formula_of(width, whole, bytes_each))
+    row = placed("gradients", place, FLOAT32_BYTES * share, formula_of(width, whole, flat + FLOAT32_BYTES))
+    return replace(row, gpu=whole, host=row.host + flat * share)
+
+
+def formula_of(width: int, whole: float, bytes_each: int) -> str:
+    """Return how gradients are reckoned."""
+    return f"{width} P + " * bool(whole) + f"{bytes_each} P / N"
 
 
 def optimizer(config: Mapping[str, Any], model: Model) -> Row:

@@ -76,6 +76,8 @@ def test_float32_accumulation_other_optimizers_and_ema_count():
     assert held(1, mixed_precision="no")["weights"] == (4, 0, 0)
     assert held(1, gradient_accumulation_steps=2)["gradients"] == (6, 0, 0)
     assert held(2, gradient_accumulation_steps=2)["gradients"] == (4, 0, 0)
+    assert held(1, "cpu", gradient_accumulation_steps=2)["gradients"] == (2, 2, 0)
+    assert held(2, "cpu", gradient_accumulation_steps=2)["gradients"] == (0, 3, 0)
     assert held(2, model=Model(1000, 2, states=1, ema=True))["optimizer"] == (4, 0, 0)
     assert held(2, model=Model(1000, 2, ema=True))["EMA"] == (0, 2, 0)
     flags = {"zero_stage": 2, "optimizer": "lion", "use_ema": True, "num_processes": 8, "num_machines": 2}
@@ -176,7 +178,7 @@ def test_deepspeeds_own_estimators_say_about_the_same():
 @pytest.mark.parametrize(
     ("stage", "optimizer", "weights", "dtype"),
     [(1, "none", "none", "bf16"), (2, "none", "none", "no"), (3, "none", "none", "bf16"), (3, "cpu", "cpu", "bf16")],
-)
+)  # what lies in `.grad` alone no Python object shows; so gradients are held against it only where they are kept flat
 def test_two_ranks_of_deepspeed_allocate_what_is_estimated(stage, optimizer, weights, dtype):
     """At rest: gradients of stages 1 and 2 are gone then, float32 gradients of stage 3 are gone unless offloaded."""
     parts = {"zero_stage": stage, "offload_optimizer": optimizer, "offload_param": weights}
