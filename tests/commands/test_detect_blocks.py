@@ -84,7 +84,9 @@ def folder(home) -> Path:
 
 
 def test_a_published_model_is_looked_at_remembered_and_applied(run, home):
-    (home / "run.toml").write_text('model_family = "flux"\nmodel_flavour = "dev"  # not krea\n[deepspeed_config]\n')
+    (home / "run.toml").write_text(
+        'model_family = "flux"\nmodel_flavour = "dev"  # not krea\n[deepspeed_config.zero_optimization]\nstage = 2\n'
+    )
     cold = run("detect-blocks", "--model-family=flux", "--model-flavour=dev")
     assert cold.stderr == ""
     assert max(map(len, cold.stdout.splitlines())) <= 80
@@ -105,7 +107,7 @@ def test_a_published_model_is_looked_at_remembered_and_applied(run, home):
     assert (home / "run.toml").read_text() == (
         'model_family = "flux"\nmodel_flavour = "dev"  # not krea\n'
         'fsdp_transformer_layer_cls_to_wrap = "FluxTransformerBlock,FluxSingleTransformerBlock"\n'
-        "[deepspeed_config]\n"
+        "[deepspeed_config.zero_optimization]\nstage = 2\n"
     )
     again = run("detect-blocks", "--apply", "run.toml", "--json")
     assert "run.toml says so already" in again.stderr and json.loads(again.stdout)["cached"]

@@ -85,7 +85,7 @@ def peak_of_loading(family: str, folder: str, report: str) -> None:
                 time.sleep(0.001)
 
         before = peaks[0]
-        watcher = threading.Thread(target=watch)
+        watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         strategy = sharded(family, folder, world)
         done.set()
