@@ -12,7 +12,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,deepspeed]'
 	touch $@
 
 demo/pictures: | install
@@ -21,15 +21,17 @@ demo/pictures: | install
 demo: install demo/pictures
 	$(BIN)/simpletuner train --config examples/shapes/demo.toml
 
-# Completion is tested in the real shells, launching in network namespaces (ip). Root, as in CI, gets what is missing.
-TOOLS := zsh:zsh fish:fish ip:iproute2
+# Completion is tested in the real shells, launching in network namespaces (ip), offloading to files with what DeepSpeed
+# compiles. Root, as in CI, gets what is missing.
+TOOLS := zsh:zsh fish:fish ip:iproute2 c++:g++ /usr/include/libaio.h:libaio-dev
 tools:
-	@missing=$$(for tool in $(TOOLS); do command -v $${tool%%:*} >/dev/null || echo $${tool##*:}; done); \
+	@is_there() { command -v $$1 >/dev/null || test -e $$1; }; \
+	missing=$$(for tool in $(TOOLS); do is_there $${tool%%:*} || echo $${tool##*:}; done); \
 	if [ -n "$$missing" ] && [ $$(id -u) = 0 ] && command -v apt-get >/dev/null; then \
 	  apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
 	fi; \
 	for tool in $(TOOLS); do \
-	  command -v $${tool%%:*} >/dev/null || echo "no $${tool%%:*}: its tests are skipped (apt-get install $${tool##*:})"; \
+	  is_there $${tool%%:*} || echo "no $${tool%%:*}: its tests are skipped (apt-get install $${tool##*:})"; \
 	done
 
 completions: install

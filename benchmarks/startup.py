@@ -40,6 +40,7 @@ LATER = {
     "config export": Question(("config", "export", "--to=json", "--model_family=sdxl")),
     "nfs check --nodes 1": Question(("nfs", "check", "--nodes", "1"), codes=(0, 3)),
     "cache list": Question(("cache", "list")),
+    "models": Question(("models",)),
 }
 """Questions that are asked once their commands exist."""
 

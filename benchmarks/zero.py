@@ -34,7 +34,7 @@ from simpletuner.models.family import Family
 from simpletuner.models.tiny import build_tiny
 from simpletuner.ops.signals import StopRequest
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.parallel.zero.config import config_of
+from simpletuner.parallel.zero.building import engine_config
 from simpletuner.parallel.zero.readiness import import_deepspeed
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -46,19 +46,18 @@ from simpletuner.training.state import TrainingState
 from simpletuner.worker import compose, open_strategy
 
 RANKS, ROUNDS, STEPS, GOAL = 2, 10, 4, 1.05
-STAGES = {f"ZeRO-{stage}": {"stage": stage} for stage in (1, 2, 3)}
-STAGES["ZeRO-3, CPU"] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+STAGES = {f"ZeRO-{stage}": Parallel(zero_stage=stage) for stage in (1, 2, 3)}
+STAGES["ZeRO-3, CPU"] = Parallel(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")
 
 
 def settings_of(folder: Path, stage: str, family: str) -> Settings:
     """Return the settings of a float32 run at a stage."""
-    config: Any = {"zero_optimization": STAGES[stage]}
     plain = settings_in(folder)
     return plain.model_copy(
         update={
             "model": Model(model_family=family, prediction_type="epsilon" if family == "sdxl" else None),
             "launch": Launch(num_processes=RANKS),
-            "parallel": Parallel(deepspeed_config=config),
+            "parallel": STAGES[stage],
             "training": plain.training.model_copy(update={"train_batch_size": 2}),
         }
     )
@@ -68,9 +67,9 @@ def bare_engine(model: nn.Module, settings: Settings) -> Any:
     """Return what DeepSpeed's own documentation makes of a model."""
     import deepspeed
 
-    allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    config = engine_config(settings, RANKS, max(parameter.numel() for parameter in model.parameters()))
     optimizer = make_optimizer(model.parameters(), settings.optimizer)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(settings, RANKS) | allowed)[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 class Bare:

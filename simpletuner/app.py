@@ -15,6 +15,9 @@ from simpletuner import __version__
 from simpletuner.commands.cache import build_cache
 from simpletuner.commands.completion import answer, completion
 from simpletuner.commands.config import build_config
+from simpletuner.commands.deepspeed import build_deepspeed
+from simpletuner.commands.detect_blocks import SHOWN, detect_blocks
+from simpletuner.commands.models import models
 from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, forgiving, with_settings
 from simpletuner.commands.scripts import LINE, PROGRAMS
@@ -45,7 +48,11 @@ def build_app() -> typer.Typer:
     ) -> None: ...
 
     app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))
+    detect = with_settings(detect_blocks, SHOWN)
+    app.command("detect-blocks", context_settings=UNKNOWN_FLAGS)(detect)
+    app.command("models")(models)
     app.add_typer(build_config(), name="config")
+    app.add_typer(build_deepspeed(), name="deepspeed")
     app.add_typer(build_cache(), name="cache")
     app.add_typer(build_nfs(), name="nfs")
     app.command("completion")(completion)

@@ -13,7 +13,7 @@ from simpletuner.errors import EnvironmentFault
 
 
 def unfinished(folder: Path) -> Path:
-    """Return the hidden folder in which a folder is written before it is renamed."""
+    """Return the hidden folder (or file) in which a folder (or file) is written before it is renamed."""
     return folder.with_name(f".{folder.name}.unfinished")
 
 
@@ -26,6 +26,18 @@ def replace_folder(new: Path, folder: Path) -> None:
     new.rename(folder)
     flush_to_disk(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file anew, so that it is whole at any time; what its name leads to and its mode stay. Raises OSError."""
+    path = path.resolve()
+    new = unfinished(path)
+    new.write_bytes(content)
+    if path.exists():
+        shutil.copymode(path, new)
+    flush_to_disk(new)
+    new.replace(path)
+    flush_to_disk(path.parent)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -68,6 +68,17 @@ class Report:
         self.talk.print(f"{question} [y/N] ", end="", markup=False)
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
+    def ask(self, question: str, choices: Sequence[str] = (), default: str = "") -> str:
+        """Ask a person at the terminal until the answer is one of the choices, if there are any.
+
+        An empty answer means the default. Raises EOFError at the end of input.
+        """
+        from rich.prompt import Prompt
+
+        return Prompt.ask(
+            question, console=self.talk, choices=list(choices) or None, default=default, case_sensitive=False
+        )
+
     def checklist(self, rows: Iterable[tuple[str, str, str, Sequence[str]]], styles: Mapping[str, str]) -> None:
         """Print name, status and sentence of each row as data, and below what to type, each on a line to be copied."""
         from rich.text import Text

@@ -32,6 +32,7 @@ from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepa
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings, settings_as_json
+from simpletuner.settings.zero.config import zero_of
 from simpletuner.training.ema import Average
 from simpletuner.training.ledger import Ledger
 from simpletuner.training.loop import Run, train
@@ -100,10 +101,10 @@ def check_denoiser(settings: Settings, family: Family) -> None:
 
 def check_engine(session: Session) -> None:
     """Find what is missing for an engine that is not torch's own before anything is encoded."""
-    if session.settings.parallel.deepspeed_config is not None:
+    if (zero := zero_of(session.settings)) is not None:
         from simpletuner.parallel.zero.readiness import make_ready  # DeepSpeed is optional, and takes seconds
 
-        make_ready(session.settings, session.world, session.report.say, session.stop.check)
+        make_ready(zero, session.world, session.report.say, session.stop.check)
 
 
 def open_state(

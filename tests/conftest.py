@@ -145,23 +145,20 @@ def train(starter):
     return run
 
 
-def built(folder: Path, family: str) -> Path:
-    """Build a tiny pipeline in a process of its own, so that the tests need not import what it takes."""
-    code = f"""if True:
-        import pathlib
-        from simpletuner.models.registry import traits_of
-        from simpletuner.models.tiny import build_tiny
-        from simpletuner.settings.sections import Model
-        build_tiny(traits_of(Model(model_family={family!r})), pathlib.Path({str(folder)!r}))"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True)
-    return folder
-
-
 @pytest.fixture(scope="session")
-def pipelines(tmp_path_factory) -> Callable[[str], Path]:
+def pipelines(fork_server, tmp_path_factory) -> Callable[[str], Path]:
     """Return the tiny pipeline of a family, built at the first call."""
     root = tmp_path_factory.mktemp("base")
-    return cache(lambda family: built(root / family, family))
+
+    @cache
+    def built(family: str) -> Path:
+        builder = fork_server.Process(target=ranks.build_pipeline, args=(family, str(root / family)))
+        builder.start()
+        builder.join()
+        assert builder.exitcode == 0, f"the tiny {family} cannot be built"
+        return root / family
+
+    return built
 
 
 @pytest.fixture(scope="session")

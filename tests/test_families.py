@@ -5,6 +5,8 @@ Nothing here names a family: a new row of the registry is tested by being there.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from conftest import base
 from PIL import Image
@@ -35,6 +37,8 @@ def test_a_family_trains_shards_resumes_draws_and_exports(key, pipelines, shapes
             world=2,
         )
     assert "resuming from" in sharded.said
+    unfolded = " ".join(sharded.said.split())
+    assert re.search(r"wrapping \w+ x \d+.*% of the weights, recommended", unfolded)
     assert sharded.losses == pytest.approx(plain.losses, rel=1e-5)
     for run in (plain, sharded):
         with Image.open(run.output / "validation" / "grid-000003.png") as grid:

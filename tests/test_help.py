@@ -12,21 +12,31 @@ from simpletuner.app import main
 GOLDEN = Path(__file__).with_name("help.txt")
 COMMANDS = (
     "--help",
+    "detect-blocks --help",
+    "models --help",
     "config --help",
     "config init --help",
     "config validate --help",
     "config export --help",
+    "deepspeed --help",
+    "deepspeed build --help",
+    "deepspeed validate --help",
+    "deepspeed templates --help",
     "train --help",
 )
 
 
 def told(command: str) -> str:
-    """Return one command's help; of `config export`, which has every setting, what comes before them."""
+    """Return one command's help; of those that have every setting beside their own, what comes before them."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         main(command.split())
     text = "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip()
-    shown = text.partition("  --model_family TEXT")[0] + "  ...\n" if "export" in command else text + "\n"
+    shown = (
+        text.partition("  --model_family TEXT")[0] + "  ...\n"
+        if "export" in command or "build" in command
+        else text + "\n"
+    )
     return f"$ simpletuner {command}\n{shown}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 
 import memory
 import pytest
@@ -23,20 +24,17 @@ def test_each_rank_holds_its_share_of_weights_and_optimizer_state(family, world,
 
 @pytest.fixture(scope="session")
 def big_flux(flux, tmp_path_factory):
-    """Write a Flux of 480 MB in float32, bare but for what loading its transformer needs."""
+    """Write the tiny Flux with a transformer of 480 MB in float32."""
     from diffusers import FluxTransformer2DModel
 
-    folder = tmp_path_factory.mktemp("big")
+    folder = shutil.copytree(
+        flux, tmp_path_factory.mktemp("big") / "flux", ignore=shutil.ignore_patterns("transformer")
+    )
     torch.manual_seed(0)
     FluxTransformer2DModel(
         in_channels=64, num_layers=3, num_single_layers=6, attention_head_dim=64, num_attention_heads=12,
         axes_dims_rope=[16, 24, 24], joint_attention_dim=768, pooled_projection_dim=768, guidance_embeds=True,
     ).save_pretrained(folder / "transformer")  # fmt: skip
-    (folder / "scheduler").mkdir()
-    (folder / "scheduler" / "scheduler_config.json").write_bytes(
-        (flux / "scheduler" / "scheduler_config.json").read_bytes()
-    )
-    (folder / "model_index.json").write_bytes((flux / "model_index.json").read_bytes())
     return folder
 
 

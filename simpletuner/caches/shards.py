@@ -27,7 +27,13 @@ from simpletuner.ops.cache.layout import INDEX_SUFFIX, index_of, shard_name, sha
 
 SHARD_BYTES = 1 << 30
 ALIGNMENT_BYTES = 8
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
 """What a record may hold, by the names of safetensors."""
 
 

@@ -114,7 +114,8 @@ def values(position: Position, parameter: TyperOption | TyperArgument, word: str
 def values_of_knob(name: str, family: str) -> list[Candidate]:
     """Return a knob's choices; flavours are those of the family, or of all if none is typed yet."""
     if name == "model_family":
-        return [Candidate(key, next(iter(flavours_of(key).values())).hub) for key in FAMILIES]
+        hubs = {key: [flavour.hub for flavour in flavours_of(key).values()] for key in FAMILIES}
+        return [Candidate(key, next(iter(hubs[key]), "")) for key in FAMILIES]
     if name == "model_flavour":
         known = [folded(family)] if folded(family) in FAMILIES else FAMILIES
         published = {name: flavour.hub for key in known for name, flavour in flavours_of(key).items()}

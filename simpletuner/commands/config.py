@@ -67,6 +67,8 @@ def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env
     """Check a config file as `train` would, without running anything."""
     from simpletuner.data.datasets import datasets_of
     from simpletuner.models.registry import check_trainable
+    from simpletuner.models.sizes import parameters_of
+    from simpletuner.ops.zero.checks import check_zero
     from simpletuner.settings.loading import resolve
     from simpletuner.settings.rules import unsupported
     from simpletuner.settings.sources import of_file_alone
@@ -76,7 +78,11 @@ def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env
     datasets_of(loaded.settings.data)
     if missing := unsupported(loaded.settings):
         raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
+    counted = parameters_of(loaded.settings.model)
+    about_zero = check_zero(loaded.settings, counted and counted[0])
     tell_warnings(Report(), loaded)
+    for warning in about_zero:
+        Report().warn(warning)
     Report().say(f"{file}: {len(loaded.origins)} settings, all valid")
 
 

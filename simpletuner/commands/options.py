@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -19,8 +19,11 @@ UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """For Typer: flags that are no knobs go on to the settings layer, which names the nearest one."""
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(flags, config, **own)` one flag per knob; only flags that were typed reach `flags`."""
+def with_settings(command: Callable[..., None], shown: Iterable[str] | None = None) -> Callable[..., None]:
+    """Give `command(flags, config, **own)` one flag per knob; only flags that were typed reach `flags`.
+
+    Help shows all knobs, or only those `shown`: with UNKNOWN_FLAGS the others are understood as well.
+    """
     signature = inspect.signature(command, eval_str=True).parameters
     own = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -34,7 +37,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         command(flags=flags | strangers(context.args), config=config, **extra)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    parameters = [context, *file_parameters(), *own, *(parameter_of(name) for name in knobs())]
+    parameters = [context, *file_parameters(), *own, *map(parameter_of, knobs() if shown is None else shown)]
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__, run.__name__ = command.__doc__, command.__name__

@@ -12,7 +12,7 @@ import typer
 from simpletuner.commands.options import as_arguments
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
-from simpletuner.settings import Loaded, load
+from simpletuner.settings import Loaded, Settings, load
 from simpletuner.settings.rules import unsupported
 
 DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each machine would start, and start nothing.")
@@ -34,6 +34,8 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     if dry_run:
         show(loaded, flags, config, json)
         return
+    if loaded.settings.parallel.zero_stage is not None and not is_rank(os.environ):
+        check_deepspeed(loaded.settings)
     if loaded.settings.launch.num_processes > 1 and not is_rank(os.environ):
         launch_ranks(loaded, ["train", *as_arguments(flags, config)])
         return
@@ -44,6 +46,17 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     from simpletuner.worker import run_rank
 
     run_rank(loaded)
+
+
+def check_deepspeed(settings: Settings) -> None:
+    """Find what DeepSpeed lacks on this machine before any rank is started. Raises EnvironmentFault."""
+    from simpletuner.models.sizes import parameters_of
+    from simpletuner.ops.zero.checks import check_zero
+    from simpletuner.ops.zero.machine import check_installed
+
+    counted = parameters_of(settings.model)
+    check_zero(settings, counted and counted[0])
+    check_installed()
 
 
 def show(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from simpletuner.errors import EnvironmentFault
+from simpletuner.errors import EnvironmentFault, SettingsError
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 TEXT_PARTS = ("tokenizer", "text_encoder")
 """How the names of components begin that turn captions into tensors."""
 
-FLOAT32_INPUTS = ("timestep", "guidance", "time_ids", "txt_ids", "img_ids")
+FLOAT32_INPUTS = (
+    *("timestep", "t", "guidance"),
+    *("time_ids", "resolution", "aspect_ratio"),
+    *("txt_ids", "img_ids", "video_coords"),
+)
 """What a denoiser is told in numbers that bf16 would round."""
 
 
@@ -67,6 +71,15 @@ def refuse_pickles(folder: Path) -> None:
             any_weights_files(component)
 
 
+def refuse_second_denoiser(folder: Path, index: Mapping[str, Any], name: str) -> None:
+    """Raise SettingsError for a pipeline in which another denoiser takes over where little noise is left."""
+    if any(index.get(f"{name}_2") or ()):
+        raise SettingsError(
+            f"{folder} has two denoisers, {name} and {name}_2, each for its own noise levels",
+            "choose a model with one: `simpletuner models` lists what can be trained",
+        )
+
+
 def any_weights_files(folder: Path) -> list[Path]:
     """Return a component's safetensors of no variant, or else of whichever there is."""
     variants = [variant_of(path) for path in sorted(folder.glob("*.safetensors"))]
@@ -90,6 +103,22 @@ def class_of_diffusers(name: str) -> Any:
             f"diffusers {diffusers.__version__} has no {name}",
             "pip install --upgrade diffusers, or choose another model",
         ) from None
+
+
+def require_packages(components: Iterable[Sequence[str]]) -> None:
+    """Raise EnvironmentFault if a (library, class) of a pipeline needs a package that is not installed.
+
+    transformers names the package; diffusers, which would load the class, does not.
+    """
+    import transformers
+
+    for library, name in components:
+        try:
+            if library == "transformers":
+                getattr(transformers, name).from_pretrained  # noqa: B018 - what stands in for the class raises here
+        except ImportError as error:
+            sentence = str(error).strip().partition(".")[0]
+            raise EnvironmentFault(sentence, "install the build of it that fits your torch, then run again") from None
 
 
 def build_on_meta(config: Mapping[str, Any]) -> nn.Module:

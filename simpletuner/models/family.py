@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.data.geometry import Geometry, Size
-from simpletuner.models.components import TEXT_PARTS, build_on_meta, class_of_diffusers, inputs_cast, read_json
+from simpletuner.models.components import (
+    TEXT_PARTS,
+    build_on_meta,
+    class_of_diffusers,
+    inputs_cast,
+    read_json,
+    refuse_second_denoiser,
+    require_packages,
+)
 from simpletuner.models.objectives import Objective
 from simpletuner.models.vae import Vae
 from simpletuner.settings.sections import Settings
@@ -49,7 +57,15 @@ class Sampling:
 
 def with_guidance(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:
     """Return what a pipeline with a guidance scale and negative prompts is told."""
-    return {**positive, **{f"negative_{name}": value for name, value in negative.items()}, **sampling.arguments()}
+    embedded = {f"negative_{name}": value for name, value in negative.items()}
+    if negative:
+        embedded["negative_prompt"] = None  # some pipelines have one by default, and refuse it beside embeddings
+    return {**positive, **embedded, **sampling.arguments()}
+
+
+def of_one_frame(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:
+    """Return what a pipeline is told that draws films: guidance as usual, and one frame."""
+    return with_guidance(positive, negative, sampling) | {"num_frames": 1}
 
 
 def without_negative(positive: Conditioning, _: Conditioning, sampling: Sampling) -> dict[str, Any]:
@@ -65,6 +81,11 @@ def empty_caption(_: Family, empty: Conditioning) -> Conditioning:
 def nothing_told(_: Family, __: Geometry) -> Conditioning:
     """Return no conditioning."""
     return {}
+
+
+def none_idle(_: Family) -> tuple[str, ...]:
+    """Return that every weight counts."""
+    return ()
 
 
 def latents_as_drawn(latents: Tensor, _: Size) -> Tensor:
@@ -100,6 +121,16 @@ class Traits:
     """(positive, negative, sampling) -> keyword arguments of the pipeline."""
     drawn_latents: Callable[[Tensor, Size], Tensor] = latents_as_drawn
     """(what the pipeline answers, latents' (height, width)) -> latents BCHW as the VAE made them."""
+    idle: Callable[[Family], tuple[str, ...]] = none_idle
+    """How the names of weights begin that no answer depends on: they get no gradient, so they stay as published."""
+    draws_for_vae: bool = False
+    """Whether the pipeline answers latents as its VAE decodes them, not as its denoiser sees them."""
+    siblings: tuple[Traits, ...] = ()
+    """The traits of the family's other pipelines, taken where a folder names one of those."""
+
+    def of(self, pipeline: str) -> Traits:
+        """Return the traits of one of the family's pipelines; these for a class that none of them names."""
+        return next((each for each in self.siblings if pipeline in each.pipelines), self)
 
 
 class TextEncoder:
@@ -120,15 +151,19 @@ class Family:
     """A model family, opened from one pipeline folder in diffusers format."""
 
     def __init__(self, traits: Traits, folder: Path, settings: Settings) -> None:
-        self.traits, self.folder, self.settings = traits, folder, settings
+        self.folder, self.settings = folder, settings
         self.index = read_json(folder / "model_index.json")
+        refuse_second_denoiser(folder, self.index, traits.denoiser_name)
+        self.traits = traits.of(self.index.get("_class_name", ""))
         self.config = read_json(folder / traits.denoiser_name / "config.json")
+        self.vae_config = read_json(folder / "vae" / "config.json")
         self.scheduler_config = read_json(folder / "scheduler" / "scheduler_config.json")
         """The scheduler as it draws and is exported; a prediction type that the settings override is in it."""
         if settings.model.prediction_type:
             self.scheduler_config["prediction_type"] = settings.model.prediction_type
         chosen = settings.data.tokenizer_max_length
-        self.max_length = (chosen or traits.max_length(self)) if traits.max_length else None
+        longest = self.traits.max_length
+        self.max_length = (chosen or longest(self)) if longest else None
 
     @property
     def denoiser_name(self) -> str:
@@ -136,8 +171,11 @@ class Family:
         return self.traits.denoiser_name
 
     def denoiser(self) -> nn.Module:
-        """Return the denoiser as its config.json has it, parameters on the meta device."""
-        return build_on_meta(self.config)
+        """Return the denoiser as its config.json has it, parameters on the meta device; idle ones are not trained."""
+        model, idle = build_on_meta(self.config), self.traits.idle(self)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(idle))
+        return model
 
     def objective(self) -> Objective:
         """Return what the denoiser is trained towards, as its scheduler and the settings say."""
@@ -172,6 +210,7 @@ class Family:
         arguments = self.traits.draw_arguments(positive, negative, sampling)
         with inputs_cast(model, positive["prompt_embeds"].dtype):
             drawn = pipeline(**arguments)[0]
+        drawn = vae.normalised(drawn) if self.traits.draws_for_vae else drawn
         size = (sampling.size[1] // vae.downscale, sampling.size[0] // vae.downscale)
         return self.traits.drawn_latents(drawn, size)
 
@@ -188,6 +227,7 @@ class Family:
         parts: dict[str, Any] = {name: None for name, value in self.index.items() if isinstance(value, list)}
         if with_text:  # what is not mentioned is loaded
             parts = {name: None for name in parts if not name.startswith(TEXT_PARTS)}
+            require_packages(self.index[name] for name in self.index if name.startswith(TEXT_PARTS))
         scheduler = class_of_diffusers(self.index["scheduler"][1]).from_config(self.scheduler_config)
         parts |= {"vae": vae, self.denoiser_name: model, "scheduler": scheduler}
         variant = self.settings.model.variant

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentFault, SettingsError
 from simpletuner.files import replace_folder, unfinished
-from simpletuner.models.components import refuse_pickles
+from simpletuner.models.components import read_json, refuse_pickles
 from simpletuner.models.family import Family
 from simpletuner.models.registry import TINY, flavour_of, traits_of
 from simpletuner.models.tiny import build_tiny
@@ -17,7 +18,12 @@ from simpletuner.settings.sections import Model, Settings
 DOWNLOAD_SECONDS = 12 * 3600
 """How long the other ranks wait while the first downloads a model."""
 
-WANTED_FROM_HUB = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
+INDEX = "model_index.json"
+KINDS_WANTED = ("json", "safetensors", "txt", "model", "jinja")
+"""Endings of a component's configs, weights, vocabularies and chat templates."""
+
+OF_A_VARIANT = "*/*.*.safetensors"
+"""Weights with a variant's name in theirs, such as model.fp16.safetensors."""
 
 
 def open_family(settings: Settings, world: World, stop: Callable[[], None]) -> Family:
@@ -53,8 +59,13 @@ def downloaded(model: Model) -> Path:
 
     flavour = flavour_of(model)
     name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
+    fetch = partial(snapshot_download, name, revision=model.revision)
     try:
-        return Path(snapshot_download(name, revision=model.revision, allow_patterns=WANTED_FROM_HUB))
+        index = read_json(Path(fetch(allow_patterns=[INDEX])) / INDEX)
+        components = [part for part, value in index.items() if isinstance(value, list) and value[0]]
+        wanted = [INDEX, *(f"{part}/*.{kind}" for part in components for kind in KINDS_WANTED)]
+        # Many repositories hold the whole model once more, as one file and in other precisions.
+        return Path(fetch(allow_patterns=wanted, ignore_patterns=None if model.variant else [OF_A_VARIANT]))
     except HFValidationError:
         raise SettingsError(f"{name} is neither a folder nor a hub id", "check pretrained_model_name_or_path") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -42,7 +42,24 @@ class Entry:
 # fmt: off
 FAMILIES: dict[str, Entry] = {
     "sdxl": Entry("simpletuner.models.families.sdxl:SDXL", "epsilon", "CLIP-L, CLIP-G"),
+    "sd1x": Entry("simpletuner.models.families.stable_diffusion:SD1X", "epsilon", "CLIP-L"),
+    "sd2x": Entry("simpletuner.models.families.stable_diffusion:SD2X", "v_prediction", "OpenCLIP-H"),
+    "sd3": Entry("simpletuner.models.families.sd3:SD3", "flow", "CLIP-L, CLIP-G, T5-XXL"),
+    "kolors": Entry("", "epsilon", "ChatGLM3-6B"),
     "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
+    "flux2": Entry("simpletuner.models.families.flux2:FLUX2", "flow", "Qwen3 or Mistral-3", splits_sequence=True),
+    "chroma": Entry("simpletuner.models.families.chroma:CHROMA", "flow", "T5-XXL"),
+    "pixart_sigma": Entry("simpletuner.models.families.pixart_sigma:PIXART_SIGMA", "epsilon", "T5-XXL"),
+    "sana": Entry("simpletuner.models.families.sana:SANA", "flow", "Gemma-2-2B"),
+    "auraflow": Entry("simpletuner.models.families.auraflow:AURAFLOW", "flow", "Pile-T5-XL"),
+    "lumina2": Entry("simpletuner.models.families.lumina2:LUMINA2", "flow", "Gemma-2-2B"),
+    "qwen_image": Entry("simpletuner.models.families.qwen_image:QWEN", "flow", "Qwen2.5-VL-7B", splits_sequence=True),
+    "z_image": Entry("simpletuner.models.families.z_image:Z_IMAGE", "flow", "Qwen3-4B"),
+    "hidream": Entry("", "flow", "CLIP-L, CLIP-G, T5-XXL, Llama-3.1-8B"),
+    "wan": Entry("simpletuner.models.families.wan:WAN", "flow", "UMT5-XXL", splits_sequence=True),
+    "ltxvideo": Entry("simpletuner.models.families.ltxvideo:LTXVIDEO", "flow", "T5-XXL", splits_sequence=True),
+    "hunyuanvideo": Entry("", "flow", "Qwen2.5-VL-7B, ByT5"),
+    "cosmos": Entry("", "edm", "T5-11B"),
 }
 # fmt: on
 
@@ -108,8 +125,9 @@ def check_trainable(model: Model) -> None:
         )
     flavour = flavour_of(model)
     if flavour and flavour.untrainable and not model.pretrained_model_name_or_path:
+        name = model.model_flavour or f"{next(iter(flavours_of(model.model_family)))} (its default flavour)"
         raise SettingsError(
-            f"{model.model_family} {model.model_flavour} cannot be trained: {flavour.untrainable}",
+            f"{model.model_family} {name} cannot be trained: {flavour.untrainable}",
             "`simpletuner models` lists the flavours that can",
         )
     if not (flavour or model.pretrained_model_name_or_path or model.model_flavour == TINY):
@@ -136,6 +154,11 @@ def path_of_traits(model: Model) -> str | None:
     if key in FAMILIES:
         return FAMILIES[key].traits
     return next((point.value for point in entry_points(group=ENTRY_POINTS, name=key)), None)
+
+
+def installed_families() -> dict[str, str]:
+    """Return the families that installed packages register, by name: where their Traits are."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS) if point.name not in FAMILIES}
 
 
 def traits_of(model: Model) -> Traits:

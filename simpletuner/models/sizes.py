@@ -41,3 +41,11 @@ def parameters_in(path: Path) -> int:
         return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
+
+
+def in_short(count: int) -> str:
+    """Return a number of parameters for people: `11.9 B`, `5.00 B`, `860 M`, `512`."""
+    for letter, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= 0.9995 * size:
+            return f"{count / size:#.3g}".rstrip(".") + f" {letter}"
+    return str(count)

@@ -17,7 +17,15 @@ from simpletuner.errors import SettingsError
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
-    from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
+    from transformers import (
+        CLIPTextModel,
+        CLIPTokenizer,
+        Gemma2Model,
+        GemmaTokenizer,
+        T5EncoderModel,
+        T5Tokenizer,
+        UMT5EncoderModel,
+    )
 
     from simpletuner.models.family import Traits
 
@@ -95,22 +103,53 @@ def build_t5(tokenizer: T5Tokenizer, width: int) -> T5EncoderModel:
     return T5EncoderModel(config)
 
 
+def build_umt5(tokenizer: T5Tokenizer, width: int) -> UMT5EncoderModel:
+    """Return a random UMT5 encoder."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    config = UMT5Config(
+        vocab_size=len(tokenizer), d_model=width, d_kv=width // 4, d_ff=2 * width, num_layers=2, num_heads=4
+    )
+    return UMT5EncoderModel(config)
+
+
+def build_gemma(tokenizer: GemmaTokenizer, width: int) -> Gemma2Model:
+    """Return a random Gemma 2 language model without its head."""
+    from transformers import Gemma2Config, Gemma2Model
+
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        query_pre_attn_scalar=width // 4,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Gemma2Model(config)
+    model.get_input_embeddings().weight.data.normal_(std=0.3)  # the usual 0.02 drowns the words in attention
+    return model
+
+
 def build_clip_tokenizer() -> CLIPTokenizer:
     """Return a byte-level BPE tokenizer: every byte, with and without the end-of-word mark, then merges up to WORDS."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer
 
     letters = sorted(ByteLevel.alphabet())
-    merges = learn_merges(WORDS.split())
+    merges = learn_merges([[*word[:-1], f"{word[-1]}</w>"] for word in WORDS.split()])
     pieces = [*letters, *(f"{letter}</w>" for letter in letters), *map("".join, merges)]
     pieces += ["<|startoftext|>", "<|endoftext|>"]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=CLIP_MAX_LENGTH)
 
 
-def learn_merges(words: list[str]) -> list[tuple[str, str]]:
+def learn_merges(spelled: list[list[str]]) -> list[tuple[str, str]]:
     """Return the merges that make each word one piece, commonest pair first; `tokenizers` breaks ties by chance."""
-    spelled = [[*word[:-1], f"{word[-1]}</w>"] for word in words]
     merges = []
     while counts := Counter(pair for pieces in spelled for pair in pairwise(pieces)):
         merges.append(max(counts, key=lambda pair: (counts[pair], pair)))
@@ -139,3 +178,17 @@ def build_t5_tokenizer() -> T5Tokenizer:
     words = [(f"▁{word}", -4.0) for word in WORDS.split()]
     letters = [(letter, -8.0) for letter in "▁" + string.ascii_letters + string.digits + string.punctuation]
     return T5Tokenizer(vocab=specials + words + letters, extra_ids=0, model_max_length=512)
+
+
+def build_gemma_tokenizer() -> GemmaTokenizer:
+    """Return a BPE tokenizer that begins with <bos>, knows WORDS after a space, and falls back to bytes."""
+    import string
+
+    from transformers import GemmaTokenizer
+
+    letters = [*"▁\n", *string.ascii_letters, *string.digits, *string.punctuation]
+    merges = learn_merges([["▁", *word] for word in WORDS.split()])
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += [*letters, *map("".join, merges)]
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    return GemmaTokenizer(vocab=vocabulary, merges=merges, add_bos_token=True, padding_side="right")

@@ -1,85 +1,156 @@
 """Which parts of a denoiser are worth gathering, freeing, recomputing and compiling as one: its repeated blocks.
 
 A block is a class with modules inside that stands at least twice in one ModuleList. Blocks contain one another (a
-U-Net's CrossAttnUpBlock2D holds Transformer2DModels, which hold BasicTransformerBlocks); units may not. So each
-outermost block is taken while its largest instance is small, else the blocks within it. Only shapes are looked at, so
-the model may be on the meta device.
+U-Net's CrossAttnUpBlock2D holds Transformer2DModels, which hold BasicTransformerBlocks); units may not. So of all sets
+of blocks in which none contains another, the one is taken that holds the most of the model. Only names and shapes are
+looked at: the model may be on the meta device, and this file needs no torch.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
+from simpletuner.parallel.composition import (
+    CONTAINERS,
+    Kind,
+    is_block,
+    kinds_of,
+    parameters_of,
+    parameters_outside,
+)
 
-LARGEST_SHARE = 1 / 20
-"""A block that is more of the model than this gives way to the blocks within it. The published transformers have blocks
-of 1 to 4 %; what one all-gather brings in has to fit beside everything else, twice when the next one is prefetched."""
+if TYPE_CHECKING:
+    from torch import nn
 
-SMALLEST_SHARE = 1 / 1000
-"""Blocks that are less of the model than this, all together, stay outside."""
+LARGEST_SHARES = (1 / 20, 1 / 10, 1 / 5, 1)
+"""How much of the model one unit may be: what one all-gather brings in has to fit beside everything else, twice when
+the next one is prefetched. The published transformers have blocks of 1 to 5 %; the first bound is taken under which
+units hold ENOUGH."""
 
-KEPT_WITHIN = 0.9
-"""Share of a block's parameters that the blocks within must hold, to be taken instead of it."""
+ENOUGH = 0.95
+"""Share of the model that units should hold; the rest is gathered with the root and stays for the whole pass."""
+
+SMALLEST_SHARE = 1 / 500
+"""Blocks of which even the largest is less of the model than this stay outside: each gathering costs its latency."""
+
+PATHS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """All modules of one class in a denoiser, and whether each should be a unit. `largest` counts the parameters of
+    the largest module, `lists` are the ModuleLists in which it repeats (`*`: any number), `is_block` says that it could
+    be a unit, `no_split` and `repeated` are the hints of diffusers' `_no_split_modules` and `_repeated_blocks`."""
+
+    class_name: str
+    count: int
+    parameters: int
+    share: float
+    largest: int
+    sample_paths: tuple[str, ...]
+    lists: tuple[str, ...]
+    is_block: bool
+    no_split: bool
+    repeated: bool
+    recommended: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A denoiser by classes: the recommended ones first, then by parameters. `outside` are the parameters that no unit
+    holds, by path."""
+
+    total_parameters: int
+    classes: tuple[BlockClass, ...]
+    recommended: tuple[str, ...]
+    outside: Mapping[str, int]
 
 
 def recommended_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the classes that should become sharding units, those with the most parameters first."""
-    total, sizes = parameters_of(model), sizes_by_class(model)
-    repeated = repeated_classes(model)
-    taken = chosen(model, repeated, sizes, total)
-    worth = [name for name in taken if sum(sizes[name]) >= SMALLEST_SHARE * total]
-    return tuple(sorted(worth, key=lambda name: (-sum(sizes[name]), name)))
+    return chosen(kinds_of(model), parameters_of(model))
 
 
-def chosen(module: nn.Module, repeated: set[str], sizes: dict[str, list[int]], total: int) -> set[str]:
-    """Return the outermost repeated classes below a module that are small enough, or else those within them."""
-    taken: set[str] = set()
-    for child in module.children():
-        name = type(child).__name__
-        if name in taken:
-            continue
-        within = chosen(child, repeated, sizes, total)
-        if name in repeated and not (max(sizes[name]) > LARGEST_SHARE * total and kept(child, within) >= KEPT_WITHIN):
-            taken.add(name)
-        else:
-            taken |= within
-    return taken
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the classes that could become sharding units."""
+    return sorted(name for name, kind in kinds_of(model).items() if is_block(name, kind))
 
 
-def kept(module: nn.Module, classes: set[str]) -> float:
-    """Return which share of a module's parameters lies within modules of these classes."""
-    return sum(parameters_of(unit) for unit in outermost(module, classes)) / max(1, parameters_of(module))
+def detect_blocks(model: nn.Module) -> Blocks:
+    """Return what a denoiser consists of, and which of it should become sharding units."""
+    kinds, total = kinds_of(model), parameters_of(model)
+    taken = chosen(kinds, total)
+    hints = [set(getattr(model, name, None) or ()) for name in ("_no_split_modules", "_repeated_blocks")]
+
+    def block_class(name: str) -> BlockClass:
+        """Return what is said of one class."""
+        kind = kinds[name]
+        return BlockClass(
+            class_name=name,
+            count=len(kind.paths),
+            parameters=kind.parameters,
+            share=kind.parameters / max(1, total),
+            largest=kind.largest,
+            sample_paths=tuple(kind.paths[:PATHS_SHOWN]),
+            lists=tuple(kind.lists),
+            is_block=is_block(name, kind),
+            no_split=name in hints[0],
+            repeated=name in hints[1],
+            recommended=name in taken,
+            reason=reason(name, kinds, taken, max(1, total)),
+        )
+
+    classes = sorted(map(block_class, kinds), key=lambda it: (not it.recommended, -it.parameters, it.class_name))
+    outside = dict(sorted(parameters_outside(model, taken), key=lambda item: -item[1]))
+    return Blocks(total, tuple(classes), taken, outside)
 
 
-def outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
-    """Yield the modules of these classes below a module, but none that is within another."""
-    for child in module.children():
-        if type(child).__name__ in classes:
-            yield child
-        else:
-            yield from outermost(child, classes)
+def chosen(kinds: Mapping[str, Kind], total: int) -> tuple[str, ...]:
+    """Return the classes to take, those with the most parameters first."""
+    blocks = [name for name, kind in kinds.items() if is_block(name, kind) and kind.largest >= SMALLEST_SHARE * total]
+    sets = [
+        fullest([name for name in blocks if kinds[name].largest <= share * total], kinds) for share in LARGEST_SHARES
+    ]
+    enough = next((names for names in sets if held(names, kinds) >= ENOUGH * total), None)
+    taken = enough if enough is not None else max(sets, key=lambda names: held(names, kinds))
+    return tuple(sorted(taken, key=lambda name: (-kinds[name].parameters, name)))
 
 
-def repeated_classes(model: nn.Module) -> set[str]:
-    """Return the classes, with modules inside, of which some ModuleList holds two or more."""
-    repeated: set[str] = set()
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            counts = Counter(type(child).__name__ for child in module if any(True for _ in child.children()))
-            repeated |= {name for name, count in counts.items() if count > 1}
-    return repeated
+def fullest(names: Collection[str], kinds: Mapping[str, Kind]) -> Collection[str]:
+    """Return the set among these classes that holds the most parameters while none contains another."""
+    clash = next(((inner, outer) for inner in names for outer in names if outer in kinds[inner].within), None)
+    if clash is None:
+        return names
+    choices = [fullest([name for name in names if name != dropped], kinds) for dropped in clash]
+    return max(choices, key=lambda choice: held(choice, kinds))
 
 
-def sizes_by_class(model: nn.Module) -> dict[str, list[int]]:
-    """Return the parameters of every module, by its class."""
-    sizes: dict[str, list[int]] = {}
-    for module in model.modules():
-        sizes.setdefault(type(module).__name__, []).append(parameters_of(module))
-    return sizes
+def held(names: Collection[str], kinds: Mapping[str, Kind]) -> int:
+    """Return how many parameters classes hold that do not contain one another."""
+    return sum(kinds[name].parameters for name in names)
 
 
-def parameters_of(module: nn.Module) -> int:
-    """Return how many parameters a module has."""
-    return sum(parameter.numel() for parameter in module.parameters())
+def reason(name: str, kinds: Mapping[str, Kind], taken: Collection[str], total: int) -> str:
+    """Say why a class is taken or left."""
+    kind = kinds[name]
+    inside = [other for other in taken if other in kind.within]
+    holds = [other for other in taken if name in kinds[other].within]
+    if name in taken:
+        return f"repeats in {', '.join(kind.lists)}"
+    if name in CONTAINERS:
+        return "only a list of other modules"
+    if inside:
+        wholly = sum(kind.within[other] for other in inside) == len(kind.paths)
+        return f"lies {'' if wholly else 'partly '}within {', '.join(inside)}"
+    if holds:
+        return f"holds {', '.join(holds)}; one is up to {kind.largest / total:.1%} of the model"
+    if not kind.lists:
+        return "repeats in no ModuleList"
+    if not kind.has_modules:
+        return "holds no modules"
+    if name in kind.within:
+        return "modules of this class contain one another"
+    return f"the largest is only {kind.largest / total:.2%} of the model"

@@ -142,11 +142,13 @@ class TorchEngine:
 
     def restore(self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]) -> None:
         """Put the optimizer's state back: `read` fills the tensors of a moment, in their place."""
+        if not steps:
+            return
         for shard in self.shards.values():
             step = torch.tensor(float(steps), device=shard.part.device)
             tensors = {moment: torch.empty_like(shard.part.detach()) for moment in moments}
-            self.optimizer.state[shard.part] = {"step": step, **tensors} if steps else {}
-        for moment in moments if steps else ():
+            self.optimizer.state[shard.part] = {"step": step, **tensors}
+        for moment in moments:
             read(moment, self._moment(moment))
 
     def close(self) -> None:

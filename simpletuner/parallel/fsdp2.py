@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from simpletuner.errors import SettingsError
+from simpletuner.parallel.blocks import blocks_of, recommended_blocks
+from simpletuner.parallel.composition import parameters_of
 from simpletuner.parallel.engine import MakeOptimizer, TorchEngine
 from simpletuner.parallel.world import World
 from simpletuner.settings.loading import nearest
@@ -49,9 +52,22 @@ def units_by_class(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
         if name not in classes:
             raise SettingsError(
                 f"fsdp_transformer_layer_cls_to_wrap: {type(model).__name__} has no `{name}`{nearest(name, classes)}",
-                f"its blocks are: {', '.join(sorted(c for c in classes if c.endswith('Block') or 'Block' in c))}",
+                f"its blocks are: {', '.join(blocks_of(model))}; `simpletuner detect-blocks` shows which to take",
             )
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in names]
+
+
+def units_told(model: nn.Module, parallel: Parallel) -> str:
+    """Return in a few words what becomes sharding units of a model that is not sharded yet, and who says so."""
+    units = units_of(model, recommended_blocks(model), parallel)
+    counts = Counter(type(unit).__name__ for unit in units)
+    sizes = {parameter: parameter.numel() for unit in units for parameter in unit.parameters()}
+    named = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+    by_class = parallel.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+    recommended = by_class and not parallel.fsdp_transformer_layer_cls_to_wrap
+    who = "recommended" if recommended else "as set" if by_class else parallel.fsdp_auto_wrap_policy
+    share = sum(sizes.values()) / max(1, parameters_of(model))
+    return f"{named or 'the model as one'}: {share if named else 1:.1%} of the weights, {who}"
 
 
 def units_by_size(model: nn.Module, min_parameters: int) -> list[nn.Module]:

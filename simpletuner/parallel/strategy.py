@@ -116,7 +116,7 @@ def build_strategy(
         model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
     if settings.compile.dynamo_backend != "no":
         compile_in_place(model, blocks, settings.compile)
-    if parallel.deepspeed_config is not None:
+    if parallel.zero_stage is not None:
         from simpletuner.parallel.zero.building import zero  # importing DeepSpeed takes seconds
 
         return zero(model, settings, world, dtype, load_weights, make_optimizer)

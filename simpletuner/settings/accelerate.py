@@ -95,6 +95,12 @@ FIELDS: dict[str, Field] = {
     "fsdp_config.fsdp_forward_prefetch": always("FSDP2 prefetches by itself"),
     "fsdp_config.fsdp_use_orig_params": always("FSDP2 always keeps the original parameters"),
     "fsdp_config.fsdp_sync_module_states": always("every rank reads its own slices"),
+    "deepspeed_config.zero_stage": Field("zero_stage"),
+    "deepspeed_config.offload_optimizer_device": Field("offload_optimizer"),
+    "deepspeed_config.offload_param_device": Field("offload_param"),
+    "deepspeed_config.offload_optimizer_nvme_path": Field("offload_param_path", idle=OFF),
+    "deepspeed_config.offload_param_nvme_path": Field("offload_param_path", idle=OFF),
+    "deepspeed_config.deepspeed_config_file": Field("deepspeed_config", idle=OFF),
     "deepspeed_config.gradient_accumulation_steps": Field("gradient_accumulation_steps", idle=("auto",)),
     "deepspeed_config.gradient_clipping": Field("max_grad_norm", idle=("auto",)),
     "deepspeed_config.zero3_init_flag": always("the denoiser is built without memory at every stage"),
@@ -120,18 +126,10 @@ FIELDS: dict[str, Field] = {
     "parallelism_config.parallelism_config_sp_seq_length_is_variable": always("counts only with sp_size"),
     "parallelism_config.parallelism_config_sp_attn_implementation": always("counts only with sp_size"),
 }
+ZERO_STAGE_UNSAID = 2
+"""accelerate's default."""
 SECTIONS_OF_ENGINE = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 """Sections that count only with their distributed_type."""
-
-ZERO_FIELDS = (
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "deepspeed_config_file",
-)
-"""Fields that together make a DeepSpeed configuration."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +149,15 @@ def account(entries: list[Entry]) -> list[Told]:
     """Return what becomes of each field of an accelerate file."""
     engine = folded(next((entry.value for entry in entries if entry.key == "distributed_type"), "no"))
     told = [told for entry in entries for told in told_of(entry, engine)]
+    told = [item for index, item in enumerate(told) if not any(repeats(item, other) for other in told[:index])]
     if engine == "fsdp":
         told.append(Told("distributed_type", True, line_of("distributed_type", entries), "fsdp_enable"))
     return told
+
+
+def repeats(item: Told, other: Told) -> bool:
+    """Return whether a field says of a setting what another has said already."""
+    return bool(item.knob) and (item.knob, item.value) == (other.knob, other.value)
 
 
 def told_of(entry: Entry, engine: str) -> Iterator[Told]:
@@ -165,11 +169,10 @@ def told_of(entry: Entry, engine: str) -> Iterator[Told]:
     if needed not in (None, engine):
         yield Told(entry.key, entry.value, entry.line, note=f"counts only with distributed_type: {needed.upper()}")
         return
-    if entry.key == "deepspeed_config":
-        yield Told(entry.key, zero_config(entry.value), entry.line, "deepspeed_config")
     for name, value in entry.value.items():
-        if name not in ZERO_FIELDS:
-            yield told_field(f"{entry.key}.{name}", value, entry.inner_lines.get(name, entry.line))
+        yield told_field(f"{entry.key}.{name}", value, entry.inner_lines.get(name, entry.line))
+    if entry.key == "deepspeed_config" and not {"zero_stage", "deepspeed_config_file"} & entry.value.keys():
+        yield Told(entry.key, ZERO_STAGE_UNSAID, entry.line, "zero_stage")
 
 
 def told_field(name: str, value: Any, line: int) -> Told:
@@ -182,19 +185,6 @@ def told_field(name: str, value: Any, line: int) -> Told:
     if field.knob:
         return Told(name, field.becomes(value), line, field.knob)
     return Told(name, value, line, note=field.reason, warning=True)
-
-
-def zero_config(fields: Mapping[str, Any]) -> Any:
-    """Return DeepSpeed's JSON for accelerate's short form, or the file that it names."""
-    if file := fields.get("deepspeed_config_file"):
-        return str(file)
-    stage = str(fields.get("zero_stage", 2))
-    zero: dict[str, Any] = {"stage": int(stage) if stage.isdecimal() else stage}  # a variable is text
-    for part in ("offload_optimizer", "offload_param"):
-        device, path = fields.get(f"{part}_device"), fields.get(f"{part}_nvme_path")
-        if folded(device) not in OFF:
-            zero[part] = {"device": device} | ({"nvme_path": path} if folded(path) not in OFF else {})
-    return {"zero_optimization": zero}
 
 
 def line_of(key: str, entries: list[Entry]) -> int:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.accelerate import ZERO_FIELDS, account, zero_config
+from simpletuner.settings.accelerate import account
 from simpletuner.settings.formats import Entry
 from simpletuner.settings.loading import Loaded, knobs, settings_as_json
 from simpletuner.settings.sections import SECTION_OF, Settings
 from simpletuner.settings.shell import in_lines
 from simpletuner.settings.sources import PREFIX
 from simpletuner.settings.spelling import normalised
+from simpletuner.settings.zero.config import zero_config
 
 SAVE_SECONDS = 300
 """How long before the end of its time SLURM asks a run to save and stop."""
@@ -133,7 +134,6 @@ def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:
 def accelerate_fields(settings: Settings) -> dict[str, Any]:
     """Return what accelerate's own configuration can say of the settings."""
     launch, parallel, compiled = settings.launch, settings.parallel, settings.compile
-    zero = parallel.deepspeed_config
     many = {"machine_rank": launch.machine_rank, "main_process_ip": launch.main_process_ip or None}
     fields: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -156,8 +156,12 @@ def accelerate_fields(settings: Settings) -> dict[str, Any]:
         }
     if parallel.fsdp_enable:
         fields["fsdp_config"] = fsdp_fields(settings)
-    if zero is not None:
-        fields["deepspeed_config"] = zero_fields(zero)
+    if parallel.zero_stage is not None:
+        fields["deepspeed_config"] = {
+            "zero_stage": parallel.zero_stage,
+            "offload_optimizer_device": parallel.offload_optimizer,
+            "offload_param_device": parallel.offload_param,
+        }  # accelerate hands no nvme_path on: that is a flag
     if parallel.context_parallel_size > 1:
         fields["parallelism_config"] = {
             "parallelism_config_cp_size": parallel.context_parallel_size,
@@ -170,7 +174,7 @@ def engine_name(settings: Settings) -> str:
     """Return accelerate's distributed_type."""
     if settings.parallel.fsdp_enable:
         return "FSDP"
-    if settings.parallel.deepspeed_config is not None:
+    if settings.parallel.zero_stage is not None:
         return "DEEPSPEED"
     many = settings.launch.num_processes > 1
     return ("MULTI_CPU" if settings.launch.use_cpu else "MULTI_GPU") if many else "NO"
@@ -194,24 +198,11 @@ def fsdp_fields(settings: Settings) -> dict[str, Any]:
     return fields
 
 
-def zero_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return accelerate's short form of DeepSpeed's JSON, as far as accelerate hands it on (no nvme_path)."""
-    section = config.get("zero_optimization")
-    zero = section if isinstance(section, Mapping) else {}
-    stage = zero.get("stage")
-    fields: dict[str, Any] = {"zero_stage": stage if isinstance(stage, int) else 0}
-    for part in ("offload_optimizer", "offload_param"):
-        if isinstance(offload := zero.get(part), Mapping):
-            fields[f"{part}_device"] = str(offload.get("device", "none"))
-    assert set(fields) <= set(ZERO_FIELDS)
-    return fields if zero_config(fields) == config else {"zero_stage": fields["zero_stage"]}
-
-
 def to_deepspeed(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return DeepSpeed's JSON; the rest of the settings goes into the command, as flags."""
-    config = settings.parallel.deepspeed_config
-    if config is None:
-        raise SettingsError("DeepSpeed is off: there is no configuration to export", "set deepspeed_config")
+    """Return DeepSpeed's complete JSON; the rest of the settings goes into the command, as flags."""
+    if settings.parallel.zero_stage is None:
+        raise SettingsError("DeepSpeed is off: there is no configuration to export", "set zero_stage")
+    config = zero_config(settings, settings.launch.num_processes)
     rest = {name: value for name, value in values.items() if name != "deepspeed_config"}
     words = ["simpletuner", "train", "--deepspeed_config=deepspeed.json", *as_flags(rest)]
     return Exported(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "deepspeed.json", words)

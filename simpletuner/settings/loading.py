@@ -11,32 +11,19 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.knob import extra_of
+from simpletuner.settings.merging import Merged, Origin
 from simpletuner.settings.mistakes import nearest, sentence, shortened
 from simpletuner.settings.rules import contradictions, incomplete, settled, warnings_about
-from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings
+from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings, knobs
 from simpletuner.settings.sources import Given, Source, gathered
-from simpletuner.settings.spelling import folded, normalised
+from simpletuner.settings.spelling import WORDS_FOR_NOTHING, folded
+from simpletuner.settings.zero.spreading import spread
 
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
 """A short table of texts as it is typed: name=text,name=text."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a value came from, what was written there, and what it outranked."""
-
-    place: str
-    given: Any
-    source: str = ""
-    outranks: tuple[Origin, ...] = ()
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return self.place
 
 
 @dataclass(frozen=True)
@@ -48,11 +35,6 @@ class Loaded:
     warnings: tuple[str, ...] = ()
     sources: Mapping[str, bool] = field(default_factory=dict)
     """Every source by name, weakest first, and whether it was found rather than named by the user."""
-
-
-def knobs() -> dict[str, FieldInfo]:
-    """Return every knob by name, in the order of the sections."""
-    return {name: field for section in SECTIONS.values() for name, field in section.model_fields.items()}
 
 
 def load(
@@ -70,17 +52,14 @@ def load(
 
 def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     """Merge sources, weakest first, into settings."""
-    mistakes: list[str] = []
-    values: dict[str, Any] = {}
-    origins: dict[str, Origin] = {}
     sources = list(sources)
+    merged = Merged()
     for source in sources:
-        for name, (value, place) in understood(source, mistakes).items():
-            before = origins.get(name)
-            outranks = (replace(before, outranks=()), *before.outranks) if before else ()
-            values[name] = normalised(name, knobs()[name], value)
-            origins[name] = Origin(place, value, source.name, outranks)
-    settings = validated(values, origins, mistakes)
+        for given in understood(source, merged.mistakes):
+            merged.take(given, source.name)
+    warnings = [*(warning for source in sources for warning in source.warnings), *spread(merged)]
+    mistakes, origins = merged.mistakes, merged.origins
+    settings = validated(merged.values, origins, mistakes)
     if settings is not None:
         found = [*(incomplete(settings) if complete else ()), *contradictions(settings)]
         mistakes += [with_places(mistake, origins) for mistake in found]
@@ -88,39 +67,53 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
         raise SettingsError("\n  ".join(mistakes), "`simpletuner train --help` lists every setting with its type")
     settings, reasons = settled(settings)
     changed = {name: replace(origins.get(name, Origin("default", None)), reason=why) for name, why in reasons.items()}
-    warnings = [warning for source in sources for warning in source.warnings]
     found = {source.name: source.implicit for source in sources}
     return Loaded(settings, origins | changed, (*warnings, *warnings_about(settings)), found)
 
 
-def understood(source: Source, mistakes: list[str]) -> dict[str, tuple[Any, str]]:
-    """Return a source's values and places by knob, after adding a sentence for each name that cannot be meant."""
-    values: dict[str, tuple[Any, str]] = {}
+def understood(source: Source, mistakes: list[str]) -> Iterable[Given]:
+    """Return what a source gives by the names of knobs, after adding a sentence for each that cannot be meant."""
+    taken: dict[str, Given] = {}
     for given in source.given:
         name = canonical_name(given.name)
         if name is None:
             flat = ": settings stand side by side, not in sections" if isinstance(given.value, Mapping) else ""
             mistakes.append(f"unknown setting `{given.name}` ({given.place}){flat or nearest(given.name, knobs())}")
-        elif name in values:
-            mistakes.append(f"{name} is set twice ({values[name][1]} and {given.place}): keep one of them")
+        elif name in taken:
+            mistakes.append(f"{name} is set twice ({taken[name].place} and {given.place}): keep one of them")
         else:
-            values[name] = opened(name, given, mistakes), given.place
-    return values
+            taken[name] = opened(name, given, mistakes)
+    return taken.values()
 
 
-def opened(name: str, given: Given, mistakes: list[str]) -> Any:
-    """Return a value; of a knob that holds JSON and was given text, the JSON in it or in the file that it names."""
+def opened(name: str, given: Given, mistakes: list[str]) -> Given:
+    """Return what is given for a knob; of one that holds JSON and was given text, what that or the file in it says."""
     text, kind = given.value, next(filter(is_table, get_args(knobs()[name].annotation)), None)
-    if kind is None or not isinstance(text, str) or not text or folded(text) == "none":
-        return text
+    if kind is None or not isinstance(text, str) or folded(text) in WORDS_FOR_NOTHING:
+        return replace(given, name=name)
     if get_args(kind) == (str, str) and PAIRS.fullmatch(text):
-        return dict(pair.split("=", 1) for pair in text.split(","))
+        return replace(given, name=name, value=dict(pair.split("=", 1) for pair in text.split(",")))
+    file = "" if text.lstrip().startswith("{") else text
     try:
-        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json_in(Path(file).expanduser().read_text(encoding="utf-8") if file else text)
+    except (OSError, ValueError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         mistakes.append(f"{name} = {shortened(text)} ({given.place}): use JSON or the path of a JSON file: {reason}")
-        return None
+        value = None
+    return replace(given, name=name, value=value, file=file)
+
+
+def json_in(text: str) -> Any:
+    """Return the JSON in a text. Raises ValueError for what is none, and for an object with a name in it twice."""
+    return json.loads(text, object_pairs_hook=without_doubles)
+
+
+def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError if a name stands twice in it: only one value could count."""
+    names = [name for name, _ in pairs]
+    if doubles := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"`{min(doubles)}` stands there twice")
+    return dict(pairs)
 
 
 def is_table(annotation: Any) -> bool:
@@ -156,7 +149,8 @@ def with_places(mistake: str, origins: Mapping[str, Origin]) -> str:
     """Return a sentence about several settings, and where each was set, unless that is the command line just typed."""
     places = {name: str(origin) for name, origin in origins.items() if re.search(rf"\b{name}\b", mistake)}
     said = ", ".join(f"{name}: {place}" for name, place in places.items())
-    return mistake if set(places.values()) <= {"flag"} else f"{mistake} [{said}]"
+    typed = all(place.partition(" ")[0] == "flag" for place in places.values())
+    return mistake if typed else f"{mistake} [{said}]"
 
 
 def provenance(loaded: Loaded) -> str:

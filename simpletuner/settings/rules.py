@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from simpletuner.settings.sections import Settings
+from simpletuner.settings.zero.config import beyond_settings
+from simpletuner.settings.zero.limits import (
+    offloading_is_possible,
+    zero_trains_whole_models,
+)
 
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
@@ -25,11 +31,18 @@ def incomplete(settings: Settings) -> list[str]:
 def settled(settings: Settings) -> tuple[Settings, dict[str, str]]:
     """Return settings without choices that have no effect, so that saved files stay the same, and why by name."""
     parallel = settings.parallel
-    if parallel.context_parallel_size > 1 or parallel.context_parallel_comm_strategy == "allgather":
+    changes: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    if parallel.context_parallel_size == 1 and parallel.context_parallel_comm_strategy != "allgather":
+        changes["context_parallel_comm_strategy"] = "allgather"
+        reasons["context_parallel_comm_strategy"] = "reset, since context_parallel_size = 1 turns it off"
+    if parallel.deepspeed_config and parallel.zero_stage:
+        changes["deepspeed_config"] = rest = beyond_settings(settings)
+        if rest != parallel.deepspeed_config:
+            reasons["deepspeed_config"] = "what goes without saying is left out"
+    if not changes:
         return settings, {}
-    reset = parallel.model_copy(update={"context_parallel_comm_strategy": "allgather"})
-    reasons = {"context_parallel_comm_strategy": "reset, since context_parallel_size = 1 turns it off"}
-    return settings.model_copy(update={"parallel": reset}), reasons
+    return settings.model_copy(update={"parallel": parallel.model_copy(update=changes)}), reasons
 
 
 def warnings_about(settings: Settings) -> list[str]:
@@ -95,8 +108,8 @@ def machines_are_equal(settings: Settings) -> Iterator[str]:
 
 def one_engine_shards(settings: Settings) -> Iterator[str]:
     """Refuse two sharding engines at once."""
-    if settings.parallel.fsdp_enable and settings.parallel.deepspeed_config is not None:
-        yield "FSDP and DeepSpeed cannot be enabled simultaneously. Drop deepspeed_config, or set fsdp_enable=false"
+    if settings.parallel.fsdp_enable and settings.parallel.zero_stage is not None:
+        yield "FSDP and DeepSpeed cannot be enabled simultaneously. Set zero_stage=none, or fsdp_enable=false"
 
 
 def context_parallelism_has_fsdp2(settings: Settings) -> Iterator[str]:
@@ -171,6 +184,8 @@ RULES: tuple[Rule, ...] = (
     pictures_are_named_once,
     sharding_trains_whole_models,
     one_engine_shards,
+    zero_trains_whole_models,
+    offloading_is_possible,
     context_parallelism_has_fsdp2,
     machines_are_equal,
     compiler_can_do_it,

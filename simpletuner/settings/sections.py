@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, JsonValue
+from pydantic.fields import FieldInfo
 
 from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.spelling import folded
@@ -18,6 +19,14 @@ def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", path):
             raise ValueError(f"`{path}` is no place of Traits: write package.module:TRAITS")
     return families and {folded(name): path for name, path in families.items()}
+
+
+def in_home(path: Path | None) -> Path | None:
+    """Return a path with the home folder that `~` stands for. Raises ValueError for a user that there is not."""
+    try:
+        return path and path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"there is no home folder {path}") from None
 
 
 class Model(Section):
@@ -81,7 +90,7 @@ class Training(Section):
 class Optimizer(Section):
     """Optimizer"""
 
-    optimizer: Literal["adamw"] = knob("adamw", "Which optimizer.")
+    optimizer: Literal["adamw", "adam", "adagrad", "lion"] = knob("adamw", "Which optimizer: AdamW, Adam (weight decay in the gradient), Adagrad or Lion.")
     learning_rate: float = knob(1e-5, "Peak learning rate.", gt=0)
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial"] = knob("constant", "How the learning rate goes on after the warm-up.")  # fmt: skip
     lr_warmup_steps: int = knob(0, "Optimizer steps over which the learning rate rises from 0.", ge=0)
@@ -123,13 +132,16 @@ class Parallel(Section):
     fsdp_cpu_ram_efficient_loading: bool = knob(True, "Build on the meta device and let each rank read only its own slices.")
     fsdp_auto_wrap_policy: str = knob("TRANSFORMER_BASED_WRAP", "What becomes a sharding unit: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or `package.module.callable`.")  # fmt: skip
     fsdp_min_num_params: int = knob(100_000_000, "Smallest unit of SIZE_BASED_WRAP.", unit="parameters", ge=1)
-    fsdp_transformer_layer_cls_to_wrap: str = knob("", "Comma-separated block classes to wrap; empty: the family's own.")
+    fsdp_transformer_layer_cls_to_wrap: str = knob("", "Comma-separated block classes to wrap; empty: those that `simpletuner detect-blocks` recommends.")
 
 
     context_parallel_size: int = knob(1, "Ranks that share each sample's sequence; 1 turns context parallelism off.", ge=1)
     context_parallel_comm_strategy: Literal["allgather", "alltoall"] = knob("allgather", "How the ranks of a sequence exchange keys and values.")  # fmt: skip
-    deepspeed_config: dict[str, JsonValue] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; empty: DeepSpeed is off.")
-    offload_param_path: Path | None = knob(None, "Folder for what DeepSpeed offloads to NVMe.")
+    zero_stage: Literal[1, 2, 3] | None = knob(None, "Share optimizer state (1), also gradients (2), also weights (3) over the ranks by DeepSpeed ZeRO; empty: DeepSpeed is off.")  # fmt: skip
+    offload_optimizer: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps optimizer state: on the GPU, in the machine's memory, or in files (stage 3).")  # fmt: skip
+    offload_param: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps weights between uses (stage 3).")
+    offload_param_path: Annotated[Path | None, AfterValidator(in_home)] = knob(None, "Folder for what DeepSpeed offloads to NVMe.")
+    deepspeed_config: dict[str, JsonValue] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; what other settings can say becomes those.")  # fmt: skip
 
 
 class Launch(Section):
@@ -215,3 +227,8 @@ SECTIONS: dict[str, type[Section]] = {
 SECTION_OF: dict[str, str] = {
     knob_name: name for name, section in SECTIONS.items() for knob_name in section.model_fields
 }
+
+
+def knobs() -> dict[str, FieldInfo]:
+    """Return every knob by name, in the order of the sections."""
+    return {name: field for section in SECTIONS.values() for name, field in section.model_fields.items()}

@@ -33,11 +33,12 @@ NOT_SETTINGS = {
 
 @dataclass(frozen=True)
 class Given:
-    """One value as written under a name, and the place where it stands."""
+    """One value as written under a name, the place where it stands, and the JSON file that was read for it, if any."""
 
     name: str
     value: Any
     place: str
+    file: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,56 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from simpletuner.settings.sections import Optimizer
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
-    """Return fused AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=settings.learning_rate,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_epsilon,
-        weight_decay=settings.adam_weight_decay,
-        fused=True,
-    )
+    """Return the optimizer, fused where torch has it so.
+
+    Sources: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), Adam (Kingma and Ba 2015, arXiv:1412.6980), Adagrad
+    (Duchi et al. 2011), Lion (see there).
+    """
+    rate, decay, epsilon = settings.learning_rate, settings.adam_weight_decay, settings.adam_epsilon
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    if settings.optimizer == "lion":
+        return Lion(parameters, rate, betas, decay)
+    if settings.optimizer == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=rate, eps=epsilon, weight_decay=decay)
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=rate, betas=betas, eps=epsilon, weight_decay=decay, fused=True)
+
+
+class Lion(torch.optim.Optimizer):
+    """Step by the sign of a mean of gradients (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            trained: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            means = [self._mean(parameter) for parameter in trained]
+            if trained:
+                signs = torch._foreach_lerp(means, gradients, 1 - group["betas"][0])
+                torch._foreach_sign_(signs)
+                torch._foreach_mul_(trained, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(trained, signs, alpha=-group["lr"])
+                torch._foreach_lerp_(means, gradients, 1 - group["betas"][1])
+
+    def _mean(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's mean of gradients, and count the step."""
+        state = self.state[parameter]
+        if not state:
+            state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter))
+        state["step"] += 1
+        return state["exp_avg"]
 
 
 def learning_rate_at(step: int, max_steps: int, settings: Optimizer) -> float:

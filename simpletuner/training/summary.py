@@ -9,12 +9,12 @@ from typing import Any
 from simpletuner.checkpoints.layout import numbered
 from simpletuner.models.family import Family
 from simpletuner.parallel.compilation import described
-from simpletuner.parallel.zero.config import config_of
-from simpletuner.parallel.zero.config import described as sharding
+from simpletuner.parallel.fsdp2 import units_told
 from simpletuner.preparation import Plan
 from simpletuner.report import Report
 from simpletuner.session import Session
-from simpletuner.settings import provenance
+from simpletuner.settings import Settings, provenance
+from simpletuner.settings.zero.config import zero_of
 from simpletuner.training.metrics import CURVE, METRICS, read_metrics
 from simpletuner.training.state import TrainingState
 
@@ -23,15 +23,14 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
     """Say what is about to run."""
     settings, world = session.settings, session.world
     parallel, training = settings.parallel, settings.training
-    engine = "FSDP2" if parallel.fsdp_enable else "data-parallel" if world.size > 1 else "plain"
-    if parallel.deepspeed_config is not None:
-        engine = sharding(config_of(settings, world.size))
+    engine = engine_told(settings, world.size)
     buckets = ", ".join(f"{name}: {len(items)}" for name, items in plan.buckets.items())
     batch = f"{training.train_batch_size} x {world.size} x {training.gradient_accumulation_steps}"
     parameters = f"{state.strategy.size:,} parameters"
     rows: list[tuple[str, Any]] = [
         ("model", f"{settings.model.model_family}, {parameters}, mixed precision: {training.mixed_precision}"),
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
+        *([("wrapping", units_told(family.denoiser(), parallel))] if parallel.fsdp_enable else []),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
         ("pictures", f"{len(plan.samples)} in {len(plan.buckets)} buckets ({buckets})"),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),
@@ -40,6 +39,17 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
         ("settings", provenance(session.loaded)),
     ]
     session.report.table("simpletuner train", rows)
+
+
+def engine_told(settings: Settings, world_size: int) -> str:
+    """Return in a few words what trains, and what does not lie beside it."""
+    if (zero := zero_of(settings)) is not None:
+        places = {"cpu": "in the machine's memory", "nvme": "in files"}
+        away = (("optimizer", zero.offload_optimizer), ("weights", zero.offload_param))
+        return ", ".join(
+            [f"ZeRO-{zero.stage}", *(f"{what} {places[place]}" for what, place in away if place in places)]
+        )
+    return "FSDP2" if settings.parallel.fsdp_enable else "data-parallel" if world_size > 1 else "plain"
 
 
 def conclude(output: Path, report: Report) -> None:

@@ -11,8 +11,11 @@ from typer.main import get_command
 from simpletuner.app import command_of
 from simpletuner.commands.candidates import candidates, words_of
 from simpletuner.commands.scripts import PROGRAMS
+from simpletuner.models.registry import FAMILIES, flavours_of
 from simpletuner.settings.loading import knobs
 from simpletuner.settings.spelling import choices_of
+
+EVERY_FLAVOUR = dict.fromkeys(flavour for key in FAMILIES for flavour in flavours_of(key))
 
 
 def offered(line: str, program: str = "simpletuner") -> list[str]:
@@ -94,13 +97,13 @@ def test_every_knob_is_offered_with_what_it_accepts(name):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--model_family=", ["--model_family=sdxl", "--model_family=flux"]),
-        ("--model-family flux --model_flavour ", ["dev", "krea", "schnell", "tiny"]),
+        ("--model_family=", [f"--model_family={key}" for key in FAMILIES]),
+        ("--model-family flux --model_flavour ", [*flavours_of("flux"), "tiny"]),
         (
             "--model_family=SDXL --model_flavour=",
-            [f"--model_flavour={name}" for name in ("base-1.0", "base-0.9", "tiny")],
+            [f"--model_flavour={name}" for name in (*flavours_of("sdxl"), "tiny")],
         ),
-        ("--model_family=other --model_flavour ", ["base-1.0", "base-0.9", "dev", "krea", "schnell", "tiny"]),
+        ("--model_family=other --model_flavour ", [*EVERY_FLAVOUR, "tiny"]),
         ("--fsdp_auto_wrap_policy s", ["SIZE_BASED_WRAP"]),
         ("--accelerate_config ", []),
         ("--resume_from_checkpoint ", ["latest", "none"]),
@@ -121,6 +124,21 @@ def test_every_knob_is_offered_with_what_it_accepts(name):
 def test_training_flags_and_values(line, words):
     assert offered(f"simpletuner train {line}") == words
     assert offered(f"simpletuner-train {line}", "simpletuner-train") == words
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("det", ["detect-blocks"]),
+        ("detect-blocks --model_family=sdx", ["--model_family=sdxl"]),
+        ("detect-blocks --model-family flux --model_flavour schn", ["schnell"]),
+        ("detect-blocks --re", ["--refresh", "--revision"]),
+        ("detect-blocks --apply ", []),
+        ("models --", ["--json", "--help"]),
+    ],
+)
+def test_block_detection_is_completed_as_well(line, words):
+    assert offered(f"simpletuner {line}") == words
 
 
 def test_an_empty_word_offers_the_flags_where_nothing_else_can_come():

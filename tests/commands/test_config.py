@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from simpletuner.app import main
-from simpletuner.models.registry import FAMILIES, TINY
+from simpletuner.models.registry import FAMILIES, TINY, flavour_of
 from simpletuner.settings import load
 from simpletuner.settings.loading import knobs
+from simpletuner.settings.sections import Model
 
 HEAVY = ("torch", "numpy", "accelerate", "diffusers", "transformers", "deepspeed", "PIL")
 ENOUGH = ("--model_family=sdxl", "--instance_data_dir=pictures")
@@ -116,9 +117,15 @@ def test_show_prints_a_table_with_every_setting_on_its_line(run):
     assert "[bold]x" in out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def trainable_flavours() -> list[tuple[str, str]]:
+    """Return every family with its default flavour, unless that one cannot be trained, and with its tiny one."""
+    defaults = {key: flavour_of(Model(model_family=key)) for key, entry in FAMILIES.items() if entry.traits}
+    started = [(key, "") for key, flavour in defaults.items() if flavour and not flavour.untrainable]
+    return started + [(key, TINY) for key in defaults]
+
+
+@pytest.mark.parametrize(("family", "flavour"), trainable_flavours())
 @pytest.mark.parametrize("count", [1, 8])
-@pytest.mark.parametrize("flavour", ["", TINY])
 def test_init_writes_a_file_that_loads_and_validates(run, family, count, flavour):
     flags = [
         f"--model_family={family}",
@@ -139,6 +146,12 @@ def test_init_writes_a_file_that_loads_and_validates(run, family, count, flavour
     uncommented = re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)
     Path("all.toml").write_text(uncommented)
     assert load({}, Path("all.toml")).settings == settings, "what is commented out is the default"
+
+
+def test_init_says_which_flavours_can_be_trained_where_the_default_cannot(run):
+    code, _, err = run("config", "init", "--model_family=z_image")
+    assert code == 2 and "use base, or turbo" in err
+    assert not Path("config").exists()
 
 
 def test_init_never_writes_over_a_file_unless_told_to(run):
@@ -221,7 +234,7 @@ print("imported", [name for name in sys.argv[1].split(",") if name in sys.module
         ["config", "init", "--model_family=flux", "--output=new.toml"],
         *(["config", "export", f"--to={to}"] for to in ("cli", "json", "toml", "yaml", "env", "slurm")),
         ["config", "export", "--to=accelerate", "--fsdp_enable"],
-        ["config", "export", "--to=deepspeed", "--deepspeed_config={}"],
+        ["config", "export", "--to=deepspeed", "--zero_stage=2"],
     ],
     ids=" ".join,
 )

@@ -8,6 +8,9 @@ import pytest
 import shells
 from shells import ROOT, SCRIPTS, Fish, TypedShell, environment, opened
 
+from simpletuner.models.registry import FAMILIES, flavours_of
+
+BEGINNING_WITH_B = {name for key in FAMILIES for name in flavours_of(key) if name.startswith("b")}
 CHECKED_IN = {"bash": "simpletuner.bash", "zsh": "_simpletuner", "fish": "simpletuner.fish"}
 
 
@@ -41,15 +44,15 @@ def test_the_checked_in_scripts_are_what_the_command_prints(name):
         ("simpletuner train --mixed_precision=", {"no", "bf16"}),
         ("simpletuner-train --mixed_precision=b", {"bf16"}),
         ("simpletuner train --fsdp_enable ", {"true", "false"}),
-        ("simpletuner train --model_family=", {"sdxl", "flux"}),
-        ("simpletuner train --model_flavour=b", {"base-1.0", "base-0.9"}),
-        ("simpletuner train --model_family flux --model_flavour ", {"dev", "krea", "schnell", "tiny"}),
+        ("simpletuner train --model_family=", set(FAMILIES)),
+        ("simpletuner train --model_flavour=b", BEGINNING_WITH_B),
+        ("simpletuner train --model_family flux --model_flavour ", {*flavours_of("flux"), "tiny"}),
         ("simpletuner completion ", {"bash", "zsh", "fish"}),
         ("simpletuner config s", {"show", "schema"}),
         ("simpletuner train --fsdp_v", {"--fsdp_version"}),
         ("simpletuner train --fsdp_version=2 --fsdp_v", set()),
-        ("simpletuner train --instance_prompt 'a b' --model_fam", {"--model_family"}),
-        ("cd . && X=1 simpletuner train --model_fam", {"--model_family"}),
+        ("simpletuner train --instance_prompt 'a b' --model_typ", {"--model_type"}),
+        ("cd . && X=1 simpletuner train --model_typ", {"--model_type"}),
     ],
 )
 def test_a_shell_offers(shell, typed, offered):
@@ -66,7 +69,7 @@ def test_a_shell_offers(shell, typed, offered):
         ("simpletuner train --instance_data_dir pi", "simpletuner train --instance_data_dir pictures/"),
         ("simpletuner train --instance_data_dir=pi", "simpletuner train --instance_data_dir=pictures/"),
         ("simpletuner-train --config=./pr", "simpletuner-train --config=./prompts.txt "),
-        (f"{SCRIPTS}/simpletuner-train --model_fam", f"{SCRIPTS}/simpletuner-train --model_family "),
+        (f"{SCRIPTS}/simpletuner-train --model_typ", f"{SCRIPTS}/simpletuner-train --model_type "),
     ],
 )
 def test_one_tab_completes(shell, typed, completed):

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diffusers import FluxPipeline
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from models.test_inputs import expect_same_inputs, expect_same_picture, opened
 
-from simpletuner.models.families.flux import packed, position_ids, unpacked
+from simpletuner.models.families.flux import TINY_TRANSFORMER, packed, position_ids, unpacked
 
 SHAPES = [(1, 4, 2, 2), (2, 16, 8, 6), (3, 4, 6, 10)]
 
@@ -43,3 +44,12 @@ def test_position_ids_are_those_of_the_pipeline(height, width):
 
 def test_position_ids_name_row_and_column():
     assert position_ids(4, 4).tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
+
+
+def test_schnell_is_shown_256_tokens_of_text_and_no_guidance(flux, tmp_path):
+    transformer = FluxTransformer2DModel(**(TINY_TRANSFORMER | {"guidance_embeds": False}))
+    FluxPipeline.from_pretrained(flux, transformer=transformer).save_pretrained(tmp_path)
+    family = opened("flux", tmp_path)
+    assert family.max_length == 256
+    expect_same_inputs(family, max_sequence_length=256)
+    expect_same_picture(family, max_sequence_length=256)

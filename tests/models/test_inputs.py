@@ -78,7 +78,7 @@ def latents_shown(family: Family, given: dict[str, Any]) -> torch.Tensor:
     """Return the latents (1CHW) that a pipeline showed its denoiser, as the VAE made them."""
     latents = next(given[name] for name in ("sample", "hidden_states", "x[0]") if name in given)
     downscale = family.vae(CPU).downscale
-    latents = latents[None] if latents.ndim == 4 and "x[0]" in given else latents
+    latents = latents.transpose(0, 1) if "x[0]" in given else latents  # one of a list is CFHW, a film of one frame
     return family.traits.drawn_latents(latents, (SIZE[1] // downscale, SIZE[0] // downscale))
 
 
@@ -93,17 +93,22 @@ def same(ours: Any, theirs: Any, name: str) -> None:
 
 @pytest.mark.parametrize("key", TRAINABLE)
 def test_a_denoiser_sees_what_diffusers_own_pipeline_shows_it(key, pipelines):
-    family = opened(key, pipelines(key))
+    expect_same_inputs(opened(key, pipelines(key)))
+
+
+def expect_same_inputs(family: Family, **told: Any) -> None:
+    """Compare the second call of three, the pipeline being told these, too. Tests of single checkpoints call this."""
     pipeline = diffusers_pipeline(family)
     denoiser = getattr(pipeline, family.denoiser_name)
-    asked = family.traits.draw_arguments({}, {}, sampling(guidance=1.0))
-    theirs = recorded_call(denoiser, lambda: pipeline(PROMPT, **asked), number=2)
+    asked = family.traits.draw_arguments({}, {}, sampling(guidance=1.0)) | told
+    theirs = recorded_call(denoiser, lambda: pipeline(prompt=PROMPT, **asked), number=2)
 
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
     geometry = Geometry(SIZE, SIZE, (0, 0), SIZE)
     conditioning |= {name: value[None] for name, value in family.picture_conditioning(geometry).items()}
+    scheduler = pipeline.scheduler
     flow = isinstance(family.objective(), FlowMatching)
-    times = (pipeline.scheduler.sigmas if flow else pipeline.scheduler.timesteps)[1:2]
+    times = scheduler.timesteps[1:2] / (scheduler.config.num_train_timesteps if flow else 1)
     noisy = latents_shown(family, theirs)
     ours = recorded_call(denoiser, lambda: family.predict(denoiser, noisy, times, conditioning))
     assert ours.keys() == theirs.keys()
@@ -118,11 +123,40 @@ def sampling(guidance: float):
 
 
 @pytest.mark.parametrize("key", TRAINABLE)
-def test_a_picture_is_the_one_that_diffusers_own_pipeline_draws(key, pipelines):
+def test_recomputing_activations_changes_neither_answer_nor_gradients(key, pipelines):
     family = opened(key, pipelines(key))
+    denoiser = getattr(diffusers_pipeline(family), family.denoiser_name)
+    conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
+    geometry = Geometry(SIZE, SIZE, (0, 0), SIZE)
+    conditioning |= {name: value[None] for name, value in family.picture_conditioning(geometry).items()}
+    clean = family.vae(CPU).encode(torch.zeros(1, 3, SIZE[1], SIZE[0]))
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+    problem = family.objective().corrupt(clean, noise, torch.full((1,), 0.5))
+
+    def answer() -> list[torch.Tensor]:
+        predicted = family.predict(denoiser, problem.noisy, problem.timesteps, conditioning)
+        predicted.square().mean().backward()
+        gradients = [parameter.grad for parameter in denoiser.parameters() if parameter.grad is not None]
+        denoiser.zero_grad()
+        return [predicted.detach(), *gradients]
+
+    kept = answer()
+    denoiser.enable_gradient_checkpointing()
+    torch.testing.assert_close(answer(), kept)
+
+
+@pytest.mark.parametrize("key", TRAINABLE)
+def test_a_picture_is_the_one_that_diffusers_own_pipeline_draws(key, pipelines):
+    expect_same_picture(opened(key, pipelines(key)))
+
+
+def expect_same_picture(family: Family, **told: Any) -> None:
+    """Compare the whole drawing, with guidance, the pipeline being told these, too."""
     pipeline, vae = diffusers_pipeline(family), family.vae(CPU)
-    asked = family.traits.draw_arguments({}, {}, sampling(guidance=4.0))
-    theirs = pipeline(PROMPT, **(asked | {"output_type": "pt"}))[0]
+    asked = family.traits.draw_arguments({}, {}, sampling(guidance=4.0)) | told
+    if "true_cfg_scale" in asked:  # such a pipeline guides only where it is told what to lead away from
+        asked["negative_prompt"] = ""
+    theirs = pipeline(prompt=PROMPT, **(asked | {"output_type": "pt"}))[0]
     theirs = theirs[:, 0] if theirs.ndim == 5 else theirs
 
     encoder = family.text_encoder(CPU, torch.float32)
@@ -169,7 +203,8 @@ def test_latents_come_back_as_the_vae_alone_would_bring_them(key, pipelines):
         frames = pixels.unsqueeze(2) if vae.has_frames else pixels
         encoded = vae.model.encode(frames)
         raw = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
-        alone = vae.model.decode(raw).sample
+        clean = {"temb": torch.zeros(2)} if vae.model.config.get("timestep_conditioning") else {}
+        alone = vae.model.decode(raw, **clean).sample
     alone = (alone.squeeze(2) if vae.has_frames else alone).clamp(-1, 1)
     torch.testing.assert_close(vae.decode(latents), alone, atol=1e-4, rtol=0)
 

@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SMALL
+from models.test_inputs import expect_same_inputs, expect_same_picture
+
+from simpletuner.models.family import Family
+from simpletuner.models.registry import traits_of
+from simpletuner.settings.sections import Model, Settings
 
 PAGE = ROOT / "docs" / "families.md"
 NAME = "pixart_alpha"
@@ -37,10 +42,14 @@ def train(folder: Path, output: Path, shapes: Path, *flags: str) -> subprocess.C
     return simpletuner(folder, "train", *chosen, *SMALL, *steps, *flags)
 
 
-def test_the_page_s_family_trains_by_a_setting(folder, shapes, tmp_path):
+def test_the_page_s_family_trains_by_a_setting_as_well_as_a_built_in_one(folder, shapes, tmp_path, monkeypatch):
     done = train(folder, tmp_path / "run", shapes, f"--model_families={NAME}=my_family:PIXART_ALPHA")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "pipeline" / "model_index.json").exists()
+    monkeypatch.syspath_prepend(folder)
+    model = Model(model_family=NAME, model_families={NAME: "my_family:PIXART_ALPHA"})
+    family = Family(traits_of(model), tmp_path / "run" / "pipeline", Settings(model=model))
+    expect_same_inputs(family)
+    expect_same_picture(family)
 
 
 def test_an_installed_package_registers_a_family_by_an_entry_point(folder, shapes, tmp_path):

@@ -30,7 +30,8 @@ def test_an_architecture_has_as_many_parameters_as_were_published(name):
 
 @pytest.mark.parametrize("key", FAMILIES)
 def test_a_family_can_split_the_sequence_if_diffusers_has_a_plan_for_it(key):
-    classes = {class_of_diffusers(flavour.architecture.class_name) for flavour in flavours_of(key).values()}
+    trained = [flavour for flavour in flavours_of(key).values() if not flavour.untrainable]
+    classes = {class_of_diffusers(flavour.architecture.class_name) for flavour in trained}
     assert FAMILIES[key].splits_sequence == all(getattr(cls, "_cp_plan", None) is not None for cls in classes)
 
 

@@ -34,7 +34,7 @@ def test_no_flavour_is_called_as_the_tiny_one():
         (
             {"model_family": "flux", "model_flavour": "crea"},
             "Unknown model_flavour 'crea' of flux; did you mean `krea`?",
-            "dev, krea, schnell, tiny",
+            "krea, dev, schnell, fluxbooru, kontext, libreflux, tiny",
         ),
         (
             {"model_family": "sdxl", "model_flavour": "tinny"},
@@ -51,6 +51,20 @@ def test_an_unknown_family_or_flavour_names_the_nearest(model, message, hint):
     assert caught.value.exit_code == ExitCode.USAGE
 
 
+UNTRAINABLE = [(key, name) for key in FAMILIES for name, each in flavours_of(key).items() if each.untrainable]
+
+
+@pytest.mark.parametrize(("key", "name"), UNTRAINABLE)
+def test_a_flavour_that_cannot_be_trained_is_refused_with_its_reason(key, name):
+    asked = [name, ""] if name == next(iter(flavours_of(key))) else [name]
+    for flavour in asked:
+        with pytest.raises(SettingsError) as caught:
+            check_trainable(Model(model_family=key, model_flavour=flavour))
+        assert f"{key} {name}" in caught.value.message
+        assert flavours_of(key)[name].untrainable in caught.value.message
+    check_trainable(Model(model_family=key, model_flavour=name, pretrained_model_name_or_path="somebody/weights"))
+
+
 def test_the_published_weights_are_those_of_the_flavour_or_of_the_first():
     schnell = flavour_of(Model(model_family="flux", model_flavour="schnell"))
     assert schnell is not None and schnell.hub == "black-forest-labs/FLUX.1-schnell"
@@ -61,3 +75,25 @@ def test_the_published_weights_are_those_of_the_flavour_or_of_the_first():
 
 def test_a_family_is_understood_in_any_case():
     check_trainable(Model(model_family="SDXL"))
+
+
+@pytest.mark.parametrize("key", [key for key, entry in FAMILIES.items() if not entry.traits])
+def test_a_family_known_by_its_architecture_alone_cannot_be_trained(key):
+    with pytest.raises(SettingsError, match=f"^{key} cannot be trained yet"):
+        check_trainable(Model(model_family=key))
+
+
+UNTRAINABLE = [
+    (key, name, each.untrainable)
+    for key, entry in FAMILIES.items()
+    for name, each in flavours_of(key).items()
+    if entry.traits and each.untrainable
+]
+
+
+@pytest.mark.parametrize(("key", "flavour", "reason"), UNTRAINABLE)
+def test_a_flavour_that_cannot_be_trained_says_why_but_a_folder_is_the_user_s_word(key, flavour, reason):
+    with pytest.raises(SettingsError) as caught:
+        check_trainable(Model(model_family=key, model_flavour=flavour))
+    assert caught.value.message == f"{key} {flavour} cannot be trained: {reason}"
+    check_trainable(Model(model_family=key, model_flavour=flavour, pretrained_model_name_or_path="folder"))

@@ -8,16 +8,18 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import slices
 import torch
 
-from simpletuner.errors import EnvironmentFault, SettingsError
-from simpletuner.parallel.zero.config import described, swap_parent, with_swap_folder
+from simpletuner.errors import EnvironmentFault
+from simpletuner.parallel.zero.building import engine_config, swap_into
 from simpletuner.parallel.zero.operators import wait_for_compile
 from simpletuner.parallel.zero.rows import overlap, row_intervals
 from simpletuner.settings.sections import Parallel, Settings
+from simpletuner.training.summary import engine_told
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -70,25 +72,21 @@ def test_small_shared_and_frozen_parameters_and_buffers_are_those_of_the_other_e
             assert torch.allclose(value, expected["trained"][key], rtol=1e-4 if dtype == "no" else 0.1, atol=1e-2 * rel)
 
 
-def test_a_config_is_told_in_a_few_words():
-    config = {
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}
-    }
-    assert described(config) == "ZeRO-3, optimizer on the CPU, weights on disk"
-    assert described({"zero_optimization": {"stage": 1}}) == "ZeRO-1"
+def test_the_engine_is_told_in_a_few_words():
+    offloaded = Parallel(zero_stage=3, offload_optimizer="cpu", offload_param="nvme", offload_param_path=Path("x"))
+    told = engine_told(Settings(parallel=offloaded), 2)
+    assert told == "ZeRO-3, optimizer in the machine's memory, weights in files"
+    assert engine_told(Settings(parallel=Parallel(zero_stage=1)), 2) == "ZeRO-1"
 
 
-def test_only_what_goes_to_a_disk_needs_a_folder(tmp_path):
-    disk = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
-    memory = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-    settings = Settings(parallel=Parallel(offload_param_path=tmp_path))
-    assert swap_parent(settings, memory) is None
-    assert swap_parent(settings, disk) == tmp_path
-    with pytest.raises(SettingsError, match="needs a folder"):
-        swap_parent(Settings(), disk)
-    changed = with_swap_folder(disk, tmp_path / "mine")
-    assert changed["zero_optimization"]["offload_param"]["nvme_path"] == str(tmp_path / "mine")
-    assert "nvme_path" not in disk["zero_optimization"]["offload_param"]
+def test_only_what_goes_to_files_gets_the_folder_of_this_process():
+    offloaded = Parallel(zero_stage=3, offload_optimizer="cpu", offload_param="nvme", offload_param_path=Path("x"))
+    config = engine_config(Settings(parallel=offloaded), 2, largest_tensor=300_000_000)
+    assert not {"optimizer", "scheduler"} & config.keys()
+    swap_into(config, Path("x/mine"))
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    named = {"device": "nvme", "nvme_path": "x/mine", "buffer_size": 150_000_000}
+    assert config["zero_optimization"]["offload_param"] == named
 
 
 def test_a_lock_that_a_killed_compile_left_is_told(tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.settings import load
-from simpletuner.settings.accelerate import FIELDS, LAUNCHED, ZERO_FIELDS, account, read_file
+from simpletuner.settings.accelerate import FIELDS, LAUNCHED, account, read_file
 from simpletuner.settings.loading import knobs, settings_as_json
 
 SAMPLES = Path(__file__).with_name("accelerate")
@@ -68,11 +68,8 @@ def test_no_field_of_a_sample_is_left_out(name):
         for field in (entry.value if isinstance(entry.value, dict) else [""])
     }
     accounted = {item.field for item in account(entries)}
-    together = {"deepspeed_config", "fp8_config", "mpirun_config"} & accounted
+    together = {"fp8_config", "mpirun_config"} & accounted
     assert {field for field in leaves if field.partition(".")[0] not in together} <= accounted
-    assert {
-        field for field in leaves if field.startswith("deepspeed") and field.rpartition(".")[2] not in ZERO_FIELDS
-    } <= accounted
 
 
 def test_every_field_of_accelerates_configuration_has_a_row():
@@ -95,8 +92,7 @@ def test_every_field_that_accelerate_config_asks_for_has_a_row():
         for name in re.findall(rf'{section}\[prefix \+ "(\w+)"\]', source)
     }
     assert len(asked) > 40
-    rows = set(FIELDS) | {f"deepspeed_config.{name}" for name in ZERO_FIELDS}
-    missing = {name for name in asked if name not in rows and name.partition(".")[0] not in rows}
+    missing = {name for name in asked if name not in FIELDS and name.partition(".")[0] not in FIELDS}
     assert missing == set()
 
 
@@ -150,8 +146,7 @@ def test_what_accelerate_launch_hands_to_its_ranks_means_the_same_as_its_file(na
 
 def test_rows_and_variables_lead_to_settings_that_there_are():
     assert {field.knob for field in FIELDS.values()} - {""} <= set(knobs())
-    short = {f"deepspeed_config.{name}" for name in ZERO_FIELDS}
-    assert {field for field in LAUNCHED.values()} <= set(FIELDS) | short
+    assert set(LAUNCHED.values()) <= set(FIELDS)
 
 
 def test_the_file_is_never_written(tmp_path):

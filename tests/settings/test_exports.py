@@ -104,7 +104,7 @@ def test_accelerates_file_and_the_flags_beside_it_mean_the_same_settings(loaded,
     assert shown([*exported.command, f"--accelerate_config={path}"]) == settings_as_json(loaded)
 
 
-@given(loaded=loaded_settings().filter(lambda loaded: loaded.settings.parallel.deepspeed_config is not None))
+@given(loaded=loaded_settings().filter(lambda loaded: loaded.settings.parallel.zero_stage is not None))
 @SELDOM
 def test_deepspeeds_file_and_the_flags_beside_it_mean_the_same_settings(loaded):
     exported = export(loaded, "deepspeed")
@@ -122,7 +122,12 @@ def test_an_emptied_list_is_said_since_a_weaker_source_may_fill_it(to):
     "sign", ["\x85", "\u2028", "\u2029", "\ufeff", "\x07", "\n", "ä", "\U0001f98a", " ", "null", "~"]
 )
 @pytest.mark.parametrize("to", ["json", "toml", "yaml", "env"])
-def test_signs_that_formats_treat_in_ways_of_their_own_survive_as_names_and_values(to, sign):
-    values = {"deepspeed_config": {sign: {f"a{sign}b": sign}}, "validation_negative_prompt": f"a{sign}"}
+def test_signs_that_formats_treat_in_ways_of_their_own_survive_at_any_depth(to, sign):
+    inner = {"leaf_module": {"names": [sign, f"a{sign}b"]}}
+    values = {
+        "zero_stage": 3,
+        "deepspeed_config": {"zero_optimization": inner},
+        "validation_negative_prompt": f"a{sign}",
+    }
     loaded = load(values, complete=False, environment=NOWHERE)
     assert from_file(export(loaded, to)) == loaded.settings

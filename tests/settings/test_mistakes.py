@@ -88,7 +88,7 @@ CASES: tuple[Case, ...] = (
     file("c.toml", 'instance_prompt = """a\n'),
     Case(f"train {ENOUGH} --deepspeed_config=no.json"),
     Case(f"train {ENOUGH} --deepspeed_config=ds.json", {"ds.json": '{"zero_optimization": {'}),
-    Case(f"train {ENOUGH} --fsdp_enable --deepspeed_config='{{}}'"),
+    Case(f"train {ENOUGH} --fsdp_enable --zero_stage=2"),
     Case(f"train {ENOUGH} --fsdp_enable --fsdp_version=1 --context_parallel_size=2 --num_processes=2"),
     Case(f"train {ENOUGH} --fsdp_enable --context_parallel_size=3 --num_processes=8"),
     Case(f"train {ENOUGH} --fsdp_enable --model_type=lora"),
@@ -97,6 +97,49 @@ CASES: tuple[Case, ...] = (
     Case(f"train {ENOUGH} --fsdp_auto_wrap_policy=BLOCKS --validation_resolution=big"),
     Case(f"train {ENOUGH} --lr_warmup_steps=20 --max_train_steps=10"),
     Case(f"train {ENOUGH} --data_backend_config=b.json --caption_strategy=instanceprompt"),
+)
+
+
+def zero(text: str, flags: str = "") -> Case:
+    """Return the case of one DeepSpeed JSON."""
+    return Case(f"train {ENOUGH} --deepspeed_config=ds.json{flags and ' '}{flags}", {"ds.json": text})
+
+
+ZERO = '"zero_optimization": {"stage": 2}'
+CASES += (
+    zero("{}"),
+    zero('{"zero_optimization": {"stage": 0}}'),
+    zero('{"zero_optimization": {"stage": 4}}'),
+    zero('{"zero_optimisation": {"stage": 2}}'),
+    zero('{"zero_optimization": {"stage": 2, "stage": 3}}'),
+    zero(
+        '{"zero_optimization": {"stage": 2, "reduce_buket_size": 5e8, "overlap_comm": "yes"}, "steps_per_print": 0.5}'
+    ),
+    zero('{"zero_optimization": {"stage": 3, "prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}}'),
+    zero(
+        '{"zero_optimization": [3], "optimizer": "AdamW", "scheduler": {"type": "WarmUpLR", "params": {"warmup": 1}}}'
+    ),
+    zero("{" + ZERO + ', "gradient_accumulation_steps": 4}', "--gradient_accumulation_steps=2"),
+    zero("{" + ZERO + ', "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}', "--num_processes=3"),
+    zero(
+        "{" + ZERO + ', "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}'
+    ),
+    zero("{" + ZERO + ', "fp16": {"enabled": true}, "amp": {"enabled": true}, "gradient_clipping": -1}'),
+    zero("{" + ZERO + ', "optimizer": {"type": "AdmaW", "params": {"lr": 1e-4}}}'),
+    zero("{" + ZERO + ', "optimizer": {"type": "MuSGD"}, "scheduler": {"type": "LRRangeTest"}}'),
+    zero("{" + ZERO + ', "optimizer": {"type": "Lion", "params": {"eps": 1e-8, "betas": 0.9, "lr": "high"}}}'),
+    zero(
+        "{" + ZERO + ', "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}}', "--learning_rate=1e-4"
+    ),
+    Case(f'train {ENOUGH} --deepspeed_config=\'{{"zero_optimization": {{"stage": 2, "offload_param": 1}}}}\''),
+    Case(f"train {ENOUGH} --zero_stage=2 --offload_param=cpu"),
+    Case(f"train {ENOUGH} --zero_stage=3 --offload_param=nvme"),
+    Case(f"train {ENOUGH} --offload_optimizer=disk --zero_stage=0"),
+    Case(f"train {ENOUGH} --model_type=lora --zero_stage=2"),
+    Case(
+        f"train {ENOUGH} --accelerate_config=a.yaml",
+        {"a.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  offload_param_device: cpu\n"},
+    ),
 )
 
 

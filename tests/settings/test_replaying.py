@@ -24,7 +24,10 @@ ODD: dict[str, Any] = {
     "max_train_steps": None,
     "learning_rate": 3e-5,
     "crop": True,
-    "deepspeed_config": {"zero_optimization": {"stage": 3}, "a b": [None, 1e-5, True, "it's $x"]},
+    "deepspeed_config": {
+        "zero_optimization": {"stage": 3, "leaf_module": {"names": ["it's $x", "a b"]}, "overlap_comm": True},
+        "flops_profiler": {"recompute_fwd_factor": 1e-5},
+    },
 }
 NODES: dict[str, Any] = {
     "model_family": "sdxl",

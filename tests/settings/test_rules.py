@@ -26,8 +26,41 @@ REFUSED = [
         "caption_strategy=instanceprompt needs --instance_prompt='a phrase'",
     ),
     (
-        {"fsdp_enable": True, "deepspeed_config": {"zero_optimization": {"stage": 2}}},
-        "FSDP and DeepSpeed cannot be enabled simultaneously. Drop deepspeed_config, or set fsdp_enable=false",
+        {"fsdp_enable": True, "zero_stage": 2},
+        "FSDP and DeepSpeed cannot be enabled simultaneously. Set zero_stage=none, or fsdp_enable=false",
+    ),
+    (
+        {"model_type": "lora", "zero_stage": 1},
+        "model_type=lora cannot run with DeepSpeed: it shares out the state of all weights, of which an adapter has "
+        "few, and saves them whole; drop zero_stage and deepspeed_config",
+    ),
+    (
+        {"zero_stage": 2, "offload_param": "cpu"},
+        "offload_param = cpu, but zero_stage = 2: below stage 3 every rank keeps all weights at hand; set "
+        "zero_stage=3, or offload_param=none",
+    ),
+    (
+        {"zero_stage": 2, "offload_optimizer": "nvme", "offload_param_path": "/x"},
+        "offload_optimizer = nvme, but zero_stage = 2: below stage 3 DeepSpeed keeps what is offloaded in memory; set "
+        "zero_stage=3, or offload_optimizer=cpu",
+    ),
+    (
+        {"zero_stage": 3, "offload_optimizer": "nvme"},
+        "offload_optimizer = nvme: where to? Set offload_param_path to a folder on a fast disk of each machine",
+    ),
+    (
+        {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
+        "offload_optimizer = nvme and offload_param = nvme: where to? Set offload_param_path to a folder on a fast "
+        "disk of each machine",
+    ),
+    (
+        {"offload_param": "cpu"},
+        "offload_param = cpu needs DeepSpeed: set zero_stage, or offload_param=none",
+    ),
+    (
+        {"import_deepspeed_checkpoint": "theirs"},
+        "import_deepspeed_checkpoint = theirs is a pickle, which can run any program when it is read: set "
+        "allow_pickle=true if you trust who made it",
     ),
     (
         {"context_parallel_size": 2, "num_processes": 2},
@@ -95,6 +128,10 @@ ACCEPTED = [
     {"lr_warmup_steps": 1000},
     {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune"},
     {"dynamo_mode": "max-autotune"},
+    {"zero_stage": 1, "offload_optimizer": "cpu"},
+    {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme", "offload_param_path": "/x"},
+    {"zero_stage": 3, "offload_param": "cpu"},
+    {"zero_stage": 2, "optimizer": "lion"},
     {"dynamo_backend": "eager", "dynamo_fullgraph": True, "fsdp_enable": True},
     {"dynamo_backend": "eager", "dynamo_fullgraph": True, "dynamo_use_regional_compilation": False},
 ]

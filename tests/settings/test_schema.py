@@ -94,7 +94,7 @@ def test_older_names_are_accepted_by_both():
 
 
 def test_lists_and_json_may_be_text_in_both(tmp_path):
-    (tmp_path / "ds.json").write_text('{"steps_per_print": 1}')
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "steps_per_print": 1}')
     values = {"validation_prompt": "a cat", "deepspeed_config": str(tmp_path / "ds.json")}
     assert mistakes(values) == []
     settings = load(values, complete=False, environment=NOWHERE).settings

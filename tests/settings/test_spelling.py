@@ -15,6 +15,9 @@ from simpletuner.settings.spelling import SYNONYMS, WORDS_FOR_FALSE, WORDS_FOR_T
 ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures", "model_type": "full", "instance_prompt": "x"}
 SPLIT = {"fsdp_enable": True, "context_parallel_size": 2, "num_processes": 2}
 """Without it the strategy of context parallelism is reset."""
+OFFLOAD = {"zero_stage": 3, "offload_param_path": "/nvme"}
+BESIDE = {"context": SPLIT, "optimizer": {"zero_stage": 1}, "offload": OFFLOAD}
+"""What choices need beside them, by the first word of their knob."""
 CHOICES = {name: choices_of(field.annotation) for name, field in knobs().items() if choices_of(field.annotation)}
 ACCEPTED = [(name, choice) for name, choices in CHOICES.items() for choice in choices if choice != "lora"]
 """LoRA is a choice that a rule refuses later, with a reason."""
@@ -46,7 +49,7 @@ def test_any_spelling_of_a_choice_is_understood_from_flags_and_files_alike(tmp_p
     name, choice = name_and_choice
     spelled = data.draw(spellings(choice))
     path = tmp_path / "c.json"
-    values = {**ENOUGH, **(SPLIT if name.startswith("context") else {}), name: spelled}
+    values = {**ENOUGH, **BESIDE.get(name.partition("_")[0], {}), name: spelled}
     path.write_text(json.dumps(values))
     from_flag = settings_as_json(load(values, None))
     from_file = settings_as_json(load({}, path))
@@ -59,7 +62,7 @@ def test_any_spelling_of_a_choice_is_understood_from_flags_and_files_alike(tmp_p
     [(name, word, meant) for name, table in SYNONYMS.items() for word, meant in table.items()],
 )
 def test_every_synonym_means_a_value_that_the_knob_accepts(name, word, meant):
-    flags = {**ENOUGH, **(SPLIT if name.startswith("context") else {}), name: word.upper().replace("_", "-")}
+    flags = {**ENOUGH, **BESIDE.get(name.partition("_")[0], {}), name: word.upper().replace("_", "-")}
     value = settings_as_json(load(flags))[name]
     assert str(value).lower() == meant.lower()
     assert value in (CHOICES.get(name) or (meant, meant == "true"))

@@ -31,14 +31,15 @@ from simpletuner.worker import compose, open_state, open_strategy
 GLOBAL_BATCH, SAVED = 4, 2
 
 
-def zero(stage: int, optimizer: str = "none", param: str = "none", **more: Any) -> dict[str, Any]:
+def zero(stage: int, optimizer: str = "none", param: str = "none") -> dict[str, Any]:
     """Return what switches ZeRO on; sub-groups and buffers fit tiny models, so that several of each are in use."""
-    config = {"stage": stage, "sub_group_size": 200_000, **more}
+    block: dict[str, Any] = {"sub_group_size": 200_000}
     if optimizer != "none":
-        config["offload_optimizer"] = {"device": optimizer, "buffer_count": 5}
+        block["offload_optimizer"] = {"buffer_count": 5}
     if param != "none":
-        config["offload_param"] = {"device": param, "buffer_count": 8, "buffer_size": 200_000, "max_in_cpu": 0}
-    return {"deepspeed_config": {"zero_optimization": config}}
+        block["offload_param"] = {"buffer_count": 8, "buffer_size": 200_000, "max_in_cpu": 0}
+    config = {"zero_optimization": block}
+    return {"zero_stage": stage, "offload_optimizer": optimizer, "offload_param": param, "deepspeed_config": config}
 
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -74,7 +75,11 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
             mixed_precision=dtype,
             gradient_checkpointing=arguments.get("gradient_checkpointing", False),
         ),
-        optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=arguments.get("max_grad_norm", 2.0)),
+        optimizer=Optimizer(
+            optimizer=arguments.get("optimizer", "adamw"),
+            learning_rate=1e-3,
+            max_grad_norm=arguments.get("max_grad_norm", 2.0),
+        ),
         ema=Ema(use_ema=arguments.get("ema", False), ema_decay=0.9),
         launch=Launch(num_processes=ranks),
         parallel=Parallel(**ENGINES[name], offload_param_path=shared / "offload"),

@@ -70,16 +70,33 @@ TRICKY = (
 
 texts = st.sampled_from(TRICKY) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 paths = texts.map(lambda text: text or "folder").map(Path)
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
-    max_leaves=6,
+numbers = st.floats(0, 1e9, allow_nan=False, allow_infinity=False)
+zero_optimization = st.fixed_dictionaries(
+    {},
+    optional={
+        "reduce_bucket_size": st.integers(1, 10**12) | st.just(5e8),
+        "overlap_comm": st.booleans(),
+        "leaf_module": st.fixed_dictionaries({"names": st.lists(texts, max_size=3)}),
+        "offload_optimizer": st.fixed_dictionaries({}, optional={"pin_memory": st.booleans()}),
+        "stage3_max_live_parameters": st.just("auto") | st.integers(0, 10**12),
+    },
+)
+deepspeed_configs = st.fixed_dictionaries(
+    {},
+    optional={
+        "zero_optimization": zero_optimization,
+        "flops_profiler": st.fixed_dictionaries({"recompute_fwd_factor": numbers, "enabled": st.booleans()}),
+        "aio": st.fixed_dictionaries({"queue_depth": st.integers(1, 64), "single_submit": st.booleans()}),
+        "log_level": texts,
+        "optimizer": st.fixed_dictionaries({"params": st.fixed_dictionaries({"torch_adam": st.booleans()})}),
+    },
 )
 OWN_WORDS = {
     "fsdp_auto_wrap_policy": st.sampled_from(
         ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", "my.wrap.policy"]
     ),
     "validation_resolution": st.sampled_from(["", "512", "1216x832"]),
+    "deepspeed_config": deepspeed_configs.filter(lambda config: "torch_adam" not in str(config)) | st.none(),
 }
 """Knobs whose text has rules of its own."""
 
@@ -110,7 +127,7 @@ def of_type(annotation: Any, bounds: dict[str, float]) -> st.SearchStrategy[Any]
         lowest, highest = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
         outside = {"exclude_min": "gt" in bounds, "exclude_max": "lt" in bounds}
         return st.floats(lowest, highest, allow_nan=False, allow_infinity=False, **outside)
-    tables = st.dictionaries(texts, json_values, max_size=3)
+    tables = st.dictionaries(texts, texts, max_size=3)
     kinds = {bool: st.booleans(), str: texts, Path: paths, list: st.lists(texts, max_size=3), dict: tables}
     return kinds[get_origin(annotation) or annotation]
 
@@ -125,14 +142,25 @@ ENGINES: tuple[dict[str, Any], ...] = (
     {"fsdp_enable": True, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 7},
     {"fsdp_enable": True, "context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall", "num_processes": 2},
     {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune", "dynamo_fullgraph": True, "fsdp_enable": False},
-    {"deepspeed_config": {"zero_optimization": {"stage": 3}}, "num_processes": 2},
-    {"deepspeed_config": {"zero_optimization": None}},
-    {"deepspeed_config": {"zero_optimization": {"stage": "auto", "offload_param": True, "offload_optimizer": {}}}},
-    {"deepspeed_config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+    {"zero_stage": 3, "num_processes": 2},
+    {"zero_stage": 1, "offload_optimizer": "cpu", "optimizer": "adam", "lr_warmup_steps": 10},
+    {"zero_stage": 2, "optimizer": "lion", "lr_scheduler": "cosine", "max_train_steps": 70, "lr_end": 1e-7},
+    {"zero_stage": 3, "optimizer": "adagrad", "lr_scheduler": "linear", "max_train_steps": 70, "lr_warmup_steps": 7},
+    {"zero_stage": 3, "offload_param": "nvme", "offload_optimizer": "nvme", "offload_param_path": "x y/z"},
     {"deepspeed_config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x y"}}}},
+    {
+        "deepspeed_config": {
+            "train_batch_size": 24,
+            "bf16": {"enabled": False},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "optimizer": {"type": "Adagrad", "params": {"lr": 1e-3, "eps": 1e-10}},
+        },
+        "num_processes": 3,
+    },
 )
 """Combinations that chance alone would seldom find; knobs drawn beside them may change them."""
-SEVERAL = ("num_processes", "num_machines", "machine_rank", "context_parallel_size", "model_type")
+SEVERAL = ("num_processes", "num_machines", "machine_rank", "context_parallel_size", "model_type", "optimizer")
+SEVERAL += ("zero_stage", "offload_optimizer", "offload_param", "fsdp_enable")
 """Knobs that mostly contradict others when drawn alone."""
 
 

@@ -35,7 +35,7 @@ def whole(family: str, folder: str, world: World) -> Strategy:
 
 
 def zero3(family: str, folder: str, world: World) -> Strategy:
-    return built(family, folder, world, Parallel(deepspeed_config={"zero_optimization": {"stage": 3}}))
+    return built(family, folder, world, Parallel(zero_stage=3))
 
 
 def built(family: str, folder: str, world: World, parallel: Parallel) -> Strategy:
@@ -92,7 +92,7 @@ def peak_of_loading(family: str, folder: str, report: str) -> None:
                 time.sleep(0.001)
 
         before = peaks[0]
-        watcher = threading.Thread(target=watch)
+        watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         strategy = sharded(family, folder, world)
         done.set()

@@ -43,3 +43,12 @@ def as_rank(function: Callable[..., None], rank: int, world: int, port: int, log
 def command_line(arguments: list[str]) -> None:
     """Run the real command line in this process."""
     simpletuner.app.main(arguments)
+
+
+def build_pipeline(family: str, folder: str) -> None:
+    """Write the tiny pipeline of a family."""
+    from simpletuner.models.registry import traits_of
+    from simpletuner.models.tiny import build_tiny
+    from simpletuner.settings.sections import Model
+
+    build_tiny(traits_of(Model(model_family=family)), Path(folder))

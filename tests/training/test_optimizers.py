@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from simpletuner.settings.sections import Optimizer
 from simpletuner.training.optimizers import learning_rate_at, make_optimizer
@@ -67,6 +68,48 @@ def test_after_the_warm_up_the_rate_never_rises_and_never_leaves_its_bounds(sche
     assert all(0 < value <= 3e-4 for value in values)
     assert values[: warm_up + 1] == sorted(values[: warm_up + 1])
     assert values[warm_up:] == sorted(values[warm_up:], reverse=True)
+
+
+GRADIENTS = [torch.tensor([3.0, -0.5]), torch.tensor([-1.0, -2.0])]
+SETTINGS = dict(learning_rate=0.1, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, adam_weight_decay=0.5)
+
+
+def trained(name: str) -> Tensor:
+    """Return what two steps make of two weights."""
+    weights = torch.nn.Parameter(torch.tensor([2.0, -1.0]))
+    unused = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer = make_optimizer([weights, unused], Optimizer(optimizer=name, **SETTINGS))  # pyright: ignore
+    for gradient in GRADIENTS:
+        weights.grad = gradient.clone()
+        optimizer.step()
+    assert unused.item() == 1.0
+    return weights.detach()
+
+
+def test_adam_puts_weight_decay_into_the_gradient():
+    weights, mean, square = torch.tensor([2.0, -1.0]), torch.zeros(2), torch.zeros(2)
+    for step, gradient in enumerate(GRADIENTS, start=1):
+        gradient = gradient + 0.5 * weights
+        mean, square = 0.8 * mean + 0.2 * gradient, 0.95 * square + 0.05 * gradient**2
+        weights = weights - 0.1 * (mean / (1 - 0.8**step)) / ((square / (1 - 0.95**step)).sqrt() + 1e-6)
+    torch.testing.assert_close(trained("adam"), weights)
+
+
+def test_adagrad_divides_by_all_gradients_so_far():
+    weights, total = torch.tensor([2.0, -1.0]), torch.zeros(2)
+    for gradient in GRADIENTS:
+        gradient = gradient + 0.5 * weights
+        total = total + gradient**2
+        weights = weights - 0.1 * gradient / (total.sqrt() + 1e-6)
+    torch.testing.assert_close(trained("adagrad"), weights)
+
+
+def test_lion_steps_by_the_sign_of_the_mean_and_the_gradient():
+    weights, mean = torch.tensor([2.0, -1.0]), torch.zeros(2)
+    for gradient in GRADIENTS:
+        weights = weights - 0.1 * ((0.8 * mean + 0.2 * gradient).sign() + 0.5 * weights)
+        mean = 0.95 * mean + 0.05 * gradient
+    torch.testing.assert_close(trained("lion"), weights)
 
 
 def test_the_optimizer_is_adamw_as_the_settings_say():

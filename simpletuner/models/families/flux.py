@@ -43,18 +43,22 @@ def encode(family: Family, pipeline: Any, captions: list[str]) -> Conditioning:
     return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
 
+def embedded_guidance(family: Family, noisy_BCHW: Tensor) -> Tensor:
+    """Return the scale (B) that a guidance-distilled transformer is told while it trains."""
+    return torch.full((len(noisy_BCHW),), family.settings.objective.flux_guidance_value, device=noisy_BCHW.device)
+
+
 def predict(
     family: Family, model: nn.Module, noisy_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning
 ) -> Tensor:
     """Call the transformer as FluxPipeline does."""
-    batch, _, height, width = noisy_BCHW.shape
+    height, width = noisy_BCHW.shape[-2:]
     dtype, device = noisy_BCHW.dtype, noisy_BCHW.device
     embeds = conditioning["prompt_embeds"].to(dtype)
-    guidance = torch.full((batch,), family.settings.objective.flux_guidance_value, device=device)
     tokens = model(
         hidden_states=packed(noisy_BCHW),
         timestep=timesteps_B,
-        guidance=guidance if family.config.get("guidance_embeds") else None,
+        guidance=embedded_guidance(family, noisy_BCHW) if family.config.get("guidance_embeds") else None,
         pooled_projections=conditioning["pooled_prompt_embeds"].to(dtype),
         encoder_hidden_states=embeds,
         txt_ids=torch.zeros(embeds.shape[1], 3, device=device, dtype=dtype),

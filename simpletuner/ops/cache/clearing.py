@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from simpletuner.errors import EnvironmentFault
+from simpletuner.files import unfinished
 from simpletuner.ops.cache import swap
 from simpletuner.ops.cache.contents import Item, Kind
 from simpletuner.ops.cache.holds import alone_with, locked
@@ -68,6 +69,7 @@ def remove_blocks(item: Item) -> int:
     lock = lock_of(item.path)
     with alone_with(lock):
         removed = bytes_of(item.path)
+        unfinished(item.path).unlink(missing_ok=True)
         item.path.unlink(missing_ok=True)
         lock.unlink(missing_ok=True)
     return removed

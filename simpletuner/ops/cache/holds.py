@@ -20,6 +20,8 @@ from simpletuner.ops.cache.layout import IN_USE
 PATIENCE_SECONDS = 30
 """How long to wait for a lock that is held only while something is cleared or written."""
 
+POLL_SECONDS = 0.02
+
 CANNOT_LOCK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """A folder that may only be read, or a file system without locks."""
 
@@ -109,16 +111,20 @@ def shared(folder: Path) -> int | None:
 def alone_with(path: Path, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
     """Hold a lock file alone, and wait for it if need be. Raises EnvironmentFault when that takes too long."""
 
-    def attempt() -> int:
-        """Make the folder, too."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return locked(path, exclusive=True)
+    from filelock import FileLock, Timeout
 
-    descriptor = patiently(attempt, f"another process holds {path}", patience_seconds)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, timeout=patience_seconds)
+    try:
+        lock.acquire(poll_interval=POLL_SECONDS)
+    except Timeout:
+        raise EnvironmentFault(
+            f"another process holds {path}: waited {patience_seconds:.0f} s", "run the same command again"
+        ) from None
     try:
         yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def patiently(attempt: Callable[[], int], why: str, patience_seconds: float) -> int:
@@ -132,4 +138,4 @@ def patiently(attempt: Callable[[], int], why: str, patience_seconds: float) -> 
                 raise EnvironmentFault(
                     f"{why}: waited {patience_seconds:.0f} s", "run the same command again"
                 ) from None
-        time.sleep(0.02)
+        time.sleep(POLL_SECONDS)

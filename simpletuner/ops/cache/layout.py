@@ -79,10 +79,19 @@ def block_cache_paths(environment: Mapping[str, str] = os.environ) -> tuple[Path
     """
     from platformdirs import user_cache_path
 
-    home = Path(environment.get("SIMPLETUNER_HOME") or "~/.simpletuner").expanduser()
-    return home / BLOCK_CACHE, user_cache_path("simpletuner") / BLOCK_CACHE
+    return user_home(environment) / BLOCK_CACHE, user_cache_path("simpletuner") / BLOCK_CACHE
+
+
+def user_home(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for what belongs to a user and to no run; SIMPLETUNER_HOME moves it."""
+    return Path(environment.get("SIMPLETUNER_HOME") or "~/.simpletuner").expanduser()
 
 
 def lock_of(block_cache: Path) -> Path:
     """Return the file to hold (`holds.alone_with`) while a block cache is read, changed and written."""
     return block_cache.with_suffix(".lock")
+
+
+def damaged_of(block_cache: Path) -> Path:
+    """Return where a block cache that cannot be read is moved."""
+    return block_cache.with_suffix(".damaged.json")

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simpletuner.settings.zero.optimizers import states_of
+
 if TYPE_CHECKING:
     from simpletuner.settings import Settings
 
 FLOAT32_BYTES = 4
-MOMENTS = 2
-"""AdamW's averages of the gradient and of its square."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Footprint:
 
 def footprint_of(settings: Settings, parameters: int, origin: str) -> Footprint:
     """Return what a configured run writes for a denoiser with so many parameters; `origin` says who counted them."""
-    copies = 1 + MOMENTS + settings.ema.use_ema
+    copies = 1 + len(states_of(settings)) + settings.ema.use_ema
     return Footprint(
         parameters=parameters,
         origin=origin,

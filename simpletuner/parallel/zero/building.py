@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,17 +20,18 @@ from simpletuner.errors import SettingsError
 from simpletuner.ops.cache.swap import claimed
 from simpletuner.parallel.engine import MakeOptimizer
 from simpletuner.parallel.world import World
-from simpletuner.parallel.zero.config import config_of, offload_of, stage_of, swap_parent, with_swap_folder
 from simpletuner.parallel.zero.engine import ZeroEngine, trainable
 from simpletuner.parallel.zero.fragments import FlatGroups, Fragments, Partitions
 from simpletuner.parallel.zero.readiness import import_deepspeed
 from simpletuner.parallel.zero.rows import Rows
 from simpletuner.settings.sections import Settings
+from simpletuner.settings.zero.config import zero_config, zero_of
 
 OURS = {
-    "zero_allow_untested_optimizer": True,  # DeepSpeed knows torch's AdamW only by its name in JSON
+    "zero_allow_untested_optimizer": True,  # the optimizer is one that the other engines use, too
     "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW is as fast on the CPU, and needs no compiler
 }
+"""What DeepSpeed's JSON says beside settings, since the learning rate of a step and the optimizer are ours."""
 
 
 def zero(
@@ -42,13 +44,15 @@ def zero(
 ) -> ZeroEngine:
     """Return the engine of a model that is on the meta device."""
     refuse_scalars(model)
+    asked = zero_of(settings)
+    assert asked is not None
     with ExitStack() as stack:
-        config = engine_config(config_of(settings, world.size))
-        if (parent := swap_parent(settings, config)) is not None:
-            config = with_swap_folder(config, stack.enter_context(claimed(parent, settings.training.output_dir)))
+        config = engine_config(settings, world.size, max(parameter.numel() for parameter in model.parameters()))
+        if asked.nvme_path is not None:
+            swap_into(config, stack.enter_context(claimed(asked.nvme_path, settings.training.output_dir)))
         import_deepspeed(world)
         stack.enter_context(own_linear_kept())
-        masters = torch.device("cpu") if offload_of(config, "optimizer") != "none" else world.device
+        masters = world.device if asked.offload_optimizer == "none" else torch.device("cpu")
         rows = Rows({name: parameter.shape for name, parameter in model.named_parameters()})
         weights = {name: rows.empty(name, masters) for name in rows.shapes}
         buffers = persistent_buffers(model, world.device)
@@ -76,16 +80,22 @@ def refuse_scalars(model: nn.Module) -> None:
         raise SettingsError(
             f"{type(model).__name__} has parameters without dimensions ({', '.join(names[:3])}), which DeepSpeed "
             "cannot share out",
-            "leave out deepspeed_config: train plain or data-parallel",
+            "leave out zero_stage: train plain or data-parallel",
         )
 
 
-def engine_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON without what is ours: the learning rate of each step, and AdamW."""
-    ours = ["scheduler"]
-    if config.get("optimizer", {}).get("type", "adamw").lower() in ("adam", "adamw"):
-        ours.append("optimizer")
-    return {key: value for key, value in config.items() if key not in ours} | OURS
+def engine_config(settings: Settings, world_size: int, largest_tensor: int) -> dict[str, Any]:
+    """Return DeepSpeed's JSON without what is ours."""
+    config = zero_config(settings, world_size, largest_tensor)
+    return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")} | OURS
+
+
+def swap_into(config: dict[str, Any], folder: Path) -> None:
+    """Offload to this process's own folder whatever goes to files."""
+    block = config["zero_optimization"]
+    for place in (block.get("offload_optimizer", {}), block.get("offload_param", {})):
+        if place.get("device") == "nvme":
+            place["nvme_path"] = str(folder)
 
 
 def fragments_of(engine: Any, world: World) -> Fragments:
@@ -103,13 +113,13 @@ def initialized(
     import deepspeed
 
     given: dict[int, nn.Parameter] = {}
-    partition = partitioner(config) if stage_of(config) == 3 else None
+    partition = partitioner(config) if config["zero_optimization"]["stage"] == 3 else None
     for prefix, module in model.named_modules():
         give_weights(module, prefix, working, given)
         if partition is not None:
             partition(module)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = None if "optimizer" in config else make_optimizer(parameters)
+    optimizer = make_optimizer(parameters)
     return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]
 
 

@@ -7,8 +7,10 @@ killed meanwhile leaves it there. So we compile one after the other, and look fi
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +54,9 @@ def check_tools(builder: Any) -> None:
     """Raise EnvironmentFault that names the tool or library that is missing."""
     from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
 
+    own = sysconfig.get_path("scripts")
+    if own not in os.environ["PATH"].split(os.pathsep):  # ninja came with DeepSpeed; its folder need not be active
+        os.environ["PATH"] += os.pathsep + own
     compiler = get_cxx_compiler()
     if not is_ninja_available():
         raise EnvironmentFault(cannot(builder, "there is no `ninja` on PATH"), "pip install ninja")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import sys
@@ -11,34 +10,30 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from simpletuner.errors import EnvironmentFault
 from simpletuner.ops.cache.swap import clear_dead
+from simpletuner.ops.zero.machine import check_installed
 from simpletuner.parallel.world import World
-from simpletuner.parallel.zero.config import config_of, swap_parent
 from simpletuner.parallel.zero.operators import compile_disk_operators
-from simpletuner.settings.sections import Settings
+from simpletuner.settings.zero.config import Zero
 
 
-def make_ready(settings: Settings, world: World, say: Callable[[str], None], stop: Callable[[], None]) -> None:
+def make_ready(zero: Zero, world: World, say: Callable[[str], None], stop: Callable[[], None]) -> None:
     """Import DeepSpeed, and clean and compile what offloading to a disk needs.
 
     Raises EnvironmentFault, with the command that mends it, for whatever is missing.
     """
     import_deepspeed(world)
-    parent = swap_parent(settings, config_of(settings, world.size))
-    if parent is None:
+    folder = zero.nvme_path
+    if folder is None:
         return
-    if world.local_rank == 0 and (owners := clear_dead(parent)):
-        say(f"removed what dead runs had offloaded to {parent}: {'; '.join(sorted({str(owner) for owner in owners}))}")
+    if world.local_rank == 0 and (owners := clear_dead(folder)):
+        say(f"removed what dead runs had offloaded to {folder}: {'; '.join(sorted({str(owner) for owner in owners}))}")
     compile_disk_operators(stop)
 
 
 def import_deepspeed(world: World) -> None:
     """Import DeepSpeed for this world's device, let it use this world's ranks, and keep it from the terminal."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise EnvironmentFault(
-            "deepspeed_config is set, and deepspeed is not installed", "pip install 'simpletuner[deepspeed]'"
-        )
+    check_installed()
     os.environ["DS_ACCELERATOR"] = world.device.type
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
     with contextlib.redirect_stdout(sys.stderr):

@@ -1,0 +1,149 @@
+"""What `simpletuner deepspeed build` knows while it asks: sources and answers, the result, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import SettingsError
+from simpletuner.ops.zero.amounts import bytes_in, count_in, in_gib
+from simpletuner.ops.zero.checks import check_zero, model_of
+from simpletuner.ops.zero.choice import Room, candidates, choose, in_words
+from simpletuner.ops.zero.estimate import Estimate, estimate
+from simpletuner.report import Report
+from simpletuner.settings.loading import Loaded, resolve
+from simpletuner.settings.sources import Source, gathered, of_flags
+from simpletuner.settings.zero.config import zero_config
+from simpletuner.settings.zero.spreading import as_source
+from simpletuner.settings.zero.writing import loosened
+
+ASSUMED = "P parameters, N ranks; buffers at most; activations come on top"
+
+
+@dataclass
+class Builder:
+    """Sources of settings, answers that outrank them, the memory there is, and the parameters if they are known."""
+
+    sources: list[Source]
+    room: Room | None = None
+    parameters: int | None = None
+    answers: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        flags: Mapping[str, Any],
+        config: Path | None,
+        template: str | None,
+        gpu_memory: str | None,
+        host_memory: str | None,
+        parameters: str | None,
+    ) -> Builder:
+        """Return a builder for what was typed. Raises SettingsError for its mistakes."""
+        import os
+
+        from simpletuner.models.sizes import parameters_of
+        from simpletuner.ops.zero import templates
+
+        start = [as_source(f"template {template}", templates.find(template).config)] if template else []
+        builder = cls([*start, *gathered(flags, config, os.environ)])
+        if gpu_memory is not None:
+            host = bytes_in(host_memory, "--host_memory") if host_memory is not None else None
+            builder.room = Room(bytes_in(gpu_memory, "--gpu_memory"), host)
+        counted = parameters_of(builder.load().settings.model) if parameters is None else None
+        builder.parameters = count_in(parameters, "--parameters") if parameters else counted and counted[0]
+        return builder
+
+    def load(self, **more: Any) -> Loaded:
+        """Return the settings so far, or with some more answers. Raises SettingsError for what cannot be."""
+        return resolve([*self.sources, of_flags(self.answers | more)], complete=False)
+
+    def result(self) -> Result:
+        """Return what the settings so far make of DeepSpeed."""
+        return Result(self.load(), self.room, self.parameters)
+
+    def estimate_of(self, settings: Mapping[str, Any]) -> Estimate:
+        """Return what some settings of DeepSpeed would keep. The parameters must be known."""
+        assert self.parameters is not None
+        return estimate_for(self.load(**settings), self.parameters)
+
+    def choose(self) -> str:
+        """Take the lowest stage and the least offloading that fit, and return why."""
+        if self.room is None or self.parameters is None:
+            needs = {"--gpu_memory=24GiB": self.room is None, "--parameters=2.6e9": self.parameters is None}
+            said = " and ".join(flag for flag, is_missing in needs.items() if is_missing)
+            raise SettingsError(
+                f"--stage=auto needs {said}", "--model_family, or a folder of weights, says how many too"
+            )
+        loaded = self.load()
+        fixed = {name: value_of(loaded, name) for name in OFFLOADS if name in loaded.origins}
+        with_files = loaded.settings.parallel.offload_param_path is not None
+        found = choose(self.room, candidates(with_files, fixed), self.estimate_of)
+        self.answers |= {name: value for name, value in found.settings.items() if name not in fixed}
+        return found.because
+
+
+OFFLOADS = ("offload_optimizer", "offload_param")
+
+
+def value_of(loaded: Loaded, name: str) -> Any:
+    """Return the value of a knob about parallelism."""
+    return getattr(loaded.settings.parallel, name)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What settings make of DeepSpeed: its JSON, and what it keeps of the model."""
+
+    loaded: Loaded
+    room: Room | None
+    parameters: int | None
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Return DeepSpeed's JSON; what nobody chose is `auto`."""
+        settings = self.loaded.settings
+        chosen = {name for name, origin in self.loaded.origins.items() if origin.source != "launcher"}
+        return loosened(zero_config(settings, settings.launch.num_processes), chosen)
+
+    def warn(self, report: Report) -> None:
+        """Say what the user should know. Raises EnvironmentFault for a folder that cannot be offloaded to."""
+        for warning in (*self.loaded.warnings, *check_zero(self.loaded.settings, self.parameters)):
+            report.warn(warning)
+
+    def tell(self, report: Report) -> None:
+        """Say what the configuration keeps where."""
+        if self.parameters is None:
+            report.say("what it takes is not known: say --model_family, a folder of weights, or --parameters=2.6e9")
+            return
+        held = estimate_for(self.loaded, self.parameters)
+        report.table(self.title, memory_rows(held), ("", "per GPU", "per machine", "on its disk", "per rank"))
+        report.say(ASSUMED, style="dim")
+        if self.room is not None:
+            lack = self.room.lacks(held)
+            left = in_gib(self.room.gpu_bytes - held.gpu_bytes)
+            report.say(f"does not fit: it needs {lack}" if lack else f"fits: {left} of each GPU are left")
+
+    @property
+    def title(self) -> str:
+        """Return what the table is about."""
+        parallel, launch = self.loaded.settings.parallel, self.loaded.settings.launch
+        choice = {name: getattr(parallel, name) for name in ("zero_stage", *OFFLOADS)}
+        ranks = f"{launch.num_processes} rank{'s' * (launch.num_processes > 1)}"
+        return f"{in_words(choice)}: {self.parameters:,} parameters, {ranks}"
+
+
+def estimate_for(loaded: Loaded, parameters: int) -> Estimate:
+    """Return what settings with DeepSpeed keep of a model with so many parameters."""
+    settings = loaded.settings
+    return estimate(zero_config(settings, settings.launch.num_processes), model_of(settings, parameters))
+
+
+def memory_rows(held: Estimate) -> list[tuple[str, ...]]:
+    """Return an estimate as rows of a table."""
+    ranks = held.model.ranks_per_machine
+    rows = [(row.what, (row.gpu, row.host * ranks, row.disk * ranks), row.formula) for row in held.rows]
+    rows.append(("together", (held.gpu_bytes, held.host_bytes, held.disk_bytes), ""))
+    return [(what, *map(in_gib, sizes), formula) for what, sizes, formula in rows]

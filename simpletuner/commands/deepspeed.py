@@ -1,0 +1,148 @@
+"""`simpletuner deepspeed`: build a configuration and see what it costs, check one, list templates."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
+from simpletuner.errors import SettingsError
+from simpletuner.report import Report
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+class Stage(StrEnum):
+    """What to share out over the ranks."""
+
+    ONE = "1"
+    TWO = "2"
+    THREE = "3"
+    AUTO = "auto"
+
+
+def build_deepspeed() -> typer.Typer:
+    """Return the commands of `simpletuner deepspeed`."""
+    help_text = "Build and check configurations of DeepSpeed ZeRO."
+    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help_text)
+    app.command("build", context_settings=UNKNOWN_FLAGS)(with_settings(build))
+    app.command("validate")(validate)
+    app.command("templates")(list_templates)
+    return app
+
+
+def build(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    *,
+    stage: Annotated[Stage | None, typer.Option("--stage", help="ZeRO stage; auto: the lowest that fits.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu_memory", help="Memory of each GPU, such as 24GiB.", metavar="BYTES")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option("--host_memory", help="Memory of each machine; empty: enough.", metavar="BYTES")
+    ] = None,
+    parameters: Annotated[
+        str | None, typer.Option("--parameters", help="Of the model; empty: as its files say.", metavar="NUMBER")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option("--template", help="Start from this template.", metavar="NAME")
+    ] = None,
+    save_template: Annotated[
+        str | None, typer.Option("--save_template", help="Keep the result under this name.", metavar="NAME")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Write to this file instead of stdout.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Build DeepSpeed's JSON and see what it takes.
+
+    Asks question by question in a terminal, or takes flags. What nobody chose stays `auto`: settings fill it in.
+    """
+    from simpletuner.commands.asking import Dialogue
+    from simpletuner.commands.building import Builder
+    from simpletuner.ops.zero.machine import check_platform
+
+    check_platform()
+    report = Report()
+    typed = dict(flags) | ({"zero_stage": stage.value} if stage and stage is not Stage.AUTO else {})
+    builder = Builder.of(typed, config, template, gpu_memory, host_memory, parameters)
+    if stage is Stage.AUTO:
+        report.say(builder.choose())
+    elif builder.load().settings.parallel.zero_stage is None:
+        if not sys.stdin.isatty():
+            raise SettingsError(
+                "nothing is chosen, and nobody is here to ask",
+                "say --stage=2, --stage=auto --gpu_memory=24GiB, or --template=NAME",
+            )
+        output = Dialogue(report, builder).run(output)
+    refuse_overwriting(output, force)
+    result = builder.result()
+    result.warn(report)
+    result.tell(report)
+    write(report, result.json, output, save_template)
+
+
+def refuse_overwriting(output: Path | None, force: bool) -> None:
+    """Raise SettingsError for a file that is there already."""
+    if output is not None and output.exists() and not force:
+        raise SettingsError(f"{output} is there already", "give another --output, or --force to write over it")
+
+
+def write(report: Report, config: Mapping[str, Any], output: Path | None, save_template: str | None) -> None:
+    """Write a configuration to a file or stdout, and among the templates if that is wished."""
+    from simpletuner.commands.config import save
+    from simpletuner.ops.zero import templates
+
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    if save_template is not None:
+        report.say(f"kept as {templates.save(save_template, config)}: --template={save_template}")
+    if output is None:
+        report.text(text)
+        return
+    save(output, text)
+    report.say(f"{output} is written: set deepspeed_config to it, or `simpletuner train --deepspeed_config={output}`")
+
+
+def validate(
+    file: Annotated[Path, typer.Argument(help="DeepSpeed's JSON.")],
+    num_processes: Annotated[
+        str, typer.Option("--num_processes", help="Ranks, for the arithmetic of the batch.", metavar="INTEGER")
+    ] = "1",
+    as_json: AsJson = False,
+) -> None:
+    """Check a DeepSpeed JSON. Shows the settings that it becomes, and what is kept for DeepSpeed."""
+    from simpletuner.ops.zero.checks import check_zero
+    from simpletuner.settings.account import explained
+    from simpletuner.settings.loading import resolve
+    from simpletuner.settings.sources import of_flags
+
+    report = Report()
+    ranks = {"num_processes": num_processes} if num_processes != "1" else {}
+    loaded = resolve([of_flags({"deepspeed_config": str(file), **ranks})], complete=False)
+    for warning in (*loaded.warnings, *check_zero(loaded.settings)):
+        report.warn(warning)
+    rows = [row for row in explained(loaded) if row.name in loaded.origins]
+    if as_json:
+        report.json({row.name: row.as_json() for row in rows})
+    else:
+        report.data_table("", [row.cells() for row in rows], ("setting", "value", "from", "because"))
+    report.say(f"{file}: valid for {num_processes} rank{'s' * (num_processes != '1')}")
+
+
+def list_templates(as_json: AsJson = False) -> None:
+    """List templates: name, what for, where. Your own lie in SIMPLETUNER_HOME (else ~/.simpletuner)."""
+    from simpletuner.ops.zero.templates import templates
+
+    found = templates(os.environ).values()
+    if as_json:
+        Report().json([{"name": one.name, "path": str(one.path), "config": dict(one.config)} for one in found])
+        return
+    rows = [(one.name, one.description, one.path if one.is_own else "simpletuner") for one in found]
+    Report().data_table("", rows, ("name", "what for", "from"))

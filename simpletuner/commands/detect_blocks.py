@@ -1,0 +1,144 @@
+"""`simpletuner detect-blocks`: which classes of a denoiser to shard as units, and why."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from simpletuner.errors import SettingsError
+from simpletuner.models.sizes import in_short
+from simpletuner.report import Report
+from simpletuner.settings import load
+
+if TYPE_CHECKING:
+    from simpletuner.models.detection import Detection
+    from simpletuner.parallel.blocks import BlockClass
+
+KNOB = "fsdp_transformer_layer_cls_to_wrap"
+SHOWN = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revision", "model_families")
+"""The settings that say which model."""
+
+Refresh = Annotated[bool, typer.Option("--refresh", help="Detect anew, whatever is remembered.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Apply = Annotated[Path | None, typer.Option("--apply", metavar="FILE", help=f"Write {KNOB} into this config file.")]
+
+WIDTH = 80
+LONGEST_NAME = 41
+OUTSIDE_SHOWN = 4
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def detect_blocks(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    refresh: Refresh = False,
+    as_json: AsJson = False,
+    apply: Apply = None,
+) -> None:
+    """Show which blocks of a denoiser FSDP should wrap. Nothing is downloaded, no weights are loaded."""
+    from simpletuner.models.detection import detect
+
+    report = Report()
+    settings = load(flags, config or apply, complete=False).settings
+    found = detect(settings.model, refresh, report.warn)
+    if as_json:
+        report.json(found.as_json())
+    else:
+        show(report, found)
+    if apply is not None:
+        apply_to(apply, found, report)
+
+
+def apply_to(file: Path, found: Detection, report: Report) -> None:
+    """Write the recommendation into a config file. Raises SettingsError when there is none."""
+    from simpletuner.settings.editing import set_in_file
+
+    if not found.blocks.recommended:
+        raise SettingsError(f"{found.denoiser} has no blocks to wrap: nothing is written", "set fsdp_auto_wrap_policy")
+    value = ",".join(found.blocks.recommended)
+    changed = set_in_file(file, KNOB, value)
+    report.say(f"{file}: {KNOB} = {value}" if changed else f"{file} says so already")
+
+
+def show(report: Report, found: Detection) -> None:
+    """Print the classes that matter, what is recommended, and where the answer comes from."""
+    total = found.blocks.total_parameters
+    model = " ".join((found.model_family, found.model_flavour)).strip() or found.pretrained_model
+    report.line(f"{model}: {found.denoiser}", style="bold")
+    report.line(f"{total:,} parameters, {decimal(2 * total)} in bf16, {decimal(4 * total)} in fp32")
+    shown = [
+        item for item in found.blocks.classes if item.recommended or item.is_block or item.no_split or item.repeated
+    ]
+    name_width = max((len(item.class_name) for item in shown), default=0)
+    for style, line in lines_of(shown, min(name_width, LONGEST_NAME)):
+        report.line(line, style=style)
+    for name, text in summary(found, len(found.blocks.classes) - len(shown)):
+        for line in wrapped(text, WIDTH - 12):
+            report.line(f"{name:<12}{line}")
+            name = ""
+
+
+def lines_of(shown: list[BlockClass], name_width: int) -> Iterator[tuple[str, str]]:
+    """Yield the table's lines, each with its style: a row of numbers with a bar, and below it the reason."""
+    numbers = f"{'count':>6}{'weights':>9}{'in bf16':>10}{'share':>8}"
+    yield "dim", f"\n  {'class':<{name_width}}{numbers}"
+    bar_width = WIDTH - len(numbers) - name_width - 4
+    for item in shown:
+        size = f"{item.count:>6}{in_short(item.parameters):>9}{decimal(2 * item.parameters):>10}{item.share:>8.1%}"
+        name = item.class_name if len(item.class_name) <= name_width else item.class_name[: name_width - 1] + "…"
+        row = f"{'*' if item.recommended else ' '} {name:<{name_width}}{size}  {bar(item.share, bar_width)}"
+        yield ("bold" if item.recommended else ""), row.rstrip()
+        for line in wrapped(why(item), WIDTH - 4):
+            yield "dim", f"    {line}"
+    yield "", ""
+
+
+def why(item: BlockClass) -> str:
+    """Return why a class is taken or left, and what diffusers says of it."""
+    hints = [hint for hint, given in (("no_split", item.no_split), ("repeated", item.repeated)) if given]
+    said = f"; diffusers' hints: {', '.join(hints)}" if hints else ""
+    if item.recommended:
+        return f"taken: {item.reason}; one gathering brings in up to {decimal(2 * item.largest)}{said}"
+    return f"left: {item.reason} ({item.sample_paths[0]}{', ...' * (item.count > 1)}){said}"
+
+
+def summary(found: Detection, hidden: int) -> Iterator[tuple[str, str]]:
+    """Yield what is recommended, what it holds, what stays outside, and where the answer comes from."""
+    blocks, total = found.blocks, max(1, found.blocks.total_parameters)
+    units = [item for item in blocks.classes if item.recommended]
+    outside = sum(blocks.outside.values())
+    if units:
+        largest = max(item.largest for item in units)
+        yield "recommended", ",".join(blocks.recommended)
+        yield (
+            "units",
+            f"{sum(item.count for item in units)} hold {1 - outside / total:.1%} of the weights; "
+            f"the largest is {largest / total:.1%}, {decimal(2 * largest)} in bf16",
+        )
+    else:
+        yield "recommended", "nothing: no class repeats in a ModuleList"
+    named = [f"{path} {in_short(size)}" for path, size in list(blocks.outside.items())[:OUTSIDE_SHOWN]]
+    more = [f"{len(blocks.outside) - len(named)} more"] if len(blocks.outside) > len(named) else []
+    yield "outside", f"{in_short(outside)} ({outside / total:.1%}): {', '.join(named + more)}"
+    yield "from", f"{found.source}, {'remembered from' if found.cached else 'detected'} {found.detected_at}"
+    if hidden:
+        yield "not shown", f"{hidden} classes that are no blocks: --json has them"
+
+
+def bar(share: float, width: int) -> str:
+    """Return a share of the model as a bar of that many letters at most."""
+    eighths = round(min(1, share) * width * 8)
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return text in lines; a number stays with its unit, a path whole."""
+    joined = re.sub(r"(?<=\d) (?=[KMGTB])", "\u00a0", text)
+    lines = textwrap.wrap(joined, width, break_on_hyphens=False, break_long_words=False)
+    return [line.replace("\u00a0", " ") for line in lines]

@@ -1,0 +1,115 @@
+"""Which denoiser settings mean, without building or downloading it: diffusers' class, and its config; no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.models.registry import TINY, Architecture, check_model, flavour_of, flavours_of
+from simpletuner.models.sizes import DENOISERS
+from simpletuner.settings.sections import Model
+
+CONFIGS = (*(f"{name}/config.json" for name in DENOISERS), "config.json")
+"""Where a pipeline's folder, or the denoiser's own, says what the denoiser is."""
+
+
+def architecture_of(model: Model, warn: Callable[[str], None]) -> Architecture:
+    """Return the denoiser: as the folder has it, else the local hub cache, else as published with the flavour.
+
+    Raises SettingsError for a model that is not known or no folder, EnvironmentFault for a folder without a denoiser.
+    """
+    name = model.pretrained_model_name_or_path
+    if name and (folder := Path(name).expanduser()).is_dir():
+        return in_folder(folder)
+    if is_path(name):
+        raise SettingsError(f"{name} is no folder", "check pretrained_model_name_or_path")
+    if not name:
+        check_named(model)
+    flavour = flavour_of(model)
+    return in_hub_cache(name or (flavour.hub if flavour else ""), model.revision) or published(model, warn)
+
+
+def folder_of(model: Model) -> str:
+    """Return the folder that the settings name, in full; else what they name."""
+    name = model.pretrained_model_name_or_path
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if name and folder.is_dir() else name
+
+
+def is_path(name: str) -> bool:
+    """Say whether a name can only be a path: hub ids are NAME or OWNER/NAME."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
+
+
+def in_folder(folder: Path) -> Architecture:
+    """Return the denoiser of a pipeline's folder, or of the denoiser's own."""
+    for path in (folder / name for name in CONFIGS):
+        if path.is_file():
+            return in_config(path)
+    raise EnvironmentFault(
+        f"{folder} holds neither {', nor '.join(CONFIGS)}",
+        "pretrained_model_name_or_path must be a pipeline's or a denoiser's folder in diffusers format",
+    )
+
+
+def check_named(model: Model) -> None:
+    """Raise SettingsError if no family is named, or none that is known."""
+    if not model.model_family:
+        raise SettingsError(
+            "which model? model_family says it, or pretrained_model_name_or_path a folder",
+            "`simpletuner models` lists all families",
+        )
+    check_model(model)
+
+
+def in_hub_cache(name: str, revision: str | None) -> Architecture | None:
+    """Return the denoiser as what was once downloaded from the hub has it; None if that cannot tell."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if not name or not (Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir():
+        return None  # most often; the import below takes 0.1 s
+    from huggingface_hub import try_to_load_from_cache
+
+    for config in CONFIGS:
+        path = try_to_load_from_cache(name, config, revision=revision)
+        if isinstance(path, str):
+            with suppress(EnvironmentFault):  # such as the config.json of another library
+                return in_config(Path(path))
+    return None
+
+
+def in_config(path: Path) -> Architecture:
+    """Return the denoiser that a config.json describes. Raises EnvironmentFault if it describes none."""
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EnvironmentFault(f"cannot read {path}: {error}", "copy or download the model again") from None
+    class_name = config.get("_class_name") if isinstance(config, dict) else None
+    if not isinstance(class_name, str):
+        raise EnvironmentFault(
+            f"{path} names no _class_name: it is no model of diffusers", "check pretrained_model_name_or_path"
+        )
+    return Architecture(class_name, source=str(path), config=config)
+
+
+def published(model: Model, warn: Callable[[str], None]) -> Architecture:
+    """Return the denoiser of the flavour that has this hub id, else of the chosen one, else of the family's default.
+
+    Raises SettingsError where nothing is published.
+    """
+    check_named(model)
+    name, flavours = model.pretrained_model_name_or_path, flavours_of(model.model_family)
+    if not flavours or (model.model_flavour == TINY and not name):
+        raise SettingsError(
+            f"what {model.model_family} {model.model_flavour or 'is made of'} is not published".replace("  ", " "),
+            "name a folder with --pretrained_model_name_or_path (a tiny run leaves one in its output_dir)",
+        )
+    same = next((flavour for flavour in flavours.values() if flavour.hub == name), None)
+    chosen = same or flavours.get(model.model_flavour) or next(iter(flavours.values()))
+    if name and same is None:
+        warn(f"{name} is neither a folder nor in the local hub cache: this is {chosen.hub}, as published")
+    return chosen.architecture

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import base
+from safetensors.torch import load_file, save_file
+
+from simpletuner.models.family import Family
+from simpletuner.models.registry import traits_of
+from simpletuner.settings.sections import Data, Model, Settings
+
+WEIGHTS = Path("transformer") / "diffusion_pytorch_model.safetensors"
+TABLE = "pos_embed.pos_embed"
+STEP = ("--max_train_steps=1", "--train_batch_size=2")
+
+
+@pytest.mark.parametrize(("asked", "tokens"), [(None, 256), (20, 20)])
+def test_the_longest_prompt_is_counted_in_t5_tokens_after_those_of_clip(asked, tokens, pipelines):
+    from diffusers import DiffusionPipeline
+
+    model = Model(model_family="sd3")
+    settings = Settings(model=model, data=Data(tokenizer_max_length=asked))
+    family = Family(traits_of(model), pipelines("sd3"), settings)
+    ours = family.text_encoder(torch.device("cpu"), torch.float32).encode(["a red circle"])
+    pipeline = DiffusionPipeline.from_pretrained(pipelines("sd3"))
+    theirs, _, pooled, _ = pipeline.encode_prompt("a red circle", None, None, max_sequence_length=tokens)
+    assert ours["prompt_embeds"].shape == (1, 77 + tokens, 64)
+    torch.testing.assert_close(ours["prompt_embeds"], theirs)
+    torch.testing.assert_close(ours["pooled_prompt_embeds"], pooled)
+
+
+def test_the_position_table_is_that_of_the_base_model_and_no_step_changes_it(pipelines, shapes, train, tmp_path):
+    folder = shutil.copytree(pipelines("sd3"), tmp_path / "base")
+    weights = load_file(folder / WEIGHTS)
+    weights[TABLE] = weights[TABLE] + 1  # not what the class would compute
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    output = train(tmp_path / "run", *base("sd3", folder, shapes), *STEP).output
+    trained = load_file(output / "pipeline" / WEIGHTS)
+    assert torch.equal(trained[TABLE], weights[TABLE])
+    assert not torch.equal(trained["proj_out.weight"], weights["proj_out.weight"])
+
+
+def test_version_3_has_neither_normed_queries_nor_a_second_attention(pipelines, shapes, train, tmp_path):
+    from diffusers import SD3Transformer2DModel
+
+    folder = shutil.copytree(pipelines("sd3"), tmp_path / "base")
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    older = SD3Transformer2DModel.from_config(config | {"qk_norm": None, "dual_attention_layers": []})
+    older.save_pretrained(folder / "transformer")
+    output = train(tmp_path / "run", *base("sd3", folder, shapes), *STEP).output
+    names = set(load_file(output / "pipeline" / WEIGHTS))
+    assert names == set(older.state_dict())
+    assert not any("norm_q" in name or "attn2" in name for name in names)

@@ -1,0 +1,94 @@
+"""A hub of models on loopback: the few questions that huggingface_hub asks, answered from folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves each folder below `root/owner/name`; remembers which files were fetched."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.root = root
+        self.fetched: list[str] = []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    """Answers /api/models/ID/revision/R, /api/models/ID/tree/R and /ID/resolve/R/PATH."""
+
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, with_body: bool) -> None:
+        words = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if words[:2] == ["api", "models"]:
+            self.tell(self.server.root / words[2] / words[3], words[4])
+            return
+        path = self.server.root.joinpath(words[0], words[1], *words[4:])
+        if not path.is_file():
+            self.refuse("EntryNotFound")
+            return
+        content = path.read_bytes()
+        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        if with_body:
+            self.server.fetched.append("/".join(words[4:]))
+        self.reply(200, content, headers, with_body)
+
+    def tell(self, folder: Path, question: str) -> None:
+        if not folder.is_dir():
+            self.refuse("RepoNotFound")
+            return
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        tree = [
+            {
+                "type": "file",
+                "path": str(path.relative_to(folder)),
+                "size": path.stat().st_size,
+                "oid": hashlib.sha1(path.read_bytes()).hexdigest(),
+            }
+            for path in files
+        ]
+        info = {"id": "/".join(folder.parts[-2:]), "sha": COMMIT, "siblings": [], "tags": [], "private": False}
+        self.reply(200, json.dumps(tree if question == "tree" else info).encode(), {})
+
+    def refuse(self, code: str) -> None:
+        self.reply(404, b"{}", {"X-Error-Code": code})
+
+    def reply(self, status: int, content: bytes, headers: dict[str, str], with_body: bool = True) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(root: Path) -> Iterator[Hub]:
+    with Hub(root) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        yield hub
+        hub.shutdown()
