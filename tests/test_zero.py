@@ -91,7 +91,7 @@ def test_bf16_over_float32_masters_stays_near_float32(run_on, arguments_of):
 
 
 def test_every_engine_resumes_from_every_other_on_any_number_of_ranks(run_on, arguments_of):
-    arguments = arguments_of("sdxl", ema=True)
+    arguments = arguments_of("flux", ema=True)
     engines_of = {1: ["whole"], 2: ["whole", "fsdp2", "zero1", "zero2-cpu", "zero3"], 4: ["fsdp2", "zero3"]}
     expected = {}
     for world, names in engines_of.items():

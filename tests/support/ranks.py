@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import warnings
@@ -33,6 +34,7 @@ def as_rank(function: Callable[..., None], rank: int, world: int, port: int, log
         os.dup2(file.fileno(), 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
+    faulthandler.enable()
     torch.set_num_threads(1)
     if world > 1:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
