@@ -62,5 +62,7 @@ def test_zero3_never_holds_more_than_its_share_and_one_block(big_flux, starter, 
             rise, share, gathered, size = json.loads((tmp_path / f"peak{world}.{rank}").read_text())
             print(f"{world} ranks: rose {rise / 2**20:.0f} MiB, share {share / 2**20:.0f}, whole at once {gathered}")
             assert share < 1.05 * size * 4 / world
-            assert rise <= 2 * share + block + allowance  # DeepSpeed moves the share into one buffer
+            # What was read; then slices of weights, masters, both moments and gradients: DeepSpeed makes all at once.
+            held = 6 * share
+            assert rise <= held + block + allowance
             assert gathered * 4 <= 2 * block
