@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import threading
@@ -25,6 +26,21 @@ from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.sections import Launch, Model, Parallel, Settings, Training
 from simpletuner.training.optimizers import make_optimizer
 
+BUCKET_BYTES = 8 * 2**20
+"""DeepSpeed's default of 2 GB would hide all else."""
+
+
+class MallocInfo(ctypes.Structure):
+    """What mallinfo2 returns."""
+
+    _fields_ = [
+        ("others", ctypes.c_size_t * 4),
+        ("hblkhd", ctypes.c_size_t),
+        ("more", ctypes.c_size_t * 2),
+        ("uordblks", ctypes.c_size_t),
+        ("rest", ctypes.c_size_t * 2),
+    ]
+
 
 def sharded(family: str, folder: str, world: World) -> Strategy:
     return built(family, folder, world, Parallel(fsdp_enable=True))
@@ -35,7 +51,8 @@ def whole(family: str, folder: str, world: World) -> Strategy:
 
 
 def zero3(family: str, folder: str, world: World) -> Strategy:
-    return built(family, folder, world, Parallel(zero_stage=3))
+    config = {"zero_optimization": {"reduce_bucket_size": BUCKET_BYTES // 4}}
+    return built(family, folder, world, Parallel(zero_stage=3, deepspeed_config=config))
 
 
 def built(family: str, folder: str, world: World, parallel: Parallel) -> Strategy:
@@ -102,24 +119,36 @@ def peak_of_loading(family: str, folder: str, report: str) -> None:
         Path(f"{report}.{world.rank}").write_text(json.dumps([max(peaks) - before, held, largest, os.getpid()]))
 
 
-def peak_of_zero3(family: str, folder: str, report: str) -> None:
-    """Build and load at stage 3, and train a step; write by how much this rank's memory rose at most in building, its
-    share of the weights, and how many elements of weights were whole here at most."""
+def memory_of_zero3(family: str, folder: str, report: str) -> None:
+    """Build and load at stage 3, and train a step; write how many bytes more were allocated at most while it was built
+    and were held afterwards, how many are this rank's share of the weights and all weights, and how many bytes of
+    weights were whole here at most."""
     with joined_world() as world:
         from simpletuner.parallel.zero.readiness import import_deepspeed
 
         import_deepspeed(world)
-        before, peaks = anonymous_bytes(), [0]
-        with watching(lambda: peaks.append(anonymous_bytes() - before)):
+        allocated, held, peaks = allocated_bytes(), anonymous_bytes(), [0]
+        with watching(lambda: peaks.append(allocated_bytes() - allocated)):
             strategy = zero3(family, folder, world)
+        held = anonymous_bytes() - held
         parameters = list(strategy.module.parameters())
         gathered = [0]
-        with watching(lambda: gathered.append(sum(parameter.numel() for parameter in parameters))):
+        with watching(lambda: gathered.append(bytes_of(parameters))):
             loss = strategy.model(**flux_inputs())[0].square().mean()
             strategy.backward(loss)
         share = bytes_of([part for _, part in strategy.parts()])
-        Path(f"{report}.{world.rank}").write_text(json.dumps([max(peaks), share, max(gathered), strategy.size]))
+        Path(f"{report}.{world.rank}").write_text(
+            json.dumps([max(peaks), held, share, 4 * strategy.size, max(gathered)])
+        )
         strategy.close()
+
+
+def allocated_bytes() -> int:
+    """Return what the C library has handed out; pages say more, since it keeps what was freed for what comes next."""
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = MallocInfo
+    info = library.mallinfo2()
+    return info.uordblks + info.hblkhd
 
 
 @contextmanager

@@ -8,6 +8,7 @@ back from the rows.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -70,6 +71,8 @@ def zero(
         strategy = ZeroEngine(engine, fragments, rows, fixed, masters, stack.pop_all().close)
         if weights:
             strategy.take_over(weights)
+            weights.clear()
+        return_freed_memory()
         return strategy
 
 
@@ -118,6 +121,7 @@ def initialized(
         give_weights(module, prefix, working, given)
         if partition is not None:
             partition(module)
+    return_freed_memory()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(parameters)
     return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]
@@ -150,6 +154,12 @@ def partitioner(config: dict[str, Any]) -> Callable[[nn.Module], None]:
             first[0].convert_to_zero_parameters(param_list=own)
 
     return partition
+
+
+def return_freed_memory() -> None:
+    """Return to the system what was freed; the C library keeps all pieces below 32 MB, which here come to as much as
+    is in use: 774 MiB, of which 344 were free, for a rank's quarter of a model of 463 MiB."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def persistent_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
