@@ -31,6 +31,9 @@ def replace_folder(new: Path, folder: Path) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file anew, so that it is whole at any time; what its name leads to and its mode stay. Raises OSError."""
     path = path.resolve()
+    if path.exists() and not path.is_file():  # a device or a pipe: nothing can take its place
+        path.write_bytes(content)
+        return
     new = unfinished(path)
     new.write_bytes(content)
     if path.exists():

@@ -117,6 +117,22 @@ def test_a_typo_in_a_flag_ends_with_2_and_names_the_flag_that_was_meant(capsys):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["deepspeed", "build", "--satge=2"], "--stage"),
+        (["train", "--dry_rn"], "--dry-run"),
+        (["detect-blocks", "--refrehs"], "--refresh"),
+        (["config", "show", "--jsno"], "--json"),
+        (["cache", "list", "--cnfig=x"], "--config"),
+    ],
+)
+def test_a_typo_in_an_option_of_the_command_names_it_too(capsys, typed, meant):
+    code, out, err = ended(capsys, *typed)
+    assert (code, out) == (2, "")
+    assert f"error: unknown option `{typed[-1].partition('=')[0]}`; did you mean `{meant}`?" in err
+
+
 def test_a_typo_in_a_command_ends_with_2(capsys):
     code, out, err = ended(capsys, "trian")
     assert (code, out) == (2, "")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,22 @@ from pathlib import Path
 import pytest
 
 from simpletuner.errors import EnvironmentFault, ExitCode
-from simpletuner.files import replace_folder, sole_user_of, unfinished, write_json
+from simpletuner.files import replace_file, replace_folder, sole_user_of, unfinished, write_json
 
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
+
+
+def test_what_a_file_is_replaced_with_is_whole_and_a_pipe_stays_one(tmp_path):
+    (tmp_path / "a").write_text("old")
+    replace_file(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new" and names(tmp_path) == ["a"]
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    replace_file(tmp_path / "pipe", b"new")
+    assert os.read(reader, 9) == b"new" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
 
 
 def test_an_unfinished_folder_is_hidden_beside_the_finished_one(tmp_path):

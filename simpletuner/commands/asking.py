@@ -16,7 +16,7 @@ from simpletuner.settings.knob import shown_default
 from simpletuner.settings.sections import Parallel, knobs
 from simpletuner.settings.spelling import choices_of
 
-DEFAULT_OUTPUT = "config/deepspeed.json"
+DEFAULT_OUTPUT = Path("config/deepspeed.json")
 
 
 def always(parallel: Parallel) -> bool:
@@ -61,8 +61,8 @@ class Dialogue:
     report: Report
     builder: Builder
 
-    def run(self, output: Path | None) -> Path | None:
-        """Ask all questions, showing what has been built so far, and return the file to write to."""
+    def run(self) -> None:
+        """Ask all questions, showing what has been built so far."""
         for question in QUESTIONS:
             loaded = self.builder.load()
             if question.knob in loaded.origins or not question.when(loaded.settings.parallel):
@@ -72,11 +72,13 @@ class Dialogue:
             self.settle(question)
             if loaded.settings.parallel.zero_stage or question.knob == "zero_stage":
                 self.show()
-        if output is None:
-            output = Path(self.report.ask("Write to", default=DEFAULT_OUTPUT))
-        if output.exists() and not self.report.confirm(f"{output} is there already: write over it?"):
-            raise SettingsError("nothing is written", "give another --output")
-        return output
+
+    def file(self, force: bool) -> Path:
+        """Ask where to write, until nothing is there, or it may be written over."""
+        while True:
+            path = Path(self.report.ask("Write to", default=str(DEFAULT_OUTPUT)))
+            if force or not path.is_file() or self.report.confirm(f"{path} is there already: write over it?"):
+                return path
 
     def settle(self, question: Question) -> None:
         """Ask until the answer can be used."""

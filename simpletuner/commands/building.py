@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from simpletuner.ops.zero.checks import check_zero, model_of
 from simpletuner.ops.zero.choice import Room, candidates, choose, in_words
 from simpletuner.ops.zero.estimate import Estimate, estimate
 from simpletuner.report import Report
-from simpletuner.settings.loading import Loaded, resolve
-from simpletuner.settings.sources import Source, gathered, of_flags
+from simpletuner.settings.loading import Loaded, canonical_name, resolve
+from simpletuner.settings.sources import Given, Source, gathered, of_file_alone, of_flags
 from simpletuner.settings.zero.config import zero_config
-from simpletuner.settings.zero.spreading import as_source
+from simpletuner.settings.zero.spreading import NAME, as_source
 from simpletuner.settings.zero.writing import loosened
 
 ASSUMED = "P parameters, N ranks; buffers at most; activations come on top"
@@ -30,6 +31,8 @@ class Builder:
     room: Room | None = None
     parameters: int | None = None
     answers: dict[str, Any] = field(default_factory=dict)
+    said_in: frozenset[str] = frozenset()
+    """Sources that will be there beside the result, so that it need not say again what they say."""
 
     @classmethod
     def of(
@@ -37,18 +40,22 @@ class Builder:
         flags: Mapping[str, Any],
         config: Path | None,
         template: str | None,
+        apply: Path | None,
         gpu_memory: str | None,
         host_memory: str | None,
         parameters: str | None,
     ) -> Builder:
-        """Return a builder for what was typed. Raises SettingsError for its mistakes."""
-        import os
+        """Return a builder for what was typed. Raises SettingsError for its mistakes.
 
+        The file to `apply` to says what is not typed, but for the configuration that it names already.
+        """
         from simpletuner.models.sizes import parameters_of
         from simpletuner.ops.zero import templates
 
         start = [as_source(f"template {template}", templates.find(template).config)] if template else []
-        builder = cls([*start, *gathered(flags, config, os.environ)])
+        sources = gathered(flags, config or apply, os.environ)
+        builder = cls([*start, *(without_zero(source) if source.name == str(apply) else source for source in sources)])
+        builder.said_in = frozenset({"launcher", str(apply)})
         if gpu_memory is not None:
             host = bytes_in(host_memory, "--host_memory") if host_memory is not None else None
             builder.room = Room(bytes_in(gpu_memory, "--gpu_memory"), host)
@@ -62,7 +69,12 @@ class Builder:
 
     def result(self) -> Result:
         """Return what the settings so far make of DeepSpeed."""
-        return Result(self.load(), self.room, self.parameters)
+        return Result(self.load(), self.said_in, self.room, self.parameters)
+
+    def check_in(self, apply: Path, config: Mapping[str, Any]) -> None:
+        """Raise SettingsError if a config file says otherwise than a DeepSpeed JSON that it is to name."""
+        named = Source("built", [Given(NAME, dict(config), "built")])
+        resolve([*map(without_zero, of_file_alone(apply)), named], complete=False)
 
     def estimate_of(self, settings: Mapping[str, Any]) -> Estimate:
         """Return what some settings of DeepSpeed would keep. The parameters must be known."""
@@ -98,6 +110,7 @@ class Result:
     """What settings make of DeepSpeed: its JSON, and what it keeps of the model."""
 
     loaded: Loaded
+    said_in: frozenset[str]
     room: Room | None
     parameters: int | None
 
@@ -105,7 +118,7 @@ class Result:
     def json(self) -> dict[str, Any]:
         """Return DeepSpeed's JSON; what nobody chose is `auto`."""
         settings = self.loaded.settings
-        chosen = {name for name, origin in self.loaded.origins.items() if origin.source != "launcher"}
+        chosen = {name for name, origin in self.loaded.origins.items() if origin.source not in self.said_in}
         return loosened(zero_config(settings, settings.launch.num_processes), chosen)
 
     def warn(self, report: Report) -> None:
@@ -129,10 +142,14 @@ class Result:
     @property
     def title(self) -> str:
         """Return what the table is about."""
-        parallel, launch = self.loaded.settings.parallel, self.loaded.settings.launch
-        choice = {name: getattr(parallel, name) for name in ("zero_stage", *OFFLOADS)}
-        ranks = f"{launch.num_processes} rank{'s' * (launch.num_processes > 1)}"
-        return f"{in_words(choice)}: {self.parameters:,} parameters, {ranks}"
+        choice = {name: value_of(self.loaded, name) for name in ("zero_stage", *OFFLOADS)}
+        ranks = self.loaded.settings.launch.num_processes
+        return f"{in_words(choice)}: {self.parameters:,} parameters, {ranks} rank{'s' * (ranks > 1)}"
+
+
+def without_zero(source: Source) -> Source:
+    """Return a source without the DeepSpeed JSON that it names."""
+    return replace(source, given=[given for given in source.given if canonical_name(given.name) != NAME])
 
 
 def estimate_for(loaded: Loaded, parameters: int) -> Estimate:

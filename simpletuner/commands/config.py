@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
+from simpletuner.commands.writing import refuse_overwriting, save
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
@@ -117,8 +118,7 @@ def init(
     flags = {"model_family": model_family, "model_flavour": model_flavour, "num_processes": num_processes}
     settings = resolve([of_flags(flags)], complete=False).settings
     check_trainable(settings.model)
-    if output.exists() and not force:
-        raise SettingsError(f"{output} is there already", "give another --output, or --force to write over it")
+    refuse_overwriting(output, force)
     save(output, starting_toml(settings))
     Report().say(f"{output} is written: set instance_data_dir in it, then `simpletuner train --config {output}`")
 
@@ -142,15 +142,6 @@ def export(
         save(output, result.text)
     if to is not Format.CLI:
         report.say(f"replay with:\n{result.replay(str(output or '')).rstrip()}", style="dim")
-
-
-def save(path: Path, text: str) -> None:
-    """Write a file and the folders above it. Raises SettingsError where that cannot be done."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"cannot write {path}: {error.strerror}", "give another --output") from None
 
 
 def tell_warnings(report: Report, loaded: Loaded) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
+from simpletuner.commands.writing import refuse_overwriting, save
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 
@@ -59,20 +60,28 @@ def build(
         str | None, typer.Option("--save_template", help="Keep the result under this name.", metavar="NAME")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", help="Write to this file instead of stdout.")] = None,
+    apply: Annotated[
+        Path | None, typer.Option("--apply", help="Name the result in this config file.", metavar="FILE")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
     """Build DeepSpeed's JSON and see what it takes.
 
     Asks question by question in a terminal, or takes flags. What nobody chose stays `auto`: settings fill it in.
     """
-    from simpletuner.commands.asking import Dialogue
+    from simpletuner.commands.asking import DEFAULT_OUTPUT, Dialogue
     from simpletuner.commands.building import Builder
     from simpletuner.ops.zero.machine import check_platform
+    from simpletuner.ops.zero.templates import own_path, written
 
     check_platform()
+    output = output or (apply and apply.with_name(DEFAULT_OUTPUT.name))
+    kept = own_path(save_template) if save_template is not None else None
+    for path in filter(None, (output, kept)):
+        refuse_overwriting(path, force)
     report = Report()
     typed = dict(flags) | ({"zero_stage": stage.value} if stage and stage is not Stage.AUTO else {})
-    builder = Builder.of(typed, config, template, gpu_memory, host_memory, parameters)
+    builder = Builder.of(typed, config, template, apply, gpu_memory, host_memory, parameters)
     if stage is Stage.AUTO:
         report.say(builder.choose())
     elif builder.load().settings.parallel.zero_stage is None:
@@ -81,33 +90,35 @@ def build(
                 "nothing is chosen, and nobody is here to ask",
                 "say --stage=2, --stage=auto --gpu_memory=24GiB, or --template=NAME",
             )
-        output = Dialogue(report, builder).run(output)
-    refuse_overwriting(output, force)
+        dialogue = Dialogue(report, builder)
+        dialogue.run()
+        output = output or dialogue.file(force)
     result = builder.result()
     result.warn(report)
     result.tell(report)
-    write(report, result.json, output, save_template)
+    if apply is not None:
+        builder.check_in(apply, result.json)
+    if kept is not None:
+        save(kept, written(result.json))
+        report.say(f"kept as {kept}: --template={save_template}")
+    write(report, result.json, output, apply)
 
 
-def refuse_overwriting(output: Path | None, force: bool) -> None:
-    """Raise SettingsError for a file that is there already."""
-    if output is not None and output.exists() and not force:
-        raise SettingsError(f"{output} is there already", "give another --output, or --force to write over it")
-
-
-def write(report: Report, config: Mapping[str, Any], output: Path | None, save_template: str | None) -> None:
-    """Write a configuration to a file or stdout, and among the templates if that is wished."""
-    from simpletuner.commands.config import save
-    from simpletuner.ops.zero import templates
+def write(report: Report, config: Mapping[str, Any], output: Path | None, apply: Path | None) -> None:
+    """Write a configuration to a file, and that file's name into a config file, or all to stdout."""
+    from simpletuner.settings.editing import set_in_file
+    from simpletuner.settings.zero.spreading import NAME
 
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    if save_template is not None:
-        report.say(f"kept as {templates.save(save_template, config)}: --template={save_template}")
     if output is None:
         report.text(text)
         return
     save(output, text)
-    report.say(f"{output} is written: set deepspeed_config to it, or `simpletuner train --deepspeed_config={output}`")
+    if apply is None:
+        report.say(f"{output} is written: set {NAME} to it, or `simpletuner train --{NAME}={output}`")
+        return
+    set_in_file(apply, NAME, str(output))
+    report.say(f"{output} is written, and {apply} names it: `simpletuner train --config {apply}`")
 
 
 def validate(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
+from simpletuner.errors import SettingsError
 from simpletuner.settings.knob import extra_of, shown_default, type_name
 from simpletuner.settings.loading import canonical_name, knobs
+from simpletuner.settings.mistakes import closest
 from simpletuner.settings.sections import SECTION_OF, SECTIONS
 from simpletuner.settings.sources import ACCELERATE_CONFIG
 from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, folded
@@ -34,7 +37,9 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
     def run(context: typer.Context, config: Path | None = None, **given: Any) -> None:
         extra = {parameter.name: given.pop(parameter.name) for parameter in own}
         flags = {name: value for name, value in given.items() if value not in (None, [])}
-        command(flags=flags | strangers(context.args), config=config, **extra)
+        unknown = strangers(context.args)
+        refuse_misspelled(unknown, [flag for parameter in parameters for flag in own_flags(parameter)])
+        command(flags=flags | unknown, config=config, **extra)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *file_parameters(), *own, *map(parameter_of, knobs() if shown is None else shown)]
@@ -56,6 +61,22 @@ def strangers(arguments: Sequence[str]) -> dict[str, str]:
         found[key] = value
         waiting = key if argument.startswith("-") and not equals else ""
     return found
+
+
+def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
+    """Raise SettingsError for what is most like an option of the command; the settings layer knows all the others."""
+    flags = {folded(flag.lstrip("-")): flag for flag in own}
+    for flag in unknown:
+        if meant := flags.get(closest(flag, [*flags, *knobs()])):
+            raise SettingsError(f"unknown option `{flag}`; did you mean `{meant}`?", "`--help` lists every option")
+
+
+def own_flags(parameter: inspect.Parameter) -> list[str]:
+    """Return the flags of an option that is no knob."""
+    options = [option for option in (parameter.default, *get_args(parameter.annotation)) if type(option) is OptionInfo]
+    # Within Annotated, Typer's option takes its first flag for the default.
+    said = [flag for option in options for flag in (option.default, *(option.param_decls or ()))]
+    return [flag for flag in said if isinstance(flag, str) and parameter.name not in knobs()]
 
 
 def file_parameters() -> list[inspect.Parameter]:

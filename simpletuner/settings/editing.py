@@ -23,10 +23,14 @@ BOM = "\ufeff"
 def set_in_file(path: Path, name: str, value: str) -> bool:
     """Set a knob of text in a config file; return whether that changed the file.
 
-    Raises SettingsError for a file that cannot be read, edited safely, or written. `value` holds letters, digits,
-    `,`, `.`, `_` and blanks only, which no format needs to escape.
+    Raises SettingsError for a file that cannot be read, edited safely, or written, and for a value with characters
+    that some formats escape and others do not.
     """
-    assert re.fullmatch(r"[\w,. ]*", value)
+    if not re.fullmatch(r"[\w,. /~+-]*", value):
+        raise SettingsError(
+            f"`{value}` is not put into a file: it has characters that formats write differently",
+            f"write it yourself: {name}",
+        )
     entries = read_entries(path)
     standing = [index for index, entry in enumerate(entries) if knob_of(path, entry) == name]
     if len(standing) > 1:

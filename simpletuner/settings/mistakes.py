@@ -53,5 +53,11 @@ def allowed(field: FieldInfo) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean ...?` for the closest known word, or nothing."""
+    close = closest(word, known)
+    return f"; did you mean `{close}`?" if close else ""
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that a word is most like, or nothing."""
     close = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), list(known), n=1, cutoff=0.6)
-    return f"; did you mean `{close[0]}`?" if close else ""
+    return close[0] if close else ""

@@ -89,10 +89,14 @@ def test_a_person_builds_a_configuration_that_a_config_file_can_name(terminal, t
     dialogue.answer("How many forward passes make a step?", "4")
     dialogue.answer("Scale gradients down to which norm?", "1.0")
     dialogue.answer("Compute in bf16", "")
+    (tmp_path / "mine.json").write_text("mine")
+    dialogue.answer("Write to", "mine.json")
+    dialogue.answer("mine.json is there already: write over it? [y/N]", "n")
     dialogue.answer("Write to", "")
     dialogue.wait_for("config/deepspeed.json is written")
     assert dialogue.ended() == ExitCode.OK
 
+    assert (tmp_path / "mine.json").read_text() == "mine"
     written = json.loads((tmp_path / "config" / "deepspeed.json").read_text())
     assert written["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     assert written["gradient_accumulation_steps"] == 4
@@ -119,6 +123,20 @@ def test_whoever_leaves_in_the_middle_has_written_nothing(terminal, tmp_path, ke
     assert dialogue.ended() == ExitCode.INTERRUPTED
     assert "Traceback" not in dialogue.drawn
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_a_person_may_write_over_a_file(terminal, tmp_path):
+    (tmp_path / "old.json").write_text("old")
+    flags = ("--num_processes=2", "--max_grad_norm=1", "--lr_warmup_steps=0", "--gradient_accumulation_steps=1")
+    dialogue = terminal("deepspeed", "build", *flags, "--optimizer=adamw", "--lr_scheduler=cosine")
+    dialogue.answer("Share out optimizer state (1)", "1")
+    dialogue.answer("Where is optimizer state kept?", "")
+    dialogue.answer("Compute in bf16", "")
+    dialogue.answer("Write to", "old.json")
+    dialogue.answer("old.json is there already: write over it? [y/N]", "y")
+    dialogue.wait_for("old.json is written")
+    assert dialogue.ended() == ExitCode.OK
+    assert json.loads((tmp_path / "old.json").read_text())["zero_optimization"] == {"stage": 1}
 
 
 def test_what_is_chosen_already_is_not_asked_for(terminal, tmp_path):
@@ -213,17 +231,64 @@ def test_a_file_that_is_there_stays(capsys):
     assert json.loads(Path("ds.json").read_text())["zero_optimization"] == {"stage": 1}
 
 
+def test_a_file_that_is_there_is_refused_before_anybody_is_asked(terminal, tmp_path):
+    (tmp_path / "ds.json").write_text("mine")
+    dialogue = terminal("deepspeed", "build", "--output=ds.json")
+    assert dialogue.ended() == ExitCode.USAGE
+    assert "ds.json is there already" in dialogue.drawn and "How many" not in dialogue.drawn
+
+
+@pytest.mark.parametrize("name", ["run.toml", "run.json", "run.yaml", "run.env"])
+def test_a_config_file_comes_to_name_what_was_built_with_what_it_says(capsys, name):
+    written = {
+        "run.toml": 'model_family = "sdxl"  # mine\nnum_processes = 4\n',
+        "run.json": '{\n  "model_family": "sdxl",\n  "num_processes": 4\n}\n',
+        "run.yaml": "model_family: sdxl  # mine\nnum_processes: 4\n",
+        "run.env": "MODEL_FAMILY=sdxl # mine\nNUM_PROCESSES=4\n",
+    }[name]
+    Path("config").mkdir()
+    config = Path("config", name)
+    config.write_text(written)
+    assert command("deepspeed", "build", "--stage=3", "--max_grad_norm=1", f"--apply={config}") == ExitCode.OK
+    out, told = capsys.readouterr()
+    assert out == ""
+    assert f"config/deepspeed.json is written, and {config} names it" in told
+    assert "stage 3: 2,567,463,684 parameters, 4 ranks" in told
+    assert all(line.rstrip(",") in config.read_text() for line in written.splitlines())
+    assert command("config", "show", f"--config={config}", "--changed", "--json") == ExitCode.OK
+    rows = json.loads(capsys.readouterr().out)
+    assert (rows["zero_stage"]["value"], rows["max_grad_norm"]["value"]) == (3, 1.0)
+    built = json.loads(Path("config/deepspeed.json").read_text())
+    assert built["train_batch_size"] == built["optimizer"]["params"]["lr"] == "auto"
+    assert "config/deepspeed.json is there already" in refusal(capsys, "build", "--stage=2", f"--apply={config}")
+    again = ("deepspeed", "build", "--stage=2", f"--apply={config}", "--force")
+    assert command(*again) == ExitCode.OK, "what it names already is not what it says"
+    assert json.loads(Path("config/deepspeed.json").read_text())["zero_optimization"] == {"stage": 2}
+
+
+def test_a_config_file_that_says_otherwise_stays_and_nothing_is_written(capsys, tmp_path):
+    text = "zero_stage = 1\nlearning_rate = 1e-4\n"
+    Path("run.toml").write_text(text)
+    said = refusal(capsys, "build", "--stage=2", "--learning_rate=2e-4", "--apply=run.toml")
+    assert "run.toml:1" in said and "run.toml:2" in said
+    assert "cannot read no.toml" in refusal(capsys, "build", "--stage=2", "--apply=no.toml")
+    assert Path("run.toml").read_text() == text and [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
 def test_templates_are_kept_listed_and_started_from(capsys, tmp_path):
     flags = ("--stage=2", "--offload_optimizer=cpu", "--max_grad_norm=0.5", "--save_template=mine")
     kept, told = built(capsys, *flags)
     assert f"kept as {tmp_path}/home/deepspeed/mine.toml: --template=mine" in told
+    assert "mine.toml is there already" in refusal(capsys, "build", "--stage=1", "--save_template=mine")
+    assert built(capsys, "--stage=1", "--save_template=own", "--force")
+    assert built(capsys, "--stage=2", "--save_template=own", "--force")[0]["zero_optimization"] == {"stage": 2}
     again, _ = built(capsys, "--template=mine")
     assert again == kept
     other, _ = built(capsys, "--template=mine", "--offload_optimizer=none")
     assert other["zero_optimization"] == {"stage": 2}
     assert command("deepspeed", "templates", "--json") == ExitCode.OK
     listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
-    assert {"zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "zero3-nvme", "mine"} == set(listed)
+    assert {"zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "zero3-nvme", "mine", "own"} == set(listed)
     assert listed["mine"]["config"] == kept
 
 

@@ -95,6 +95,12 @@ def test_a_file_that_is_not_there_or_not_to_be_written_is_told(tmp_path):
         set_in_file(tmp_path / "c.toml", KNOB, VALUE)
 
 
+def test_a_value_that_formats_write_differently_is_told(tmp_path):
+    (tmp_path / "c.env").write_text("SEED=1\n")
+    with pytest.raises(SettingsError, match=r"`\$HOME` is not put into a file"):
+        set_in_file(tmp_path / "c.env", KNOB, "$HOME")
+
+
 def test_the_mode_and_a_link_stay(tmp_path):
     (tmp_path / "real.toml").write_text("seed = 1\n")
     (tmp_path / "real.toml").chmod(0o640)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.errors import SettingsError
 from simpletuner.ops.cache.layout import user_home
 from simpletuner.settings.mistakes import nearest
 
@@ -65,16 +65,15 @@ def read(path: Path) -> Template:
     return Template(path.stem, path, description, values)
 
 
-def save(name: str, config: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Path:
-    """Save a configuration under a name, over an older one of that name, and return its file."""
-    import tomli_w
-
+def own_path(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the file of a template of the user's own. Raises SettingsError for what cannot name one."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise SettingsError(f"`{name}` cannot name a template", "use letters, digits, `-`, `_` and `.`")
-    path = own_folder(environment) / f"{name}{SUFFIX}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(tomli_w.dumps(config), encoding="utf-8")
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror}", "set SIMPLETUNER_HOME") from None
-    return path
+    return own_folder(environment) / f"{name}{SUFFIX}"
+
+
+def written(config: Mapping[str, Any]) -> str:
+    """Return a configuration as the text of a template."""
+    import tomli_w
+
+    return tomli_w.dumps(config)

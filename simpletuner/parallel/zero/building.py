@@ -122,9 +122,9 @@ def initialized(
         if partition is not None:
             partition(module)
     return_freed_memory()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(parameters)
-    return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]
+    trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(trained)
+    return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)[0]
 
 
 def give_weights(
