@@ -46,15 +46,20 @@ def rank(number: int, port: int, config: dict[str, Any], answer: Any) -> None:
     os.environ.update({name: str(value) for name, value in own.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
     import deepspeed
+    import deepspeed.ops
     import torch
     from deepspeed.utils import logger
 
+    from simpletuner.parallel.zero.building import OURS
+
     logger.setLevel(logging.ERROR)
+    deepspeed.ops.__dict__["__compatible_ops__"] = {}  # else it compiles what we never use
     model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     deepspeed.init_distributed("gloo", verbose=False)
-    config.pop("scheduler", None)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    del model
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = {key: value for key, value in config.items() if key not in ("scheduler", "optimizer")} | OURS
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    del model, optimizer
     for _ in range(STEPS):
         loss = engine(torch.randn(1, WIDTH, dtype=next(engine.parameters()).dtype)).float().pow(2).mean()
         engine.backward(loss)
