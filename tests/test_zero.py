@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import engines
@@ -17,6 +18,7 @@ import torch
 from conftest import SMALL, Trained
 from PIL import Image
 from safetensors.torch import load_file
+from terminal import Terminal
 
 from simpletuner.checkpoints.layout import numbered
 
@@ -76,8 +78,8 @@ def test_ten_losses_and_norms_are_those_of_the_other_engines(family, run_on, arg
 
 def test_accumulated_and_clipped_gradients_are_those_of_one_pass(run_on, arguments_of):
     names = ["fsdp2", "zero1", "zero2", "zero2-cpu", "zero3", "zero3-cpu"]
-    one = run_on(engines.losses_in_turn, 2, arguments_of("sdxl", max_grad_norm=0.1), ["whole"], 4)["whole"]
-    two = run_on(engines.losses_in_turn, 2, arguments_of("sdxl", max_grad_norm=0.1, passes=2), names, 4)
+    one = run_on(engines.losses_in_turn, 2, arguments_of("flux", max_grad_norm=0.1), ["whole"], 4)["whole"]
+    two = run_on(engines.losses_in_turn, 2, arguments_of("flux", max_grad_norm=0.1, passes=2), names, 4)
     for name, steps in two.items():
         assert flat(steps) == pytest.approx(flat(one), rel=1e-5), name
 
@@ -111,9 +113,9 @@ def test_every_engine_resumes_from_every_other_on_any_number_of_ranks(run_on, ar
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad", "lion"])
 def test_every_optimizer_is_the_same_on_every_engine(optimizer, run_on, arguments_of):
     arguments = arguments_of("flux", optimizer=optimizer)
-    names = ["whole", "fsdp2", "zero1", "zero2-cpu", "zero3", "zero3-disk"]
-    expected = run_on(engines.save_in_turn, 2, arguments, names)
-    resumed = run_on(engines.resume_in_turn, 2, arguments, names, ["whole-x2", "zero3-x2"])
+    expected = run_on(engines.save_in_turn, 2, arguments, ["whole", "zero3-disk"])
+    names = ["fsdp2", "zero1", "zero2-cpu", "zero3-disk"]
+    resumed = run_on(engines.resume_in_turn, 2, arguments, names, list(expected))
     for pair, (different, steps) in resumed.items():
         assert different == [], pair
         assert flat(steps) == pytest.approx(flat(expected["whole-x2"]), rel=1e-4), pair
@@ -123,7 +125,7 @@ def test_what_was_saved_in_bf16_is_put_back_exactly(run_on, arguments_of):
     arguments = arguments_of("flux", ema=True, mixed_precision="bf16", gradient_checkpointing=True)
     names = ["fsdp2", "zero1", "zero2", "zero3", "zero3-disk"]
     expected = run_on(engines.save_in_turn, 2, arguments, names)
-    resumed = run_on(engines.resume_in_turn, 2, arguments, names, list(expected))
+    resumed = run_on(engines.resume_in_turn, 2, arguments, names, ["zero1-x2", "zero3-x2"])
     for pair, (different, steps) in resumed.items():
         target, _, source = pair.partition(" from ")
         assert different == [], pair
@@ -161,6 +163,31 @@ def test_pictures_averages_and_pipelines_are_those_of_a_plain_run(flux_flags, tr
             ours, theirs = weights(plain.output / pipeline), weights(run.output / pipeline)
             assert ours.keys() == theirs.keys()
             assert all(torch.allclose(ours[key], theirs[key], atol=1e-5) for key in ours), (name, pipeline)
+
+
+def test_what_a_person_builds_in_a_terminal_trains(flux_flags, train, tmp_path):
+    config = tmp_path / "run.json"
+    pairs = (flag.removeprefix("--").split("=", 1) for flag in (*SMALL, *flux_flags))
+    settings = {name: value for name, value in pairs if name != "mixed_precision"}
+    config.write_text(json.dumps(settings | {"max_train_steps": 2, "train_batch_size": 2}))
+    dialogue = Terminal(tmp_path, "deepspeed", "build", f"--apply={config}")
+    with closing(dialogue):
+        dialogue.answer("How many GPUs in all?", "2")
+        dialogue.answer("Share out optimizer state (1)", "3")
+        dialogue.answer("Where is optimizer state kept?", "cpu")
+        for question in ("Where are weights kept", "Which optimizer?", "How does the learning rate go on"):
+            dialogue.answer(question, "")
+        dialogue.answer("Over how many steps does it rise?", "1")
+        dialogue.answer("How many forward passes make a step?", "2")
+        dialogue.answer("Scale gradients down to which norm?", "")
+        dialogue.answer("Compute in bf16", "no")
+        dialogue.wait_for(f"{config} names it")
+        assert dialogue.ended() == 0
+    run = train(tmp_path / "run", f"--config={config}", world=2)
+    assert "ZeRO-3" in run.said
+    assert len(run.losses) == 2
+    used = json.loads((run.output / "settings.json").read_text())
+    assert (used["gradient_accumulation_steps"], used["offload_optimizer"]) == (2, "cpu")
 
 
 def test_of_two_runs_on_one_offload_folder_the_killed_one_is_cleaned_up_and_goes_on(
