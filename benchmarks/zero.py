@@ -46,8 +46,10 @@ from simpletuner.training.state import TrainingState
 from simpletuner.worker import compose, open_strategy
 
 RANKS, ROUNDS, STEPS, GOAL = 2, 10, 4, 1.05
-STAGES = {f"ZeRO-{stage}": Parallel(zero_stage=stage) for stage in (1, 2, 3)}
-STAGES["ZeRO-3, CPU"] = Parallel(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")
+CONFIG = {"zero_optimization": {"reduce_bucket_size": 5_000_000}}
+"""DeepSpeed's default, 2 GB in float32, would hide all else that is held."""
+STAGES = {f"ZeRO-{stage}": Parallel(zero_stage=stage, deepspeed_config=CONFIG) for stage in (1, 2, 3)}
+STAGES["ZeRO-3, CPU"] = STAGES["ZeRO-3"].model_copy(update={"offload_optimizer": "cpu", "offload_param": "cpu"})
 
 
 def settings_of(folder: Path, stage: str, family: str) -> Settings:
@@ -145,7 +147,7 @@ def measure_memory(stage: str, ours: bool, folder: Path, report: Path) -> None:
             while not done.wait(0.002):
                 peaks.append(held_bytes() - before)
 
-        watcher = threading.Thread(target=watch)
+        watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         if ours:
             family = Family(FLUX, folder / "flux", settings)

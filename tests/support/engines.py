@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from simpletuner.checkpoints.layout import Checkpoint, chosen
 from simpletuner.models.family import Family
 from simpletuner.models.registry import traits_of
 from simpletuner.ops.signals import StopRequest
+from simpletuner.parallel.engine import local
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Prepared, plan_data, prepare
 from simpletuner.report import Report
@@ -163,7 +164,7 @@ def resume_in_turn(arguments: dict[str, Any], names: list[str], saved: list[str]
                 settings = settings_of(arguments, name, folder, world.size)
                 prepared = prepared or prepared_by(world, settings)
                 with opened(world, settings, prepared, checkpoint) as (run, state):
-                    different = differences(held_by(state), torch.load(root / source / "held"))
+                    different = differences(state, torch.load(root / source / "held"), world)
                     taken[f"{name}-x{world.size} from {source}"] = [different, steps_of(run, world, SAVED, 2)]
         write(taken, report, world)
 
@@ -175,22 +176,36 @@ def write(taken: dict[str, Any], report: str, world: World) -> None:
 
 def held_by(state: TrainingState) -> dict[str, dict[str, torch.Tensor]]:
     """Return every tensor of a checkpoint, whole, from an engine's memory."""
-    groups = state.snapshot(0, state.position, {}).groups.items()
-    return {group: {name: whole(tensor).clone() for name, tensor in make().items()} for group, make in groups}
+    return {
+        group: {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone() for name, tensor in held}
+        for group, held in groups_of(state)
+    }
 
 
-def differences(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[str, torch.Tensor]]) -> list[str]:
-    """Return the tensors that are not the same, bit for bit."""
-    different = sorted(one.keys() ^ other.keys())
-    for group in one.keys() & other.keys():
-        different += [f"{group}: {name}" for name in one[group].keys() ^ other[group].keys()]
-        common = one[group].keys() & other[group].keys()
-        different += [f"{group}: {name}" for name in common if not torch.equal(one[group][name], other[group][name])]
-    return different
+def groups_of(state: TrainingState) -> Iterator[tuple[str, Iterable[tuple[str, torch.Tensor]]]]:
+    for group, make in state.snapshot(0, state.position, {}).groups.items():
+        yield group, make().items()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def differences(state: TrainingState, held: dict[str, dict[str, torch.Tensor]], world: World) -> list[str]:
+    """Return the tensors that are not the same on some rank, bit for bit; each looks at its own rows."""
+    different = []
+    for group, tensors in groups_of(state):
+        expected = held.pop(group, {})
+        for name, tensor in tensors:
+            if not torch.equal(local(tensor), rows_of(expected.pop(name, torch.empty(0)), tensor)):
+                different.append(f"{group}: {name}")
+        different += [f"{group}: {name} is missing" for name in expected]
+    different += held
+    return sorted({name for text in world.gather_texts(json.dumps(different)) for name in json.loads(text)})
+
+
+def rows_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a whole tensor that this rank has of a sharded one."""
+    if not isinstance(like, DTensor):
+        return whole
+    chunks, rank = whole.chunk(like.device_mesh.size()), like.device_mesh.get_local_rank()
+    return chunks[rank] if rank < len(chunks) else whole[:0]
 
 
 def dump_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:

@@ -58,7 +58,8 @@ def zero(
         weights = {name: rows.empty(name, masters) for name in rows.shapes}
         buffers = persistent_buffers(model, world.device)
         load_weights({**weights, **buffers})
-        spent = trainable(model) if dtype == torch.float32 else {}  # whose masters come out exact
+        trained = trainable(model).keys()
+        spent = trained if dtype == torch.float32 else ()  # whose masters come out exact
 
         def working(name: str) -> Tensor:
             """Gather a whole weight in the dtype in which it computes."""
@@ -67,7 +68,7 @@ def zero(
         engine = initialized(model, working, config, make_optimizer)
         stack.callback(engine.destroy)
         fragments = fragments_of(engine, world)
-        fixed = {name: weights.pop(name) for name in weights.keys() - trainable(model).keys()} | buffers
+        fixed = {name: weights.pop(name) for name in list(weights) if name not in trained} | buffers
         strategy = ZeroEngine(engine, fragments, rows, fixed, masters, stack.pop_all().close)
         if weights:
             strategy.take_over(weights)
