@@ -176,10 +176,11 @@ def write(taken: dict[str, Any], report: str, world: World) -> None:
 
 def held_by(state: TrainingState) -> dict[str, dict[str, torch.Tensor]]:
     """Return every tensor of a checkpoint, whole, from an engine's memory."""
-    return {
-        group: {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone() for name, tensor in held}
-        for group, held in groups_of(state)
-    }
+    return {group: {name: whole(tensor).clone() for name, tensor in held} for group, held in groups_of(state)}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def groups_of(state: TrainingState) -> Iterator[tuple[str, Iterable[tuple[str, torch.Tensor]]]]:

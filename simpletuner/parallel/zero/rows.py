@@ -71,7 +71,13 @@ class Rows:
 
     def whole(self, name: str, rows: DTensor, device: torch.device) -> Tensor:
         """Return a whole parameter on a device. All ranks take part."""
-        return self.of(name, rows.to_local().flatten().to(device)).full_tensor()
+        share, shape = self.intervals[name][0][1], self.shapes[name]
+        own = rows.to_local().flatten()
+        part = torch.zeros(share, device=device)  # later ranks may have fewer rows
+        part[: own.numel()] = own
+        gathered = part.new_empty(self.ranks * share)
+        dist.all_gather(list(gathered.chunk(self.ranks)), part)
+        return gathered[: shape.numel()].view(shape)
 
     def from_part(self, name: str, part: Tensor, have: Sequence[Interval]) -> DTensor:
         """Return this rank's rows, given its slice; `have` are the slices of all ranks. All ranks take part."""
