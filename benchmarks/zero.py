@@ -179,7 +179,7 @@ def build_flux(folder: Path) -> None:
     build_tiny(FLUX, folder)
     FluxTransformer2DModel(
         in_channels=64, num_layers=2, num_single_layers=3, attention_head_dim=64, num_attention_heads=10,
-        axes_dims_rope=[16, 24, 24], joint_attention_dim=768, pooled_projection_dim=768, guidance_embeds=True,
+        axes_dims_rope=(16, 24, 24), joint_attention_dim=768, pooled_projection_dim=768, guidance_embeds=True,
     ).save_pretrained(folder / "transformer")  # fmt: skip
 
 

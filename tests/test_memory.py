@@ -33,7 +33,7 @@ def big_flux(flux, tmp_path_factory):
     torch.manual_seed(0)
     FluxTransformer2DModel(
         in_channels=64, num_layers=3, num_single_layers=6, attention_head_dim=64, num_attention_heads=12,
-        axes_dims_rope=[16, 24, 24], joint_attention_dim=768, pooled_projection_dim=768, guidance_embeds=True,
+        axes_dims_rope=(16, 24, 24), joint_attention_dim=768, pooled_projection_dim=768, guidance_embeds=True,
     ).save_pretrained(folder / "transformer")  # fmt: skip
     return folder
 
