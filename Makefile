@@ -39,15 +39,22 @@ completions: install
 	$(BIN)/simpletuner completion zsh > completions/_simpletuner
 	$(BIN)/simpletuner completion fish > completions/simpletuner.fish
 
+# Tests of one process each run side by side; those of several ranks, which slow one another threefold, follow alone.
+SIDE_BY_SIDE := $(addprefix tests/,checkpoints commands completions data models ops/cache ops/nfs ops/zero settings training)
+define run_tests
+	$(BIN)/python -m pytest -n $$(nproc) $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE:%=--ignore=%)
+endef
+
 test: install tools
-	$(BIN)/python -m pytest
+	$(run_tests)
 
 check: install tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(run_tests)
 
 clean:
 	rm -rf demo .pytest_cache .ruff_cache .hypothesis

@@ -46,7 +46,7 @@ from simpletuner.training.state import TrainingState
 from simpletuner.worker import compose, open_strategy
 
 RANKS, ROUNDS, STEPS, GOAL = 2, 10, 4, 1.05
-CONFIG = {"zero_optimization": {"reduce_bucket_size": 5_000_000}}
+CONFIG: dict[str, Any] = {"zero_optimization": {"reduce_bucket_size": 5_000_000}}
 """DeepSpeed's default, 2 GB in float32, would hide all else that is held."""
 STAGES = {f"ZeRO-{stage}": Parallel(zero_stage=stage, deepspeed_config=CONFIG) for stage in (1, 2, 3)}
 STAGES["ZeRO-3, CPU"] = STAGES["ZeRO-3"].model_copy(update={"offload_optimizer": "cpu", "offload_param": "cpu"})

@@ -71,7 +71,7 @@ def test_ten_losses_and_norms_are_those_of_the_other_engines(family, run_on, arg
     arguments = arguments_of(family)
     expected = run_on(engines.losses_in_turn, 1, arguments, ["whole"], 10)["whole"]
     assert expected[-1][0] < expected[0][0]
-    taken = run_on(engines.losses_in_turn, 2, arguments, ["whole", "fsdp2", *ZEROS], 10)
+    taken = run_on(engines.losses_in_turn, 2, arguments, ["fsdp2", *ZEROS], 10)
     for name, steps in taken.items():
         assert flat(steps) == pytest.approx(flat(expected), rel=1e-5), name
 
@@ -85,7 +85,7 @@ def test_accumulated_and_clipped_gradients_are_those_of_one_pass(run_on, argumen
 
 
 def test_bf16_over_float32_masters_stays_near_float32(run_on, arguments_of):
-    names = ["fsdp2", "zero1", "zero2", "zero3", "zero3-cpu"]
+    names = ["zero1", "zero2", "zero3", "zero3-cpu"]
     exact = run_on(engines.losses_in_turn, 2, arguments_of("flux"), ["whole"], 4)["whole"]
     taken = run_on(engines.losses_in_turn, 2, arguments_of("flux", mixed_precision="bf16"), names, 4)
     for name, steps in taken.items():
@@ -114,7 +114,7 @@ def test_every_engine_resumes_from_every_other_on_any_number_of_ranks(run_on, ar
 def test_every_optimizer_is_the_same_on_every_engine(optimizer, run_on, arguments_of):
     arguments = arguments_of("flux", optimizer=optimizer)
     expected = run_on(engines.save_in_turn, 2, arguments, ["whole", "zero3-disk"])
-    names = ["fsdp2", "zero1", "zero2-cpu", "zero3-disk"]
+    names = ["fsdp2", "zero2-cpu", "zero3-disk"]
     resumed = run_on(engines.resume_in_turn, 2, arguments, names, list(expected))
     for pair, (different, steps) in resumed.items():
         assert different == [], pair
@@ -123,9 +123,9 @@ def test_every_optimizer_is_the_same_on_every_engine(optimizer, run_on, argument
 
 def test_what_was_saved_in_bf16_is_put_back_exactly(run_on, arguments_of):
     arguments = arguments_of("flux", ema=True, mixed_precision="bf16", gradient_checkpointing=True)
-    names = ["fsdp2", "zero1", "zero2", "zero3", "zero3-disk"]
-    expected = run_on(engines.save_in_turn, 2, arguments, names)
-    resumed = run_on(engines.resume_in_turn, 2, arguments, names, ["zero1-x2", "zero3-x2"])
+    names = ["fsdp2", "zero1", "zero2", "zero3-disk"]
+    expected = run_on(engines.save_in_turn, 2, arguments, ["zero1", "zero3-disk"])
+    resumed = run_on(engines.resume_in_turn, 2, arguments, names, list(expected))
     for pair, (different, steps) in resumed.items():
         target, _, source = pair.partition(" from ")
         assert different == [], pair
