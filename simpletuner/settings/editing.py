@@ -6,6 +6,7 @@ So what a format's editor does not foresee ends in a refusal, never in a damaged
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,7 +30,7 @@ def set_in_file(path: Path, name: str, value: str) -> bool:
     if not re.fullmatch(r"[\w,. /~+-]*", value):
         raise SettingsError(
             f"`{value}` is not put into a file: it has characters that formats write differently",
-            f"write it yourself: {name}",
+            f"write it yourself: {name} = {json.dumps(value, ensure_ascii=False)}",
         )
     entries = read_entries(path)
     standing = [index for index, entry in enumerate(entries) if knob_of(path, entry) == name]
