@@ -30,10 +30,10 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file anew, so that it is whole at any time; what its name leads to and its mode stay. Raises OSError."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():  # a device or a pipe: nothing can take its place
+    if path.exists() and not path.is_file():  # a device or a pipe, which nothing can take the place of
         path.write_bytes(content)
         return
+    path = path.resolve()
     new = unfinished(path)
     new.write_bytes(content)
     if path.exists():

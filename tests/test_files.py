@@ -24,6 +24,8 @@ def test_what_a_file_is_replaced_with_is_whole_and_a_pipe_stays_one(tmp_path):
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     replace_file(tmp_path / "pipe", b"new")
     assert os.read(reader, 9) == b"new" and (tmp_path / "pipe").is_fifo()
+    replace_file(Path(f"/proc/self/fd/{os.open(tmp_path / 'pipe', os.O_WRONLY)}"), b"more")
+    assert os.read(reader, 9) == b"more", "a name such as /dev/stdout leads to it"
     os.close(reader)
 
 

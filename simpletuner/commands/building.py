@@ -54,8 +54,8 @@ class Builder:
 
         start = [as_source(f"template {template}", templates.find(template).config)] if template else []
         sources = gathered(flags, config or apply, os.environ)
-        builder = cls([*start, *(without_zero(source) if source.name == str(apply) else source for source in sources)])
-        builder.said_in = frozenset({"launcher", str(apply)})
+        kept = [without_zero(source) if source.name == str(apply) else source for source in sources]
+        builder = cls([*start, *kept], said_in=frozenset({"launcher", str(apply)}))
         if gpu_memory is not None:
             host = bytes_in(host_memory, "--host_memory") if host_memory is not None else None
             builder.room = Room(bytes_in(gpu_memory, "--gpu_memory"), host)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.writing import refuse_overwriting, save
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
+
+if TYPE_CHECKING:
+    from simpletuner.commands.building import Builder
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
@@ -69,54 +72,65 @@ def build(
 
     Asks question by question in a terminal, or takes flags. What nobody chose stays `auto`: settings fill it in.
     """
-    from simpletuner.commands.asking import DEFAULT_OUTPUT, Dialogue
+    from simpletuner.commands.asking import DEFAULT_OUTPUT
     from simpletuner.commands.building import Builder
     from simpletuner.ops.zero.machine import check_platform
-    from simpletuner.ops.zero.templates import own_path, written
+    from simpletuner.ops.zero.templates import as_toml, own_path
 
     check_platform()
     output = output or (apply and apply.with_name(DEFAULT_OUTPUT.name))
     kept = own_path(save_template) if save_template is not None else None
     for path in filter(None, (output, kept)):
         refuse_overwriting(path, force)
+    if output is not None and apply is not None and output.resolve() == apply.resolve():
+        raise SettingsError(f"{apply} is to name the result, and cannot be it", "give another --output")
     report = Report()
     typed = dict(flags) | ({"zero_stage": stage.value} if stage and stage is not Stage.AUTO else {})
     builder = Builder.of(typed, config, template, apply, gpu_memory, host_memory, parameters)
     if stage is Stage.AUTO:
         report.say(builder.choose())
     elif builder.load().settings.parallel.zero_stage is None:
-        if not sys.stdin.isatty():
-            raise SettingsError(
-                "nothing is chosen, and nobody is here to ask",
-                "say --stage=2, --stage=auto --gpu_memory=24GiB, or --template=NAME",
-            )
-        dialogue = Dialogue(report, builder)
-        dialogue.run()
-        output = output or dialogue.file(force)
+        output = asked(report, builder, output, force)
     result = builder.result()
     result.warn(report)
     result.tell(report)
     if apply is not None:
         builder.check_in(apply, result.json)
-    if kept is not None:
-        save(kept, written(result.json))
-        report.say(f"kept as {kept}: --template={save_template}")
     write(report, result.json, output, apply)
+    if kept is not None:
+        save(kept, as_toml(result.json))
+        report.say(f"kept as {kept}: --template={save_template}")
+
+
+def asked(report: Report, builder: Builder, output: Path | None, force: bool) -> Path:
+    """Ask a person for what is not chosen yet, and return where to write. Raises SettingsError if there is nobody."""
+    from simpletuner.commands.asking import Dialogue
+
+    if not sys.stdin.isatty():
+        raise SettingsError(
+            "nothing is chosen, and nobody is here to ask",
+            "say --stage=2, --stage=auto --gpu_memory=24GiB, or --template=NAME",
+        )
+    dialogue = Dialogue(report, builder)
+    dialogue.run()
+    return output or dialogue.file(force)
 
 
 def write(report: Report, config: Mapping[str, Any], output: Path | None, apply: Path | None) -> None:
     """Write a configuration to a file, and that file's name into a config file, or all to stdout."""
-    from simpletuner.settings.editing import set_in_file
+    from simpletuner.settings.editing import edited, set_in_file
     from simpletuner.settings.zero.spreading import NAME
 
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     if output is None:
         report.text(text)
         return
-    save(output, text)
     if apply is None:
+        save(output, text)
         report.say(f"{output} is written: set {NAME} to it, or `simpletuner train --{NAME}={output}`")
         return
+    edited(apply, NAME, str(output))  # raises before anything is written
+    save(output, text)
     set_in_file(apply, NAME, str(output))
     report.say(f"{output} is written, and {apply} names it: `simpletuner train --config {apply}`")
 

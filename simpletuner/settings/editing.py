@@ -24,8 +24,19 @@ BOM = "\ufeff"
 def set_in_file(path: Path, name: str, value: str) -> bool:
     """Set a knob of text in a config file; return whether that changed the file.
 
-    Raises SettingsError for a file that cannot be read, edited safely, or written, and for a value with characters
-    that some formats escape and others do not.
+    Raises SettingsError for a file that cannot be read, edited safely, or written.
+    """
+    new = edited(path, name, value)
+    if new is not None:
+        write(path, new)
+    return new is not None
+
+
+def edited(path: Path, name: str, value: str) -> str | None:
+    """Return the text of a config file with a knob of text set in it; None if it says so already.
+
+    Raises SettingsError for a file that cannot be read or edited safely, and for a value with characters that some
+    formats escape and others do not.
     """
     if not re.fullmatch(r"[\w,. /~+-]*", value):
         raise SettingsError(
@@ -39,7 +50,7 @@ def set_in_file(path: Path, name: str, value: str) -> bool:
         raise SettingsError(f"{path} sets {name} twice, in lines {lines}", "keep one of them")
     edit = Edit(name, value, standing[0] if standing else None)
     if edit.index is not None and entries[edit.index].value == value:
-        return False
+        return None
     text = path.read_bytes().decode("utf-8")
     proposals = EDITORS[path.suffix.lower()](text.removeprefix(BOM), edit)
     new = next((new for new in proposals if reads_as(path, new, entries, edit)), None)
@@ -47,8 +58,7 @@ def set_in_file(path: Path, name: str, value: str) -> bool:
         raise SettingsError(
             f"{path} cannot be edited without risk to what else it says", f"write it yourself: {name} = {edit.quoted}"
         )
-    write(path, BOM * text.startswith(BOM) + new)
-    return True
+    return BOM * text.startswith(BOM) + new
 
 
 def write(path: Path, text: str) -> None:

@@ -106,7 +106,8 @@ def yaml_proposals(text: str, edit: Edit) -> Iterator[str]:
         yield with_line(text, len(text), pair)
     elif edit.index is not None:
         for key, value in node.value:
-            if canonical_name(str(key.value)) == edit.name and value.style not in ("|", ">"):
+            is_text = isinstance(value, yaml.ScalarNode) and value.style not in ("|", ">")
+            if is_text and canonical_name(str(key.value)) == edit.name:
                 yield replaced(text, value.start_mark.index, value.end_mark.index, edit.quoted)
     elif node.flow_style:
         end = node.end_mark.index - 1

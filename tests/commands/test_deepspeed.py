@@ -272,6 +272,9 @@ def test_a_config_file_that_says_otherwise_stays_and_nothing_is_written(capsys, 
     said = refusal(capsys, "build", "--stage=2", "--learning_rate=2e-4", "--apply=run.toml")
     assert "run.toml:1" in said and "run.toml:2" in said
     assert "cannot read no.toml" in refusal(capsys, "build", "--stage=2", "--apply=no.toml")
+    assert "cannot be it" in refusal(capsys, "build", "--stage=1", "--apply=run.toml", "--output=run.toml", "--force")
+    kept = ("--apply=run.toml", "--output=a#b.json", "--save_template=mine")
+    assert 'deepspeed_config = "a#b.json"' in refusal(capsys, "build", "--stage=1", *kept)
     assert Path("run.toml").read_text() == text and [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 

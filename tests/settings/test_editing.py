@@ -71,6 +71,8 @@ def test_the_style_of_the_file_is_kept(tmp_path, name, text, expected):
         ("c.yaml", f"{KNOB}: >\n  old\n# c\nseed: 1\n", "cannot be edited without risk"),
         ("c.yaml", f"a: &x old\n{KNOB}: *x\n", "cannot be edited without risk"),
         ("c.yaml", f"x: &x\n  {KNOB}: old\n<<: *x\n", "cannot be edited without risk"),
+        ("c.yaml", f"{KNOB}:\n  a: 1\nseed: 1\n", "cannot be edited without risk"),
+        ("c.toml", f"seed = 1\n[{KNOB}]\na = 1\n", "cannot be edited without risk"),
         ("c.env", "SEED=1\\\n", "cannot be edited without risk"),
         ("c.json", f'{{"{KNOB}": "a",\n"--{KNOB}": "b"}}', f"sets {KNOB} twice, in lines 1 and 2"),
         ("c.json", '{"a": }', "does not parse"),

@@ -72,7 +72,7 @@ def own_path(name: str, environment: Mapping[str, str] = os.environ) -> Path:
     return own_folder(environment) / f"{name}{SUFFIX}"
 
 
-def written(config: Mapping[str, Any]) -> str:
+def as_toml(config: Mapping[str, Any]) -> str:
     """Return a configuration as the text of a template."""
     import tomli_w
 
