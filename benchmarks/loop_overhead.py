@@ -37,6 +37,7 @@ from simpletuner.settings.sections import Model, Training
 from simpletuner.training.loop import Run, train
 from simpletuner.training.metrics import metrics_of
 from simpletuner.training.optimizers import make_optimizer
+from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
 from simpletuner.worker import compose, open_strategy
 
@@ -130,7 +131,7 @@ def measure(world: World, folder: Path) -> None:
     )
     prepared = data_in_memory(family, settings)
     strategy = open_strategy(session, family, None)
-    state = TrainingState(strategy, None, "", STEPS, 0, prepared.plan.order.start(BATCH_SIZE))
+    state = TrainingState(strategy, None, {}, "", Schedule(STEPS), 0, prepared.plan.order.start(BATCH_SIZE))
     with metrics_of(settings, 0, world) as metrics:
         build: Callable[[], Run] = partial(compose, session, family, prepared, state, metrics)
         batches = [step.passes[0] for step in islice(build().feed, (ROUNDS + 1) * STEPS)]

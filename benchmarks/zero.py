@@ -42,6 +42,7 @@ from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.sections import Launch, Model, Parallel
 from simpletuner.training.metrics import metrics_of
 from simpletuner.training.optimizers import make_optimizer
+from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
 from simpletuner.worker import compose, open_strategy
 
@@ -103,12 +104,12 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
     settings = settings_of(folder, stage, "sdxl")
     session = Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest())
     family = Family(SDXL, folder / "sdxl", settings)
-    prepared = data_in_memory(family, settings)
+    prepared, batch_size = data_in_memory(family, settings), settings.effective_batch_size
     with (
         closing(open_strategy(session, family, None)) as strategy,
         metrics_of(settings, 0, world) as metrics,
     ):
-        state = TrainingState(strategy, None, "", STEPS, 0, prepared.plan.order.start(settings.effective_batch_size))
+        state = TrainingState(strategy, None, {}, "", Schedule(STEPS), 0, prepared.plan.order.start(batch_size))
         build = partial(compose, session, family, prepared, state, metrics)
         batches = [step.passes[0] for step in islice(build().feed, (ROUNDS + 1) * STEPS)]
         bare = Bare(family, settings, batches)

@@ -1,4 +1,4 @@
-"""Write files and folders so that whoever looks sees all of one or nothing, and so that one run owns a folder."""
+"""Atomic file and directory writes (write to a temporary name, fsync, rename), and the lock on a run's folder."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ def replace_folder(new: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def restore_replaced(folder: Path) -> None:
+    """Undo or finish what a killed `replace_folder` left: the older folder returns if the new one is not in place."""
+    old = folder.with_name(f".{folder.name}.old")
+    if old.is_dir() and not old.is_symlink() and not folder.exists():
+        old.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file anew, so that it is whole at any time; what its name leads to and its mode stay. Raises OSError."""
     if path.exists() and not path.is_file():  # a device or a pipe, which nothing can take the place of
@@ -44,9 +52,25 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write JSON and bring it to the disk."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    flush_to_disk(path)
+    """Write JSON, atomically and durably."""
+    write_file(path, (json.dumps(value, indent=2) + "\n").encode("utf-8"))
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write one of a run's own files, atomically and durably. A link of that name is replaced, never followed."""
+    hidden = unfinished(path)
+    hidden.unlink(missing_ok=True)
+    descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        hidden.replace(path)
+    except OSError:
+        hidden.unlink(missing_ok=True)
+        raise
+    flush_to_disk(path.parent)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -15,7 +15,6 @@ from simpletuner.data.discovery import Found, Sample, discover
 from simpletuner.data.feed import Source
 from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.data.order import Order
-from simpletuner.errors import DataError
 from simpletuner.models.family import Family
 from simpletuner.parallel.strategy import compute_dtype
 from simpletuner.parallel.world import World
@@ -113,13 +112,3 @@ def tell_left_out(found: Found, report: Report) -> None:
 def folders_of(settings: Settings, plan: Plan) -> list[Path]:
     """Return the folders that cache what a plan needs."""
     return [plan.text_folder, *(latents_folder(dataset, settings) for dataset in plan.datasets)]
-
-
-def steps_to_train(settings: Settings, order: Order) -> int:
-    """Return the number of optimizer steps of the whole run. Raises DataError when it is none."""
-    if settings.training.max_train_steps is not None:
-        return settings.training.max_train_steps
-    steps = order.steps_of_epochs(settings.training.num_train_epochs, settings.effective_batch_size)
-    if steps == 0:
-        raise DataError("there is nothing to train: no bucket fills a batch", "raise num_train_epochs")
-    return steps

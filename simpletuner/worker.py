@@ -7,14 +7,13 @@ from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 
-from simpletuner.checkpoints.deepspeed import import_dump
-from simpletuner.checkpoints.export import export_pipeline, finished_steps
-from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, chosen, clear_unfinished, opened, set_aside
+from simpletuner.checkpoints.export import check_export, check_targets, export_pipeline, finished_steps
+from simpletuner.checkpoints.layout import Checkpoint, clear_unfinished
 from simpletuner.checkpoints.saving import save
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.feed import Share, StepBatches, feed
 from simpletuner.data.order import Position
-from simpletuner.files import sole_user_of, write_json
+from simpletuner.files import sole_user_of
 from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
@@ -28,32 +27,43 @@ from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.moments import NamedTensors
 from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
 from simpletuner.parallel.world import STALL_SECONDS, first_to_fail_speaks, joined_world
-from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare, steps_to_train
+from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare
 from simpletuner.report import Report
 from simpletuner.session import Session
-from simpletuner.settings import Loaded, Settings, settings_as_json
+from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.zero.config import zero_of
 from simpletuner.training.ema import Average
 from simpletuner.training.ledger import Ledger
 from simpletuner.training.loop import Run, train
 from simpletuner.training.metrics import Metrics, metrics_of
 from simpletuner.training.optimizers import learning_rate_at, make_optimizer
-from simpletuner.training.state import TrainingState, resumed_position
+from simpletuner.training.resuming import (
+    check_fits,
+    checkpoint_to_resume,
+    has_same_data,
+    imported_checkpoint,
+    set_later_aside,
+    where_to_begin,
+)
+from simpletuner.training.settings_record import record_settings
+from simpletuner.training.state import TrainingState
 from simpletuner.training.step import Outcome, take_step
 from simpletuner.training.summary import conclude, describe
 from simpletuner.training.validation import Painter, open_painter
 
+PIPELINE, PIPELINE_EMA = "pipeline", "pipeline-ema"
+
 
 def run_rank(loaded: Loaded) -> None:
-    """Be one rank of a run, from joining the others to the exported pipeline."""
+    """Run one rank, from joining the others to the exported pipeline."""
     output, use_cpu = loaded.settings.training.output_dir, loaded.settings.launch.use_cpu
     with listening() as stop, joined_world(use_cpu=use_cpu) as world, first_to_fail_speaks(world, stop):
         agree(world.store, Seats("rank", world.rank, world.size), card_of(loaded), stop.check, STALL_SECONDS)
         session = Session(loaded, world, Report(quiet=not world.is_first), stop)
         with sole_user_of(output) if world.is_first else nullcontext():
             if world.is_first:
+                check_targets(pipelines_of(loaded.settings))
                 clear_unfinished(output / "checkpoints")
-                write_json(output / "settings.json", settings_as_json(loaded))
             fine_tune(session)
 
 
@@ -63,32 +73,48 @@ def fine_tune(session: Session) -> None:
     quieten_libraries()
     for warning in session.loaded.warnings:
         session.report.warn(warning)
+    checkpoint = checkpoint_to_resume(session)
     plan = plan_data(settings, session.report)
-    done = finished_steps(output / "pipeline") if settings.checkpoints.resume_from_checkpoint == "latest" else 0
-    if done >= steps_to_train(settings, plan.order):
+    schedule, _ = where_to_begin(settings, plan, checkpoint)
+    done = finished_steps(output / PIPELINE, session.world) if checkpoint_is_latest(settings) else 0
+    if done >= schedule.max_steps:
         session.report.say(f"finished already, after {done} steps; raise max_train_steps or num_train_epochs to go on")
-        conclude(output, session.report)
-        return
-    with in_use(folders_of(settings, plan)):
-        fine_tune_on(session, plan)
+    else:
+        with in_use(folders_of(settings, plan)):
+            fine_tune_on(session, plan, checkpoint)
     conclude(output, session.report)
 
 
-def fine_tune_on(session: Session, plan: Plan) -> None:
-    """Encode the data, build the engine, train, export; the caches are held meanwhile."""
+def checkpoint_is_latest(settings: Settings) -> bool:
+    """Return whether the run goes on where it was, rather than back or from the start."""
+    return settings.checkpoints.resume_from_checkpoint == "latest"
+
+
+def fine_tune_on(session: Session, plan: Plan, checkpoint: Checkpoint | None) -> None:
+    """Encode the data, build the engine, train, export; the caches are locked meanwhile."""
     settings = session.settings
-    checkpoint = checkpoint_to_resume(session)
     family = open_family(settings, session.world, session.stop.check)
+    check_export(family, pipelines_of(settings))
     check_denoiser(settings, family)
     check_engine(session)
     checkpoint = checkpoint or imported_checkpoint(session, family)
+    if checkpoint is not None:
+        check_fits(checkpoint, family)
     prepared = prepare(session, plan, family)
     with closing(open_strategy(session, family, checkpoint)) as strategy:
-        state = open_state(session, strategy, prepared, checkpoint)
+        state = open_state(session, family, strategy, prepared, checkpoint)
+        set_later_aside(session, state.step)
         describe(session, family, state, prepared.plan)
+        record_settings(session, state.step)
         with metrics_of(settings, state.step, session.world) as metrics, compiler_explained():
             train(compose(session, family, prepared, state, metrics), state.step)
         export(session, family, state)
+
+
+def pipelines_of(settings: Settings) -> list[Path]:
+    """Return where a run exports what it trained: with EMA both averages and weights."""
+    names = (PIPELINE, PIPELINE_EMA) if settings.ema.use_ema else (PIPELINE,)
+    return [settings.training.output_dir / name for name in names]
 
 
 def check_denoiser(settings: Settings, family: Family) -> None:
@@ -108,20 +134,19 @@ def check_engine(session: Session) -> None:
 
 
 def open_state(
-    session: Session, strategy: Strategy, prepared: Prepared, checkpoint: Checkpoint | None
+    session: Session, family: Family, strategy: Strategy, prepared: Prepared, checkpoint: Checkpoint | None
 ) -> TrainingState:
-    """Begin at the start, or put back what a checkpoint holds."""
+    """Begin at the start, or restore what a checkpoint holds."""
     settings, plan = session.settings, prepared.plan
     average = Average(strategy, settings.ema) if settings.ema.use_ema else None
-    start = plan.order.start(settings.effective_batch_size)
-    state = TrainingState(strategy, average, plan.digest, steps_to_train(settings, plan.order), 0, start)
-    if checkpoint is None:
-        return state
-    state.restore(checkpoint)
-    same_data = checkpoint.state["data"] == plan.digest
-    if not same_data:
-        session.report.warn("pictures or seed changed since the checkpoint: going on at the start of the next epoch")
-    state.position = resumed_position(plan.order, checkpoint.state["position"], same_data, start.batch_size)
+    schedule, position = where_to_begin(settings, plan, checkpoint)
+    state = TrainingState(strategy, average, family.exported_config(), plan.digest, schedule, 0, position)
+    if checkpoint is not None:
+        state.restore(checkpoint, settings, session.report)
+        if not has_same_data(plan, checkpoint):
+            session.report.warn(
+                "pictures or seed changed since the checkpoint: going on at the start of the next epoch"
+            )
     return state
 
 
@@ -163,10 +188,11 @@ def compose(session: Session, family: Family, prepared: Prepared, state: Trainin
         take_step=step_taken,
         after_step=state.average.update if state.average is not None else lambda step: None,
         ledger=Ledger(world, session.stop, metrics, settings.effective_batch_size),
-        learning_rate=lambda step: learning_rate_at(step, state.max_steps, settings.optimizer),
+        learning_rate=lambda step: learning_rate_at(step, state.schedule, settings.optimizer),
         draw=partial(draw, painter, metrics),
+        has_drawn=painter.has_drawn if painter is not None else lambda step: True,
         save=partial(save_checkpoint, session, state),
-        max_steps=state.max_steps,
+        max_steps=state.schedule.max_steps,
         draw_every=settings.validation.validation_step_interval,
         save_every=settings.checkpoints.checkpoint_step_interval,
         seed=training.seed,
@@ -190,39 +216,12 @@ def save_checkpoint(session: Session, state: TrainingState, step: int, position:
 
 
 def export(session: Session, family: Family, state: TrainingState) -> None:
-    """Write the trained pipeline, and one with the averaged weights; the first is last, since it marks the end."""
-    output, steps = session.settings.training.output_dir, state.max_steps
-    sets = {"pipeline-ema": state.average.tensors} if state.average is not None else {}
-    for name, weights in {**sets, "pipeline": state.weights}.items():
-        export_pipeline(family, output / name, state.config(), weights(), session.world, steps)
-
-
-def checkpoint_to_resume(session: Session) -> Checkpoint | None:
-    """Return the checkpoint that the settings ask for, or the newest complete one."""
-    root = session.settings.training.output_dir / "checkpoints"
-    checkpoint, passed_over = chosen(root, session.settings.checkpoints.resume_from_checkpoint)
-    for why in passed_over:
-        session.report.warn(f"passed over: {why}")
-    if checkpoint is not None:
-        session.report.say(f"resuming from {checkpoint.folder}")
-    if session.world.is_first and (moved := set_aside(root, checkpoint.step if checkpoint else 0)):
-        session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")
-    return checkpoint
-
-
-def imported_checkpoint(session: Session, family: Family) -> Checkpoint | None:
-    """Return a checkpoint made from one of DeepSpeed's own, if the settings name one."""
-    source, world = session.settings.checkpoints.import_deepspeed_checkpoint, session.world
-    if source is None:
-        return None
-    session.report.say(f"importing {source}")
-    folder = ""
-    if world.is_first:
-        shapes = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
-        root = session.settings.training.output_dir / "checkpoints"
-        folder = str(import_dump(source.expanduser(), root, shapes, family.config))
-    world.meet("import", session.stop.check)
-    return opened(Path(world.gather_texts(folder)[0]))
+    """Write the trained pipeline, and the averaged one; the plain one last, since it tells that all is done."""
+    output, steps = session.settings.training.output_dir, state.schedule.max_steps
+    sets = {PIPELINE_EMA: state.average.tensors} if state.average is not None else {}
+    for name, weights in {**sets, PIPELINE: state.weights}.items():
+        session.report.say(f"writing {output / name}")
+        export_pipeline(family, output / name, state.config, weights(), session.world, steps)
 
 
 def quieten_libraries() -> None:

@@ -20,8 +20,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from simpletuner.checkpoints.layout import STATE, folder_of_step, sizes
-from simpletuner.checkpoints.saving import WEIGHTS_STEM
+from simpletuner.checkpoints.layout import folder_of_step, sizes
+from simpletuner.checkpoints.saving import WEIGHTS_STEM, write_state
+from simpletuner.checksums import file_checksum
 from simpletuner.errors import EnvironmentFault
 from simpletuner.files import replace_folder, unfinished, write_json
 
@@ -124,7 +125,7 @@ def import_dump(source: Path, root: Path, shapes: Shapes, config: Mapping[str, A
         "optimizer": {"steps": dump.steps, "moments": moments},
         "ema_updates": None,
     }
-    write_json(hidden / STATE, {**state, "files": sizes(hidden)})
+    write_state(hidden, state, {name: file_checksum(hidden / name) for name in sizes(hidden)})
     replace_folder(hidden, folder)
     return folder
 

@@ -3,57 +3,202 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field
+
+from simpletuner.checkpoints.layout import sizes
 from simpletuner.checkpoints.saving import WEIGHTS_STEM, prepare, together
 from simpletuner.checkpoints.tensors import NamedTensors, write_full
-from simpletuner.files import replace_folder, unfinished, write_json
-from simpletuner.models.components import PICKLE_SUFFIXES
+from simpletuner.checkpoints.verification import checksums
+from simpletuner.checksums import is_intact, signed
+from simpletuner.errors import EnvironmentFault
+from simpletuner.files import flush_to_disk, replace_folder, restore_replaced, unfinished, write_json
 from simpletuner.models.family import Family
 from simpletuner.parallel.world import World
 
 FINISHED = "simpletuner.json"
+"""In an exported pipeline: after how many steps it was written, with size and checksum of every file; written last."""
 
-LEFT_OUT = (*PICKLE_SUFFIXES, ".msgpack", ".onnx", ".onnx_data", ".xml")
+
+class MarkerFields(BaseModel):
+    """What `simpletuner.json` holds; older versions wrote the steps only."""
+
+    steps: int = Field(ge=0)
+    files: dict[str, int] | None = None
+    checksums: dict[str, str] = {}
+
+
+COPIED = frozenset({".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken"})
+"""Configs, weights, vocabularies and chat templates, as fetched from the hub; no pickle, whatever its name."""
 
 
 def export_pipeline(
     family: Family, target: Path, config: dict[str, Any], weights: NamedTensors, world: World, steps: int
 ) -> None:
-    """Write the pipeline to `target`. All ranks take part in the weights; the first copies the rest.
+    """Write the pipeline to `target`. Collective: all ranks write weights, rank 0 copies the rest.
 
-    `steps`, after which it was written, tells a later start that nothing is left to do.
+    `steps`, after which it was written, tells a later start that nothing is left to do. Raises EnvironmentFault on all
+    ranks when one of them cannot write.
     """
     hidden, denoiser = unfinished(target), family.denoiser_name
-    together(world, hidden, lambda: prepare(hidden, world))
-    together(world, hidden, write_full(hidden / denoiser, weights, world, WEIGHTS_STEM))
-    if world.is_first:
+
+    def write_rest() -> None:
+        """Write what is not the denoiser's weights."""
         write_json(hidden / denoiser / "config.json", config)
-        copy_other_components(family.folder, hidden, denoiser)
+        copy_other_components(family, hidden)
         write_json(hidden / "scheduler" / "scheduler_config.json", family.scheduler_config)
-        write_json(hidden / FINISHED, {"steps": steps})
+
+    def finish() -> None:
+        """Write the marker and give the folder its name."""
+        write_json(hidden / FINISHED, signed({"steps": steps, "files": sizes(hidden), "checksums": sums}))
+        keep_foreign_files(target, hidden)
         replace_folder(hidden, target)
 
-
-def copy_other_components(base: Path, target: Path, denoiser: str) -> None:
-    """Copy model_index.json and every component folder that it names, but the denoiser and any pickle."""
-    names = [
-        path.name
-        for path in base.iterdir()
-        if path.is_dir() and path.name != denoiser and not path.name.startswith(".")
-    ]
-    for name in names:
-        shutil.copytree(
-            base / name, target / name, ignore=shutil.ignore_patterns(*(f"*{suffix}" for suffix in LEFT_OUT))
-        )
-    shutil.copyfile(base / "model_index.json", target / "model_index.json")
+    together(world, hidden, lambda: prepare(hidden, world))
+    together(world, hidden, write_full(hidden / denoiser, weights, world, WEIGHTS_STEM))
+    together(world, hidden, write_rest if world.is_first else nothing)
+    sums = checksums(hidden, world)
+    together(world, hidden, finish if world.is_first else nothing)
 
 
-def finished_steps(pipeline: Path) -> int:
-    """Return after how many steps the exported pipeline was written; 0 when there is none."""
+def nothing() -> None:
+    """Do what ranks above 0 do while rank 0 writes."""
+
+
+def copy_other_components(family: Family, target: Path) -> None:
+    """Copy model_index.json and the components that it names, but not the denoiser, and bring them to the disk."""
+    for name, source in files_to_copy(family):
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
+        flush_to_disk(copy)
+    for folder in {path.parent for path in target.rglob("*")}:
+        flush_to_disk(folder)
+
+
+def files_to_copy(family: Family) -> list[tuple[str, Path]]:
+    """Return what an export copies from the base model, as (name below it, file).
+
+    Raises EnvironmentFault for what is no regular file, and for a link that leads out of the model's folders: whoever
+    publishes the pipeline would publish its target.
+    """
+    base = family.folder
+    names = [name for name, value in family.index.items() if isinstance(value, list) and any(value)]
+    found = [("model_index.json", base / "model_index.json")]
+    for component in names:
+        folder = base / component
+        if component == family.denoiser_name or Path(component).name != component or not folder.is_dir():
+            continue
+        roots = (base.resolve(), folder.resolve(), *hub_blobs(base))
+        for path in files_below(folder):
+            if path.suffix in COPIED:
+                check_copied(path, roots)
+                found.append((path.relative_to(base).as_posix(), path))
+    return found
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield what is in a component's folder and is no folder, sorted; links to folders are not entered."""
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        yield from (Path(root) / name for name in sorted(files))
+
+
+def check_copied(path: Path, roots: tuple[Path, ...]) -> None:
+    """Raise EnvironmentFault for a file that an export must not copy."""
+    hint = "replace it by a copy of the file, or remove it"
     try:
-        return int(json.loads((pipeline / FINISHED).read_text(encoding="utf-8"))["steps"])
-    except (OSError, ValueError, KeyError):
+        real, mode = path.resolve(strict=True), path.stat().st_mode
+    except (OSError, RuntimeError):
+        raise EnvironmentFault(f"{path} is a link that leads nowhere", hint) from None
+    if not stat.S_ISREG(mode):
+        raise EnvironmentFault(f"{path} is not a regular file", hint)
+    if not any(real.is_relative_to(root) for root in roots):
+        raise EnvironmentFault(f"{path} links to {real}, which is outside of the base model", hint)
+
+
+def hub_blobs(base: Path) -> list[Path]:
+    """Return where the files of a hub download are that its snapshot links to."""
+    return [base.parent.parent.resolve() / "blobs"] if base.parent.name == "snapshots" else []
+
+
+def check_export(family: Family, targets: list[Path]) -> None:
+    """Find what would fail, or harm, at the end of a run before it begins. Raises EnvironmentFault."""
+    for target in targets:
+        if family.folder.resolve() == target.resolve():
+            raise EnvironmentFault(
+                f"the base model {family.folder} is where the trained pipeline would be written",
+                "give another --output_dir, or copy the base model elsewhere",
+            )
+        if any(target.resolve().is_relative_to((family.folder / name).resolve()) for name in family.index):
+            raise EnvironmentFault(
+                f"output_dir is inside a component of the base model {family.folder}", "give another --output_dir"
+            )
+    files_to_copy(family)
+
+
+def check_targets(targets: list[Path]) -> None:
+    """Raise EnvironmentFault for a folder in a pipeline's place that simpletuner did not write."""
+    for target in targets:
+        restore_replaced(target)
+        if os.path.lexists(target) and (target.is_symlink() or not (target / FINISHED).is_file()):
+            raise EnvironmentFault(
+                f"{target} was not written by simpletuner, and the trained pipeline would replace it",
+                "move it away, or give another --output_dir",
+            )
+
+
+def keep_foreign_files(old: Path, new: Path) -> None:
+    """Copy what somebody else put into an exported pipeline, such as a README.md, into the one that replaces it."""
+    ours = (marker_of(old) or {}).get("files")
+    if ours is None:  # none, or of an older version, which wrote no list of its files
+        return
+    for name in sizes(old).keys() - ours.keys() - {FINISHED}:
+        if not (new / name).exists() and Path(name).suffix != ".safetensors":  # weights would be loaded with ours
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(old / name, new / name)
+
+
+def marker_of(pipeline: Path) -> dict[str, Any] | None:
+    """Return what the marker of an exported pipeline holds; None where there is none, or it is damaged."""
+    try:
+        marker = json.loads((pipeline / FINISHED).read_text(encoding="utf-8"))
+        return MarkerFields.model_validate(marker, strict=True).model_dump() if is_intact(marker) else None
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
+        return None
+
+
+def finished_steps(pipeline: Path, world: World) -> int:
+    """Return after how many steps a complete pipeline was exported; 0 when there is none, or it is damaged. Collective.
+
+    Of a pipeline that an older version wrote, which has no checksums, the components must be there.
+    """
+    marker = marker_of(pipeline)
+    steps = marker["steps"] if marker and has_its_files(pipeline, marker["files"]) else 0
+    if min(int(text) for text in world.gather_texts(str(steps))) == 0 or marker is None:
         return 0
+    if wanted := marker["checksums"]:
+        found = checksums(pipeline, world)
+        return steps if all(found.get(name) == value for name, value in wanted.items()) else 0
+    return steps
+
+
+def has_its_files(pipeline: Path, files: Mapping[str, int] | None) -> bool:
+    """Return whether the files, or of an older version the components, of a pipeline are there."""
+    if files is not None:
+        found = sizes(pipeline)
+        return all(found.get(name) == size for name, size in files.items())
+    try:
+        index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
+        folders = [pipeline / name for name, value in index.items() if isinstance(value, list) and any(value)]
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return False
+    models = [folder for folder in folders if folder.name in ("unet", "transformer", "vae")]
+    configured = all(any(folder.glob("*.json")) for folder in folders)
+    return configured and all(any(folder.glob("*.safetensors")) for folder in models)

@@ -1,12 +1,12 @@
-"""Where checkpoints lie, which of them are whole, and which is the newest. No torch.
+"""Where checkpoints are, which of them are complete, and which is the newest. No torch.
 
     checkpoints/checkpoint-000100/
       model/         weights (float32), with config.json
       exp_avg/ ...   one folder per optimizer moment
       ema/           averaged weights, when EMA is on
-      state.json     everything that is not a tensor, and every file with its size: written last
+      state.json     everything that is not a tensor; size and checksum of every file, and of itself: written last
 
-A checkpoint is written in a hidden folder beside and renamed when it is complete.
+A checkpoint is written to a hidden folder next to it and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -14,16 +14,55 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
+
+from simpletuner.checksums import is_intact
 from simpletuner.errors import EnvironmentFault, SettingsError
-from simpletuner.files import replace_folder, unfinished
+from simpletuner.files import replace_folder, restore_replaced, unfinished
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
 SET_ASIDE = "set-aside"
+
+
+Count = Annotated[int, Field(ge=0)]
+Group = Annotated[str, StringConstraints(pattern=r"^\w+$")]
+"""A group of tensors; it names a folder."""
+
+
+class PositionFields(BaseModel):
+    """`data.order.Position` in JSON; epoch -1 is before the first one."""
+
+    epoch: int = Field(ge=-1)
+    batch: Count
+    batch_size: int = Field(ge=1)
+    consumed: dict[str, Count]
+
+
+class OptimizerFields(BaseModel):
+    """How many steps the optimizer took, and the names of its moments."""
+
+    steps: Count
+    moments: list[Group]
+
+
+class StateFields(BaseModel):
+    """What `state.json` must hold; older versions wrote no checksums."""
+
+    step: Count
+    position: PositionFields
+    data: str
+    optimizer: OptimizerFields
+    ema_updates: Count | None
+    files: dict[str, Count]
+    checksums: dict[str, str] = {}
+    max_steps: Count = 0
+    model_family: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,14 +88,28 @@ def folder_of_step(root: Path, step: int) -> Path:
 
 
 def opened(folder: Path) -> Checkpoint:
-    """Return a checkpoint after comparing every file's size. Raises EnvironmentFault that says what is wrong."""
+    """Return a checkpoint after checking its state and every file's size, but not the content of files.
+
+    Raises EnvironmentFault that says what is wrong.
+    """
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        for name, size in state["files"].items():
+        fields = StateFields.model_validate(state, strict=True)
+        if not is_intact(state):
+            raise EnvironmentFault(f"{folder} is damaged: the checksum of {STATE} does not match")
+        if NAME.fullmatch(folder.name) and fields.step != step_of(folder):
+            raise EnvironmentFault(f"{folder} is damaged: its {STATE} says step {fields.step}")
+        for name, size in fields.files.items():
             found = (folder / name).stat().st_size
             if found != size:
                 raise EnvironmentFault(f"{folder} is damaged: {name} has {found} of {size} bytes")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise EnvironmentFault(
+            f"{folder} is not a complete checkpoint: {STATE}{': ' + where if where else ''}: {first['msg'].lower()}"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
         raise EnvironmentFault(f"{folder} is not a complete checkpoint: {error}") from None
     return Checkpoint(folder, state)
 
@@ -73,32 +126,37 @@ def is_complete(folder: Path) -> bool:
 def numbered(root: Path) -> list[Path]:
     """Return the checkpoint folders of a run, newest first."""
     folders = [path for path in root.glob("checkpoint-*") if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(folders, key=lambda path: -int(path.name.removeprefix("checkpoint-")))
+    return sorted(folders, key=lambda path: -step_of(path))
 
 
-def chosen(root: Path, wish: str) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint to resume from, and why newer ones were passed over.
+def step_of(folder: Path) -> int:
+    """Return the step in a checkpoint folder's name."""
+    return int(folder.name.removeprefix("checkpoint-"))
+
+
+def candidates(root: Path, wish: str) -> list[Path]:
+    """Return the folders that a run may resume from, best first.
 
     `wish` is `latest`, `none`, or a folder (a path, or a name below `root`). Raises SettingsError when that folder is
-    missing, EnvironmentFault when it is not complete.
+    missing.
     """
     if wish == "none":
-        return None, []
-    if wish != "latest":
-        folder = next((path for path in (Path(wish), root / wish) if path.is_dir()), None)
-        if folder is None:
-            known = ", ".join(path.name for path in numbered(root)) or "none yet"
-            raise SettingsError(
-                f"resume_from_checkpoint = {wish}: there is no such folder", f"checkpoints here: {known}"
-            )
-        return opened(folder), []
-    passed_over = []
-    for folder in numbered(root):
-        try:
-            return opened(folder), passed_over
-        except EnvironmentFault as error:
-            passed_over.append(error.message)
-    return None, passed_over
+        return []
+    if wish == "latest":
+        return numbered(root)
+    folder = next((path for path in (Path(wish), root / wish) if path.is_dir()), None)
+    if folder is None:
+        known = ", ".join(path.name for path in numbered(root)) or "none yet"
+        raise SettingsError(f"resume_from_checkpoint = {wish}: there is no such folder", f"checkpoints here: {known}")
+    return [folder]
+
+
+def refuse_damaged(root: Path, problems: Sequence[str]) -> EnvironmentFault:
+    """Return the error for a run that could only start again from the base model, which must be asked for."""
+    return EnvironmentFault(
+        f"no checkpoint in {root} can be resumed:" + "".join(f"\n  {problem}" for problem in problems),
+        "--resume_from_checkpoint=none starts again from the base model, and keeps these in `set-aside`",
+    )
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -109,9 +167,11 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def clear_unfinished(root: Path) -> None:
-    """Remove what a killed save left behind."""
+    """Remove what a killed save left behind; a checkpoint that was being replaced gets its name back."""
     for path in root.glob(".checkpoint-*.unfinished"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in root.glob(".checkpoint-*.old"):
+        restore_replaced(root / path.name.removeprefix(".").removesuffix(".old"))
 
 
 def prune(root: Path, keep: int) -> None:
@@ -122,6 +182,9 @@ def prune(root: Path, keep: int) -> None:
     for folder in [folder for folder in numbered(root) if is_complete(folder)][keep:]:
         hidden = unfinished(folder)
         shutil.rmtree(hidden, ignore_errors=True)
+        if folder.is_symlink():  # its owner keeps the target
+            folder.unlink()
+            continue
         folder.rename(hidden)
         shutil.rmtree(hidden)
 
@@ -131,7 +194,7 @@ def set_aside(root: Path, step: int) -> list[str]:
 
     Otherwise they would count as the newest: its own would be removed first, and a later start would take them.
     """
-    later = [folder for folder in numbered(root) if int(folder.name.removeprefix("checkpoint-")) > step]
+    later = [folder for folder in numbered(root) if step_of(folder) > step]
     for folder in later:
         (root / SET_ASIDE).mkdir(exist_ok=True)
         replace_folder(folder, root / SET_ASIDE / folder.name)

@@ -16,6 +16,8 @@ from simpletuner.checkpoints.tensors import (
     write_full,
     write_sharded,
 )
+from simpletuner.checkpoints.verification import checksums
+from simpletuner.checksums import signed
 from simpletuner.errors import EnvironmentFault
 from simpletuner.files import replace_folder, unfinished, write_json
 from simpletuner.parallel.world import World
@@ -35,7 +37,7 @@ class Snapshot:
 
 
 def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) -> Path:
-    """Write a checkpoint beside, rename it when complete, keep the newest `keep`. All ranks take part.
+    """Write a checkpoint to a hidden folder, rename it when complete, keep the newest `keep`. Collective.
 
     Raises EnvironmentFault on all ranks when any of them cannot write; older checkpoints stay as they are.
     """
@@ -48,7 +50,9 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
             together(world, hidden, write_full(hidden / group, tensors, world, WEIGHTS_STEM))
         else:
             together(world, hidden, lambda group=group, tensors=tensors: write_sharded(hidden / group, tensors))
-    together(world, hidden, lambda: complete(hidden, folder, snapshot, world))
+    together(world, hidden, lambda: write_config(hidden, snapshot, world))
+    sums = checksums(hidden, world)
+    together(world, hidden, lambda: complete(hidden, folder, snapshot, sums, world))
     if world.is_first:
         prune(root, keep)
     return folder
@@ -78,10 +82,19 @@ def prepare(hidden: Path, world: World) -> None:
         hidden.mkdir(parents=True)
 
 
-def complete(hidden: Path, folder: Path, snapshot: Snapshot, world: World) -> None:
-    """Write the state with every file's size, and give the folder its name."""
-    if not world.is_first:
-        return
-    write_json(hidden / "model" / "config.json", snapshot.config)
-    write_json(hidden / STATE, {"step": snapshot.step, **snapshot.state, "files": sizes(hidden)})
-    replace_folder(hidden, folder)
+def write_config(hidden: Path, snapshot: Snapshot, world: World) -> None:
+    """Write the denoiser's config.json."""
+    if world.is_first:
+        write_json(hidden / "model" / "config.json", snapshot.config)
+
+
+def complete(hidden: Path, folder: Path, snapshot: Snapshot, sums: Mapping[str, str], world: World) -> None:
+    """Write the state with every file's size and checksum, and give the folder its name."""
+    if world.is_first:
+        write_state(hidden, {"step": snapshot.step, **snapshot.state}, sums)
+        replace_folder(hidden, folder)
+
+
+def write_state(hidden: Path, state: Mapping[str, Any], sums: Mapping[str, str]) -> None:
+    """Write state.json, which makes a folder a checkpoint."""
+    write_json(hidden / STATE, signed({**state, "files": sizes(hidden), "checksums": dict(sorted(sums.items()))}))

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from simpletuner.errors import EnvironmentFault
@@ -88,6 +89,19 @@ def read_tensors(files: list[Path], tensors: NamedTensors, what: str) -> None:
                 raise  # nothing is wrong with the files
             hint = "take another checkpoint with --resume_from_checkpoint, or check pretrained_model_name_or_path"
             raise EnvironmentFault(f"cannot read {what}: {reason(error)}", hint) from None
+
+
+def shapes_in(files: list[Path], what: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every whole tensor in files, by name. Raises EnvironmentFault for a damaged file."""
+    if not files:
+        return {}
+    with folder_of(files) as folder:
+        try:
+            metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        except (*FILE_FAULTS, RuntimeError, ValueError, KeyError) as error:
+            raise EnvironmentFault(f"cannot read {what}: {reason(error)}") from None
+    found = metadata.state_dict_metadata.items()
+    return {name: tuple(each.size) for name, each in found if isinstance(each, TensorStorageMetadata)}
 
 
 @contextmanager

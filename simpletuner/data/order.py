@@ -80,6 +80,12 @@ class Order:
         """Return how many batches the first `epochs` epochs hold."""
         return sum(epochs * len(items) // batch_size for items in self.buckets.values())
 
+    def steps_until(self, position: Position, epochs: int) -> int:
+        """Return how many batches follow a position until the end of `epochs` epochs."""
+        size, consumed = position.batch_size, position.consumed
+        left = ((epochs * len(items) - consumed[name]) // size for name, items in self.buckets.items())
+        return max(0, sum(max(0, count) for count in left) - position.batch)
+
     def _next_epoch(self, position: Position, plan: list[tuple[str, int]]) -> Position:
         return Position(position.epoch + 1, 0, position.batch_size, self._consumed(position, plan))
 

@@ -93,7 +93,13 @@ def in_config(path: Path) -> Architecture:
         raise EnvironmentFault(
             f"{path} names no _class_name: it is no model of diffusers", "check pretrained_model_name_or_path"
         )
-    return Architecture(class_name, source=str(path), config=config)
+    return Architecture(plain_class_name(class_name), source=str(path), config=config)
+
+
+def plain_class_name(name: str) -> str:
+    """Return a denoiser's class in diffusers; FSDP2 puts a prefix before the class of a module that it wraps, and
+    version 0.1.0 wrote that name (`FSDPUNet2DConditionModel`) into config.json."""
+    return name.removeprefix("FSDP")
 
 
 def published(model: Model, warn: Callable[[str], None]) -> Architecture:

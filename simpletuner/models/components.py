@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.models.architecture import plain_class_name
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 TEXT_PARTS = ("tokenizer", "text_encoder")
@@ -125,9 +126,10 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     """Return a model as its config.json has it: parameters on the meta device, buffers real."""
     from accelerate import init_empty_weights
 
-    cls = class_of_diffusers(config["_class_name"])
+    name = plain_class_name(config["_class_name"])
+    cls = class_of_diffusers(name)
     with init_empty_weights(include_buffers=False):
-        return cls.from_config(dict(config))
+        return cls.from_config({**config, "_class_name": name})
 
 
 @contextmanager

@@ -7,6 +7,7 @@ draws, what the denoiser is trained towards, what it is shown, and what it is to
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,6 +177,10 @@ class Family:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(idle))
         return model
+
+    def exported_config(self) -> dict[str, Any]:
+        """Return the denoiser's config as diffusers writes it into config.json: complete, with its own class."""
+        return json.loads(self.denoiser().to_json_string())  # pyright: ignore[reportCallIssue]
 
     def objective(self) -> Objective:
         """Return what the denoiser is trained towards, as its scheduler and the settings say."""

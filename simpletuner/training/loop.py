@@ -18,7 +18,7 @@ from simpletuner.training.step import Outcome
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop calls. `draw` and `save` are done by all ranks together; `seed` is for dropout inside a model."""
+    """What the loop calls. `draw`, `has_drawn` and `save` are collective; `seed` is for dropout inside a model."""
 
     report: Report
     stop: StopRequest
@@ -28,6 +28,7 @@ class Run:
     ledger: Ledger
     learning_rate: Callable[[int], float]
     draw: Callable[[int], None]
+    has_drawn: Callable[[int], bool]
     save: Callable[[int, Position], None]
     max_steps: int
     draw_every: int
@@ -37,7 +38,7 @@ class Run:
 
 def train(run: Run, step: int) -> None:
     """Train from `step` to `max_steps`. Raises Stopped, after saving, when a signal asked for it."""
-    if step == 0:
+    if step == 0 or (is_draw_due(run, step) and not run.has_drawn(step)):  # killed between its checkpoint and images
         run.draw(step)
     with run.report.progress("training", run.max_steps, step) as progress:
         run.ledger.restart_clock()
@@ -53,7 +54,7 @@ def train(run: Run, step: int) -> None:
             run.ledger.add(step, outcome, batches, {"learning_rate": learning_rate, "data_seconds": waited}, progress)
             is_last = step == run.max_steps
             save_due = is_last or step % run.save_every == 0 or run.ledger.stop_asked
-            draw_due = is_last or step % run.draw_every == 0
+            draw_due = is_draw_due(run, step)
             if save_due or draw_due:
                 run.ledger.settle(progress)  # a loss that is not a number is found before it is saved
             if save_due:
@@ -64,6 +65,11 @@ def train(run: Run, step: int) -> None:
                 run.draw(step)
             if save_due or draw_due:
                 run.ledger.restart_clock()
+
+
+def is_draw_due(run: Run, step: int) -> bool:
+    """Return whether validation images belong to a step."""
+    return step == run.max_steps or step % run.draw_every == 0
 
 
 def seed_dropout(seed: int) -> None:

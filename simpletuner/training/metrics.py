@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from simpletuner.errors import EnvironmentFault
+from simpletuner.files import write_file
 from simpletuner.parallel.world import World
 from simpletuner.settings import Settings
 
 METRICS, CURVE = "metrics.jsonl", "loss.png"
+
+ALWAYS = ("step", "loss")
+"""What every row of the metrics has."""
 
 
 class Metrics:
@@ -19,9 +26,10 @@ class Metrics:
 
     def __init__(self, folder: Path, step: int, tracker_folder: Path | None) -> None:
         self.path, self.curve = folder / METRICS, folder / CURVE
-        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        self.file = self.path.open("a", encoding="utf-8")
+        forget_later(self.path, step)
+        self.file = os.fdopen(
+            os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a", encoding="utf-8"
+        )
         self.tracker = tensorboard_writer(tracker_folder, step) if tracker_folder else None
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -50,20 +58,31 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file; a line torn by a killed run is left out."""
+    """Return the rows of a metrics file; a line torn by a killed run, or damaged, is left out."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(row, dict) and all(isinstance(row.get(name), float | int) for name in ALWAYS):
+            rows.append(row)
     return rows
+
+
+def forget_later(path: Path, step: int) -> None:
+    """Drop the rows after a step, atomically; a file that holds no other lines is not touched."""
+    if path.is_symlink():
+        raise EnvironmentFault(f"{path} is a link, which is not followed", "remove it")
+    rows = read_metrics(path)
+    kept = [row for row in rows if row["step"] <= step]
+    lines = path.read_bytes().count(b"\n") if path.exists() else 0
+    if len(kept) < lines or (path.exists() and not path.read_bytes().endswith(b"\n")):
+        write_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
 
 def tensorboard_writer(folder: Path, step: int) -> Any:
     """Return a TensorBoard writer that hides what an earlier run wrote after this step."""
-    from simpletuner.errors import EnvironmentFault
-
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -95,7 +114,9 @@ def draw_loss_curve(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set(xlabel="optimizer step", ylabel="loss", title="Training loss")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    FigureCanvasAgg(figure).print_png(str(path))
+    content = BytesIO()
+    FigureCanvasAgg(figure).print_png(content)
+    write_file(path, content.getvalue())
 
 
 @contextmanager

@@ -9,6 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.settings.sections import Optimizer
+from simpletuner.training.schedule import Schedule
+
+MOMENTS = {
+    "adamw": {"exp_avg", "exp_avg_sq"},
+    "adam": {"exp_avg", "exp_avg_sq"},
+    "adagrad": {"sum"},
+    "lion": {"exp_avg"},
+}
+"""The state that each optimizer keeps per weight; another optimizer with the same moments can go on with them."""
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
@@ -58,12 +67,12 @@ class Lion(torch.optim.Optimizer):
         return state["exp_avg"]
 
 
-def learning_rate_at(step: int, max_steps: int, settings: Optimizer) -> float:
+def learning_rate_at(step: int, schedule: Schedule, settings: Optimizer) -> float:
     """Return the learning rate of the optimizer step that follows `step` finished ones."""
     peak, end, warm_up = settings.learning_rate, settings.lr_end, settings.lr_warmup_steps
     if step < warm_up:
         return peak * (step + 1) / (warm_up + 1)
-    progress = min(1.0, (step - warm_up) / max(1, max_steps - warm_up))
+    progress = schedule.progress(step, warm_up)
     remaining = {
         "linear": 1 - progress,
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,20 +11,29 @@ from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.data.order import Order, Position
+from simpletuner.data.order import Position
 from simpletuner.parallel.moments import NamedTensors
 from simpletuner.parallel.strategy import Strategy
+from simpletuner.report import Report
+from simpletuner.settings import Settings
 from simpletuner.training.ema import Average
+from simpletuner.training.optimizers import MOMENTS
+from simpletuner.training.schedule import Schedule
 
 
 @dataclass
 class TrainingState:
-    """The engine, the average, how far the run goes, and where it begins; `data` is what positions refer to."""
+    """The engine, the average, how far the run goes, and where it begins.
+
+    `config` is the denoiser's as it was built: an engine may change the class of the module that it wraps (FSDP2 does).
+    `data` is what positions refer to.
+    """
 
     strategy: Strategy
     average: Average | None
+    config: dict[str, Any]
     data: str
-    max_steps: int
+    schedule: Schedule
     step: int
     position: Position
 
@@ -38,38 +46,40 @@ class TrainingState:
         state = {
             "simpletuner": __version__,
             **facts,
-            "max_steps": self.max_steps,
+            **self.schedule.as_json(),
             "position": asdict(position),
             "data": self.data,
             "optimizer": {"steps": moments.steps, "moments": sorted(moments.tensors)},
             "ema_updates": self.average.updates if self.average is not None else None,
         }
-        return Snapshot(step, groups, state, self.config())
+        return Snapshot(step, groups, state, self.config)
 
     def weights(self) -> NamedTensors:
         """Return the trained weights as checkpoints hold them. All ranks take part."""
         return {name: self.strategy.neutral(name, part) for name, part in self.strategy.parts()}
 
-    def config(self) -> dict[str, Any]:
-        """Return the denoiser's config as diffusers writes it into config.json."""
-        return json.loads(self.strategy.module.to_json_string())  # pyright: ignore[reportCallIssue]
+    def restore(self, checkpoint: Checkpoint, settings: Settings, report: Report) -> None:
+        """Read the optimizer's state and the average; the weights were read when the engine was built.
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Read optimizer state and average; the weights were read when the engine was built."""
+        State of another optimizer is left out, and an average that was not kept starts from the weights, with a word.
+        """
         saved, updates = checkpoint.state["optimizer"], checkpoint.state["ema_updates"]
 
         def read(group: str, tensors: NamedTensors) -> None:
             """Fill one group of tensors."""
             read_tensors(checkpoint.files(group), tensors, f"{checkpoint.folder / group}")
 
-        self.strategy.restore(saved["steps"], saved["moments"], read)
+        if not saved["steps"] or set(saved["moments"]) == MOMENTS[settings.optimizer.optimizer]:
+            self.strategy.restore(saved["steps"], saved["moments"], read)
+        else:
+            report.warn(
+                f"{checkpoint.folder.name} holds the state of another optimizer ({', '.join(saved['moments'])}): "
+                f"{settings.optimizer.optimizer} starts without state; weights, EMA and data go on"
+            )
         if self.average is not None and updates is not None:
             self.average.restore(partial(read, "ema"), updates)
+        elif self.average is not None:
+            report.warn(f"{checkpoint.folder.name} holds no EMA: it starts from the weights of step {checkpoint.step}")
+        elif updates is not None:
+            report.warn(f"use_ema is off: the EMA in {checkpoint.folder.name} is not continued in later checkpoints")
         self.step = checkpoint.step
-
-
-def resumed_position(order: Order, saved: Mapping[str, Any], same_data: bool, batch_size: int) -> Position:
-    """Return where to go on: exactly there for the same data, at the start of the next epoch for other data."""
-    if same_data:
-        return order.resized(Position(**saved), batch_size)
-    return order.start(batch_size, epoch=saved["epoch"] + 1)

@@ -34,7 +34,7 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
         ("pictures", f"{len(plan.samples)} in {len(plan.buckets)} buckets ({buckets})"),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),
-        ("steps", f"{state.step} to {state.max_steps}"),
+        ("steps", f"{state.step} to {state.schedule.max_steps}"),
         ("output", training.output_dir),
         ("settings", provenance(session.loaded)),
     ]
@@ -68,7 +68,7 @@ def conclude(output: Path, report: Report) -> None:
     numbers = [
         ("steps", rows[-1]["step"]),
         ("loss", f"{mean_loss(rows[:20]):.4f} at first, {mean_loss(rows[-20:]):.4f} at last (means of up to 20 steps)"),
-        ("samples/s", f"{median(row['samples_per_second'] for row in rows):.1f}"),
+        ("samples/s", f"{median(row.get('samples_per_second', 0) for row in rows):.1f}"),
     ]
     report.table("finished", [*numbers, *places])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from simpletuner.files import write_file
 from simpletuner.models.family import Conditioning, Family, Sampling
 from simpletuner.models.vae import Vae
 from simpletuner.parallel.strategy import Strategy, compute_dtype
@@ -49,14 +51,21 @@ class Painter:
         for variant in self.variants:
             with self._weights(variant):
                 for number, latents in self._rounds():
-                    picture(self.vae.decode(latents)).save(folder / f"{variant}-{number:02d}.png")
+                    write_png(folder / f"{variant}-{number:02d}.png", picture(self.vae.decode(latents)))
         self.world.barrier()
         if not self.world.is_first:
             return None
         rows = [[folder / f"{variant}-{n:02d}.png" for n in range(len(self.prompts))] for variant in self.variants]
-        path = self.folder / f"grid-{step:06d}.png"
-        grid(rows, [prompt for prompt, _ in self.prompts], list(self.variants)).save(path)
+        path = self._grid(step)
+        write_png(path, grid(rows, [prompt for prompt, _ in self.prompts], list(self.variants)))
         return path
+
+    def has_drawn(self, step: int) -> bool:
+        """Return whether the images of a step are complete: their grid is written last. Collective."""
+        return bool(self.world.gather_texts("1" if self._grid(step).is_file() else "")[0])
+
+    def _grid(self, step: int) -> Path:
+        return self.folder / f"grid-{step:06d}.png"
 
     def _weights(self, variant: str) -> AbstractContextManager[None]:
         if variant == "ema" and self.average is not None:
@@ -103,6 +112,13 @@ def picture(pixels_1CHW: Tensor) -> Image.Image:
     """Return a picture from pixels in -1..1."""
     values = ((pixels_1CHW[0].permute(1, 2, 0).numpy() + 1) * 127.5).round().clip(0, 255)
     return Image.fromarray(values.astype(np.uint8))
+
+
+def write_png(path: Path, image: Image.Image) -> None:
+    """Write an image, atomically."""
+    content = BytesIO()
+    image.save(content, "PNG")
+    write_file(path, content.getvalue())
 
 
 def grid(rows: list[list[Path]], prompts: list[str], variants: list[str]) -> Image.Image:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from simpletuner.checkpoints.layout import (
-    chosen,
+    candidates,
     clear_unfinished,
     folder_of_step,
     numbered,
@@ -14,7 +15,8 @@ from simpletuner.checkpoints.layout import (
     prune,
     sizes,
 )
-from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.checksums import signed
+from simpletuner.errors import EnvironmentFault
 from simpletuner.files import unfinished, write_json
 
 
@@ -23,8 +25,14 @@ def checkpoint(root: Path, step: int, content: str = "weights") -> Path:
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "a.safetensors").write_text(content)
     (folder / "model" / "config.json").write_text("{}")
-    write_json(folder / "state.json", {"step": step, "files": sizes(folder)})
+    write_json(folder / "state.json", {**state_of(step), "files": sizes(folder)})
     return folder
+
+
+def state_of(step: int) -> dict:
+    position = {"epoch": 0, "batch": step, "batch_size": 4, "consumed": {"64x64": 0}}
+    optimizer = {"steps": step, "moments": ["exp_avg"]}
+    return {"step": step, "position": position, "data": "d", "optimizer": optimizer, "ema_updates": None}
 
 
 def names(root: Path) -> list[str]:
@@ -57,92 +65,50 @@ def test_an_opened_checkpoint_knows_its_step_state_and_files(tmp_path):
     assert set(found.state["files"]) == {"model/a.safetensors", "model/config.json"}
 
 
-def test_the_newest_complete_checkpoint_is_chosen(tmp_path):
-    for step in (100, 1000, 300):
-        checkpoint(tmp_path, step)
-    found, passed_over = chosen(tmp_path, "latest")
-    assert found is not None
-    assert (found.step, passed_over) == (1000, [])
-
-
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("path", "value"),
     [
-        ("truncated", "model/a.safetensors has 3 of 7 bytes"),
-        ("missing file", "a.safetensors"),
-        ("no state", "state.json"),
-        ("torn state", "is not a complete checkpoint"),
-        ("state of something else", "is not a complete checkpoint"),
+        *(("step", value) for value in (-1, 6, 10**9, "7", None, [])),
+        *((f"position.{name}", value) for name in ("epoch", "batch", "batch_size") for value in (-5, None, "x")),
+        *(("position.consumed", value) for value in (None, {"64x64": -1}, [1])),
+        *(
+            ("optimizer", value)
+            for value in (None, {}, {"steps": -1, "moments": []}, {"steps": 1, "moments": ["../x"]})
+        ),
+        *(("ema_updates", value) for value in (-1, "no")),
+        *(("files", value) for value in (None, [], {"model/a.safetensors": "7"}, {"absent": 1})),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, damage, said):
-    checkpoint(tmp_path, 100)
-    newer = checkpoint(tmp_path, 200)
-    if damage == "truncated":
-        (newer / "model" / "a.safetensors").write_text("wei")
-    elif damage == "missing file":
-        (newer / "model" / "a.safetensors").unlink()
-    elif damage == "no state":
-        (newer / "state.json").unlink()
-    elif damage == "torn state":
-        (newer / "state.json").write_text('{"step": 200, "fi')
-    else:
-        (newer / "state.json").write_text("[1]")
-    found, passed_over = chosen(tmp_path, "latest")
-    assert found is not None
-    assert found.step == 100
-    assert len(passed_over) == 1
-    assert str(newer) in passed_over[0]
-    assert said in passed_over[0]
-    with pytest.raises(EnvironmentFault, match="checkpoint-000200"):
-        chosen(tmp_path, "checkpoint-000200")
+def test_a_state_that_cannot_be_is_refused(tmp_path, path, value):
+    folder = checkpoint(tmp_path, 7)
+    state = json.loads((folder / "state.json").read_text())
+    where = state
+    *above, name = path.split(".")
+    for key in above:
+        where = where[key]
+    where[name] = value
+    write_json(folder / "state.json", state)
+    with pytest.raises(EnvironmentFault, match="checkpoint-000007"):
+        opened(folder)
 
 
-def test_when_all_are_damaged_none_is_chosen_and_each_is_named(tmp_path):
-    for step in (1, 2):
-        (checkpoint(tmp_path, step) / "state.json").unlink()
-    found, passed_over = chosen(tmp_path, "latest")
-    assert found is None
-    assert ["checkpoint-000002" in passed_over[0], "checkpoint-000001" in passed_over[1]] == [True, True]
-
-
-def test_latest_of_nothing_is_a_new_run(tmp_path):
-    assert chosen(tmp_path / "checkpoints", "latest") == (None, [])
-
-
-def test_none_is_a_new_run_whatever_there_is(tmp_path):
-    checkpoint(tmp_path, 100)
-    assert chosen(tmp_path, "none") == (None, [])
-
-
-def test_a_checkpoint_is_chosen_by_name_or_by_absolute_or_relative_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    root = tmp_path / "run" / "checkpoints"
-    for step in (100, 200):
-        checkpoint(root, step)
-    for wish in ("checkpoint-000100", str(root / "checkpoint-000100"), "run/checkpoints/checkpoint-000100"):
-        found, _ = chosen(root, wish)
-        assert found is not None
-        assert found.step == 100
-
-
-def test_a_checkpoint_of_another_run_is_chosen_by_its_path(tmp_path):
-    elsewhere = checkpoint(tmp_path / "other", 50)
-    found, _ = chosen(tmp_path / "mine", str(elsewhere))
-    assert found is not None
-    assert found.folder == elsewhere
-
-
-def test_an_unknown_name_lists_what_there_is(tmp_path):
-    for step in (100, 200):
-        checkpoint(tmp_path, step)
-    with pytest.raises(SettingsError) as caught:
-        chosen(tmp_path, "checkpoint-300")
-    assert "checkpoint-300" in caught.value.message
-    assert "checkpoint-000200, checkpoint-000100" in caught.value.hint
-    with pytest.raises(SettingsError) as caught:
-        chosen(tmp_path / "empty", "checkpoint-300")
-    assert "none yet" in caught.value.hint
+def test_any_other_bit_of_the_state_is_noticed_by_its_own_checksum(tmp_path):
+    folder = checkpoint(tmp_path, 7)
+    whole = signed({**state_of(7), "files": {}, "model_family": "sdxl", "more": [1.5, "text"]})
+    content = json.dumps(whole, indent=2).encode()
+    for place in range(len(content)):
+        for bit in (0, 4):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            (folder / "state.json").write_bytes(damaged)
+            try:
+                state = opened(folder).state
+            except EnvironmentFault:
+                continue
+            state.pop("checksum", None)  # where the name of the checksum itself is hit, nothing else is
+            assert {key: value for key, value in state.items() if key in whole} == {
+                key: value for key, value in whole.items() if key != "checksum"
+            }
 
 
 def test_prune_keeps_the_newest(tmp_path):
@@ -174,7 +140,7 @@ def test_what_a_killed_save_or_prune_left_is_cleared(tmp_path):
 
 def test_an_unfinished_folder_is_never_chosen(tmp_path):
     checkpoint(tmp_path, 100).rename(unfinished(folder_of_step(tmp_path, 100)))
-    assert chosen(tmp_path, "latest") == (None, [])
+    assert candidates(tmp_path, "latest") == []
 
 
 def test_sizes_name_every_file_below_a_folder(tmp_path):

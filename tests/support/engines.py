@@ -14,7 +14,8 @@ import ranks
 import torch
 from torch.distributed.tensor import DTensor
 
-from simpletuner.checkpoints.layout import Checkpoint, chosen
+from simpletuner.checkpoints.layout import Checkpoint
+from simpletuner.checkpoints.verification import newest_healthy
 from simpletuner.models.family import Family
 from simpletuner.models.registry import traits_of
 from simpletuner.ops.signals import StopRequest
@@ -26,6 +27,7 @@ from simpletuner.session import Session
 from simpletuner.settings import Loaded
 from simpletuner.settings.sections import Data, Ema, Launch, Model, Optimizer, Parallel, Settings, Training
 from simpletuner.training.loop import Run
+from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
 from simpletuner.worker import compose, open_state, open_strategy
 
@@ -105,8 +107,8 @@ def opened(
     """Yield what trains on an engine, from the start or from a checkpoint."""
     session, family = session_of(world, settings)
     with closing(open_strategy(session, family, checkpoint)) as strategy:
-        state = open_state(session, strategy, prepared, checkpoint)
-        state.max_steps = 100
+        state = open_state(session, family, strategy, prepared, checkpoint)
+        state.schedule = Schedule(100)
         yield compose(session, family, prepared, state, None), state
 
 
@@ -160,7 +162,7 @@ def resume_in_turn(arguments: dict[str, Any], names: list[str], saved: list[str]
             for source in saved:
                 root = Path(arguments["folder"])
                 folder = root / f"{name}-x{world.size}-from-{source}"
-                checkpoint, _ = chosen(root / source / "checkpoints", f"checkpoint-{SAVED:06d}")
+                checkpoint, _ = newest_healthy(root / source / "checkpoints", f"checkpoint-{SAVED:06d}", world)
                 settings = settings_of(arguments, name, folder, world.size)
                 prepared = prepared or prepared_by(world, settings)
                 with opened(world, settings, prepared, checkpoint) as (run, state):

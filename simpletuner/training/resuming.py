@@ -1,0 +1,118 @@
+"""Which checkpoint a run goes on from, whether it fits, and where that is in the data and in the schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simpletuner.checkpoints.deepspeed import import_dump
+from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, opened, set_aside
+from simpletuner.checkpoints.tensors import shapes_in
+from simpletuner.checkpoints.verification import newest_healthy
+from simpletuner.data.order import Order, Position
+from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.models.family import Family
+from simpletuner.preparation import Plan
+from simpletuner.session import Session
+from simpletuner.settings import Settings
+from simpletuner.training.schedule import Schedule, new_schedule, resumed_schedule
+
+SHOWN = 3
+
+
+def checkpoint_to_resume(session: Session) -> Checkpoint | None:
+    """Return the checkpoint that the settings ask for, or the newest healthy one. Collective.
+
+    Raises SettingsError when it is of another model family.
+    """
+    settings = session.settings
+    root, wish = checkpoints_of(settings), settings.checkpoints.resume_from_checkpoint
+    checkpoint, passed_over = newest_healthy(root, wish, session.world)
+    for why in passed_over:
+        session.report.warn(f"passed over: {why}")
+    if checkpoint is None:
+        return None
+    family, wanted = checkpoint.state.get("model_family"), settings.model.model_family
+    if family not in (None, "", wanted):
+        raise SettingsError(
+            f"{checkpoint.folder} is of model_family {family}, but model_family = {wanted}",
+            "give this run another --output_dir, or --resume_from_checkpoint=none",
+        )
+    session.report.say(f"resuming from {checkpoint.folder}")
+    return checkpoint
+
+
+def checkpoints_of(settings: Settings) -> Path:
+    """Return the folder of a run's checkpoints."""
+    return settings.training.output_dir / "checkpoints"
+
+
+def check_fits(checkpoint: Checkpoint, family: Family) -> None:
+    """Raise EnvironmentFault when a checkpoint's weights are not those of the denoiser. Reads headers only."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
+    found = shapes_in(checkpoint.files("model"), str(checkpoint.folder))
+    wrong = [
+        f"{name} is {found.get(name, 'missing')} in the checkpoint, {wanted.get(name, 'missing')} in the model"
+        for name in sorted(wanted.keys() | found.keys())
+        if wanted.get(name) != found.get(name)
+    ]
+    if wrong:
+        more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise EnvironmentFault(
+            f"{checkpoint.folder} is of another model: {'; '.join(wrong[:SHOWN])}{more}",
+            "check pretrained_model_name_or_path, give another --output_dir, or --resume_from_checkpoint=none",
+        )
+
+
+def imported_checkpoint(session: Session, family: Family) -> Checkpoint | None:
+    """Return a checkpoint made from one of DeepSpeed's own, if the settings name one. Collective."""
+    source, world = session.settings.checkpoints.import_deepspeed_checkpoint, session.world
+    if source is None:
+        return None
+    session.report.say(f"importing {source}")
+    folder = ""
+    if world.is_first:
+        shapes = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
+        folder = str(import_dump(source.expanduser(), checkpoints_of(session.settings), shapes, family.config))
+    world.meet("import", session.stop.check)
+    return opened(Path(world.gather_texts(folder)[0]))
+
+
+def set_later_aside(session: Session, step: int) -> None:
+    """Move checkpoints after `step` away on rank 0, so that a run that goes back does not mix with them."""
+    root = checkpoints_of(session.settings)
+    if session.world.is_first and (moved := set_aside(root, step)):
+        session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")
+
+
+def where_to_begin(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) -> tuple[Schedule, Position]:
+    """Return how far the run goes, and its position in the data: at the start, or where a checkpoint left off.
+
+    With other data than the checkpoint's, that is the start of the next epoch.
+    """
+    order, batch_size = plan.order, settings.effective_batch_size
+    if checkpoint is None:
+        return new_schedule(settings, order), order.start(batch_size)
+    position = resumed_position(order, checkpoint, has_same_data(plan, checkpoint), batch_size)
+    return resumed_schedule(settings, order, checkpoint.state, position), position
+
+
+def has_same_data(plan: Plan, checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint's position means something in this plan."""
+    return checkpoint.state["data"] == plan.digest
+
+
+def resumed_position(order: Order, checkpoint: Checkpoint, same_data: bool, batch_size: int) -> Position:
+    """Return where to go on: exactly there for the same data, at the start of the next epoch for other data.
+
+    Raises EnvironmentFault for a position that is not in the data, which only damage explains.
+    """
+    saved = checkpoint.state["position"]
+    if not same_data:
+        return order.start(batch_size, epoch=saved["epoch"] + 1)
+    position = Position(**saved)
+    if position.consumed.keys() != order.buckets.keys() or position.batch > len(order.plan(position)):
+        raise EnvironmentFault(
+            f"{checkpoint.folder} is damaged: there is no batch {position.batch} in epoch {position.epoch}",
+            "take an earlier one with --resume_from_checkpoint",
+        )
+    return order.resized(position, batch_size)

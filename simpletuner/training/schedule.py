@@ -1,0 +1,72 @@
+"""How far a run goes, and how far its learning rate schedule has come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from simpletuner.data.order import Order, Position
+from simpletuner.errors import DataError
+from simpletuner.settings import Settings
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The last step, and the epochs that it comes from (None: max_train_steps).
+
+    A resumed run whose number of steps changed with its effective batch or its data goes on from the progress that it
+    had at `start_step`, so that the learning rate does not jump.
+    """
+
+    max_steps: int
+    epochs: int | None = None
+    start_step: int = 0
+    start_progress: float = 0.0
+
+    def progress(self, step: int, warmup_steps: int) -> float:
+        """Return how much of the schedule after the warm-up lies behind a step, from 0 to 1."""
+        if self.start_step > warmup_steps:
+            done = (step - self.start_step) / max(1, self.max_steps - self.start_step)
+            return min(1.0, self.start_progress + (1 - self.start_progress) * done)
+        return min(1.0, max(0, step - warmup_steps) / max(1, self.max_steps - warmup_steps))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        start = {"start_step": self.start_step, "start_progress": self.start_progress}
+        return {"max_steps": self.max_steps, "schedule": {"epochs": self.epochs, **start}}
+
+
+def new_schedule(settings: Settings, order: Order) -> Schedule:
+    """Return the schedule of a run from its beginning. Raises DataError when there is nothing to train."""
+    training = settings.training
+    if training.max_train_steps is not None:
+        return Schedule(training.max_train_steps)
+    steps = order.steps_of_epochs(training.num_train_epochs, settings.effective_batch_size)
+    if steps == 0:
+        raise DataError("there is nothing to train: no bucket fills a batch", "raise num_train_epochs")
+    return Schedule(steps, training.num_train_epochs)
+
+
+def resumed_schedule(settings: Settings, order: Order, saved: Mapping[str, Any], position: Position) -> Schedule:
+    """Return the schedule of a run that goes on at `position`; `saved` is its checkpoint's state.
+
+    Epochs that lie behind stay behind: the rest of them is counted in the present effective batch.
+    """
+    training, step = settings.training, int(saved["step"])
+    if training.max_train_steps is not None:
+        return Schedule(training.max_train_steps)
+    before = saved_schedule(saved)
+    epochs, total = training.num_train_epochs, step + order.steps_until(position, training.num_train_epochs)
+    if total == before.max_steps:
+        return Schedule(total, epochs, before.start_step, before.start_progress)
+    if before.epochs not in (epochs, None):  # the user asked for another length: the schedule stretches over it
+        return Schedule(total, epochs)
+    return Schedule(total, epochs, step, before.progress(step, settings.optimizer.lr_warmup_steps))
+
+
+def saved_schedule(saved: Mapping[str, Any]) -> Schedule:
+    """Return the schedule in a checkpoint's state; older versions wrote only its last step."""
+    more = saved.get("schedule", {})
+    start = more.get("start_step", 0), more.get("start_progress", 0.0)
+    return Schedule(int(saved.get("max_steps", 0)), more.get("epochs"), *start)
