@@ -22,7 +22,7 @@ from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, forgiving, with_settings
 from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
-from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
+from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError, system_errors_explained
 from simpletuner.report import Report
 
 DEBUG = "SIMPLETUNER_DEBUG"
@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
         os.environ[DEBUG] = "1"  # the ranks that this process starts inherit it
     debug = bool(os.environ.get(DEBUG))
     try:
-        run(program, forgiving([argument for argument in given if argument != "--debug"]))
+        with system_errors_explained():
+            run(program, forgiving([argument for argument in given if argument != "--debug"]))
     except SimpleTunerError as error:
         Report().error(error)
         if debug:

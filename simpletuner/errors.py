@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -69,3 +74,53 @@ class PassedOn(SimpleTunerError):
     def __init__(self, exit_code: int, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
         self.exit_code = exit_code
+
+
+HINTS = {
+    errno.ENOSPC: "make room, then run the same command again: it goes on where it stopped",
+    errno.EDQUOT: "make room, then run the same command again: it goes on where it stopped",
+    errno.EROFS: "the file system is mounted read-only: choose another folder",
+    errno.EACCES: "see who owns it, and whether this user may use it",
+    errno.EPERM: "see who owns it, and whether this user may use it",
+    errno.EEXIST: "something else has this name: move it away, or choose another folder",
+    errno.ENOTDIR: "something else has this name: move it away, or choose another folder",
+    errno.EISDIR: "something else has this name: move it away, or choose another folder",
+    errno.ENOENT: "check that it exists and that nothing removes it while a run uses it",
+}
+RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
+"""How safetensors and tokenizers, which raise exceptions of their own, end messages about files."""
+
+
+@contextmanager
+def system_errors_explained() -> Iterator[None]:
+    """Turn what the system refuses (a full disk, a missing right, no memory) into EnvironmentFault.
+
+    Whatever touches files may raise OSError, so this is used at the two walls, around all of a command or of a rank.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (SimpleTunerError, KeyboardInterrupt, SystemExit):
+        raise
+    except OSError as error:
+        raise os_fault(error) from error
+    except MemoryError as error:
+        raise EnvironmentFault("out of memory", "lower what is held at once, such as train_batch_size") from error
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, not importable here
+            raise EnvironmentFault(str(error).partition(". ")[0], OUT_OF_GPU_MEMORY) from error
+        if number := RUST_ERRNO.search(str(error)):
+            raise os_fault(OSError(int(number[1]), os.strerror(int(number[1])))) from error
+        raise
+
+
+OUT_OF_GPU_MEMORY = "lower train_batch_size and raise gradient_accumulation_steps, or set fsdp_enable"
+
+
+def os_fault(error: OSError) -> EnvironmentFault:
+    """Return what to say about a refused system call."""
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    why = error.strerror or str(error) or type(error).__name__
+    message = f"cannot use {' and '.join(names)}: {why}" if names else why[:1].lower() + why[1:]
+    return EnvironmentFault(message, HINTS.get(error.errno or 0, "`--debug` shows where"))

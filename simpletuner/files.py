@@ -20,12 +20,20 @@ def unfinished(folder: Path) -> Path:
 def replace_folder(new: Path, folder: Path) -> None:
     """Rename `new` to `folder`; what was there before is removed only after the new one is in place."""
     old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
+    remove(old)
+    if os.path.lexists(folder):
         folder.rename(old)
     new.rename(folder)
     flush_to_disk(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all that is in it, as far as that can be done."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def restore_replaced(folder: Path) -> None:
@@ -33,7 +41,7 @@ def restore_replaced(folder: Path) -> None:
     old = folder.with_name(f".{folder.name}.old")
     if old.is_dir() and not old.is_symlink() and not folder.exists():
         old.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -13,7 +13,8 @@ from simpletuner.checkpoints.saving import save
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.feed import Share, StepBatches, feed
 from simpletuner.data.order import Position
-from simpletuner.files import sole_user_of
+from simpletuner.errors import system_errors_explained
+from simpletuner.files import remove, restore_replaced, sole_user_of
 from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
@@ -57,13 +58,18 @@ PIPELINE, PIPELINE_EMA = "pipeline", "pipeline-ema"
 def run_rank(loaded: Loaded) -> None:
     """Run one rank, from joining the others to the exported pipeline."""
     output, use_cpu = loaded.settings.training.output_dir, loaded.settings.launch.use_cpu
-    with listening() as stop, joined_world(use_cpu=use_cpu) as world, first_to_fail_speaks(world, stop):
+    with (
+        listening() as stop,
+        joined_world(use_cpu=use_cpu) as world,
+        first_to_fail_speaks(world, stop),
+        system_errors_explained(),
+    ):
         agree(world.store, Seats("rank", world.rank, world.size), card_of(loaded), stop.check, STALL_SECONDS)
         session = Session(loaded, world, Report(quiet=not world.is_first), stop)
         with sole_user_of(output) if world.is_first else nullcontext():
             if world.is_first:
+                clear_leftovers(output)
                 check_targets(pipelines_of(loaded.settings))
-                clear_unfinished(output / "checkpoints")
             fine_tune(session)
 
 
@@ -109,6 +115,15 @@ def fine_tune_on(session: Session, plan: Plan, checkpoint: Checkpoint | None) ->
         with metrics_of(settings, state.step, session.world) as metrics, compiler_explained():
             train(compose(session, family, prepared, state, metrics), state.step)
         export(session, family, state)
+
+
+def clear_leftovers(output: Path) -> None:
+    """Remove what a killed run left unfinished, and finish or undo its renames."""
+    clear_unfinished(output / "checkpoints")
+    for name in (PIPELINE, PIPELINE_EMA):
+        restore_replaced(output / name)
+    for path in [*output.glob(".*.unfinished"), *output.glob("validation/**/.*.unfinished")]:
+        remove(path)
 
 
 def pipelines_of(settings: Settings) -> list[Path]:

@@ -1,8 +1,9 @@
 """A store of tensor records in append-only shard files: one writer per rank, no locks, random reads by mmap.
 
-A shard is a row of safetensors records. Beside it lies its index, one JSON line per record, written after the record:
-a writer killed at any moment leaves at most a record that no line names. A new writer opens new shards and never
-touches old ones.
+A shard is a row of safetensors records. Its index has one JSON line per record, written after the record: a writer
+killed at any moment leaves at most a record that no line names. A new writer opens new shards and never touches old
+ones. A line holds a checksum over itself and the record's bytes; a record that is found damaged is retracted by a line
+in a new index, so that the next start makes it again.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import itertools
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
 
 from simpletuner.caches.keys import Parts, differing, short_hash
+from simpletuner.checksums import value_checksum
 from simpletuner.errors import EnvironmentFault
-from simpletuner.ops.cache.layout import INDEX_SUFFIX, index_of, shard_name, shard_of
+from simpletuner.ops.cache.layout import INDEX_SUFFIX, index_of, is_plain_file, shard_name, shard_of
 
 SHARD_BYTES = 1 << 30
+RETRACTING_RANK = 999
+"""In the name of shards that hold nothing but retractions: readers do not know their rank."""
 ALIGNMENT_BYTES = 8
 DTYPES = {
     "F32": torch.float32,
@@ -39,13 +43,22 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record lies, and what it was made from; `broken` says why a record could not be made."""
+    """Where a record is, and what it was made from; `broken` says why a record could not be made.
+
+    `checksum` is empty for what older versions wrote.
+    """
 
     shard: Path
     offset: int
     length: int
+    name: str
     parts: Parts
     broken: str = ""
+    checksum: str = ""
+
+    def checksum_with(self, record: bytes | memoryview) -> str:
+        """Return what the checksum is if `record` is what was written here."""
+        return value_checksum({"name": self.name, "parts": self.parts, "broken": self.broken}, record)
 
 
 class ShardWriter:
@@ -71,16 +84,21 @@ class ShardWriter:
 
     def write_broken(self, name: str, parts: Parts, reason: str) -> None:
         """Remember that a record cannot be made from these parts, so that it is not tried at every start."""
-        self._append(name, parts, b"", reason)
+        self._append(name, parts, b"", {"broken": reason})
 
-    def _append(self, name: str, parts: Parts, blob: bytes, broken: str = "") -> None:
+    def retract(self, place: Place) -> None:
+        """Declare a damaged record invalid, so that readers do not find it and it is made again."""
+        self._append(place.name, place.parts, b"", {"retracts": [place.shard.name, place.offset]})
+
+    def _append(self, name: str, parts: Parts, blob: bytes, more: Mapping[str, Any] | None = None) -> None:
         try:
             shard, index = self._files_with_room(len(blob))
             shard.write(bytes(-shard.tell() % ALIGNMENT_BYTES))  # views of the mapped file want aligned numbers
-            line = {"name": name, "offset": shard.tell(), "length": len(blob), "parts": parts}
+            line = {"name": name, "offset": shard.tell(), "length": len(blob), "parts": parts, **(more or {})}
+            place = Place(Path(shard.name), shard.tell(), len(blob), name, parts, line.get("broken", ""))
             shard.write(blob)
             shard.flush()
-            index.write(json.dumps(line | ({"broken": broken} if broken else {})).encode() + b"\n")
+            index.write(json.dumps({**line, "checksum": place.checksum_with(blob)}).encode() + b"\n")
             index.flush()
         except OSError as error:
             self._abandon()
@@ -92,7 +110,9 @@ class ShardWriter:
             self.close()
         if self.files is None:
             shard = self._new_shard()
-            self.files = shard, index_of(Path(shard.name)).open("wb")
+            index = index_of(Path(shard.name))
+            index.unlink(missing_ok=True)  # of a shard that was deleted, or a link
+            self.files = shard, index.open("xb")
         return self.files
 
     def _new_shard(self) -> BinaryIO:
@@ -135,22 +155,13 @@ class ShardReader:
         self.places: dict[tuple[str, str], Place] = {}
         self.known: dict[str, list[Parts]] = {}
         self._maps: dict[Path, mmap.mmap] = {}
-        for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
-            self._read_index(index)
-
-    def _read_index(self, index: Path) -> None:
-        shard = shard_of(index)
-        size = shard.stat().st_size if shard.exists() else 0
-        for line in index.read_bytes().split(b"\n")[:-1]:  # what follows the last newline is a torn line
-            try:
-                entry = json.loads(line)
-                name = entry["name"]
-                place = Place(shard, entry["offset"], entry["length"], entry["parts"], entry.get("broken", ""))
-            except (ValueError, KeyError, TypeError):
-                continue
-            if place.offset + place.length <= size:
-                self.places[name, short_hash(place.parts)] = place
-                self.known.setdefault(name, []).append(place.parts)
+        self._checked: set[str] = set()
+        entries = [entry for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")) for entry in entries_in(index)]
+        retracted = {entry.retracts for entry in entries}
+        for place in (entry.place for entry in entries if not entry.retracts):
+            if (place.shard.name, place.offset) not in retracted:
+                self.places[place.name, short_hash(place.parts)] = place
+                self.known.setdefault(place.name, []).append(place.parts)
 
     def find(self, name: str, parts: Parts) -> Place | None:
         """Return where a record made from exactly these parts lies, or None."""
@@ -163,22 +174,65 @@ class ShardReader:
     def read(self, place: Place) -> dict[str, torch.Tensor]:
         """Return a record's tensors as views of the mapped shard; stacking them makes the one copy there is.
 
-        Raises EnvironmentFault when the shard is damaged.
+        Raises EnvironmentFault when the record is damaged, which the next start makes again.
         """
         record = memoryview(self._map(place.shard))[place.offset : place.offset + place.length]
         try:
+            if place.checksum and place.checksum not in self._checked:  # once: later reads come from memory
+                if place.checksum != place.checksum_with(record):
+                    raise ValueError("its checksum does not match")
+                self._checked.add(place.checksum)
             return tensors_in(record)
-        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise EnvironmentFault(
-                f"the cache file {place.shard} is damaged at byte {place.offset}: {error}",
-                f"delete {place.shard} and run the same command again: its records are made anew",
-            ) from None
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+            raise self._retracted(place, error) from None
+
+    def _retracted(self, place: Place, error: Exception) -> EnvironmentFault:
+        """Retract a damaged record, and return what to say."""
+        message = f"the cache file {place.shard} is damaged at byte {place.offset}: {error}"
+        try:
+            with ShardWriter(self.folder, RETRACTING_RANK) as writer:
+                writer.retract(place)
+        except EnvironmentFault:
+            return EnvironmentFault(message, f"delete {place.shard}, and run the same command again")
+        return EnvironmentFault(message, "run the same command again: it makes this record again and resumes")
 
     def _map(self, shard: Path) -> mmap.mmap:
         if shard not in self._maps:
             with shard.open("rb") as file:
                 self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants writable memory
         return self._maps[shard]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of an index: a record, or the (shard, offset) of one that it retracts."""
+
+    place: Place
+    retracts: tuple[str, int] | None = None
+
+
+def entries_in(index: Path) -> Iterator[Entry]:
+    """Yield the lines of an index that are whole and sensible, and whose records are within their shard."""
+    shard = shard_of(index)
+    if not (is_plain_file(index) and is_plain_file(shard)):
+        return
+    size = shard.stat().st_size
+    for line in index.read_bytes().split(b"\n")[:-1]:  # what follows the last newline is a torn line
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError, AttributeError):
+            entry = entry_of(json.loads(line), shard)
+            if 0 <= entry.place.offset <= entry.place.offset + entry.place.length <= size:
+                yield entry
+
+
+def entry_of(line: Mapping[str, Any], shard: Path) -> Entry:
+    """Return an index line. Raises ValueError, KeyError or TypeError for what is none."""
+    parts = {str(name): str(value) for name, value in line["parts"].items()}
+    numbers = int(line["offset"]), int(line["length"])
+    place = Place(shard, *numbers, str(line["name"]), parts, str(line.get("broken", "")), str(line.get("checksum", "")))
+    if place.broken and place.checksum and place.checksum != place.checksum_with(b""):
+        raise ValueError("its checksum does not match")
+    name, offset = line.get("retracts", (None, None))
+    return Entry(place, None if name is None else (str(name), int(offset)))
 
 
 def tensors_in(record: memoryview) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from simpletuner.checkpoints.tensors import NamedTensors, write_full
 from simpletuner.checkpoints.verification import checksums
 from simpletuner.checksums import is_intact, signed
 from simpletuner.errors import EnvironmentFault
-from simpletuner.files import flush_to_disk, replace_folder, restore_replaced, unfinished, write_json
+from simpletuner.files import flush_to_disk, replace_folder, unfinished, write_json
 from simpletuner.models.family import Family
 from simpletuner.parallel.world import World
 
@@ -146,7 +146,6 @@ def check_export(family: Family, targets: list[Path]) -> None:
 def check_targets(targets: list[Path]) -> None:
     """Raise EnvironmentFault for a folder in a pipeline's place that simpletuner did not write."""
     for target in targets:
-        restore_replaced(target)
         if os.path.lexists(target) and (target.is_symlink() or not (target / FINISHED).is_file()):
             raise EnvironmentFault(
                 f"{target} was not written by simpletuner, and the trained pipeline would replace it",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from simpletuner.checksums import is_intact
 from simpletuner.errors import EnvironmentFault, SettingsError
-from simpletuner.files import replace_folder, restore_replaced, unfinished
+from simpletuner.files import remove, replace_folder, restore_replaced, unfinished
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
@@ -169,7 +168,7 @@ def sizes(folder: Path) -> dict[str, int]:
 def clear_unfinished(root: Path) -> None:
     """Remove what a killed save left behind; a checkpoint that was being replaced gets its name back."""
     for path in root.glob(".checkpoint-*.unfinished"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
     for path in root.glob(".checkpoint-*.old"):
         restore_replaced(root / path.name.removeprefix(".").removesuffix(".old"))
 
@@ -181,12 +180,9 @@ def prune(root: Path, keep: int) -> None:
     """
     for folder in [folder for folder in numbered(root) if is_complete(folder)][keep:]:
         hidden = unfinished(folder)
-        shutil.rmtree(hidden, ignore_errors=True)
-        if folder.is_symlink():  # its owner keeps the target
-            folder.unlink()
-            continue
+        remove(hidden)
         folder.rename(hidden)
-        shutil.rmtree(hidden)
+        remove(hidden)
 
 
 def set_aside(root: Path, step: int) -> list[str]:

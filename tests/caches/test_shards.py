@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from simpletuner.caches import shards
+from simpletuner.caches.keys import short_hash
 from simpletuner.caches.shards import ShardReader, ShardWriter
 from simpletuner.errors import EnvironmentFault
 
@@ -203,20 +204,88 @@ def test_a_record_can_be_read_while_the_writer_goes_on(tmp_path):
         assert reader.find("b", PARTS) is None, "a reader is a snapshot"
 
 
-def test_a_damaged_shard_is_named_with_the_way_out(tmp_path):
-    written(tmp_path, "a", "b")
-    shard = only(tmp_path, ".shard")
+@pytest.mark.parametrize("where", ["record", "header", "name", "parts", "offset", "length"])
+def test_damage_of_one_record_is_found_and_the_record_is_made_again_at_the_next_start(tmp_path, where):
+    written(tmp_path, "a", "bb", "c")
+    shard, index = only(tmp_path, ".shard"), only(tmp_path, ".index.jsonl")
+    place = ShardReader(tmp_path).find("bb", PARTS)
+    if where in ("record", "header"):
+        blob = bytearray(shard.read_bytes())
+        blob[place.offset + (place.length - 1 if where == "record" else 4)] ^= 1
+        shard.write_bytes(blob)
+    else:
+        lines = [json.loads(line) for line in index.read_text().splitlines()]
+        b = next(line for line in lines if line["name"] == "bb")
+        new = {"name": "d", "parts": PARTS | {"VAE": "z"}, "offset": lines[0]["offset"], "length": b["length"] - 8}
+        b[where] = new[where]
+        index.write_text("".join(json.dumps(line) + "\n" for line in lines))
     reader = ShardReader(tmp_path)
-    place = reader.find("b", PARTS)
-    blob = bytearray(shard.read_bytes())
-    blob[place.offset : place.offset + 8] = b"\xff" * 8
-    shard.write_bytes(blob)
-    fresh = ShardReader(tmp_path)
-    assert torch.equal(fresh.read(fresh.find("a", PARTS))["t"], torch.ones(10))
+    assert torch.equal(reader.read(reader.find("a", PARTS))["t"], torch.ones(10))
+    found = [each for each in reader.places.values() if each.name not in ("a", "c")]
+    assert len(found) == 1, "of a changed name or changed parts there is a record, but not the one asked for"
     with pytest.raises(EnvironmentFault) as caught:
-        fresh.read(fresh.find("b", PARTS))
-    assert f"{shard} is damaged at byte {place.offset}" in caught.value.message
-    assert f"delete {shard}" in caught.value.hint
+        reader.read(found[0])
+    assert f"{shard} is damaged at byte {found[0].offset}" in caught.value.message
+    assert "run the same command again: it makes this record again" in caught.value.hint
+    assert {name for name, _ in ShardReader(tmp_path).places} <= {"a", "c"}
+    written(tmp_path, "bb")
+    again = ShardReader(tmp_path)
+    assert torch.equal(again.read(again.find("bb", PARTS))["t"], torch.full((10,), 2.0))
+
+
+def test_any_flipped_bit_of_an_index_is_found_or_the_record_is_missing(tmp_path):
+    with ShardWriter(tmp_path, 0) as writer:
+        writer.write("a", PARTS, {"t": torch.arange(4.0)})
+        writer.write_broken("bad", PARTS, "cut short")
+    index = only(tmp_path, ".index.jsonl")
+    whole = index.read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 7
+        index.write_bytes(damaged)
+        reader = ShardReader(tmp_path)
+        for name, parts, wanted in (("a", PARTS, ""), ("bad", PARTS, "cut short")):
+            found = reader.find(name, parts)
+            if found is None:
+                continue
+            assert found.broken == wanted or name == "bad"
+            if not found.broken:
+                try:
+                    assert torch.equal(reader.read(found)["t"], torch.arange(4.0))
+                except EnvironmentFault:
+                    for path in tmp_path.glob("rank999*"):
+                        path.unlink()
+
+
+def test_what_an_older_version_wrote_without_checksums_is_read(tmp_path):
+    written(tmp_path, "a")
+    index = only(tmp_path, ".index.jsonl")
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    index.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "checksum"}) + "\n" for line in lines))
+    reader = ShardReader(tmp_path)
+    assert torch.equal(reader.read(reader.find("a", PARTS))["t"], torch.ones(10))
+
+
+@pytest.mark.parametrize(
+    "change", [{"offset": "0"}, {"name": ["a"]}, {"parts": None}, {"length": -5}, {"retracts": 3}, {"checksum": 7}]
+)
+def test_an_index_line_of_wrong_types_hides_at_most_its_own_record(tmp_path, change):
+    written(tmp_path, "a", "b")
+    index = only(tmp_path, ".index.jsonl")
+    first, second = index.read_text().splitlines()
+    index.write_text(json.dumps(json.loads(first) | change) + "\n" + second + "\n")
+    assert ("b", short_hash(PARTS)) in ShardReader(tmp_path).places
+
+
+def test_a_folder_in_the_place_of_an_index_or_a_shard_holds_nothing(tmp_path):
+    written(tmp_path, "a")
+    for suffix in (".index.jsonl", ".shard"):
+        path = only(tmp_path, suffix)
+        path.unlink()
+        path.mkdir()
+        assert ShardReader(tmp_path).places == {}
+    written(tmp_path, "a")
+    assert len(ShardReader(tmp_path).places) == 1
 
 
 def test_a_missing_record_says_which_parts_changed(tmp_path):
@@ -249,6 +318,7 @@ WRITE_UNTIL_KILLED = """
 import itertools, os, random, signal, sys, time
 from pathlib import Path
 import torch
+from simpletuner.caches.keys import short_hash
 from simpletuner.caches.shards import ShardWriter
 
 torch.set_num_threads(1)

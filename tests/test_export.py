@@ -1,0 +1,158 @@
+"""The trained pipeline: opened part by part by the classes that it names, trained again by every engine, never at the
+cost of what is not ours."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import base
+from safetensors import safe_open
+
+ENGINES = {
+    "plain": (1, "--train_batch_size=4"),
+    "data-parallel": (2, "--train_batch_size=2"),
+    "fsdp2": (2, "--train_batch_size=2", "--fsdp_enable"),
+    "fsdp2, full": (2, "--train_batch_size=2", "--fsdp_enable", "--fsdp_state_dict_type=full"),
+    "zero1": (2, "--train_batch_size=2", "--zero_stage=1"),
+    "zero2": (2, "--train_batch_size=2", "--zero_stage=2"),
+    "zero3": (2, "--train_batch_size=2", "--zero_stage=3"),
+    "fsdp2, again": (2, "--train_batch_size=2", "--fsdp_enable"),
+}
+
+
+def assert_opened_by_its_own_classes(pipeline: Path) -> None:
+    """Open every component with the class that model_index.json, or its own config.json, names."""
+    import diffusers
+
+    index = json.loads((pipeline / "model_index.json").read_text())
+    for name, (library, cls) in [item for item in index.items() if isinstance(item[1], list) and any(item[1])]:
+        getattr(importlib.import_module(library), cls).from_pretrained(pipeline / name)
+        config = pipeline / name / "config.json"
+        if library == "diffusers" and config.exists():
+            named = json.loads(config.read_text())["_class_name"]
+            assert type(getattr(diffusers, named).from_pretrained(pipeline / name)).__name__ == cls
+            diffusers.AutoModel.from_pretrained(str(pipeline / name))
+
+
+def test_each_engine_trains_what_another_has_exported_and_every_part_opens(sdxl, shapes, train, tmp_path):
+    pipeline = sdxl
+    for name, (world, *flags) in ENGINES.items():
+        if "zero" in name and importlib.util.find_spec("deepspeed") is None:
+            continue
+        output = tmp_path / name
+        train(output, *base("sdxl", pipeline, shapes), *flags, "--max_train_steps=1", "--use_ema", world=world)
+        for pipeline in (output / "pipeline", output / "pipeline-ema"):
+            assert_opened_by_its_own_classes(pipeline)
+        config = json.loads((output / "checkpoints/checkpoint-000001/model/config.json").read_text())
+        assert config["_class_name"] == "UNet2DConditionModel"
+
+
+def test_what_version_0_1_wrote_with_the_class_name_of_fsdp_is_understood(sdxl, shapes, train, tmp_path, capsys):
+    from simpletuner.app import main
+
+    pipeline = tmp_path / "base"
+    shutil.copytree(sdxl, pipeline)
+    config = pipeline / "unet" / "config.json"
+    config.write_text(config.read_text().replace('"UNet2DConditionModel"', '"FSDPUNet2DConditionModel"'))
+    train(tmp_path / "run", *base("sdxl", pipeline, shapes), "--max_train_steps=1")
+    assert_opened_by_its_own_classes(tmp_path / "run" / "pipeline")
+    with pytest.raises(SystemExit) as ended:
+        main(["detect-blocks", f"--pretrained_model_name_or_path={pipeline}", "--json", "--refresh"])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)["denoiser"] == "UNet2DConditionModel"
+
+
+def test_only_what_the_index_names_is_exported_and_nothing_from_outside(sdxl, shapes, train, tmp_path):
+    pipeline, secret = tmp_path / "base", tmp_path / "secret"
+    shutil.copytree(sdxl, pipeline)
+    secret.mkdir()
+    (secret / "id_rsa.txt").write_text("private")
+    (pipeline / "extra").symlink_to(secret)
+    (pipeline / "notes").mkdir()
+    (pipeline / "vae" / "decoy.pickle").write_bytes(b"\x80\x04.")
+    os.mkfifo(pipeline / "notes" / "pipe.txt")
+    blobs = tmp_path / "elsewhere"  # a component on another disk is the user's own doing
+    (pipeline / "text_encoder").rename(blobs)
+    (pipeline / "text_encoder").symlink_to(blobs)
+    output = pipeline / "runs" / "a"  # within the base model's folder
+    flags = (*base("sdxl", pipeline, shapes), "--train_batch_size=4")
+    train(output, *flags, "--max_train_steps=1")
+    exported = {path.name for path in (output / "pipeline").iterdir()}
+    index = json.loads((sdxl / "model_index.json").read_text())
+    assert exported == {name for name in index if not name.startswith("_")} - {
+        name for name, value in index.items() if not isinstance(value, list) or not any(value)
+    } | {"model_index.json", "simpletuner.json"}
+    assert not list((output / "pipeline").rglob("*.pickle"))
+    assert_opened_by_its_own_classes(output / "pipeline")
+    for name, problem in (("x.txt", "links to"), ("pipe.json", "not a regular file"), ("gone.txt", "leads nowhere")):
+        odd = pipeline / "vae" / name
+        if name == "x.txt":
+            odd.symlink_to(secret / "id_rsa.txt")
+        elif name == "gone.txt":
+            odd.symlink_to(odd)
+        else:
+            os.mkfifo(odd)
+        refused = train(tmp_path / name, *flags, "--max_train_steps=1", code=3)
+        assert problem in refused.said and "making" not in refused.said, "found before anything is encoded"
+        odd.unlink()
+    refused = train(pipeline / "vae" / "run", *flags, "--max_train_steps=1", code=3)
+    assert "inside a component of the base model" in refused.said
+
+
+def test_what_is_not_ours_is_neither_replaced_nor_removed(sdxl, shapes, train, tmp_path):
+    output = tmp_path / "run"
+    flags = (*base("sdxl", sdxl, shapes), "--train_batch_size=4")
+    (output / "pipeline").mkdir(parents=True)
+    (output / "pipeline" / "thesis.txt").write_text("years")
+    refused = train(output, *flags, "--max_train_steps=1", code=3)
+    assert f"{output / 'pipeline'} was not written by simpletuner" in refused.said
+    assert (output / "pipeline" / "thesis.txt").read_text() == "years"
+    shutil.rmtree(output)
+    train(output, *flags, "--max_train_steps=1")
+    (output / "pipeline" / "README.md").write_text("my model")
+    own = (*base("sdxl", output / "pipeline", shapes), "--train_batch_size=4")
+    refused = train(output, *own, "--max_train_steps=2", code=3)
+    assert "is where the trained pipeline would be written" in refused.said
+    train(output, *flags, "--max_train_steps=2")
+    assert (output / "pipeline" / "README.md").read_text() == "my model"
+    assert json.loads((output / "pipeline" / "simpletuner.json").read_text())["steps"] == 2
+
+
+def test_finished_means_that_the_pipeline_is_whole_and_nothing_else_is_left(sdxl, shapes, train, starter, tmp_path):
+    output = tmp_path / "run"
+    flags = (*base("sdxl", sdxl, shapes), "--train_batch_size=4", "--max_train_steps=2")
+    train(output, *flags)
+    weights = next((output / "pipeline" / "unet").glob("*.safetensors"))
+    whole = weights.read_bytes()
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert "finished already" in train(output, *flags).said
+    after = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == before, "a start that has nothing to do changes nothing"
+    flipped = bytearray(whole)
+    flipped[-1] ^= 1
+    damages = [lambda: weights.unlink(), lambda: weights.write_bytes(whole[:-10]), lambda: weights.write_bytes(flipped)]
+    for harm in damages:
+        harm()
+        assert "finished already" not in train(output, *flags).said
+        assert next((output / "pipeline" / "unet").glob("*.safetensors")).read_bytes() == whole
+    marker = output / "pipeline" / "simpletuner.json"
+    for text in ("[]", "null", '{"steps": null}', "{"):
+        marker.write_text(text)
+        train(output, *flags)
+        assert json.loads(marker.read_text())["steps"] == 2
+    marker.write_text('{"steps": 2}')  # as version 0.1 wrote it
+    assert "finished already" in train(output, *flags).said
+    (output / ".pipeline.unfinished").mkdir()
+    (output / "pipeline").rename(output / ".pipeline.old")  # killed while the new one took its place
+    assert "finished already" in train(output, *flags).said
+    shutil.copytree(output / "pipeline", output / ".pipeline.old")  # killed just after that
+    assert "finished already" in train(output, *flags).said
+    assert not list(output.glob(".pipeline*"))
+    with safe_open(next((output / "pipeline" / "unet").glob("*.safetensors")), "pt") as file:
+        assert file.keys()
