@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -92,8 +93,10 @@ RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 
 
 @contextmanager
-def system_errors_explained() -> Iterator[None]:
+def system_errors_explained(folder: Path | None = None) -> Iterator[None]:
     """Turn what the system refuses (a full disk, a missing right, no memory) into EnvironmentFault.
+
+    `folder` is named where an error names no file.
 
     Whatever touches files may raise OSError, so this is used at the two walls, around all of a command or of a rank.
     """
@@ -104,23 +107,23 @@ def system_errors_explained() -> Iterator[None]:
     except (SimpleTunerError, KeyboardInterrupt, SystemExit):
         raise
     except OSError as error:
-        raise os_fault(error) from error
+        raise os_fault(error, folder) from error
     except MemoryError as error:
         raise EnvironmentFault("out of memory", "lower what is held at once, such as train_batch_size") from error
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, not importable here
             raise EnvironmentFault(str(error).partition(". ")[0], OUT_OF_GPU_MEMORY) from error
         if number := RUST_ERRNO.search(str(error)):
-            raise os_fault(OSError(int(number[1]), os.strerror(int(number[1])))) from error
+            raise os_fault(OSError(int(number[1]), os.strerror(int(number[1]))), folder) from error
         raise
 
 
 OUT_OF_GPU_MEMORY = "lower train_batch_size and raise gradient_accumulation_steps, or set fsdp_enable"
 
 
-def os_fault(error: OSError) -> EnvironmentFault:
+def os_fault(error: OSError, folder: Path | None = None) -> EnvironmentFault:
     """Return what to say about a refused system call."""
-    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None] or [str(folder or "")]
     why = error.strerror or str(error) or type(error).__name__
-    message = f"cannot use {' and '.join(names)}: {why}" if names else why[:1].lower() + why[1:]
+    message = f"cannot use {' and '.join(names)}: {why}" if any(names) else why
     return EnvironmentFault(message, HINTS.get(error.errno or 0, "`--debug` shows where"))

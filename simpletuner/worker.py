@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from simpletuner.checkpoints.saving import save
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.feed import Share, StepBatches, feed
 from simpletuner.data.order import Position
-from simpletuner.errors import system_errors_explained
+from simpletuner.errors import PassedOn, SimpleTunerError, system_errors_explained
 from simpletuner.files import remove, restore_replaced, sole_user_of
 from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
@@ -57,20 +58,35 @@ PIPELINE, PIPELINE_EMA = "pipeline", "pipeline-ema"
 
 def run_rank(loaded: Loaded) -> None:
     """Run one rank, from joining the others to the exported pipeline."""
-    output, use_cpu = loaded.settings.training.output_dir, loaded.settings.launch.use_cpu
     with (
         listening() as stop,
-        joined_world(use_cpu=use_cpu) as world,
+        joined_world(use_cpu=loaded.settings.launch.use_cpu) as world,
         first_to_fail_speaks(world, stop),
         system_errors_explained(),
     ):
         agree(world.store, Seats("rank", world.rank, world.size), card_of(loaded), stop.check, STALL_SECONDS)
         session = Session(loaded, world, Report(quiet=not world.is_first), stop)
-        with sole_user_of(output) if world.is_first else nullcontext():
-            if world.is_first:
-                clear_leftovers(output)
-                check_targets(pipelines_of(loaded.settings))
+        with ExitStack() as held:
+            open_output(session, held)
             fine_tune(session)
+
+
+def open_output(session: Session, held: ExitStack) -> None:
+    """Lock output_dir and clean up in it on rank 0. Collective: all ranks raise what rank 0 raises."""
+    settings, world, error = session.settings, session.world, None
+    if world.is_first:
+        try:
+            with system_errors_explained():
+                held.enter_context(sole_user_of(settings.training.output_dir))
+                clear_leftovers(settings.training.output_dir)
+                check_targets(pipelines_of(settings))
+        except SimpleTunerError as caught:
+            error = caught
+    refused = world.gather_texts(json.dumps([error.exit_code, error.message, error.hint]) if error else "")[0]
+    if error is not None:
+        raise error
+    if refused:
+        raise PassedOn(*json.loads(refused))
 
 
 def fine_tune(session: Session) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.errors import EnvironmentFault, SettingsError, system_errors_explained
 from simpletuner.files import replace_folder, unfinished
 from simpletuner.models.components import read_json, refuse_pickles
 from simpletuner.models.family import Family
@@ -33,8 +33,9 @@ def open_family(settings: Settings, world: World, stop: Callable[[], None]) -> F
     if needs_building(model):
         folder = settings.training.output_dir / f"base-{model.model_family}-tiny"
         if world.is_first and not folder.exists():
-            build_tiny(traits, unfinished(folder))
-            replace_folder(unfinished(folder), folder)
+            with system_errors_explained(folder):
+                build_tiny(traits, unfinished(folder))
+                replace_folder(unfinished(folder), folder)
     else:
         folder = local_folder(model) or (downloaded(model) if world.is_first else None)
     world.meet("base model", stop, DOWNLOAD_SECONDS)
