@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from simpletuner.caches.filling import Job, Wanted, fill
 from simpletuner.caches.keys import folder_fingerprint, latents_parts
-from simpletuner.caches.shards import ShardReader, ShardWriter
+from simpletuner.caches.shards import ShardReader
 from simpletuner.data.discovery import Sample
 from simpletuner.data.pictures import BROKEN, read_rgb, resized_and_cropped
 from simpletuner.models.family import Family
@@ -56,17 +56,14 @@ class LatentsCache:
     def _vae(self) -> Vae:
         return self.family.vae(self.world.device)
 
-    def _make(self, writer: ShardWriter, chunk: Sequence[Wanted]) -> None:
+    def _make(self, chunk: Sequence[Wanted]) -> Iterator[tuple[Wanted, Mapping[str, Tensor] | str]]:
         with ThreadPoolExecutor(DECODING_THREADS) as pool:
             decoded = list(pool.map(decode, [self.samples[item.name] for item in chunk]))
+        yield from ((item, each) for item, each in zip(chunk, decoded, strict=True) if isinstance(each, str))
         good = [(item, pixels) for item, pixels in zip(chunk, decoded, strict=True) if isinstance(pixels, Tensor)]
-        for item, problem in zip(chunk, decoded, strict=True):
-            if isinstance(problem, str):
-                writer.write_broken(item.name, item.parts, problem)
         if good:
             latents = self._vae.encode(torch.stack([pixels for _, pixels in good]))
-            for (item, _), each in zip(good, latents, strict=True):
-                writer.write(item.name, item.parts, {"latents": each})
+            yield from ((item, {"latents": each}) for (item, _), each in zip(good, latents, strict=True))
 
 
 def decode(sample: Sample) -> Tensor | str:

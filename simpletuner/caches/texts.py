@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from simpletuner.caches.filling import Job, Wanted, fill
 from simpletuner.caches.keys import folder_fingerprint, short_hash, text_parts
-from simpletuner.caches.shards import ShardReader, ShardWriter
+from simpletuner.caches.shards import ShardReader
 from simpletuner.models.components import text_folders
 from simpletuner.models.family import Conditioning, Family, TextEncoder
 from simpletuner.parallel.world import World
@@ -43,7 +44,7 @@ class TextCache:
     def _encoder(self) -> TextEncoder:
         return self.family.text_encoder(self.world.device, self.dtype)
 
-    def _make(self, writer: ShardWriter, chunk: Sequence[Wanted]) -> None:
+    def _make(self, chunk: Sequence[Wanted]) -> Iterator[tuple[Wanted, Mapping[str, Tensor]]]:
         encoded = self._encoder.encode([self.captions[item.name] for item in chunk])
         for number, item in enumerate(chunk):
-            writer.write(item.name, item.parts, {key: value[number] for key, value in encoded.items()})
+            yield item, {key: value[number] for key, value in encoded.items()}

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from simpletuner.caches.filling import Job, Wanted, chunks_of, fill
-from simpletuner.caches.shards import ShardReader, ShardWriter
+from simpletuner.caches.shards import ShardReader
 from simpletuner.errors import Stopped
 from simpletuner.ops.signals import StopRequest
 from simpletuner.parallel.world import World
@@ -27,10 +27,10 @@ def wanted(count: int, vae: str = "a") -> list[Wanted]:
 
 
 def job(folder: Path, made: list[str], chunk: int = 2) -> Job:
-    def make(writer: ShardWriter, items: Sequence[Wanted]) -> None:
+    def make(items: Sequence[Wanted]) -> Iterator[tuple[Wanted, Mapping[str, torch.Tensor]]]:
         made.extend(item.name for item in items)
         for item in items:
-            writer.write(item.name, item.parts, {"t": torch.tensor(float(item.name[1:]))})
+            yield item, {"t": torch.tensor([float(item.name[1:]), len(items)])}
 
     return Job("latents", folder, chunk, make)
 
@@ -53,7 +53,8 @@ def test_only_what_is_missing_is_made_and_told(tmp_path, capsys):
     assert "latents: making 3 of 3" in capsys.readouterr().err
     made.clear()
     reader = fill(job(tmp_path, made), wanted(5), alone(), Report(), GO_ON)
-    assert sorted(made) == ["r3", "r4"]
+    assert sorted(made) == ["r1", "r3", "r4"], "r1 and r3 are one batch"
+    assert len(reader.places) == 5
     assert "latents: making 2 of 5" in capsys.readouterr().err
     made.clear()
     fill(job(tmp_path, made), wanted(5), alone(), Report(), GO_ON)
@@ -91,6 +92,18 @@ def test_a_request_to_stop_ends_filling_between_chunks_and_keeps_what_is_made(tm
         fill(job(tmp_path, made), wanted(10), alone(), Report(quiet=True), stop_after_two_chunks)
     assert len(made) == 4
     assert names_in(ShardReader(tmp_path)) == set(made)
+
+
+def test_an_interrupted_batch_is_computed_whole_so_that_its_records_are_those_of_an_undisturbed_run(tmp_path):
+    whole = fill(job(tmp_path / "whole", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
+    fill(job(tmp_path / "parts", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
+    index = next((tmp_path / "parts").glob("*.index.jsonl"))
+    lines = index.read_bytes().splitlines(keepends=True)
+    index.write_bytes(b"".join(lines[:2] + lines[4:7]))
+    parts = fill(job(tmp_path / "parts", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
+    for item in wanted(12):
+        places = [reader.find(item.name, item.parts) for reader in (whole, parts)]
+        assert torch.equal(whole.read(places[0])["t"], parts.read(places[1])["t"]), item.name
 
 
 def test_two_caches_may_lie_in_one_folder(tmp_path):
