@@ -43,14 +43,19 @@ SMALL = (
 """Flags of a run that takes a second: 64 px pictures in float32."""
 
 
-@pytest.fixture(scope="session")
-def fork_server():
+def fork_server_context():
+    """Return a context whose processes are forked from one that has imported everything heavy."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     paths = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks"])
     return context
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    return fork_server_context()
 
 
 @dataclass
