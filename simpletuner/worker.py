@@ -40,11 +40,13 @@ from simpletuner.training.loop import Run, train
 from simpletuner.training.metrics import Metrics, metrics_of
 from simpletuner.training.optimizers import learning_rate_at, make_optimizer
 from simpletuner.training.resuming import (
+    base_fingerprints,
     check_fits,
     checkpoint_to_resume,
     has_same_data,
     imported_checkpoint,
     set_later_aside,
+    warn_of_changed_base,
     where_to_begin,
 )
 from simpletuner.training.settings_record import record_settings
@@ -171,8 +173,10 @@ def open_state(
     settings, plan = session.settings, prepared.plan
     average = Average(strategy, settings.ema) if settings.ema.use_ema else None
     schedule, position = where_to_begin(settings, plan, checkpoint)
-    state = TrainingState(strategy, average, family.exported_config(), plan.digest, schedule, 0, position)
+    base = base_fingerprints(family)
+    state = TrainingState(strategy, average, family.exported_config(), plan.digest, schedule, 0, position, base)
     if checkpoint is not None:
+        warn_of_changed_base(session, checkpoint, base)
         state.restore(checkpoint, settings, session.report)
         if not has_same_data(plan, checkpoint):
             session.report.warn(

@@ -43,6 +43,18 @@ def test_another_optimizer_starts_without_state_and_the_rest_goes_on(engine, sdx
     assert "another optimizer" not in same.said and state_of(output)["optimizer"]["steps"] == 2
 
 
+def test_a_base_model_that_changed_since_the_checkpoint_is_said(sdxl, shapes, train, tmp_path):
+    pipeline = tmp_path / "base"
+    shutil.copytree(sdxl, pipeline)
+    flags = (*base("sdxl", pipeline, shapes), "--train_batch_size=4")
+    train(tmp_path / "run", *flags, "--max_train_steps=1")
+    assert "the base model changed" not in train(tmp_path / "run", *flags, "--max_train_steps=2").said
+    scheduler = pipeline / "scheduler" / "scheduler_config.json"
+    scheduler.write_text(scheduler.read_text().replace("0.012", "0.013"))
+    changed = train(tmp_path / "run", *flags, "--max_train_steps=3")
+    assert "the base model changed since the checkpoint: scheduler/scheduler_config.json" in changed.said
+
+
 def test_ema_that_is_left_out_or_added_is_said(sdxl_flags, train, tmp_path):
     flags = (*sdxl_flags, "--train_batch_size=4")
     output = tmp_path / "run"

@@ -61,6 +61,7 @@ class StateFields(BaseModel):
     files: dict[str, Count]
     checksums: dict[str, str] = {}
     max_steps: Count = 0
+    base: dict[str, str] = {}
     model_family: str = ""
 
 

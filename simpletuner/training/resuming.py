@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from simpletuner.caches.keys import file_fingerprint
 from simpletuner.checkpoints.deepspeed import import_dump
 from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, opened, set_aside
 from simpletuner.checkpoints.tensors import shapes_in
@@ -61,6 +63,29 @@ def check_fits(checkpoint: Checkpoint, family: Family) -> None:
             f"{checkpoint.folder} is of another model: {'; '.join(wrong[:SHOWN])}{more}",
             "check pretrained_model_name_or_path, give another --output_dir, or --resume_from_checkpoint=none",
         )
+
+
+def base_fingerprints(family: Family) -> dict[str, str]:
+    """Return what stands for the base model's files that a resumed run still reads, by name: all but the weights of the
+    denoiser, which are in the checkpoint."""
+    files = [path for path in sorted(family.folder.glob("*/*")) if path.is_file()]
+    weights = f"{family.denoiser_name}/"
+    names = {path.relative_to(family.folder).as_posix(): path for path in files if path.parent.name in family.index}
+    return {
+        name: file_fingerprint(path)
+        for name, path in names.items()
+        if not (name.startswith(weights) and path.suffix == ".safetensors")
+    }
+
+
+def warn_of_changed_base(session: Session, checkpoint: Checkpoint, base: Mapping[str, str]) -> None:
+    """Say which files of the base model are others than those that the checkpoint was trained with."""
+    before = checkpoint.state.get("base")
+    if not before or before == base:
+        return
+    names = sorted(name for name in before.keys() | base.keys() if before.get(name) != base.get(name))
+    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    session.report.warn(f"the base model changed since the checkpoint: {', '.join(names[:SHOWN])}{more}")
 
 
 def imported_checkpoint(session: Session, family: Family) -> Checkpoint | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ class TrainingState:
     """The engine, the average, how far the run goes, and where it begins.
 
     `config` is the denoiser's as it was built: an engine may change the class of the module that it wraps (FSDP2 does).
-    `data` is what positions refer to.
+    `data` is what positions refer to, `base` stands for the base model's files by name.
     """
 
     strategy: Strategy
@@ -36,6 +36,7 @@ class TrainingState:
     schedule: Schedule
     step: int
     position: Position
+    base: Mapping[str, str] = field(default_factory=dict)
 
     def snapshot(self, step: int, position: Position, facts: Mapping[str, Any]) -> Snapshot:
         """Return what a checkpoint after `step` holds; `facts` are for people who read its state.json."""
@@ -49,6 +50,7 @@ class TrainingState:
             **self.schedule.as_json(),
             "position": asdict(position),
             "data": self.data,
+            "base": dict(self.base),
             "optimizer": {"steps": moments.steps, "moments": sorted(moments.tensors)},
             "ema_updates": self.average.updates if self.average is not None else None,
         }
