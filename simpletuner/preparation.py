@@ -17,6 +17,7 @@ from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.data.order import Order
 from simpletuner.errors import DataError
 from simpletuner.models.family import Family
+from simpletuner.parallel.same_data import agree_on_data
 from simpletuner.parallel.strategy import compute_dtype
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
@@ -48,12 +49,17 @@ class Prepared:
     text: TextCache
 
 
-def plan_data(settings: Settings, report: Report) -> Plan:
-    """Find the pictures and group them. Raises DataError or SettingsError before anything expensive happens."""
+def plan_data(session: Session) -> Plan:
+    """Find the pictures, compare them with those of the other ranks, and group them. Collective.
+
+    Raises DataError or SettingsError before anything expensive happens.
+    """
+    settings = session.settings
     datasets, text_named = datasets_of(settings.data)
     found = discover(datasets, settings.data.aspect_bucket_alignment, settings.training.seed)
-    tell_left_out(found, report)
-    return plan_of(settings, datasets, found.samples, text_folder(settings, text_named))
+    tell_left_out(found, session.report)
+    samples = agree_on_data(found, datasets, session.world, session.stop.check)
+    return plan_of(settings, datasets, samples, text_folder(settings, text_named))
 
 
 def plan_of(settings: Settings, datasets: list[ImageDataset], samples: list[Sample], text_folder: Path) -> Plan:

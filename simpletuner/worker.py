@@ -26,6 +26,7 @@ from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.moments import NamedTensors
+from simpletuner.parallel.same_folder import agree_on_folders
 from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
 from simpletuner.parallel.world import STALL_SECONDS, first_to_fail_speaks, joined_world
 from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare, steps_to_train
@@ -63,13 +64,17 @@ def fine_tune(session: Session) -> None:
     quieten_libraries()
     for warning in session.loaded.warnings:
         session.report.warn(warning)
-    plan = plan_data(settings, session.report)
+    world, stop = session.world, session.stop.check
+    agree_on_folders([("output_dir", output)], world, stop, "output")
+    plan = plan_data(session)
     done = finished_steps(output / "pipeline") if settings.checkpoints.resume_from_checkpoint == "latest" else 0
     if done >= steps_to_train(settings, plan.order):
         session.report.say(f"finished already, after {done} steps; raise max_train_steps or num_train_epochs to go on")
         conclude(output, session.report)
         return
-    with in_use(folders_of(settings, plan)):
+    caches = folders_of(settings, plan)
+    with in_use(caches):
+        agree_on_folders([("the cache", folder) for folder in caches], world, stop, "caches")
         fine_tune_on(session, plan)
     conclude(output, session.report)
 
