@@ -14,7 +14,7 @@ from simpletuner.data.datasets import ImageDataset, datasets_of
 from simpletuner.data.discovery import Found, Sample, discover
 from simpletuner.data.feed import Source
 from simpletuner.data.folders import latents_folder, text_folder
-from simpletuner.data.order import Order
+from simpletuner.data.order import VERSION, Order
 from simpletuner.errors import DataError
 from simpletuner.models.family import Family
 from simpletuner.parallel.same_data import agree_on_data
@@ -37,7 +37,7 @@ class Plan:
     text_folder: Path
     order: Order
     digest: str
-    """Identity of seed and buckets: a position in the order means something only for the same ones."""
+    """Identity of seed, buckets and order: a position means something only for the same ones."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def plan_of(settings: Settings, datasets: list[ImageDataset], samples: list[Samp
     buckets = filled(group(samples, repeats), settings.effective_batch_size, oversubscribe)
     seed = settings.training.seed
     contents = {name: [samples[index].id for index in items] for name, items in buckets.items()}
-    return Plan(datasets, samples, buckets, text_folder, Order(buckets, seed), short_hash([seed, contents]))
+    return Plan(datasets, samples, buckets, text_folder, Order(buckets, seed), short_hash([VERSION, seed, contents]))
 
 
 def prepare(session: Session, plan: Plan, family: Family) -> Prepared:

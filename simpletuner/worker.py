@@ -125,7 +125,10 @@ def open_state(
     state.restore(checkpoint)
     same_data = checkpoint.state["data"] == plan.digest
     if not same_data:
-        session.report.warn("pictures or seed changed since the checkpoint: going on at the start of the next epoch")
+        saved = checkpoint.state
+        older = saved["data"] and "carried" not in saved["position"]
+        why = "the order of pictures changed with the version" if older else "pictures or seed changed"
+        session.report.warn(f"{why} since the checkpoint: going on at the start of the next epoch")
     state.position = resumed_position(plan.order, checkpoint.state["position"], same_data, start.batch_size)
     return state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
@@ -73,6 +74,15 @@ def test_changed_pictures_are_noticed_and_training_goes_on_with_the_next_epoch(s
     run = train(tmp_path / "run", *flags, "--max_train_steps=4")
     assert "pictures or seed changed since the checkpoint" in run.said
     assert [row["epoch"] for row in run.rows] == [0, 0, 1, 1]
+    # version 1 of the order shuffled repeats together: its positions mean other batches
+    path = tmp_path / "run" / "checkpoints" / "checkpoint-000004" / "state.json"
+    state = json.loads(path.read_text())
+    for added in ("carried", "cuts"):
+        del state["position"][added]
+    path.write_text(json.dumps({**state, "data": "0123456789abcdef"}))
+    run = train(tmp_path / "run", *flags, "--max_train_steps=6")
+    assert "the order of pictures changed with the version since the checkpoint" in run.said
+    assert [row["epoch"] for row in run.rows] == [0, 0, 1, 1, 2, 2]
 
 
 def test_killed_in_caching_training_and_saving_it_goes_on_and_nothing_is_corrupt(sdxl_flags, train, starter, tmp_path):
