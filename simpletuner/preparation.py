@@ -11,10 +11,11 @@ from simpletuner.caches.latents import LatentsCache
 from simpletuner.caches.texts import TextCache
 from simpletuner.data.buckets import Buckets, filled, group
 from simpletuner.data.datasets import ImageDataset, datasets_of
-from simpletuner.data.discovery import Found, Sample, discover
+from simpletuner.data.discovery import Found, Sample, counted, discover, listed
 from simpletuner.data.feed import Source
 from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.data.order import VERSION, Order
+from simpletuner.data.remarks import remarks
 from simpletuner.errors import DataError
 from simpletuner.models.family import Family
 from simpletuner.parallel.same_data import agree_on_data
@@ -23,8 +24,6 @@ from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
-
-BROKEN_TO_NAME = 5
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,14 @@ def plan_data(session: Session) -> Plan:
     """
     settings = session.settings
     datasets, text_named = datasets_of(settings.data)
-    found = discover(datasets, settings.data.aspect_bucket_alignment, settings.training.seed)
+    text, alignment_px = text_folder(settings, text_named), settings.data.aspect_bucket_alignment
+    written = [settings.training.output_dir, text, *(latents_folder(dataset, settings) for dataset in datasets)]
+    found = discover(datasets, alignment_px, settings.training.seed, written)
     tell_left_out(found, session.report)
+    for remark in remarks(found, datasets, alignment_px):
+        session.report.warn(remark)
     samples = agree_on_data(found, datasets, session.world, session.stop.check)
-    return plan_of(settings, datasets, samples, text_folder(settings, text_named))
+    return plan_of(settings, datasets, samples, text)
 
 
 def plan_of(settings: Settings, datasets: list[ImageDataset], samples: list[Sample], text_folder: Path) -> Plan:
@@ -108,12 +111,20 @@ def latents_cache(
 
 def tell_left_out(found: Found, report: Report) -> None:
     """Name pictures that are left out, with the reason; they are never touched."""
+    for folder in found.written:
+        report.say(f"{folder} is left out of the pictures: this run writes there")
     if found.unwanted:
-        report.say(f"{found.unwanted} pictures are outside the limits of size or aspect and left out")
+        report.say(f"{counted(found.unwanted, 'picture')} outside the limits of size or aspect left out")
     if found.broken:
-        named = [f"\n  {name}: {reason}" for name, reason in sorted(found.broken.items())[:BROKEN_TO_NAME]]
-        more = f"\n  and {len(found.broken) - len(named)} more" if len(found.broken) > len(named) else ""
-        report.warn(f"{len(found.broken)} broken pictures are left out:{''.join(named)}{more}")
+        named = listed([f"{name}: {reason}" for name, reason in sorted(found.broken.items())])
+        report.warn(f"{counted(len(found.broken), 'broken picture')} left out:{named}")
+
+
+def pictures_in_buckets(plan: Plan) -> str:
+    """Return how many pictures are in which buckets, and how often an epoch shows those that are repeated."""
+    counts = {name: (len(set(items)), len(items)) for name, items in plan.buckets.items()}
+    told = [f"{name}: {own}{f' shown {shown} times' if shown > own else ''}" for name, (own, shown) in counts.items()]
+    return f"{len(plan.samples):,} in {counted(len(counts), 'bucket')} ({', '.join(told)})"
 
 
 def folders_of(settings: Settings, plan: Plan) -> list[Path]:
