@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from simpletuner.data.captions import UnreadableCaptionError, captions_of
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.geometry import Geometry, geometry_of, is_wanted
 from simpletuner.data.pictures import BROKEN, header_of
 from simpletuner.data.scanning import Scan
@@ -87,12 +87,15 @@ class Search:
         if not is_wanted(self.dataset, header.size):
             self.found.unwanted += 1
             return None
+        geometry = geometry_of(self.dataset, sample_id, header.size, self.alignment_px, self.seed)
+        if geometry.resized[0] * geometry.resized[1] > LARGEST_PIXELS:
+            self.found.broken[sample_id] = "would be resized to {}x{} px".format(*geometry.resized)
+            return None
         captions = self._captions(relative, path)
         if not captions:
             return None
         if header.animated:
             self.found.animated.append(sample_id)
-        geometry = geometry_of(self.dataset, sample_id, header.size, self.alignment_px, self.seed)
         return Sample(sample_id, self.dataset.id, path, version, geometry, captions)
 
     def _captions(self, relative: str, path: Path) -> tuple[str, ...]:

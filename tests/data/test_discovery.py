@@ -293,3 +293,12 @@ def test_a_file_name_without_words_is_reported_as_what_it_is(tmp_path):
     with pytest.raises(DataError) as caught:
         found_in(tmp_path, caption_strategy="filename")
     assert ".txt" not in caught.value.message
+
+
+def test_a_picture_that_would_be_resized_beyond_all_memory_is_left_out(tmp_path):
+    add(tmp_path, "good.png")
+    add(tmp_path, "line.png", size=(30000, 1))
+    found = found_in(tmp_path, crop=True)
+    assert found.broken == {}
+    found = discover([ImageDataset(id="d", instance_data_dir=tmp_path, crop=True)], 64, 0)
+    assert found.broken == {"d/line.png": "would be resized to 30720000x1024 px"}
