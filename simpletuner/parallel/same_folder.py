@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentFault
@@ -30,6 +30,9 @@ def agree_on_folders(folders: Sequence[tuple[str, Path]], world: World, stop: Ca
     `place` is unique per call. Raises EnvironmentFault, on all ranks, that names the first folder and rank.
     """
     if world.size == 1:
+        for _, folder in folders:
+            with suppress(OSError):  # what a killed run of several ranks left
+                remove_left_over(folder)
         return
     with ExitStack() as stack:
         if world.is_first:
