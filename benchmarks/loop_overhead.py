@@ -24,6 +24,7 @@ from simpletuner.data.discovery import Sample
 from simpletuner.data.feed import Batch, Source
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.order import Order
+from simpletuner.data.version import VERSION
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import Family
 from simpletuner.models.tiny import build_tiny
@@ -68,7 +69,7 @@ def data_in_memory(family: Family, settings: Settings) -> Prepared:
         no_caption={name: torch.zeros_like(value) for name, value in text.items()},
     )
     buckets = {"one": list(range(SAMPLES))}
-    plan = Plan([], samples, buckets, Path(), Order(buckets, settings.training.seed), "")
+    plan = Plan([], samples, buckets, Path(), Order(buckets, settings.training.seed), "", VERSION)
     return Prepared(plan, source, cast(TextCache, None))  # only validation asks for more text
 
 
@@ -131,7 +132,7 @@ def measure(world: World, folder: Path) -> None:
     )
     prepared = data_in_memory(family, settings)
     strategy = open_strategy(session, family, None)
-    state = TrainingState(strategy, None, {}, "", Schedule(STEPS), 0, prepared.plan.order.start(BATCH_SIZE))
+    state = TrainingState(strategy, None, {}, "", VERSION, Schedule(STEPS), 0, prepared.plan.order.start(BATCH_SIZE))
     with metrics_of(settings, 0, world) as metrics:
         build: Callable[[], Run] = partial(compose, session, family, prepared, state, metrics)
         batches = [step.passes[0] for step in islice(build().feed, (ROUNDS + 1) * STEPS)]

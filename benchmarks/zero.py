@@ -28,6 +28,7 @@ from interleaved import print_table, ratio, seconds_in_turns
 from loop_overhead import Ours, data_in_memory, settings_in
 from torch import Tensor, nn
 
+from simpletuner.data.version import VERSION
 from simpletuner.models.families.flux import FLUX
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import Family
@@ -109,7 +110,9 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
         closing(open_strategy(session, family, None)) as strategy,
         metrics_of(settings, 0, world) as metrics,
     ):
-        state = TrainingState(strategy, None, {}, "", Schedule(STEPS), 0, prepared.plan.order.start(batch_size))
+        state = TrainingState(
+            strategy, None, {}, "", VERSION, Schedule(STEPS), 0, prepared.plan.order.start(batch_size)
+        )
         build = partial(compose, session, family, prepared, state, metrics)
         batches = [step.passes[0] for step in islice(build().feed, (ROUNDS + 1) * STEPS)]
         bare = Bare(family, settings, batches)

@@ -11,18 +11,20 @@ from simpletuner.caches.latents import LatentsCache
 from simpletuner.caches.texts import TextCache
 from simpletuner.data.buckets import Buckets, filled, group
 from simpletuner.data.datasets import ImageDataset, datasets_of
-from simpletuner.data.discovery import Found, Sample, discover
+from simpletuner.data.discovery import Found, Sample, counted, discover, listed
 from simpletuner.data.feed import Source
 from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.data.order import Order
+from simpletuner.data.order_v1 import OrderV1
+from simpletuner.data.remarks import remarks
+from simpletuner.data.version import VERSION
 from simpletuner.models.family import Family
+from simpletuner.parallel.same_data import agree_on_data
 from simpletuner.parallel.strategy import compute_dtype
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
-
-BROKEN_TO_NAME = 5
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Plan:
     text_folder: Path
     order: Order
     digest: str
-    """Identity of seed and buckets: a position in the order means something only for the same ones."""
+    """Identity of seed, buckets and order: a position means something only for the same ones."""
+    version: int
 
 
 @dataclass(frozen=True)
@@ -47,22 +50,35 @@ class Prepared:
     text: TextCache
 
 
-def plan_data(settings: Settings, report: Report) -> Plan:
-    """Find the pictures and group them. Raises DataError or SettingsError before anything expensive happens."""
+def plan_data(session: Session, version: int = VERSION) -> Plan:
+    """Find the pictures, compare them with those of the other ranks, and group them. Collective.
+
+    Raises DataError or SettingsError before anything expensive happens.
+    """
+    settings = session.settings
     datasets, text_named = datasets_of(settings.data)
-    found = discover(datasets, settings.data.aspect_bucket_alignment, settings.training.seed)
-    tell_left_out(found, report)
-    return plan_of(settings, datasets, found.samples, text_folder(settings, text_named))
+    text, alignment_px = text_folder(settings, text_named), settings.data.aspect_bucket_alignment
+    written = [settings.training.output_dir, text, *(latents_folder(dataset, settings) for dataset in datasets)]
+    found = discover(datasets, alignment_px, settings.training.seed, written, version)
+    tell_left_out(found, session.report)
+    for remark in remarks(found, datasets, alignment_px):
+        session.report.warn(remark)
+    samples = agree_on_data(found, datasets, session.world, session.stop.check)
+    return plan_of(settings, datasets, samples, text, version)
 
 
-def plan_of(settings: Settings, datasets: list[ImageDataset], samples: list[Sample], text_folder: Path) -> Plan:
+def plan_of(
+    settings: Settings, datasets: list[ImageDataset], samples: list[Sample], text_folder: Path, version: int
+) -> Plan:
     """Group samples into buckets that fill the effective batch, and order them."""
     repeats = {dataset.id: dataset.repeats for dataset in datasets}
     oversubscribe = settings.data.allow_dataset_oversubscription
     buckets = filled(group(samples, repeats), settings.effective_batch_size, oversubscribe)
     seed = settings.training.seed
     contents = {name: [samples[index].id for index in items] for name, items in buckets.items()}
-    return Plan(datasets, samples, buckets, text_folder, Order(buckets, seed), short_hash([seed, contents]))
+    identity = [seed, contents] if version == 1 else [version, seed, contents]
+    order = OrderV1(buckets, seed) if version == 1 else Order(buckets, seed)
+    return Plan(datasets, samples, buckets, text_folder, order, short_hash(identity), version)
 
 
 def prepare(session: Session, plan: Plan, family: Family) -> Prepared:
@@ -79,7 +95,7 @@ def prepare(session: Session, plan: Plan, family: Family) -> Prepared:
     tell_left_out(Found(broken=broken), report)
     whole = [sample for sample in plan.samples if sample.id not in broken]
     if broken:
-        plan = plan_of(settings, plan.datasets, whole, plan.text_folder)
+        plan = plan_of(settings, plan.datasets, whole, plan.text_folder, plan.version)
     no_caption = family.unconditional({key: value[None] for key, value in text.read("").items()})
     source = Source(
         samples=whole,
@@ -101,12 +117,20 @@ def latents_cache(
 
 def tell_left_out(found: Found, report: Report) -> None:
     """Name pictures that are left out, with the reason; they are never touched."""
+    for folder in found.written:
+        report.say(f"{folder} is left out of the pictures: this run writes there")
     if found.unwanted:
-        report.say(f"{found.unwanted} pictures are outside the limits of size or aspect and left out")
+        report.say(f"{counted(found.unwanted, 'picture')} outside the limits of size or aspect left out")
     if found.broken:
-        named = [f"\n  {name}: {reason}" for name, reason in sorted(found.broken.items())[:BROKEN_TO_NAME]]
-        more = f"\n  and {len(found.broken) - len(named)} more" if len(found.broken) > len(named) else ""
-        report.warn(f"{len(found.broken)} broken pictures are left out:{''.join(named)}{more}")
+        named = listed([f"{name}: {reason}" for name, reason in sorted(found.broken.items())])
+        report.warn(f"{counted(len(found.broken), 'broken picture')} left out:{named}")
+
+
+def pictures_in_buckets(plan: Plan) -> str:
+    """Return how many pictures are in which buckets, and how often an epoch shows those that are repeated."""
+    counts = {name: (len(set(items)), len(items)) for name, items in plan.buckets.items()}
+    told = [f"{name}: {own}{f' shown {shown} times' if shown > own else ''}" for name, (own, shown) in counts.items()]
+    return f"{len(plan.samples):,} in {counted(len(counts), 'bucket')} ({', '.join(told)})"
 
 
 def folders_of(settings: Settings, plan: Plan) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 import time
@@ -19,6 +20,24 @@ UNFOLDED = 10_000
 """Columns of tables that scripts read: no cell is broken into lines."""
 
 
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What may move the cursor, turn text round or cannot be printed: C0 and C1 but for tab and newline, bidirectional
+marks, and the surrogates that stand for bytes of a file name which are not UTF-8."""
+
+
+def printable(text: str) -> str:
+    """Return text that is safe on a terminal and in a log: controls as escapes, and every further line indented.
+
+    A name with a newline in it can so never begin a line, where errors and warnings begin.
+    """
+    return re.sub(r"\n(?=[^\n])(?!  )", "\n  ", CONTROLS.sub(escaped, text))
+
+
+def escaped(control: re.Match[str]) -> str:
+    """Return a control character as Python writes it."""
+    return control[0].encode("unicode_escape", "surrogatepass").decode()
+
+
 class Report:
     """Tell a person, or a script, what happens; `quiet` keeps ranks above 0 from saying it again."""
 
@@ -32,7 +51,7 @@ class Report:
     def say(self, text: str, style: str = "") -> None:
         """Print one line of talk."""
         if not self.quiet:
-            self.talk.print(text, style=style, markup=False)
+            self.talk.print(printable(text), style=style, markup=False)
 
     def warn(self, text: str, hint: str = "") -> None:
         """Print something that the user should know and may ignore."""
@@ -42,9 +61,9 @@ class Report:
 
     def error(self, error: SimpleTunerError) -> None:
         """Print why a command ended, on any rank: whoever calls this has the reason."""
-        self.talk.print(f"error: {error.message}", style="bold red", markup=False)
+        self.talk.print(printable(f"error: {error.message}"), style="bold red", markup=False)
         if error.hint:
-            self.talk.print(f"hint: {error.hint}", style="dim", markup=False)
+            self.talk.print(printable(f"hint: {error.hint}"), style="dim", markup=False)
 
     def json(self, value: Any) -> None:
         """Print a value for scripts."""
@@ -65,7 +84,7 @@ class Report:
 
     def confirm(self, question: str) -> bool:
         """Ask a person at the terminal; anything but yes means no."""
-        self.talk.print(f"{question} [y/N] ", end="", markup=False)
+        self.talk.print(printable(f"{question} [y/N] "), end="", markup=False)
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def ask(self, question: str, choices: Sequence[str] = (), default: str = "") -> str:
@@ -85,17 +104,21 @@ class Report:
 
         for name, status, sentence, fixes in rows:
             margin = f"  {name:<10}{status:<6}"
-            lines = textwrap.wrap(sentence, max(40, self.data.width - len(margin)), break_on_hyphens=False) or [""]
-            start = Text(f"  {name:<10}").append(f"{status:<6}", style=styles.get(status, "")).append(lines[0])
+            lines = textwrap.wrap(
+                printable(sentence), max(40, self.data.width - len(margin)), break_on_hyphens=False
+            ) or [""]
+            start = (
+                Text(printable(f"  {name:<10}")).append(f"{status:<6}", style=styles.get(status, "")).append(lines[0])
+            )
             self.data.print(start)
             for line in lines[1:]:
                 self.data.print(" " * len(margin) + line, markup=False)
             for fix in fixes:
-                self.data.print(Text(f"      fix: {fix}", style="cyan"))
+                self.data.print(Text(printable(f"      fix: {fix}"), style="cyan"))
 
     def line(self, text: str, style: str = "") -> None:
         """Print one line of data."""
-        self.data.print(text, style=style, markup=False)
+        self.data.print(printable(text), style=style, markup=False)
 
     def progress(self, title: str, total: int, done: int = 0) -> Progress:
         """Return a progress display: a bar on a terminal, a line now and then elsewhere."""
@@ -108,11 +131,13 @@ def table_of(title: str, rows: Iterable[Sequence[object]], columns: Sequence[str
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=bool(columns), pad_edge=False)
+    table = Table(
+        title=printable(title), title_justify="left", box=box.SIMPLE, show_header=bool(columns), pad_edge=False
+    )
     for index, column in enumerate(columns or ("", "")):
         table.add_column(column, style="" if columns or index else "dim", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_row(*(Text(printable(str(cell))) for cell in row))
     return table
 
 

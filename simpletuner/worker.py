@@ -27,6 +27,7 @@ from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.moments import NamedTensors
+from simpletuner.parallel.same_folder import agree_on_folders
 from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
 from simpletuner.parallel.world import STALL_SECONDS, first_to_fail_speaks, joined_world
 from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare
@@ -43,6 +44,7 @@ from simpletuner.training.resuming import (
     base_fingerprints,
     check_fits,
     checkpoint_to_resume,
+    data_version,
     has_same_data,
     imported_checkpoint,
     set_later_aside,
@@ -97,14 +99,18 @@ def fine_tune(session: Session) -> None:
     quieten_libraries()
     for warning in session.loaded.warnings:
         session.report.warn(warning)
+    world, stop = session.world, session.stop.check
+    agree_on_folders([("output_dir", output)], world, stop, "output")
     checkpoint = checkpoint_to_resume(session)
-    plan = plan_data(settings, session.report)
+    plan = plan_data(session, data_version(checkpoint))
     schedule, _ = where_to_begin(settings, plan, checkpoint)
-    done = finished_steps(output / PIPELINE, session.world) if checkpoint_is_latest(settings) else 0
+    done = finished_steps(output / PIPELINE, world) if checkpoint_is_latest(settings) else 0
     if done >= schedule.max_steps:
         session.report.say(f"finished already, after {done} steps; raise max_train_steps or num_train_epochs to go on")
     else:
-        with in_use(folders_of(settings, plan)):
+        caches = folders_of(settings, plan)
+        with in_use(caches):
+            agree_on_folders([("the cache", folder) for folder in caches], world, stop, "caches")
             fine_tune_on(session, plan, checkpoint)
     conclude(output, session.report)
 
@@ -174,7 +180,9 @@ def open_state(
     average = Average(strategy, settings.ema) if settings.ema.use_ema else None
     schedule, position = where_to_begin(settings, plan, checkpoint)
     base = base_fingerprints(family)
-    state = TrainingState(strategy, average, family.exported_config(), plan.digest, schedule, 0, position, base)
+    state = TrainingState(
+        strategy, average, family.exported_config(), plan.digest, plan.version, schedule, 0, position, base
+    )
     if checkpoint is not None:
         warn_of_changed_base(session, checkpoint, base)
         state.restore(checkpoint, settings, session.report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
@@ -73,6 +74,26 @@ def test_changed_pictures_are_noticed_and_training_goes_on_with_the_next_epoch(s
     run = train(tmp_path / "run", *flags, "--max_train_steps=4")
     assert "pictures or seed changed since the checkpoint" in run.said
     assert [row["epoch"] for row in run.rows] == [0, 0, 1, 1]
+
+
+def test_what_version_0_1_wrote_is_resumed_with_its_own_buckets_and_order(sdxl_flags, train, tmp_path):
+    flags = (*sdxl_flags, "--train_batch_size=4", "--repeats=1", "--resolution=100", "--checkpoint_step_interval=3")
+    output = tmp_path / "run"
+    train(output, *flags, "--max_train_steps=3")
+    path = output / "checkpoints" / "checkpoint-000003" / "state.json"
+    state = json.loads(path.read_text())
+    for added in ("carried", "cuts"):
+        del state["position"][added]
+    for added in ("checksum", "checksums", "data_version", "base", "schedule"):
+        del state[added]
+    path.write_text(json.dumps({**state, "data": "0123456789abcdef"}))
+    other = train(output, *flags, "--max_train_steps=4")
+    assert "pictures or seed changed since the checkpoint" in other.said
+    state = json.loads((output / "checkpoints" / "checkpoint-000004" / "state.json").read_text())
+    assert state["data_version"] == 1 and state["position"]["epoch"] == 1
+    resumed = train(output, *flags, "--max_train_steps=6")
+    assert "changed since the checkpoint" not in resumed.said
+    assert [row["epoch"] for row in resumed.rows] == [0, 0, 0, 1, 1, 1]
 
 
 def test_killed_in_caching_training_and_saving_it_goes_on_and_nothing_is_corrupt(sdxl_flags, train, starter, tmp_path):

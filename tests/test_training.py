@@ -255,3 +255,24 @@ def test_v_prediction_is_read_from_the_scheduler_and_a_variant_is_loaded(sdxl, s
     variant = train(tmp_path / "fp16", *flags, "--variant=fp16")
     assert variant.losses != losses["v_prediction"]
     assert variant.losses == pytest.approx(losses["v_prediction"], rel=1e-2)
+
+
+def test_a_run_inside_its_own_pictures_never_trains_on_what_it_draws_and_draws_the_empty_prompt(
+    sdxl, shapes, train, tmp_path
+):
+    pictures = tmp_path / "pictures"
+    shutil.copytree(shapes, pictures)
+    (pictures / "phone.heic").touch()
+    output = pictures / "out"
+    flags = (*base("sdxl", sdxl, pictures), "--train_batch_size=4", "--caption_strategy=instanceprompt")
+    flags = (*flags, "--instance_prompt=a shape", "--validation_prompt=", "--validation_num_inference_steps=1")
+    flags = (*flags, f"--cache_dir_vae={pictures / 'latents'}")
+    first = train(output, *flags, "--max_train_steps=1")
+    assert "warning: 1 file not read: 1 .heic" in first.said
+    assert "36 in 3 buckets (" in first.said
+    assert (output / "validation" / "step-000001" / "trained-00.png").is_file() and (output / "loss.png").is_file()
+    second = train(output, *flags, "--validation_prompt=a shape", "--max_train_steps=2")
+    assert f"{output} is left out of the pictures: this run writes there" in second.said
+    assert "36 in 3 buckets (" in second.said and "changed since the checkpoint" not in second.said
+    names = [path.name for path in sorted((output / "validation" / "step-000002").iterdir())]
+    assert names == ["trained-00.png", "trained-01.png"]

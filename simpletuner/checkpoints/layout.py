@@ -41,6 +41,8 @@ class PositionFields(BaseModel):
     batch: Count
     batch_size: int = Field(ge=1)
     consumed: dict[str, Count]
+    carried: dict[str, list[Count]] = {}
+    cuts: list[list[Count]] = []
 
 
 class OptimizerFields(BaseModel):
@@ -56,6 +58,7 @@ class StateFields(BaseModel):
     step: Count
     position: PositionFields
     data: str
+    data_version: int = Field(1, ge=1)
     optimizer: OptimizerFields
     ema_updates: Count | None
     files: dict[str, Count]

@@ -141,7 +141,8 @@ def export(
     else:
         save(output, result.text)
     if to is not Format.CLI:
-        report.say(f"replay with:\n{result.replay(str(output or '')).rstrip()}", style="dim")
+        report.say("replay with:", style="dim")
+        report.say(result.replay(str(output or "")).rstrip(), style="dim")
 
 
 def tell_warnings(report: Report, loaded: Loaded) -> None:

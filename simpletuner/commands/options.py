@@ -126,8 +126,30 @@ def as_arguments(flags: Mapping[str, Any], config: Path | None) -> list[str]:
 
 
 def forgiving(arguments: Sequence[str]) -> list[str]:
-    """Return command-line arguments with known flags in canonical spelling and bare boolean flags set to true."""
+    """Return command-line arguments with known flags in canonical spelling and bare boolean flags set to true.
+
+    Raises SettingsError for a setting that is given twice with two values.
+    """
+    refuse_doubles(arguments)
     return [part for index in range(len(arguments)) for part in spelled(arguments, index)]
+
+
+def refuse_doubles(arguments: Sequence[str]) -> None:
+    """Raise SettingsError where two flags give one setting two values; lists are made of several."""
+    given: dict[str, str] = {}
+    for index, argument in enumerate(arguments):
+        key, equals, value = argument.partition("=")
+        name = canonical_name(key) or folded(key.lstrip("-"))
+        if not key.startswith("--") or not (name in knobs() or name in ("config", ACCELERATE_CONFIG)):
+            continue
+        if name in knobs() and get_origin(knobs()[name].annotation) is list:
+            continue
+        if not equals:
+            following = arguments[index + 1] if index + 1 < len(arguments) else ""
+            is_bool = name in knobs() and knobs()[name].annotation is bool
+            value = "true" if is_bool and folded(following) not in WORDS_FOR_TRUE + WORDS_FOR_FALSE else following
+        if given.setdefault(name, value) != value:
+            raise SettingsError(f"--{name} is given twice: {given[name]} and {value}", "keep one of them")
 
 
 def spelled(arguments: Sequence[str], index: int) -> list[str]:

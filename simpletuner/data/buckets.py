@@ -8,12 +8,20 @@ from collections.abc import Mapping, Sequence
 from simpletuner.data.discovery import Sample
 from simpletuner.errors import DataError
 
+LONGEST_EPOCH = 100_000_000
+
 Buckets = dict[str, list[int]]
 """Bucket name such as `1024x1024` -> sample indices, each as often as an epoch shows it."""
 
 
 def group(samples: Sequence[Sample], repeats: Mapping[str, int]) -> Buckets:
-    """Return the buckets; `repeats` holds each dataset's extra passes per epoch."""
+    """Return the buckets; `repeats` holds each dataset's extra passes per epoch.
+
+    Raises DataError for an epoch that no memory holds.
+    """
+    shown = sum(1 + repeats[sample.dataset] for sample in samples)
+    if shown > LONGEST_EPOCH:
+        raise DataError(f"an epoch would show {shown:,} pictures, more than {LONGEST_EPOCH:,}", "lower repeats")
     buckets: Buckets = {}
     for index, sample in enumerate(samples):
         width, height = sample.geometry.target

@@ -3,54 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
+from simpletuner.data.dataset_keys import UNSUPPORTED, VALUES
+from simpletuner.data.identifiers import checked_id, id_of_folder, nested
 from simpletuner.errors import SettingsError
 from simpletuner.settings.knob import Section
-from simpletuner.settings.loading import nearest
+from simpletuner.settings.loading import json_in
+from simpletuner.settings.mistakes import allowed, nearest, shortened
 from simpletuner.settings.sections import Data, Pictures
-from simpletuner.settings.spelling import normalised
+from simpletuner.settings.spelling import choices_of, folded, normalised
 
-LATER = "not supported by this version"
-UNSUPPORTED: dict[str, str] = {
-    "vae_cache_disable": LATER,
-    "vae_cache_ondemand": LATER,
-    "metadata_backend": LATER + " beyond `discovery`",
-    "parquet": LATER,
-    "probability": "every sample is seen equally often; use `repeats` to weigh datasets",
-    "conditioning_data": LATER,
-    "conditioning_type": LATER,
-    "video": LATER,
-    "audio": LATER,
-    "delete_unwanted_images": "your pictures are never deleted",
-    "delete_problematic_images": "your pictures are never deleted",
-    "delete_nsfw_images": "your pictures are never deleted",
-    "hash_filenames": "caches are keyed by content; drop this key",
-    "compress_cache": LATER,
-    "preserve_data_backend_cache": LATER,
-    "caption_filter_list": LATER,
-    "only_instance_prompt": "set caption_strategy to instanceprompt",
-    "maximum_image_size": LATER,
-    "target_downsample_size": LATER,
-    "skip_file_discovery": "sizes are read from headers, so discovery is fast",
-    "write_batch_size": "records are written one by one; nothing to tune",
-    "text_embeds": "there is one text cache: the dataset of type text_embeds",
-    "image_embeds": LATER,
-    "csv_file": LATER,
-    "dataset_name": LATER,
-    "aws_bucket_name": LATER,
-    "caption_shuffle": LATER,
-}
+LARGEST_PIXELS = 1 << 28
+TOO_LARGE = "at most 16384x16384 px"
 
 
 class ImageDataset(Pictures):
     """A folder of pictures and how they are captioned, sized and cropped."""
 
-    id: str
+    id: Annotated[str, AfterValidator(checked_id)]
     type: Literal["local"] = "local"
     dataset_type: Literal["image"] = "image"
     instance_data_dir: Path
@@ -66,6 +43,14 @@ class ImageDataset(Pictures):
             raise ValueError("caption_strategy instanceprompt needs instance_prompt")
         return self
 
+    @model_validator(mode="after")
+    def check_resolution(self) -> ImageDataset:
+        """Refuse pictures that no memory holds."""
+        area = self.resolution * 1_000_000 if self.resolution_type == "area" else self.resolution**2
+        if area > LARGEST_PIXELS:
+            raise ValueError(f"resolution={self.resolution:g} ({self.resolution_type}) is too large: {TOO_LARGE}")
+        return self
+
 
 class TextEmbeds(Section):
     """Where text embeddings are cached."""
@@ -77,6 +62,14 @@ class TextEmbeds(Section):
     disabled: bool = False
     cache_dir: Path
 
+    @field_validator("default")
+    @classmethod
+    def check_default(cls, default: bool) -> bool:
+        """Refuse a second text cache: there is one, which also holds validation prompts."""
+        if not default:
+            raise ValueError("there is one text cache, which holds validation prompts, too: drop this key")
+        return default
+
 
 def datasets_of(data: Data) -> tuple[list[ImageDataset], Path | None]:
     """Return the datasets of a run, and the text cache folder if the dataset file names one.
@@ -85,16 +78,26 @@ def datasets_of(data: Data) -> tuple[list[ImageDataset], Path | None]:
     """
     if data.data_backend_config is None:
         assert data.instance_data_dir is not None
-        name = data.instance_data_dir.resolve().name or "pictures"
+        name = id_of_folder(data.instance_data_dir.resolve().name)
         values = {"id": name, "instance_data_dir": data.instance_data_dir, "cache_dir_vae": data.cache_dir_vae}
-        return [ImageDataset(**{**inherited(data), **values})], data.cache_dir_text
+        try:
+            return [ImageDataset(**{**inherited(data), **values})], data.cache_dir_text
+        except ValidationError as error:
+            told = [item["msg"].removeprefix("Value error, ") for item in error.errors()]
+            raise SettingsError("\n  ".join(told), "docs/data.md says what resolution_type means") from None
     path = data.data_backend_config
     entries = [entry for entry in read_entries(path) if not (entry.get("disabled") or entry.get("disable"))]
     mistakes: list[str] = []
     parsed = [parse_entry(f"{path}[{index}]", entry, data, mistakes) for index, entry in enumerate(entries)]
     images = [entry for entry in parsed if isinstance(entry, ImageDataset)]
     texts = [entry for entry in parsed if isinstance(entry, TextEmbeds)]
-    mistakes += [f"{path}: two datasets share the id `{twice}`" for twice in duplicates([entry.id for entry in images])]
+    ids = [entry.id for entry in images]
+    mistakes += [f"{path}: two datasets share the id `{twice}`" for twice in duplicates(ids)]
+    mistakes += [f"{path}: {told}" for told in nested([entry.id for entry in images if entry.cache_dir_vae is None])]
+    if len(texts) > 1:
+        mistakes.append(
+            f"{path}: {len(texts)} datasets of type text_embeds: there is one text cache, leave the others out"
+        )
     if not images and not mistakes:
         mistakes.append(f"{path} names no dataset of pictures")
     if mistakes:
@@ -110,9 +113,14 @@ def inherited(data: Data) -> dict[str, Any]:
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        entries = json_in(text)
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}", "check data_backend_config") from None
+    except RecursionError:
+        raise SettingsError(f"{path} does not parse: its brackets are nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"{path} does not parse: {error}", json_hint(error)) from None
     except ValueError as error:
         raise SettingsError(f"{path} does not parse: {error}") from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -120,26 +128,48 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def json_hint(error: json.JSONDecodeError) -> str:
+    """Return what is wrong with JSON where people write it by hand."""
+    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
+    comma = (before + after[:1]).replace(" ", "")[-2:]
+    if comma in (",]", ",}") or re.match(r",\s*[\]}]", error.doc[error.pos :]):
+        return "JSON allows no comma before a closing bracket: take it away"
+    if after.startswith(("//", "/*", "#")):
+        return "JSON has no comments: take it away"
+    return "JSON takes double quotes, true, false and null, and a comma between entries"
+
+
 def parse_entry(
     place: str, entry: Mapping[str, Any], data: Data, mistakes: list[str]
 ) -> ImageDataset | TextEmbeds | None:
     """Return one dataset, or None after adding its mistakes."""
     kind = TextEmbeds if entry.get("dataset_type") == "text_embeds" else ImageDataset
+    fields = kind.model_fields
     values = {key: value for key, value in entry.items() if key != "disable"}
-    for key in [key for key in values if key not in kind.model_fields]:
+    for key in [key for key in values if key not in fields]:
         harmless = (key, values.pop(key)) == ("metadata_backend", "discovery")
         if not harmless:
-            mistakes.append(
-                f"{place}: `{key}`: {UNSUPPORTED.get(key) or 'unknown key' + nearest(key, kind.model_fields)}"
-            )
-    values = {key: normalised(key, kind.model_fields[key], value) for key, value in values.items()}
+            reason = UNSUPPORTED.get(key) or "unknown key" + nearest(key, fields)
+            mistakes.append(f"{place}: `{key}`: {reason}")
+    values = {key: normalised(key, fields[key], value) for key, value in values.items()}
     try:
         return kind(**{**(inherited(data) if kind is ImageDataset else {}), **values})
     except ValidationError as error:
-        mistakes += [
-            f"{place}: `{'.'.join(map(str, item['loc'])) or 'entry'}`: {item['msg']}" for item in error.errors()
-        ]
+        mistakes += [f"{place}: {mistake_of(item, fields)}" for item in error.errors()]
         return None
+
+
+def mistake_of(item: Any, fields: Mapping[str, FieldInfo]) -> str:
+    """Return what is wrong with one key of a dataset."""
+    key = str(item["loc"][0]) if item["loc"] else "entry"
+    if item["type"] == "missing":
+        return f"`{key}`: is missing"
+    if item["type"] == "value_error":
+        return f"`{key}`: {item['ctx']['error']}"
+    value = item["input"]
+    reason = VALUES.get(key, {}).get(folded(value), "") if isinstance(value, str) else ""
+    close = nearest(str(value), map(str, choices_of(fields[key].annotation)))
+    return f"`{key}` = {shortened(value)}: {f'{reason}; ' if reason else ''}use {allowed(fields[key])}{close}"
 
 
 def duplicates(names: list[str]) -> list[str]:

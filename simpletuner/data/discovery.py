@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.captions import UnreadableCaptionError, captions_of
+from simpletuner.data.datasets import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.geometry import Geometry, geometry_of, is_wanted
-from simpletuner.data.pictures import BROKEN, displayed_size, walk
+from simpletuner.data.pictures import BROKEN, header_of
+from simpletuner.data.scanning import Scan
+from simpletuner.data.version import VERSION
 from simpletuner.errors import DataError
+
+LARGEST_BYTES = 1 << 30
+NAMED = 20
+"""How many files a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,90 +34,155 @@ class Sample:
 
 @dataclass
 class Found:
-    """The samples of all datasets, and the pictures left out with the reason."""
+    """The samples of all datasets, what is left out with the reason, and what users should know."""
 
     samples: list[Sample] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
     unwanted: int = 0
+    animated: list[str] = field(default_factory=list)
+    not_read: list[Path] = field(default_factory=list)
+    written: list[Path] = field(default_factory=list)
+    """What this run writes below the pictures."""
 
 
-def discover(datasets: list[ImageDataset], alignment_px: int, seed: int) -> Found:
+def discover(
+    datasets: Sequence[ImageDataset], alignment_px: int, seed: int, written: Sequence[Path] = (), version: int = VERSION
+) -> Found:
     """Return every sample, sorted by id, so that all ranks see the same list.
 
-    Raises DataError when a folder is missing or empty, or when pictures lack captions.
+    Nothing in the folders that a run has `written` is trained on. Raises DataError when a folder is missing or empty,
+    or when pictures lack captions.
     """
     found = Found()
     for dataset in datasets:
-        before = len(found.samples)
-        uncaptioned = []
-        for relative, path in files_of(dataset):
-            sample_id = f"{dataset.id}/{relative}"
-            try:
-                version, size = version_of(path), displayed_size(path)
-            except BROKEN as error:
-                found.broken[sample_id] = str(error)
-                continue
-            if not is_wanted(dataset, size):
-                found.unwanted += 1
-                continue
-            captions = captions_of(dataset, path)
-            if not captions:
-                uncaptioned.append(relative)
-                continue
-            geometry = geometry_of(dataset, sample_id, size, alignment_px, seed)
-            found.samples.append(Sample(sample_id, dataset.id, path, version, geometry, captions))
-        refuse_uncaptioned(dataset, uncaptioned)
-        refuse_empty(dataset, len(found.samples) - before, found)
+        search = Search(dataset, alignment_px, seed, found, version)
+        samples = [search.sample(relative, path) for relative, path in files_of(dataset, found, written)]
+        refuse_unreadable(dataset, search.unreadable)
+        refuse_uncaptioned(dataset, search.uncaptioned)
+        found.samples += filter(None, samples)
+        refuse_empty(dataset, len(samples) - samples.count(None), found)
     return found
 
 
-def files_of(dataset: ImageDataset) -> Iterator[tuple[str, Path]]:
-    """Yield (path below the folder, path) of each picture, sorted."""
+@dataclass
+class Search:
+    """The search for one dataset's samples: what it refuses, and `found`, where it notes what it leaves out."""
+
+    dataset: ImageDataset
+    alignment_px: int
+    seed: int
+    found: Found
+    version: int = VERSION
+    uncaptioned: list[str] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    def sample(self, relative: str, path: Path) -> Sample | None:
+        """Return the sample of a picture; None after noting why it is not taken."""
+        sample_id = f"{self.dataset.id}/{relative}"
+        try:
+            relative.encode()
+            version, header = version_of(path), header_of(path)
+        except UnicodeEncodeError:
+            self.found.broken[sample_id] = "its name is not UTF-8: rename it"
+            return None
+        except BROKEN as error:
+            self.found.broken[sample_id] = str(error)
+            return None
+        if not is_wanted(self.dataset, header.size):
+            self.found.unwanted += 1
+            return None
+        geometry = geometry_of(self.dataset, sample_id, header.size, self.alignment_px, self.seed, self.version)
+        if geometry.resized[0] * geometry.resized[1] > LARGEST_PIXELS:
+            self.found.broken[sample_id] = "would be resized to {}x{} px".format(*geometry.resized)
+            return None
+        captions = self._captions(relative, path)
+        if not captions:
+            return None
+        if header.animated:
+            self.found.animated.append(sample_id)
+        return Sample(sample_id, self.dataset.id, path, version, geometry, captions)
+
+    def _captions(self, relative: str, path: Path) -> tuple[str, ...]:
+        """Return a picture's captions; empty after noting why there are none."""
+        try:
+            captions = captions_of(self.dataset, path)
+        except UnreadableCaptionError as error:
+            self.unreadable[PurePath(relative).with_suffix(".txt").as_posix()] = str(error)
+            return ()
+        if not captions:
+            self.uncaptioned.append(relative)
+        return captions
+
+
+def files_of(dataset: ImageDataset, found: Found, written: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """Yield (path below the folder, path) of each picture, sorted; note in `found` what is not read."""
     folder = dataset.instance_data_dir
     if not folder.is_dir():
         raise DataError(
             f"dataset `{dataset.id}`: there is no folder {folder}", "set instance_data_dir to your pictures"
         )
-    for path in sorted(walk(folder)):
+    scan = Scan(folder, written)
+    paths = sorted(scan.pictures())
+    found.not_read += sorted(scan.not_read)
+    found.written += sorted(scan.left_out)
+    for path in paths:
         yield path.relative_to(folder).as_posix(), path
 
 
 def version_of(path: Path) -> str:
-    """Return what changes when a file does: its size and change time."""
-    stat = path.stat()
-    return f"{stat.st_size}-{stat.st_mtime_ns}"
+    """Return what changes when a file does: its size and change time. Raises OSError for what is no picture file."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("is no regular file")
+    if found.st_size > LARGEST_BYTES:
+        raise OSError(f"has {found.st_size:,} bytes; at most {LARGEST_BYTES:,} are read")
+    return f"{found.st_size}-{found.st_mtime_ns}"
 
 
-def captions_of(dataset: ImageDataset, path: Path) -> tuple[str, ...]:
-    """Return a picture's captions, one per non-empty line of a text file; empty where there is none."""
-    phrase = dataset.instance_prompt or ""
-    if dataset.caption_strategy == "instanceprompt":
-        return (phrase,)
-    if dataset.caption_strategy == "filename":
-        lines = [path.stem.replace("_", " ").strip()]
-    else:
-        text = path.with_suffix(".txt")
-        lines = text.read_text(encoding="utf-8-sig", errors="replace").splitlines() if text.is_file() else []
-    prefix = f"{phrase} " if dataset.prepend_instance_prompt and phrase else ""
-    return tuple(prefix + line.strip() for line in lines if line.strip())
+def refuse_unreadable(dataset: ImageDataset, files: Mapping[str, str]) -> None:
+    """Raise DataError that names caption files that are no text, and why."""
+    if files:
+        named = listed([f"{name} {reason}" for name, reason in sorted(files.items())])
+        raise DataError(
+            f"dataset `{dataset.id}`: {counted(len(files), 'caption file')} cannot be read as text:{named}",
+            "save them as UTF-8, for example `iconv -f WINDOWS-1252 -t UTF-8 old.txt > new.txt`",
+        )
 
 
-def refuse_uncaptioned(dataset: ImageDataset, names: list[str]) -> None:
-    """Raise DataError that names some of the pictures without a caption."""
+def refuse_uncaptioned(dataset: ImageDataset, names: Sequence[str]) -> None:
+    """Raise DataError that names the pictures without a caption."""
     if names:
         where = "file name" if dataset.caption_strategy == "filename" else ".txt file beside them"
         raise DataError(
-            f"dataset `{dataset.id}`: {len(names)} pictures have no caption in their {where}, such as {names[0]}",
+            f"dataset `{dataset.id}`: {counted(len(names), 'picture')} without a caption in their {where}:"
+            f"{listed(names)}",
             "write captions, or set another caption_strategy: textfile, filename or instanceprompt",
         )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names on lines of their own, the first ones if there are many."""
+    more = [f"and {len(names) - NAMED:,} more"] * (len(names) > NAMED)
+    return "".join(f"\n  {name}" for name in [*names[:NAMED], *more])
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 picture` or `2 pictures`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def refuse_empty(dataset: ImageDataset, samples: int, found: Found) -> None:
     """Raise DataError for a dataset that nothing can be trained on."""
     if samples == 0:
-        left_out = f" ({len(found.broken)} broken, {found.unwanted} outside the size limits)"
+        counts = {
+            "broken": len(found.broken),
+            "outside the size limits": found.unwanted,
+            "not read": len(found.not_read),
+        }
+        left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+        such = f"; {found.not_read[0].suffix} is not" if found.not_read else ""
         raise DataError(
             f"dataset `{dataset.id}`: no usable picture in {dataset.instance_data_dir}"
-            + (left_out if found.broken or found.unwanted else ""),
-            "JPEG, PNG and WebP are read, with all subfolders",
+            + (f" ({left_out})" if left_out else ""),
+            f"JPEG, PNG and WebP are read, with all subfolders{such}",
         )

@@ -1,27 +1,35 @@
-"""The global order: (seed, epoch, position) decides every global batch; it knows no ranks.
+"""The global order: seed and position decide every global batch; it knows no ranks.
 
-Each bucket is an endless stream: its items shuffled anew for every epoch, one epoch after the other. Batches are cut
-from the streams, and an epoch holds the batches that can be completed from what it and the epochs before have brought.
-What does not fill a batch opens the next epoch, so nothing is lost or doubled.
+Each bucket is an endless stream of epochs. Within an epoch a sample that is shown m times comes once in each m-th part
+of it, so equal repeats make m permutations, one after the other. Batches are cut from the stream in turn; a sample that
+the batch holds already waits for the next one, so a batch holds doubles only where it has to. What does not fill a
+batch opens the next epoch, so nothing is lost or doubled.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: `batch` batches of `batch_size` into `epoch`, whose plan began with `consumed` per bucket."""
+    """Where a run stands: `batch` batches of `batch_size` into the rest of `epoch`.
+
+    The epoch began when `consumed` items of each bucket were taken, and with `carried` samples that were left over.
+    `cuts` are the (batch size, batches) that it has seen before, if the batch size changed.
+    """
 
     epoch: int
     batch: int
     batch_size: int
     consumed: Mapping[str, int]
+    carried: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    cuts: Sequence[Sequence[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -33,87 +41,137 @@ class GlobalBatch:
     occurrences: tuple[int, ...]
 
 
+class EpochStream:
+    """What is left of one bucket in one epoch: samples that wait, then `items` in their order."""
+
+    def __init__(self, waiting: Sequence[int], items: np.ndarray) -> None:
+        self.waiting, self.items, self.next_item = deque(waiting), items, 0
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.items) - self.next_item
+
+    def take(self, size: int) -> list[int]:
+        """Return a batch of `size`, each sample once as far as the next `2 * size` items allow."""
+        batch: dict[int, None] = {}
+        doubles: deque[int] = deque()
+        while len(batch) < size and len(doubles) < size and len(self):
+            sample = self._pop()
+            if sample in batch:
+                doubles.append(sample)
+            else:
+                batch[sample] = None
+        filled = [*batch, *(doubles.popleft() for _ in range(min(size - len(batch), len(doubles))))]
+        self.waiting.extendleft(reversed(doubles))
+        return filled
+
+    def rest(self) -> list[int]:
+        """Return everything that is left, in its order."""
+        return [*self.waiting, *self.items[self.next_item :].tolist()]
+
+    def _pop(self) -> int:
+        if self.waiting:
+            return self.waiting.popleft()
+        self.next_item += 1
+        return int(self.items[self.next_item - 1])
+
+
 class Order:
     """Yield global batches from any position, the same ones for every number of ranks."""
 
     def __init__(self, buckets: Mapping[str, Sequence[int]], seed: int) -> None:
-        self.buckets = {name: np.asarray(items) for name, items in sorted(buckets.items())}
+        self.buckets = {name: np.sort(np.asarray(items, dtype=np.int64)) for name, items in sorted(buckets.items())}
         self.seed = seed
-        self._permutations: dict[tuple[str, int], np.ndarray] = {}
 
     def start(self, batch_size: int, epoch: int = 0) -> Position:
         """Return the position of a new run, or of one that takes up these buckets at a later epoch."""
         return Position(epoch, 0, batch_size, {name: epoch * len(items) for name, items in self.buckets.items()})
 
-    def plan(self, position: Position) -> list[tuple[str, int]]:
-        """Return the epoch's batches as (bucket, first item in the bucket's stream).
-
-        Buckets take turns at random, but each is read in the order of its stream (whose items are shuffled already), so
-        that the items taken so far are always its first ones.
-        """
-        size, consumed = position.batch_size, position.consumed
-        counts = {name: ((position.epoch + 1) * len(b) - consumed[name]) // size for name, b in self.buckets.items()}
-        turns = np.repeat(np.arange(len(counts)), list(counts.values()))
-        starts = {
-            name: iter(range(consumed[name], consumed[name] + count * size, size)) for name, count in counts.items()
-        }
-        names = [list(counts)[turn] for turn in self._random("turns", position.epoch).permutation(turns)]
-        return [(name, next(starts[name])) for name in names]
-
     def batches(self, position: Position) -> Iterator[tuple[GlobalBatch, Position]]:
         """Yield, for ever, each batch and the position after it."""
+        streams = self._streams(position)
         while True:
-            plan = self.plan(position)
-            for index in range(position.batch, len(plan)):
-                name, start = plan[index]
-                yield self._batch(name, start, position.batch_size), replace(position, batch=index + 1)
-            position = self._next_epoch(position, plan)
+            turns = self._turns(position, streams)
+            for name in turns[: position.batch]:
+                streams[name].take(position.batch_size)
+            for index, name in enumerate(turns[position.batch :], start=position.batch + 1):
+                samples = streams[name].take(position.batch_size)
+                yield batch_of(name, samples), replace(position, batch=index)
+            position = self._next_epoch(position, streams)
+            streams = self._streams(position)
 
     def resized(self, position: Position, batch_size: int) -> Position:
         """Return the same place in the data for another batch size: the rest of the epoch is cut anew."""
         if batch_size == position.batch_size:
             return position
-        taken = self.plan(position)[: position.batch]
-        return Position(position.epoch, 0, batch_size, self._consumed(position, taken))
+        cuts = [*position.cuts, [position.batch_size, position.batch]] if position.batch else position.cuts
+        return replace(position, batch=0, batch_size=batch_size, cuts=cuts)
 
     def steps_of_epochs(self, epochs: int, batch_size: int) -> int:
         """Return how many batches the first `epochs` epochs hold."""
         return sum(epochs * len(items) // batch_size for items in self.buckets.values())
 
-    def steps_until(self, position: Position, epochs: int) -> int:
-        """Return how many batches follow a position until the end of `epochs` epochs."""
-        size, consumed = position.batch_size, position.consumed
-        left = ((epochs * len(items) - consumed[name]) // size for name, items in self.buckets.items())
-        return max(0, sum(max(0, count) for count in left) - position.batch)
+    def steps_left(self, position: Position, epochs: int) -> int:
+        """Return how many batches there are from a position to the end of the first `epochs` epochs."""
+        streams, later = self._streams(position), epochs - position.epoch - 1
+        left = (
+            (len(stream) + later * len(self.buckets[name])) // position.batch_size for name, stream in streams.items()
+        )
+        return max(0, sum(left) - position.batch)
 
-    def _next_epoch(self, position: Position, plan: list[tuple[str, int]]) -> Position:
-        return Position(position.epoch + 1, 0, position.batch_size, self._consumed(position, plan))
+    def _streams(self, position: Position) -> dict[str, EpochStream]:
+        """Return what is left of each bucket in an epoch after its earlier cuts."""
+        epoch = position.epoch
+        streams = {name: EpochStream(position.carried.get(name, ()), self._epoch(name, epoch)) for name in self.buckets}
+        for number, (size, batches) in enumerate(position.cuts):
+            before = replace(position, batch_size=size, cuts=position.cuts[:number])
+            for name in self._turns(before, streams)[:batches]:
+                streams[name].take(size)
+        return streams
 
-    def _consumed(self, position: Position, taken: list[tuple[str, int]]) -> dict[str, int]:
-        counts = dict(position.consumed)
-        for name, _ in taken:
-            counts[name] += position.batch_size
-        return counts
+    def _turns(self, position: Position, streams: Mapping[str, EpochStream]) -> list[str]:
+        """Return the bucket of every batch that what is left of an epoch fills: buckets take turns at random."""
+        names = list(streams)
+        counts = [len(streams[name]) // position.batch_size for name in names]
+        turns = np.repeat(np.arange(len(names)), counts)
+        key = f"turns/{len(position.cuts)}" if position.cuts else "turns"
+        return [names[turn] for turn in self._random(key, position.epoch).permutation(turns)]
 
-    def _batch(self, name: str, start: int, batch_size: int) -> GlobalBatch:
-        samples = [self._item(name, index) for index in range(start, start + batch_size)]
-        occurrences = [samples[:index].count(sample) for index, sample in enumerate(samples)]
-        return GlobalBatch(name, tuple(samples), tuple(occurrences))
+    def _next_epoch(self, position: Position, streams: Mapping[str, EpochStream]) -> Position:
+        epoch = position.epoch + 1
+        carried = {name: rest for name, stream in streams.items() if (rest := stream.rest())}
+        consumed = {name: epoch * len(items) - len(carried.get(name, ())) for name, items in self.buckets.items()}
+        return Position(epoch, 0, position.batch_size, consumed, carried)
 
-    def _item(self, name: str, index: int) -> int:
-        epoch, place = divmod(index, len(self.buckets[name]))
-        return int(self.buckets[name][self._permutation(name, epoch)[place]])
+    def _epoch(self, name: str, epoch: int) -> np.ndarray:
+        """Return a bucket's items of one epoch: the j-th of m showings of a sample lies in the j-th m-th part of it.
 
-    def _permutation(self, name: str, epoch: int) -> np.ndarray:
-        key = (name, epoch)
-        if key not in self._permutations:  # a batch spans at most a few epochs: older ones are not asked for again
-            self._permutations.pop((name, epoch - 2), None)
-            self._permutations[key] = self._random(name, epoch).permutation(len(self.buckets[name]))
-        return self._permutations[key]
+        Samples that are shown equally often are a new permutation in each part, evenly spread over it.
+        """
+        items, random = self.buckets[name], self._random(name, epoch)
+        _, first, counts = np.unique(items, return_index=True, return_counts=True)
+        showing, shows = np.arange(len(items)) - np.repeat(first, counts), np.repeat(counts, counts)
+        shuffled = np.lexsort((random.random(len(items)), showing, shows))
+        items, showing, shows = items[shuffled], showing[shuffled], shows[shuffled]
+        opens_part = np.diff(showing, prepend=-1).astype(bool) | np.diff(shows, prepend=0).astype(bool)
+        starts = np.flatnonzero(opens_part)
+        sizes = np.diff(starts, append=len(items))
+        place = np.arange(len(items)) - np.repeat(starts, sizes) + random.random(len(items))
+        times = (showing + place / np.repeat(sizes, sizes)) / shows
+        return items[np.argsort(times, kind="stable")]
 
     def _random(self, name: str, epoch: int) -> np.random.Generator:
         digest = hashlib.blake2b(f"{self.seed}/{name}/{epoch}".encode(), digest_size=16).digest()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest)))
+
+
+def batch_of(bucket: str, samples: Sequence[int]) -> GlobalBatch:
+    """Return a global batch, with how often each sample occurred before in it."""
+    seen: Counter[int] = Counter()
+    occurrences = []
+    for sample in samples:
+        occurrences.append(seen[sample])
+        seen[sample] += 1
+    return GlobalBatch(bucket, tuple(samples), tuple(occurrences))
 
 
 def rank_slices(batch: GlobalBatch, rank: int, world_size: int, accumulation: int) -> list[list[int]]:

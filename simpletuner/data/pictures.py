@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import imagesize
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
-
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values for which width and height change places."""
@@ -19,41 +16,37 @@ BROKEN = (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.Decomp
 """What Pillow raises for a file that is no picture, is cut short or claims an absurd size."""
 
 
-def walk(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
-    """Yield every picture file below a folder, hidden ones left out, in no particular order.
+@dataclass(frozen=True)
+class Header:
+    """What a picture's file says about it before anything is decoded: (width, height) as shown, EXIF applied."""
 
-    Links are followed, but never into a folder that they lie in.
-    """
-    stat = folder.stat()
-    within = above | {(stat.st_dev, stat.st_ino)}
-    if len(within) == len(above):
-        return
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                yield from walk(Path(entry.path), within)
-            elif Path(entry.name).suffix.lower() in SUFFIXES:
-                yield Path(entry.path)
+    size: tuple[int, int]
+    animated: bool = False
 
 
-def displayed_size(path: Path) -> tuple[int, int]:
-    """Return (width, height) as shown, EXIF rotation applied, from the header alone. Raises one of BROKEN."""
+def header_of(path: Path) -> Header:
+    """Read a picture's header. Raises one of BROKEN."""
     with path.open("rb") as file:
         head = file.read(32)
+    animated = is_extended_webp(head) and bool(head[20] & 0x02)
     if head.startswith(b"\xff\xd8") or is_webp_without_exif(head):
         width, height = imagesize.get(str(path), exif_rotation=True)  # Pillow would read the whole of a WebP
         if width > 0 and height > 0:
-            return int(width), int(height)
+            return Header((int(width), int(height)), animated)
     with Image.open(path) as picture:
         width, height = picture.size
-        return (height, width) if orientation(picture) in SIDEWAYS else (width, height)
+        animated = animated or (picture.format == "PNG" and getattr(picture, "is_animated", False))
+        return Header((height, width) if orientation(picture) in SIDEWAYS else (width, height), animated)
 
 
 def is_webp_without_exif(head: bytes) -> bool:
     """Return whether a file begins as a WebP whose header announces no EXIF, which imagesize does not read there."""
-    return head[:4] == b"RIFF" and head[8:12] == b"WEBP" and not (head[12:16] == b"VP8X" and head[20] & 0x08)
+    return head[:4] == b"RIFF" and head[8:12] == b"WEBP" and not (is_extended_webp(head) and head[20] & 0x08)
+
+
+def is_extended_webp(head: bytes) -> bool:
+    """Return whether a file begins as a WebP with flags in its header."""
+    return head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X" and len(head) > 20
 
 
 def orientation(picture: Image.Image) -> int:

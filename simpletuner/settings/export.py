@@ -61,7 +61,7 @@ def field_value(settings: Settings, name: str) -> Any:
 
 def as_text(value: Any) -> str:
     """Return a value as a flag or variable writes it; the settings layer reads it back."""
-    if isinstance(value, list) and len(value) == 1 and not value[0].lstrip().startswith("["):
+    if isinstance(value, list) and len(value) == 1 and value[0] and not value[0].lstrip().startswith("["):
         return value[0]
     if isinstance(value, bool | list | dict):
         return json.dumps(value, ensure_ascii=False)
@@ -69,11 +69,11 @@ def as_text(value: Any) -> str:
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return values as command-line flags; a list as one flag per item, an empty one as one without an item."""
+    """Return values as command-line flags; a list as one flag per item, an empty one as JSON."""
     return [
         f"--{name}={as_text(item)}"
         for name, value in values.items()
-        for item in ((value or [""]) if isinstance(value, list) else [value])
+        for item in ((value or [[]]) if isinstance(value, list) else [value])
     ]
 
 

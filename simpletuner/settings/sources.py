@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.accelerate import Told, account, default_file, launched_entries, read_file
 from simpletuner.settings.formats import read_entries
+from simpletuner.settings.sections import knobs
 from simpletuner.settings.spelling import WORDS_FOR_NOTHING, folded
 
 CONFIG_CANDIDATES = ("config/config.json", "config/config.toml", "config/config.yaml")
@@ -65,8 +66,8 @@ def gathered(flags: Mapping[str, Any], config: Path | None, environment: Mapping
 
 
 def of_flags(flags: Mapping[str, Any]) -> Source:
-    """Return what was typed."""
-    return Source("flag", [Given(name, value, "flag") for name, value in flags.items()])
+    """Return what was typed; `[]` empties a list, since an empty text is an item of it."""
+    return Source("flag", [Given(name, [] if value == ["[]"] else value, "flag") for name, value in flags.items()])
 
 
 def launcher_source(environment: Mapping[str, str]) -> list[Source]:
@@ -136,10 +137,15 @@ def without_strangers(name: str, pairs: Mapping[str, tuple[str, Any]], implicit:
     for place, (key, value) in pairs.items():
         plain = key.removeprefix(PREFIX).lower()
         if plain not in NOT_SETTINGS:
-            given.append(Given(plain, value, place))
+            given.append(Given(plain, [] if value == "" and is_list(plain) else value, place))
         elif NOT_SETTINGS[plain]:
             warnings.append(f"{key} ({place}) is not used: {NOT_SETTINGS[plain]}")
     return Source(name, given, warnings, implicit)
+
+
+def is_list(name: str) -> bool:
+    """Return whether a setting is a list, which an empty variable leaves empty; elsewhere "" is an item."""
+    return name in knobs() and get_origin(knobs()[name].annotation) is list
 
 
 def accelerate_source(chosen: Any, environment: Mapping[str, str]) -> list[Source]:

@@ -61,7 +61,7 @@ def normalised(name: str, field: FieldInfo, value: Any) -> Any:
     if type(None) in get_args(field.annotation) and folded(value) in WORDS_FOR_NOTHING:
         return None
     if get_origin(field.annotation) is list and isinstance(value, str | list):
-        return [item for item in (listed(value) if isinstance(value, str) else value) if item]
+        return listed(value) if isinstance(value, str) else value
     choices = choices_of(field.annotation)
     if isinstance(value, bool) and not choices:
         return value

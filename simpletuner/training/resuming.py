@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from simpletuner.caches.keys import file_fingerprint
@@ -11,6 +12,7 @@ from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, opened, set_as
 from simpletuner.checkpoints.tensors import shapes_in
 from simpletuner.checkpoints.verification import newest_healthy
 from simpletuner.data.order import Order, Position
+from simpletuner.data.version import VERSION
 from simpletuner.errors import EnvironmentFault, SettingsError
 from simpletuner.models.family import Family
 from simpletuner.preparation import Plan
@@ -121,6 +123,13 @@ def where_to_begin(settings: Settings, plan: Plan, checkpoint: Checkpoint | None
     return resumed_schedule(settings, order, checkpoint.state, position), position
 
 
+def data_version(checkpoint: Checkpoint | None) -> int:
+    """Return the version of buckets and order with which a run goes on: its own."""
+    if checkpoint is None or not checkpoint.state["data"]:  # imported: it never had one
+        return VERSION
+    return int(checkpoint.state.get("data_version", 1))
+
+
 def has_same_data(plan: Plan, checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint's position means something in this plan."""
     return checkpoint.state["data"] == plan.digest
@@ -135,7 +144,8 @@ def resumed_position(order: Order, checkpoint: Checkpoint, same_data: bool, batc
     if not same_data:
         return order.start(batch_size, epoch=saved["epoch"] + 1)
     position = Position(**saved)
-    if position.consumed.keys() != order.buckets.keys() or position.batch > len(order.plan(position)):
+    whole_epoch = order.steps_left(replace(position, batch=0), position.epoch + 1)
+    if position.consumed.keys() != order.buckets.keys() or position.batch > whole_epoch:
         raise EnvironmentFault(
             f"{checkpoint.folder} is damaged: there is no batch {position.batch} in epoch {position.epoch}",
             "take an earlier one with --resume_from_checkpoint",

@@ -57,7 +57,7 @@ def resumed_schedule(settings: Settings, order: Order, saved: Mapping[str, Any],
     if training.max_train_steps is not None:
         return Schedule(training.max_train_steps)
     before = saved_schedule(saved)
-    epochs, total = training.num_train_epochs, step + order.steps_until(position, training.num_train_epochs)
+    epochs, total = training.num_train_epochs, step + order.steps_left(position, training.num_train_epochs)
     if total == before.max_steps:
         return Schedule(total, epochs, before.start_step, before.start_progress)
     if before.epochs not in (epochs, None):  # the user asked for another length: the schedule stretches over it

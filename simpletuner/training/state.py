@@ -33,6 +33,7 @@ class TrainingState:
     average: Average | None
     config: dict[str, Any]
     data: str
+    data_version: int
     schedule: Schedule
     step: int
     position: Position
@@ -50,6 +51,7 @@ class TrainingState:
             **self.schedule.as_json(),
             "position": asdict(position),
             "data": self.data,
+            "data_version": self.data_version,
             "base": dict(self.base),
             "optimizer": {"steps": moments.steps, "moments": sorted(moments.tensors)},
             "ema_updates": self.average.updates if self.average is not None else None,

@@ -10,7 +10,7 @@ from simpletuner.checkpoints.layout import numbered
 from simpletuner.models.family import Family
 from simpletuner.parallel.compilation import described
 from simpletuner.parallel.fsdp2 import units_told
-from simpletuner.preparation import Plan
+from simpletuner.preparation import Plan, pictures_in_buckets
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings, provenance
@@ -24,7 +24,6 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
     settings, world = session.settings, session.world
     parallel, training = settings.parallel, settings.training
     engine = engine_told(settings, world.size)
-    buckets = ", ".join(f"{name}: {len(items)}" for name, items in plan.buckets.items())
     batch = f"{training.train_batch_size} x {world.size} x {training.gradient_accumulation_steps}"
     parameters = f"{state.strategy.size:,} parameters"
     rows: list[tuple[str, Any]] = [
@@ -32,7 +31,7 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
         *([("wrapping", units_told(family.denoiser(), parallel))] if parallel.fsdp_enable else []),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
-        ("pictures", f"{len(plan.samples)} in {len(plan.buckets)} buckets ({buckets})"),
+        ("pictures", pictures_in_buckets(plan)),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),
         ("steps", f"{state.step} to {state.schedule.max_steps}"),
         ("output", training.output_dir),

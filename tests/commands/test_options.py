@@ -10,6 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simpletuner.commands.options import as_arguments, forgiving, metavar, with_settings
+from simpletuner.errors import SettingsError
 from simpletuner.settings.loading import knobs
 
 CANONICAL = ["--fsdp_enable=true"]
@@ -92,3 +93,27 @@ def test_flags_can_be_given_again_to_another_process():
     ]
     assert forgiving(arguments) == arguments
     assert as_arguments({}, None) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--learning_rate=1e-4", "--learning-rate", "2e-4"], "--learning_rate is given twice: 1e-4 and 2e-4"),
+        (
+            ["--validation_steps=1", "--validation_step_interval=2"],
+            "--validation_step_interval is given twice: 1 and 2",
+        ),
+        (["--use_ema", "--seed=1", "--use_ema=false"], "--use_ema is given twice: true and false"),
+        (["--config", "a.toml", "--config=b.toml"], "--config is given twice: a.toml and b.toml"),
+        (["--accelerate_config=a", "--accelerate_config=none"], "--accelerate_config is given twice: a and none"),
+    ],
+)
+def test_a_flag_with_two_values_is_refused(arguments, said):
+    with pytest.raises(SettingsError) as caught:
+        forgiving(["train", *arguments])
+    assert caught.value.message == said
+
+
+def test_the_same_value_twice_and_several_items_of_a_list_are_fine():
+    for arguments in (["--seed=3", "--seed=3"], ["--validation_prompt=a", "--validation_prompt="], ["--use_ema"] * 2):
+        assert len(forgiving(arguments)) == len(arguments)

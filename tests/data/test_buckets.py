@@ -113,3 +113,8 @@ def test_the_repeats_that_the_error_asks_for_are_the_smallest():
 def test_no_bucket_at_all_is_refused():
     with pytest.raises(DataError):
         filled({}, 8, oversubscribe=True)
+
+
+def test_an_epoch_that_no_memory_holds_is_refused():
+    with pytest.raises(DataError, match="an epoch would show 1,000,000,000,001 pictures"):
+        group([sample(0)], {"d": 10**12})

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.data.datasets import UNSUPPORTED, ImageDataset, datasets_of
+from simpletuner.data.dataset_keys import UNSUPPORTED, VALUES
+from simpletuner.data.datasets import ImageDataset, TextEmbeds, datasets_of
 from simpletuner.errors import SettingsError
 from simpletuner.settings.sections import Data, Pictures
 
@@ -122,7 +123,7 @@ def test_all_mistakes_of_the_file_are_told_at_once_with_their_places(tmp_path):
         (2, "instance_data_dir"),
         (3, "type"),
     ]:
-        assert f"multidatabackend.json[{place}]: `{key}`: " in message
+        assert f"multidatabackend.json[{place}]: `{key}`" in message
 
 
 def test_two_datasets_cannot_share_an_id(tmp_path):
@@ -163,3 +164,83 @@ def test_choices_are_spelled_as_freely_as_in_flags(tmp_path):
     entry = image(caption_strategy="Instance-Prompt", instance_prompt="a bear", resolution_type="PIXEL-AREA")
     (dataset,), _ = datasets_of(data_of(tmp_path, entry))
     assert (dataset.caption_strategy, dataset.resolution_type) == ("instanceprompt", "pixel_area")
+
+
+ORIGINAL_KEYS = Path(__file__).with_name("original_keys.txt").read_text().split()
+
+
+def test_every_key_of_the_original_is_taken_or_answered_with_a_reason():
+    taken = {*ImageDataset.model_fields, *TextEmbeds.model_fields, "disable"}
+    assert set(ORIGINAL_KEYS) - taken - set(UNSUPPORTED) == set()
+    assert set(UNSUPPORTED) & taken == set()
+    assert set(UNSUPPORTED) <= set(ORIGINAL_KEYS)
+    assert all(len(reason) > 15 for reason in UNSUPPORTED.values())
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key in VALUES for value in VALUES[key]])
+def test_every_value_of_the_original_is_answered_with_a_reason(tmp_path, key, value):
+    message = refusal(data_of(tmp_path, image(**{key: value})))
+    assert f"[0]: `{key}` = '{value}': {VALUES[key][value]}; use one of " in message
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"type": "locl"}, "`type` = 'locl': use one of local; did you mean `local`?"),
+        ({"repeats": "often"}, "`repeats` = 'often': use a whole number of at least 0"),
+        ({"resolution": 1e9}, "`entry`: resolution=1e+09 (pixel_area) is too large: at most 16384x16384 px"),
+        ({"resolution": 300, "resolution_type": "area"}, "resolution=300 (area) is too large"),
+        ({"id": ["a"]}, '`id` = ["a"]: use text in quotes'),
+    ],
+)
+def test_wrong_values_are_answered_in_our_words(tmp_path, values, said):
+    assert said in refusal(data_of(tmp_path, image(**values)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", " ", ".", "..", "../x", "a/../../x", "/etc", "a//b", "a/", "./a", "a\nb", "a\x1b[2J", "\ud800", "x" * 256],
+)
+def test_an_id_that_leads_out_of_its_folder_or_cannot_be_printed_is_refused(tmp_path, name):
+    assert "[0]: `id`: " in refusal(data_of(tmp_path, image(id=name)))
+
+
+def test_ids_below_the_folder_go_on_working_but_not_within_one_another(tmp_path):
+    datasets, _ = datasets_of(data_of(tmp_path, *(image(id=name) for name in ("a/b", "a/c", "..a", "x" * 255, "熊"))))
+    assert len(datasets) == 5
+    message = refusal(data_of(tmp_path, image(id="a"), image(id="a/b"), image(id="ab")))
+    assert message.endswith("the cache of dataset `a/b` would lie in that of `a`: rename one of them")
+    own = image(id="a/b", cache_dir_vae="elsewhere")
+    assert len(datasets_of(data_of(tmp_path, image(id="a"), own))[0]) == 2
+
+
+def test_a_folder_with_any_name_is_a_dataset(tmp_path):
+    folder = tmp_path / "a\nb\x1b"
+    (dataset,), _ = datasets_of(Data(instance_data_dir=folder))
+    assert dataset.id == "a_b_"
+    assert "too large" in refusal(Data(instance_data_dir=folder, resolution=1e6))
+
+
+def test_there_is_one_text_cache(tmp_path):
+    text = {"id": "t", "dataset_type": "text_embeds", "cache_dir": "t"}
+    assert "2 datasets of type text_embeds" in refusal(data_of(tmp_path, image(), text, {**text, "id": "u"}))
+    assert "[1]: `default`: there is one text cache" in refusal(data_of(tmp_path, image(), {**text, "default": False}))
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("[" * 100_000, "nested too deeply", ""),
+        ('[\n {"id": "a",}\n]', "line 2 column 13", "no comma before a closing bracket"),
+        ('[\n {"id": "a"},\n]', "line 3 column 1", "no comma before a closing bracket"),
+        ("[ // mine\n]", "line 1 column 3", "no comments"),
+        ("[{'id': 1}]", "line 1 column 3", "double quotes"),
+        ('[{"id": "a", "id": "b"}]', "`id` stands there twice", ""),
+    ],
+)
+def test_json_that_does_not_parse_says_where_and_what_is_usual(tmp_path, text, said, hint):
+    path = tmp_path / "d.json"
+    path.write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        datasets_of(Data(data_backend_config=path))
+    assert said in caught.value.message and hint in caught.value.hint

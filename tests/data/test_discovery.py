@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ from PIL import Image
 
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.discovery import Found, discover
+from simpletuner.data.scanning import entries_of
 from simpletuner.errors import DataError
 
 
@@ -95,9 +99,83 @@ def test_the_instance_prompt_is_put_before_every_caption_on_request(tmp_path, st
     assert "sks" not in found_in(tmp_path, **values).samples[0].captions[0]
 
 
-def test_bytes_that_are_no_utf8_do_not_stop_discovery(tmp_path):
-    add(tmp_path, "a.png").with_suffix(".txt").write_bytes(b"caf\xe9")
-    assert found_in(tmp_path).samples[0].captions[0].startswith("caf")
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_captions_are_read_as_their_byte_order_mark_says(tmp_path, encoding):
+    add(tmp_path, "a.png").with_suffix(".txt").write_bytes("ein Bär, 熊\r\nzwei".encode(encoding))
+    assert found_in(tmp_path).samples[0].captions == ("ein Bär, 熊", "zwei")
+
+
+def test_captions_that_are_no_text_are_named_with_the_reason_and_never_trained_on(tmp_path):
+    contents = {
+        "latin": "café au lait".encode("latin-1"),
+        "utf16": "a cat".encode("utf-16-le"),
+        "cut": "\ufeffa cat".encode("utf-16")[:-1],
+        "large": bytes(2 << 20),
+    }
+    for name, content in contents.items():
+        add(tmp_path, f"{name}.png").with_suffix(".txt").write_bytes(content)
+    add(tmp_path, "pipe.png", None)
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError) as caught:
+        found_in(tmp_path)
+    assert caught.value.message == (
+        "dataset `d`: 5 caption files cannot be read as text:"
+        "\n  cut.txt is not UTF-16: byte 12 is 0x74"
+        "\n  large.txt has 2,097,152 bytes, which is no caption"
+        "\n  latin.txt is not UTF-8: byte 3 is 0xe9"
+        "\n  pipe.txt is no regular file"
+        "\n  utf16.txt holds a zero at byte 1: is it UTF-16 without its mark?"
+    )
+    assert "iconv" in caught.value.hint
+    assert len(found_in(tmp_path, caption_strategy="filename").samples) == 5
+
+
+def test_only_regular_files_of_bounded_size_are_pictures(tmp_path):
+    add(tmp_path, "good.png")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "circle.png").symlink_to(tmp_path / "circle.png")
+    (tmp_path / "null.webp").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(tmp_path):
+        listening.bind("door.png")
+    with (tmp_path / "sparse.png").open("wb") as file:
+        file.truncate(10 << 30)
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / os.fsdecode(b"caf\xe9.png")).write_bytes((tmp_path / "good.png").read_bytes())
+    found = found_in(tmp_path, caption_strategy="filename")
+    assert [sample.id for sample in found.samples] == ["d/good.png"]
+    reasons = {name.removeprefix("d/"): reason for name, reason in found.broken.items()}
+    assert set(reasons) == {"pipe.jpg", "circle.png", "null.webp", "door.png", "sparse.png", "caf\udce9.png"}
+    assert reasons["pipe.jpg"] == reasons["null.webp"] == reasons["door.png"] == "is no regular file"
+    assert reasons["sparse.png"] == "has 10,737,418,240 bytes; at most 1,073,741,824 are read"
+    assert reasons["caf\udce9.png"] == "its name is not UTF-8: rename it"
+
+
+def test_what_the_run_writes_below_its_pictures_is_never_trained_on(tmp_path):
+    add(tmp_path, "a.png")
+    output, latents = tmp_path / "out", tmp_path / "sub" / "latents"
+    for name in ("out/loss.png", "out/validation/grid-000002.png", "out/validation/step-000002/trained-00.png"):
+        add(tmp_path, name, None)
+    add(tmp_path, "sub/latents/x.png", None)
+    add(tmp_path, "sub/b.png")
+    (tmp_path / "link").symlink_to(output)
+
+    def found(folder: Path, *written: Path) -> Found:
+        return discover([ImageDataset(id="d", instance_data_dir=folder, resolution=64)], 64, 0, written)
+
+    inside = found(tmp_path, output, latents)
+    assert [sample.id for sample in inside.samples] == ["d/a.png", "d/sub/b.png"]
+    assert inside.written == [tmp_path / "link", output, latents]
+    add(output, "pictures/c.png")
+    assert [sample.id for sample in found(output / "pictures", output).samples] == ["d/c.png"]
+    same = found(output, output)
+    assert [sample.id for sample in same.samples] == ["d/pictures/c.png"]
+    assert same.written == [output / "loss.png", output / "validation"]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path):
+    add(tmp_path, "a.png")
+    with pytest.raises(DataError, match="cannot read the folder .*/nowhere: No such file or directory"):
+        entries_of(tmp_path / "nowhere")
 
 
 def test_a_broken_picture_is_named_with_the_reason_and_left_where_it_is(tmp_path):
@@ -125,9 +203,9 @@ def test_pictures_without_captions_are_an_error_with_count_and_name(tmp_path):
     add(tmp_path, "two.png", " \n ")
     with pytest.raises(DataError) as caught:
         found_in(tmp_path)
-    assert "dataset `d`: 2 pictures" in caught.value.message
-    assert "caption" in caught.value.message
-    assert "one.png" in caught.value.message
+    assert caught.value.message == (
+        "dataset `d`: 2 pictures without a caption in their .txt file beside them:\n  one.png\n  two.png"
+    )
     assert "caption_strategy" in caught.value.hint
 
 
@@ -144,6 +222,23 @@ def test_a_folder_without_pictures_is_an_error_that_names_it(tmp_path, prepare):
         found_in(folder)
     assert str(folder) in caught.value.message
     assert "dataset `d`" in caught.value.message
+
+
+def test_of_many_pictures_without_captions_twenty_are_named(tmp_path):
+    for number in range(25):
+        add(tmp_path, f"{number:02d}.png", None)
+    with pytest.raises(DataError) as caught:
+        found_in(tmp_path)
+    assert caught.value.message.endswith("\n  18.png\n  19.png\n  and 5 more")
+
+
+def test_a_folder_of_nothing_but_other_formats_says_which(tmp_path):
+    for name in ("a.heic", "b.HEIC", "c.avif"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError) as caught:
+        found_in(tmp_path)
+    assert caught.value.message.endswith("(3 not read)")
+    assert caught.value.hint.endswith("; .heic is not")
 
 
 def test_a_folder_of_nothing_usable_says_how_many_are_left_out(tmp_path):
@@ -198,3 +293,12 @@ def test_a_file_name_without_words_is_reported_as_what_it_is(tmp_path):
     with pytest.raises(DataError) as caught:
         found_in(tmp_path, caption_strategy="filename")
     assert ".txt" not in caught.value.message
+
+
+def test_a_picture_that_would_be_resized_beyond_all_memory_is_left_out(tmp_path):
+    add(tmp_path, "good.png")
+    add(tmp_path, "line.png", size=(30000, 1))
+    found = found_in(tmp_path, crop=True)
+    assert found.broken == {}
+    found = discover([ImageDataset(id="d", instance_data_dir=tmp_path, crop=True)], 64, 0)
+    assert found.broken == {"d/line.png": "would be resized to 30720000x1024 px"}

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import asdict
 from itertools import islice
 
 from hypothesis import given
@@ -21,6 +23,11 @@ def fillable_buckets(draw) -> dict[str, list[int]]:
         buckets[name] = list(range(first, first + samples)) * passes
         first += samples
     return buckets
+
+
+def again(position: Position) -> Position:
+    """Return a position as a checkpoint holds it."""
+    return Position(**json.loads(json.dumps(asdict(position))))
 
 
 def seen_in(batches: list[GlobalBatch]) -> Counter[int]:
@@ -67,13 +74,15 @@ def test_a_batch_is_full_and_comes_from_one_bucket(buckets, batch_size, seed):
 def test_any_position_gives_the_same_continuation_in_a_new_process(buckets, batch_size, seed, steps):
     straight = list(islice(Order(buckets, seed).batches(Order(buckets, seed).start(batch_size)), steps + 20))
     position = straight[steps - 1][1] if steps else Order(buckets, seed).start(batch_size)
-    assert list(islice(Order(buckets, seed).batches(position), 20)) == straight[steps:]
+    assert list(islice(Order(buckets, seed).batches(again(position)), 20)) == straight[steps:]
 
 
 def test_a_position_is_plain_data():
     order = Order({"a": list(range(5)), "b": list(range(5, 12))}, 0)
     _, after = list(islice(order.batches(order.start(2)), 7))[-1]
-    assert after == Position(1, 2, 2, {"a": 4, "b": 6})
+    assert after == Position(1, 2, 2, {"a": 4, "b": 6}, {"a": after.carried["a"], "b": after.carried["b"]})
+    assert [len(carried) for carried in after.carried.values()] == [1, 1]
+    assert again(after) == after
 
 
 def test_an_epoch_holds_what_can_be_completed_and_carries_the_rest_over():
@@ -150,7 +159,7 @@ def test_the_same_batch_size_leaves_a_position_as_it_is(buckets, batch_size, see
 def test_another_batch_size_in_the_middle_of_an_epoch_loses_and_doubles_nothing(buckets, first, second, seed, steps):
     order = Order(buckets, seed)
     before = list(islice(order.batches(order.start(first)), steps))
-    position = order.resized(before[-1][1] if before else order.start(first), second)
+    position = again(order.resized(before[-1][1] if before else order.start(first), second))
     finished = position.epoch + 1
     after = []
     for batch, place in order.batches(position):
@@ -173,3 +182,79 @@ def test_another_batch_size_after_one_step_shows_each_item_once_in_the_epoch():
         rest = [batch for batch, _ in islice(order.batches(order.resized(position, 1)), 9)]
         shown_twice[seed] = set(first.samples) & set(seen_in(rest))
     assert shown_twice == dict.fromkeys(range(8), set())
+
+
+UNIFORM = st.tuples(st.integers(1, 30), st.integers(1, 6))
+"""Pictures of a bucket, and how often an epoch shows each."""
+
+
+def is_distinct(batch: GlobalBatch) -> bool:
+    return len(set(batch.samples)) == len(batch.samples)
+
+
+@given(UNIFORM, st.data(), st.integers(0, 2**32))
+@hypothesis_settings(max_examples=150, deadline=None)
+def test_no_batch_holds_a_picture_twice_while_others_wait(bucket, data, seed):
+    pictures, shows = bucket
+    batch_size = data.draw(st.integers(1, pictures))
+    order = Order({"a": list(range(pictures)) * shows}, seed)
+    for batch in epochs_of(order, 4, batch_size):
+        assert is_distinct(batch)
+
+
+@given(UNIFORM, st.data(), st.integers(0, 2**32))
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_a_batch_larger_than_its_bucket_holds_every_picture_about_equally_often(bucket, data, seed):
+    pictures, shows = bucket
+    batch_size = data.draw(st.integers(pictures, 4 * pictures))
+    order = Order({"a": list(range(pictures)) * shows}, seed)
+    for batch in epochs_of(order, 6, batch_size):
+        counts = Counter(batch.samples)
+        assert len(counts) == pictures
+        assert max(counts.values()) - min(counts.values()) <= 2
+
+
+def test_repeats_of_few_pictures_do_not_meet_in_a_batch():
+    for pictures, repeats, batch_size in (
+        (20, 9, 8),
+        (20, 9, 16),
+        (10, 19, 8),
+    ):  # 76 to 100 % did when shuffled together
+        order = Order({"a": sorted(list(range(pictures)) * (1 + repeats))}, 0)
+        assert all(map(is_distinct, epochs_of(order, 5, batch_size)))
+
+
+def test_a_dataset_with_more_repeats_is_spread_over_the_epoch_among_others():
+    order = Order({"a": [*range(100), *[100, 101] * 50]}, 0)  # 100 pictures once, two of another dataset 50 times
+    for batch in epochs_of(order, 4, 4):
+        frequent = [sample for sample in batch.samples if sample >= 100]
+        assert 1 <= len(frequent) <= 3 and len(set(batch.samples)) >= 3
+
+
+@given(fillable_buckets(), st.lists(st.tuples(BATCH_SIZES, st.integers(0, 6)), max_size=5), st.integers(0, 2**32))
+@hypothesis_settings(max_examples=80, deadline=None)
+def test_batch_sizes_that_change_again_and_again_lose_and_double_nothing(buckets, sizes, seed):
+    order, taken = Order(buckets, seed), []
+    position = order.start(3)
+    for size, steps in sizes:
+        position = order.resized(again(position), size)
+        for batch, after in islice(order.batches(position), steps):
+            taken.append(batch)
+            position = after
+    seen = seen_in(taken)
+    left = order.steps_left(order.resized(position, 1), position.epoch + 1)
+    assert left + seen.total() == (position.epoch + 1) * sum(map(len, buckets.values()))
+    for batch, _ in islice(order.batches(order.resized(position, 1)), left):
+        seen.update(batch.samples)
+    for items in buckets.values():
+        due = Counter(items * (position.epoch + 1))
+        assert {item: seen[item] for item in due} == due
+
+
+@given(fillable_buckets(), BATCH_SIZES, st.integers(0, 2**32), st.integers(0, 40), st.integers(1, 5))
+@hypothesis_settings(max_examples=40, deadline=None)
+def test_steps_left_counts_what_is_still_to_come(buckets, batch_size, seed, steps, epochs):
+    order = Order(buckets, seed)
+    position = list(islice(order.batches(order.start(batch_size)), steps))[-1][1] if steps else order.start(batch_size)
+    counted = sum(after.epoch < epochs for _, after in islice(order.batches(position), 600 // batch_size + 60))
+    assert order.steps_left(position, epochs) == counted

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletuner.data.pictures import BROKEN, displayed_size, read_rgb, resized_and_cropped, walk
+from simpletuner.data.pictures import BROKEN, header_of, read_rgb, resized_and_cropped
+from simpletuner.data.scanning import Scan
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 SIZE = (64, 32)
@@ -37,9 +38,9 @@ def looks(picture: Image.Image, x: int, y: int, colour: tuple[int, int, int], to
 
 
 def read_whole(path: Path) -> Image.Image:
-    picture = read_rgb(path, displayed_size(path))
+    picture = read_rgb(path, header_of(path).size)
     assert picture.mode == "RGB"
-    assert picture.size == displayed_size(path)
+    assert picture.size == header_of(path).size
     return picture
 
 
@@ -55,7 +56,7 @@ def read_whole(path: Path) -> Image.Image:
 )
 def test_size_and_colours_of_each_format(tmp_path, name, options):
     path = saved(red_and_blue(), tmp_path / name, **options)
-    assert displayed_size(path) == SIZE
+    assert header_of(path).size == SIZE
     picture = read_whole(path)
     looks(picture, 8, 16, RED)
     looks(picture, 56, 16, BLUE)
@@ -73,7 +74,7 @@ def test_size_and_colours_of_each_format(tmp_path, name, options):
 )
 def test_a_jpeg_is_measured_and_read_as_its_exif_orientation_shows_it(tmp_path, orientation, size, red, blue):
     path = saved(red_and_blue(), tmp_path / "a.jpg", exif=rotated(orientation), quality=95)
-    assert displayed_size(path) == size
+    assert header_of(path).size == size
     picture = read_whole(path)
     looks(picture, *red, RED)
     looks(picture, *blue, BLUE)
@@ -83,7 +84,7 @@ def test_a_jpeg_is_measured_and_read_as_its_exif_orientation_shows_it(tmp_path, 
 def test_png_and_webp_are_measured_as_their_exif_orientation_shows_them(tmp_path, name):
     path = saved(red_and_blue(), tmp_path / name, exif=rotated(6), **({"lossless": True} if "webp" in name else {}))
     assert read_rgb(path, SIZE).size == (32, 64)
-    assert displayed_size(path) == (32, 64)
+    assert header_of(path).size == (32, 64)
 
 
 def test_grey_stays_grey(tmp_path):
@@ -172,7 +173,7 @@ def test_a_picture_cut_short_is_broken_wherever_it_is_cut(tmp_path, name):
         with pytest.raises(BROKEN):
             read_rgb(path, (64, 64))
         try:
-            assert displayed_size(path) == (64, 64)
+            assert header_of(path).size == (64, 64)
         except BROKEN:
             assert length < 1000, "the header is whole"
 
@@ -189,7 +190,7 @@ def test_damaged_bytes_raise_nothing_but_what_counts_as_broken(tmp_path):
             path = tmp_path / f"damaged-{name}"
             path.write_bytes(blob)
             with suppress(BROKEN):
-                assert read_rgb(path, displayed_size(path)).mode == "RGB"
+                assert read_rgb(path, header_of(path).size).mode == "RGB"
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
@@ -197,7 +198,7 @@ def test_a_text_file_called_a_picture_is_broken(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     path.write_text("I am no picture.\n" * 100)
     with pytest.raises(BROKEN):
-        displayed_size(path)
+        header_of(path)
     with pytest.raises(BROKEN):
         read_rgb(path, (8, 8))
 
@@ -235,10 +236,10 @@ def test_a_picture_is_resized_before_it_is_cropped():
     np.testing.assert_allclose(pixels[4, 28], [-1, -1, 1], atol=0.02)
 
 
-def test_walk_finds_pictures_in_all_folders_but_hidden_ones(tmp_path):
+def test_a_scan_finds_pictures_in_all_folders_but_hidden_ones(tmp_path):
     for name in ("a.jpg", "b.PNG", "c.txt", ".d.jpg", "sub/e.webp", "sub/deep.png/f.jpeg", ".hidden/g.jpg"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    found = sorted(path.relative_to(tmp_path).as_posix() for path in walk(tmp_path))
+    found = sorted(path.relative_to(tmp_path).as_posix() for path in Scan(tmp_path).pictures())
     assert found == ["a.jpg", "b.PNG", "sub/deep.png/f.jpeg", "sub/e.webp"]

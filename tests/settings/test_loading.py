@@ -268,3 +268,16 @@ def test_the_start_up_table_tells_what_found_files_decided(tmp_path, monkeypatch
     assert provenance(load({}, complete=False, environment={"SIMPLETUNER_ACCELERATE_CONFIG": "none"})) == (
         "config/config.env: seed"
     )
+
+
+def test_an_empty_prompt_is_a_prompt_but_an_empty_variable_is_none(tmp_path):
+    def prompts(flags: dict, path: Path | None = None, **environment: str) -> list[str]:
+        return load({**ENOUGH, **flags}, path, environment=environment).settings.validation.validation_prompt
+
+    assert prompts({"validation_prompt": [""]}) == [""]
+    assert prompts({"validation_prompt": ["a", "", "b"]}) == ["a", "", "b"]
+    path = write(tmp_path, "c.json", '{"validation_prompt": ["", "a"]}')
+    assert prompts({}, path) == ["", "a"]
+    assert prompts({"validation_prompt": ["[]"]}, path) == []
+    assert prompts({}, path, SIMPLETUNER_VALIDATION_PROMPT="") == []
+    assert prompts({}, write(tmp_path, "d.env", "VALIDATION_PROMPT=''\n")) == []

@@ -92,7 +92,7 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
 def prepared_by(world: World, settings: Settings) -> Prepared:
     """Encode the pictures, or find them encoded."""
     session, family = session_of(world, settings)
-    return prepare(session, plan_data(settings, session.report), family)
+    return prepare(session, plan_data(session), family)
 
 
 def session_of(world: World, settings: Settings) -> tuple[Session, Family]:

@@ -54,3 +54,9 @@ def build_pipeline(family: str, folder: str) -> None:
     from simpletuner.settings.sections import Model
 
     build_tiny(traits_of(Model(model_family=family)), Path(folder))
+
+
+def command_line_at(folders: list[str], arguments: list[str]) -> None:
+    """Run the command line of each rank in a folder of its own, as on machines that share nothing."""
+    os.chdir(folders[int(os.environ["RANK"])])
+    simpletuner.app.main(arguments)

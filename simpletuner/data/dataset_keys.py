@@ -1,0 +1,86 @@
+"""Keys and values of the original tool's dataset files that are not supported, and what to do instead, as data."""
+
+from __future__ import annotations
+
+LATER = "not supported by this version"
+ONE_FOR_ALL = "one value holds for all datasets: set --{}"
+GONE = "your pictures are never deleted"
+LOCAL = LATER + ": only folders of this machine or a shared one (type local)"
+BY_READING = "files and their sizes are read at every start"
+VERIFIED = "caches are checked record by record, and what changed is made again"
+NO_CONDITIONING = LATER + ": pictures and captions are all that a model is trained on"
+
+UNSUPPORTED: dict[str, str] = {
+    "probability": "every sample is seen equally often; use `repeats` to weigh datasets",
+    **dict.fromkeys(
+        ("start_epoch", "start_step", "end_epoch", "end_step", "disable_after_epoch_step"),
+        LATER + ": datasets take part from the first step to the last; stop, change the file and resume",
+    ),
+    "max_num_samples": LATER + ": move the pictures to leave out to another folder",
+    **dict.fromkeys(
+        ("is_regularisation_data", "is_regularization_data", "slider_strength"),
+        "it belongs to adapters, and whole models are trained here",
+    ),
+    "timestep_sampling_offset": LATER + ": one density of timesteps holds for all datasets",
+    **{key: ONE_FOR_ALL.format(key) for key in ("train_batch_size", "vae_batch_size", "text_encoder_batch_size")},
+    "caption_dropout_probability": ONE_FOR_ALL.format("caption_dropout_probability"),
+    **dict.fromkeys(("write_batch_size", "read_batch_size"), "records are written one by one; nothing to tune"),
+    **dict.fromkeys(("image_processing_batch_size", "max_workers"), "two threads per rank decode; nothing to tune"),
+    **dict.fromkeys(("conditioning_image_embed_batch_size", "conditioning_image_embeds"), NO_CONDITIONING),
+    **dict.fromkeys(("cache_dir_conditioning_image_embeds", "conditioning_type", "conditioning_data"), NO_CONDITIONING),
+    **dict.fromkeys(("source_dataset_id", "conditioning", "conditioning_config"), NO_CONDITIONING),
+    **dict.fromkeys(("grounding", "grounding_data", "disable_validation", "distillation_type"), NO_CONDITIONING),
+    **dict.fromkeys(
+        ("aws_data_prefix", "aws_bucket_name", "aws_region_name", "aws_endpoint_url", "aws_access_key_id"), LOCAL
+    ),
+    **dict.fromkeys(("aws_secret_access_key", "aws_session_token", "aws_max_pool_connections"), LOCAL),
+    **dict.fromkeys(("csv_file", "csv_cache_dir", "csv_url_column", "csv_caption_column"), LOCAL),
+    **dict.fromkeys(("csv_hash_filenames", "csv_shorten_filenames"), LOCAL),
+    **dict.fromkeys(("memory_filesystem_path", "memory_filesystem_size", "memory_filesystem_sudo"), LOCAL),
+    **dict.fromkeys(("dataset_name", "split", "revision", "streaming", "num_proc", "hf_token"), LOCAL),
+    **dict.fromkeys(("image_column", "caption_column", "description_column", "quality_column"), LOCAL),
+    **dict.fromkeys(("quality_thresholds", "filter_func", "composite_image_config"), LOCAL),
+    **dict.fromkeys(("source", "metadata", "subfolder", "webshart"), LOCAL),
+    **dict.fromkeys(("webshart_optimize_captions", "webshart_optimise_captions"), LOCAL),
+    "only_instance_prompt": "set caption_strategy to instanceprompt",
+    "disable_multiline_split": LATER + ": each line of a text file is a caption of its own",
+    "caption_shuffle": LATER + ": write the variants as lines of the text file",
+    "caption_filter_list": LATER + ": edit the text files",
+    "text_embeds": "there is one text cache: the dataset of type text_embeds",
+    **dict.fromkeys(("text_cache_ondemand", "text_cache_disable"), "all captions are encoded before training"),
+    "metadata_backend": LATER + " beyond `discovery`",
+    "parquet": LATER + ": captions come from text files, file names or one phrase",
+    **dict.fromkeys(("metadata_update_interval", "preserve_data_backend_cache", "skip_file_discovery"), BY_READING),
+    **dict.fromkeys(("scan_for_errors", "vae_cache_scan_behaviour"), VERIFIED),
+    **dict.fromkeys(("maximum_image_size", "target_downsample_size"), "pictures are resized in one step"),
+    "max_upscale_threshold": LATER + ": minimum_image_size leaves small pictures out",
+    "crop_aspect_buckets": LATER + ": buckets come from resolution and aspect_bucket_alignment",
+    **dict.fromkeys(("delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"), GONE),
+    "image_embeds": "latents are cached in cache_dir_vae of the dataset itself",
+    "vae_cache_clear_each_epoch": "random crops are drawn once per picture, so latents stay valid",
+    **dict.fromkeys(("vae_cache_ondemand", "vae_cache_disable"), "all pictures are encoded before training"),
+    "compress_cache": LATER + ": latents hardly shrink",
+    "hash_filenames": "caches are keyed by content; drop this key",
+    **dict.fromkeys(("video", "audio", "video_column", "audio_column", "s2v_datasets"), LATER + ": only pictures"),
+    **dict.fromkeys(("audio_caption_fields", "lyrics_column"), LATER + ": only pictures"),
+}  # fmt: skip
+
+VALUES: dict[str, dict[str, str]] = {
+    "type": dict.fromkeys(("aws", "csv", "huggingface", "memory", "webshart"), LOCAL),
+    "dataset_type": {
+        **dict.fromkeys(("video", "audio"), LATER + ": only pictures"),
+        **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),
+        "image_embeds": UNSUPPORTED["image_embeds"],
+        "caption": LATER + ": captions belong to pictures",
+        "eval": LATER + ": there is no loss on held-out pictures; validation_prompt draws pictures",
+    },
+    "caption_strategy": dict.fromkeys(
+        ("parquet", "csv", "huggingface", "webshart"), LATER + ": write captions into text files"
+    ),
+    "crop_style": dict.fromkeys(("corner", "face"), LATER),
+    "crop_aspect": {
+        "closest": LATER + ": `preserve` crops to the picture's bucket",
+        "random": LATER + ": `preserve` crops to the picture's bucket",
+    },
+}
+"""What the original accepts as a value and this does not, by key."""

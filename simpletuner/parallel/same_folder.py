@@ -1,0 +1,107 @@
+"""Before anything is encoded, all ranks check that they write into the same folders."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from simpletuner.errors import EnvironmentFault
+from simpletuner.ops.cache.holds import is_held, locked
+from simpletuner.parallel.world import World
+
+VISIBLE_SECONDS = 3.0
+"""How long a client of NFS may take to see a new file once it looks at the folder again."""
+
+PROBE = ".probe-"
+
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def agree_on_folders(folders: Sequence[tuple[str, Path]], world: World, stop: Callable[[], None], place: str) -> None:
+    """Check that each folder, given with what it is for, is the same one on all ranks. Collective.
+
+    `place` is unique per call. Raises EnvironmentFault, on all ranks, that names the first folder and rank.
+    """
+    if world.size == 1:
+        for _, folder in folders:
+            with suppress(OSError):  # what a killed run of several ranks left
+                remove_left_over(folder)
+        return
+    with ExitStack() as stack:
+        if world.is_first:
+            marks = [stack.enter_context(marked(folder)) for _, folder in folders]
+            world.store.set(f"{place}/marks", json.dumps(marks))
+        world.meet(f"{place}/marked", stop)
+        marks = json.loads(world.store.get(f"{place}/marks"))
+        missing = [number for number, (_, folder) in enumerate(folders) if not is_seen(folder, marks[number], stop)]
+        world.meet(f"{place}/looked", stop)
+        told = world.gather_texts(json.dumps([socket.gethostname(), *missing[:1]]))
+    hosts = [json.loads(text)[0] for text in told]
+    for rank, text in enumerate(told):
+        for number in json.loads(text)[1:]:
+            name, folder = folders[number]
+            raise EnvironmentFault(
+                f"{name} {folder} is not the same folder on rank {rank} (host {hosts[rank]}) "
+                f"as on rank 0 (host {hosts[0]})",
+                "all machines must share it; `simpletuner nfs check` on each of them shows whether they do",
+            )
+
+
+@contextmanager
+def marked(folder: Path) -> Iterator[str]:
+    """Leave a file with a name of its own in a folder for a while, and yield that name; "" where it is read-only.
+
+    The file is locked, so that one that a killed run has left can be told from one in use, and removed.
+    """
+    path = folder / f"{PROBE}{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_left_over(folder)
+        descriptor = locked(path, exclusive=True)
+    except OSError as error:
+        if error.errno not in READ_ONLY or not folder.is_dir():
+            raise EnvironmentFault(
+                f"cannot write to {folder}: {error.strerror}", "check its rights and room on the disk, or name another"
+            ) from None
+        yield ""
+        return
+    try:
+        yield path.name
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def remove_left_over(folder: Path) -> None:
+    """Remove the probes of runs that were killed."""
+    for path in folder.glob(f"{PROBE}*"):
+        if is_held(path) is False:
+            path.unlink(missing_ok=True)
+
+
+def is_seen(folder: Path, name: str, stop: Callable[[], None]) -> bool:
+    """Return whether a file is in a folder, looking again for a while, as caches of NFS may lag behind."""
+    end = time.monotonic() + VISIBLE_SECONDS
+    while name and not is_there(folder, name):
+        if time.monotonic() > end:
+            return False
+        stop()
+        time.sleep(0.1)
+    return True
+
+
+def is_there(folder: Path, name: str) -> bool:
+    """Return whether a name is in a folder; listing the folders makes a client of NFS ask its server."""
+    try:
+        for listed in (folder.parent, folder):
+            list(listed.iterdir())
+    except OSError:
+        return False
+    return (folder / name).exists()

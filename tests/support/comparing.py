@@ -1,0 +1,53 @@
+"""What two ranks find out about their data and folders, in one world for many cases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.discovery import discover
+from simpletuner.errors import SimpleTunerError
+from simpletuner.parallel.same_data import agree_on_data
+from simpletuner.parallel.same_folder import agree_on_folders
+from simpletuner.parallel.world import World, joined_world
+
+
+def compare(cases: str, report: str) -> None:
+    """Compare the folders `rank0` and `rank1` of every case; write what each rank said, by case, into `report`."""
+    with joined_world() as world:
+        said: dict[str, list[str]] = {}
+        for case in sorted(Path(cases).iterdir()):
+            own = replace(world, store=dist.PrefixStore(case.name, world.store))
+            said[case.name] = world.gather_texts(answer(compared, own, case))
+            said[f"{case.name}, folders"] = world.gather_texts(answer(probed, own, case))
+        if world.is_first:
+            Path(report).write_text(json.dumps(said))
+
+
+def answer(compare: Callable[[World, Path], str], world: World, case: Path) -> str:
+    """Return what a comparison says, or with which exit code and sentence it ends."""
+    try:
+        return compare(world, case)
+    except SimpleTunerError as error:
+        return f"{int(error.exit_code)}: {error.message}"
+
+
+def compared(world: World, case: Path) -> str:
+    """Return the id and version of every sample that is agreed on."""
+    folder = case / f"rank{world.rank}"
+    values = json.loads((case / f"rank{world.rank}.json").read_text())
+    datasets = [ImageDataset(id="d", instance_data_dir=folder, resolution=64, **values)]
+    samples = agree_on_data(discover(datasets, 64, 0), datasets, world, lambda: None)
+    return " ".join(f"{sample.id}={sample.version}" for sample in samples)
+
+
+def probed(world: World, case: Path) -> str:
+    """Return nothing if the folder `out` is the same one; a case may give rank 1 another by the file `apart`."""
+    out = case / (f"out{world.rank}" if (case / "apart").exists() else "out")
+    agree_on_folders([("output_dir", out)], world, lambda: None, "probe")
+    return ""

@@ -1,0 +1,67 @@
+"""What is printed: nothing in a name, a prompt or an error can move the cursor or pretend to be another line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.discovery import discover
+from simpletuner.errors import SimpleTunerError
+from simpletuner.preparation import tell_left_out
+from simpletuner.report import Report, printable
+
+BAD = "x\x1b[2J\x07\x9b1m\u202ey\r\nerror: forged\ud800.png"
+SHOWN = "x\\x1b[2J\\x07\\x9b1m\\u202ey\\r\n  error: forged\\ud800.png"
+
+
+@given(st.text())
+def test_no_control_character_is_printed_and_no_line_begins_with_what_a_name_holds(text):
+    shown = printable(f"warning: {text} is left out")
+    assert all(character.isprintable() or character in "\n\t " or ord(character) > 159 for character in shown)
+    assert all(line.startswith(("  ", "warning: ")) or not line for line in shown.split("\n"))
+    shown.encode()
+    assert printable(shown) == shown
+
+
+def test_ordinary_text_stays_as_it_is():
+    text = "2 mistakes:\n  résumé = 熊 🐻 \\x1b\n  two\ttabs\n"
+    assert printable(text) == text
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        lambda report: report.say(BAD),
+        lambda report: report.warn(BAD, BAD),
+        lambda report: report.error(SimpleTunerError(BAD, BAD)),
+        lambda report: report.table("t", [("name", BAD)]),
+        lambda report: report.data_table(BAD, [("name", BAD)], ["a", "b"]),
+        lambda report: report.line(BAD),
+        lambda report: report.checklist([(BAD, "ok", BAD, [BAD])], {}),
+    ],
+)
+def test_every_way_to_print_escapes(tell, capsys):
+    tell(Report())
+    said = "".join(capsys.readouterr())
+    assert "x\\x1b[2J\\x07\\x9b1m\\u202ey\\r" in said
+    assert not set("\x1b\x07\x9b\u202e\r") & set(said)
+    assert not [line for line in said.splitlines() if line.startswith("error: forged")]
+
+
+def test_json_is_what_it_was(capsys):
+    Report().json({"prompt": "\x1b[2J\n熊"})
+    assert json.loads(capsys.readouterr().out) == {"prompt": "\x1b[2J\n熊"}
+
+
+def test_a_broken_picture_cannot_forge_a_line(tmp_path, capsys):
+    Image.new("RGB", (64, 64)).save(tmp_path / "good.png")
+    (tmp_path / "a\nerror: no disk\x1b[2J.png").write_text("no picture")
+    dataset = ImageDataset(id="d", instance_data_dir=tmp_path, caption_strategy="filename", resolution=64)
+    tell_left_out(discover([dataset], 64, 0), Report())
+    said = capsys.readouterr().err
+    assert "warning: 1 broken picture left out:\n  d/a\n  error: no disk\\x1b[2J.png: " in said
