@@ -15,9 +15,9 @@ from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.feed import Share, StepBatches, feed
 from simpletuner.data.order import Position
 from simpletuner.files import sole_user_of, write_json
-from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
+from simpletuner.models.weights import weights_files
 from simpletuner.ops.cache.holds import in_use
 from simpletuner.ops.launch.agreement import Seats, agree
 from simpletuner.ops.launch.cards import card_of

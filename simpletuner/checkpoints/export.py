@@ -10,8 +10,8 @@ from typing import Any
 from simpletuner.checkpoints.saving import WEIGHTS_STEM, prepare, together
 from simpletuner.checkpoints.tensors import NamedTensors, write_full
 from simpletuner.files import replace_folder, unfinished, write_json
-from simpletuner.models.components import PICKLE_SUFFIXES
 from simpletuner.models.family import Family
+from simpletuner.models.weights import PICKLE_SUFFIXES
 from simpletuner.parallel.world import World
 
 FINISHED = "simpletuner.json"

@@ -11,7 +11,7 @@ import typer
 
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.writing import refuse_overwriting, save
-from simpletuner.errors import SettingsError
+from simpletuner.errors import DataError
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 
@@ -67,18 +67,19 @@ def show(
 def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env file of settings.")]) -> None:
     """Check a config file as `train` would, without running anything."""
     from simpletuner.data.datasets import datasets_of
-    from simpletuner.models.registry import check_trainable
+    from simpletuner.models.runnable import check_runnable
     from simpletuner.models.sizes import parameters_of
     from simpletuner.ops.zero.checks import check_zero
     from simpletuner.settings.loading import resolve
-    from simpletuner.settings.rules import unsupported
     from simpletuner.settings.sources import of_file_alone
 
-    loaded = resolve(of_file_alone(file))
-    check_trainable(loaded.settings.model)
-    datasets_of(loaded.settings.data)
-    if missing := unsupported(loaded.settings):
-        raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
+    loaded = check_runnable(resolve(of_file_alone(file)))
+    for dataset in datasets_of(loaded.settings.data)[0]:
+        if not dataset.instance_data_dir.is_dir():
+            raise DataError(
+                f"dataset `{dataset.id}`: there is no folder {dataset.instance_data_dir}",
+                "set instance_data_dir to your pictures",
+            )
     counted = parameters_of(loaded.settings.model)
     about_zero = check_zero(loaded.settings, counted and counted[0])
     tell_warnings(Report(), loaded)

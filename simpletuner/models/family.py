@@ -19,12 +19,13 @@ from simpletuner.data.geometry import Geometry, Size
 from simpletuner.models.components import (
     TEXT_PARTS,
     build_on_meta,
+    class_named,
     class_of_diffusers,
     inputs_cast,
-    read_json,
     refuse_second_denoiser,
     require_packages,
 )
+from simpletuner.models.malformed import read_config, read_json
 from simpletuner.models.objectives import Objective
 from simpletuner.models.vae import Vae
 from simpletuner.settings.sections import Settings
@@ -155,8 +156,8 @@ class Family:
         self.index = read_json(folder / "model_index.json")
         refuse_second_denoiser(folder, self.index, traits.denoiser_name)
         self.traits = traits.of(self.index.get("_class_name", ""))
-        self.config = read_json(folder / traits.denoiser_name / "config.json")
-        self.vae_config = read_json(folder / "vae" / "config.json")
+        self.config = read_config(folder / traits.denoiser_name / "config.json")
+        self.vae_config = read_config(folder / "vae" / "config.json")
         self.scheduler_config = read_json(folder / "scheduler" / "scheduler_config.json")
         """The scheduler as it draws and is exported; a prediction type that the settings override is in it."""
         if settings.model.prediction_type:
@@ -180,6 +181,10 @@ class Family:
     def objective(self) -> Objective:
         """Return what the denoiser is trained towards, as its scheduler and the settings say."""
         return self.traits.objective(self)
+
+    def scheduler(self) -> Any:
+        """Return the scheduler with which the pipeline draws."""
+        return class_named(self.index, "scheduler", self.folder).from_config(self.scheduler_config)
 
     def vae(self, device: torch.device) -> Vae:
         """Load the VAE."""
@@ -228,7 +233,6 @@ class Family:
         if with_text:  # what is not mentioned is loaded
             parts = {name: None for name in parts if not name.startswith(TEXT_PARTS)}
             require_packages(self.index[name] for name in self.index if name.startswith(TEXT_PARTS))
-        scheduler = class_of_diffusers(self.index["scheduler"][1]).from_config(self.scheduler_config)
-        parts |= {"vae": vae, self.denoiser_name: model, "scheduler": scheduler}
+        parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler()}
         variant = self.settings.model.variant
         return cls.from_pretrained(self.folder, dtype=dtype, use_safetensors=True, variant=variant, **parts)

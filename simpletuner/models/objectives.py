@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from simpletuner.errors import EnvironmentFault, SettingsError
+
 if TYPE_CHECKING:
     from simpletuner.models.family import Family
+
+PREDICTIONS = ("epsilon", "v_prediction")
+"""What a model trained by diffusion may predict."""
 
 
 @dataclass(frozen=True)
@@ -128,16 +133,53 @@ class FlowMatching:
 
 
 def diffusion(family: Family) -> Diffusion:
-    """Return diffusion with the betas and prediction type of a family's scheduler."""
+    """Return diffusion with the betas and prediction type of a family's scheduler.
+
+    Raises EnvironmentFault for a scheduler that draws from anything but epsilon or v at discrete times.
+    """
     from diffusers import DDPMScheduler
 
-    scheduler: Any = DDPMScheduler.from_config(family.scheduler_config)
-    return Diffusion(scheduler.alphas_cumprod, scheduler.config.prediction_type, family.settings.objective.snr_gamma)
+    own = family.scheduler()
+    prediction = own.config.get("prediction_type", "epsilon")
+    if not hasattr(own, "alphas_cumprod") or own.config.get("use_flow_sigmas") or prediction not in PREDICTIONS:
+        raise wrong_target(family, own, f"only {' or '.join(PREDICTIONS)} over a schedule of betas")
+    scheduler: Any = DDPMScheduler.from_config(own.config)
+    return Diffusion(scheduler.alphas_cumprod, prediction, family.settings.objective.snr_gamma)
 
 
 def flow_matching(family: Family) -> FlowMatching:
-    """Return flow matching with the settings' noise levels."""
+    """Return flow matching with the settings' noise levels.
+
+    Raises EnvironmentFault for a scheduler that draws by diffusion, SettingsError for a prediction type, with which the
+    exported scheduler would draw.
+    """
+    model = family.settings.model
+    if model.prediction_type:
+        raise SettingsError(
+            f"prediction_type={model.prediction_type} has no meaning for the flow of model_family={model.model_family}",
+            "leave prediction_type out",
+        )
+    own = family.scheduler()
+    flows = own.config.get("use_flow_sigmas") or own.config.get("prediction_type") == "flow_prediction"
+    if not flows and (hasattr(own, "alphas_cumprod") or "sigma_data" in own.config):
+        raise wrong_target(family, own, "flow matching")
     objective = family.settings.objective
     return FlowMatching(
         objective.flow_schedule_shift, objective.flow_sigmoid_scale, objective.flow_use_uniform_schedule
     )
+
+
+def wrong_target(family: Family, scheduler: Any, trained: str) -> EnvironmentFault:
+    """Return the error of a pipeline that is not drawn by what its family is trained for."""
+    name = family.settings.model.model_family
+    return EnvironmentFault(
+        f"{family.folder} draws with {described(scheduler)}, but model_family={name} trains {trained}: "
+        "it would learn the wrong target",
+        f"choose a pipeline whose scheduler fits model_family={name}",
+    )
+
+
+def described(scheduler: Any) -> str:
+    """Return a scheduler's class and what its model predicts."""
+    prediction = scheduler.config.get("prediction_type")
+    return type(scheduler).__name__ + (f" (prediction_type {prediction})" if prediction else "")

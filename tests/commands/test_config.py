@@ -193,6 +193,15 @@ def test_validate_refuses_what_train_would_refuse(run, text, said):
     assert said in err
 
 
+def test_validate_looks_for_the_pictures_as_train_would(run):
+    write("c.json", '{"model_family": "sdxl", "instance_data_dir": "gone"}')
+    code, _, err = run("config", "validate", "c.json")
+    assert (code, "there is no folder gone" in err) == (4, True)
+    write("c.json", '{"model_family": "sdxl", "instance_data_dir": ".", "flow_schedule_shift": 1}')
+    code, _, err = run("config", "validate", "c.json")
+    assert (code, "has no effect with model_family=sdxl: it is for flow matching" in err) == (0, True)
+
+
 def test_export_writes_data_to_stdout_and_how_to_replay_it_to_stderr(run):
     code, out, err = run("config", "export", "--to=json", *ENOUGH)
     assert (code, json.loads(out)) == (0, {"model_family": "sdxl", "instance_data_dir": "pictures"})
