@@ -26,7 +26,7 @@ from simpletuner.models.components import (
     require_packages,
 )
 from simpletuner.models.malformed import read_config, read_json
-from simpletuner.models.objectives import Objective
+from simpletuner.models.objectives import Objective, exactly
 from simpletuner.models.vae import Vae
 from simpletuner.settings.sections import Settings
 
@@ -124,6 +124,8 @@ class Traits:
     """(what the pipeline answers, latents' (height, width)) -> latents BCHW as the VAE made them."""
     idle: Callable[[Family], tuple[str, ...]] = none_idle
     """How the names of weights begin that no answer depends on: they get no gradient, so they stay as published."""
+    level_in_bf16: Callable[[Tensor], Tensor] = exactly
+    """noise levels -> those that a flow's denoiser reads from them where it casts its time to bf16."""
     draws_for_vae: bool = False
     """Whether the pipeline answers latents as its VAE decodes them, not as its denoiser sees them."""
     siblings: tuple[Traits, ...] = ()

@@ -5,6 +5,7 @@ Shapes: latents, noise and everything like them are BCHW; times, weights and los
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -115,13 +116,33 @@ class Diffusion:
         return Corrupted(diffused(latents, noise, a), timesteps, target, weights)
 
 
+def exactly(sigmas: Tensor) -> Tensor:
+    """Return noise levels as they are: the denoiser reads its time in float32."""
+    return sigmas
+
+
+def rounded(sigmas: Tensor) -> Tensor:
+    """Return noise levels as a denoiser reads them that casts its time to bf16."""
+    return sigmas.bfloat16().float()
+
+
+def rounded_times_1000(sigmas: Tensor) -> Tensor:
+    """Return noise levels as a denoiser reads them that casts its time to bf16 and multiplies it by 1000 there."""
+    return (sigmas.bfloat16() * 1000).float() / 1000
+
+
 @dataclass(frozen=True)
 class FlowMatching:
-    """Rectified flow towards eps - x_0; timesteps are noise levels in 0..1."""
+    """Rectified flow towards eps - x_0; timesteps are noise levels in 0..1.
+
+    `seen` turns levels into those that the denoiser reads from them in its dtype. Latents are noised with these: at any
+    other level, gradients in bf16 are off by 3 to 16 % instead of 0.4 to 0.6 % (tiny flux, flux2, chroma, qwen_image).
+    """
 
     shift: float = 3.0
     sigmoid_scale: float = 1.0
     uniform: bool = False
+    seen: Callable[[Tensor], Tensor] = exactly
 
     def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> Corrupted:
         """Return the problem at logit-normal (or uniform) noise levels, shifted towards noise."""
@@ -129,7 +150,8 @@ class FlowMatching:
 
     def at(self, latents: Tensor, noise: Tensor, sigmas: Tensor) -> Corrupted:
         """Return the problem at these noise levels."""
-        return Corrupted(interpolated(latents, noise, sigmas), sigmas, noise - latents, torch.ones_like(sigmas))
+        noisy = interpolated(latents, noise, self.seen(sigmas))
+        return Corrupted(noisy, sigmas, noise - latents, torch.ones_like(sigmas))
 
 
 def diffusion(family: Family) -> Diffusion:
@@ -164,8 +186,12 @@ def flow_matching(family: Family) -> FlowMatching:
     if not flows and (hasattr(own, "alphas_cumprod") or "sigma_data" in own.config):
         raise wrong_target(family, own, "flow matching")
     objective = family.settings.objective
+    in_bf16 = family.settings.training.mixed_precision == "bf16"
     return FlowMatching(
-        objective.flow_schedule_shift, objective.flow_sigmoid_scale, objective.flow_use_uniform_schedule
+        objective.flow_schedule_shift,
+        objective.flow_sigmoid_scale,
+        objective.flow_use_uniform_schedule,
+        family.traits.level_in_bf16 if in_bf16 else exactly,
     )
 
 
