@@ -49,10 +49,14 @@ def check_deepspeed(settings: Settings) -> None:
     from simpletuner.models.sizes import parameters_of
     from simpletuner.ops.zero.checks import check_zero
     from simpletuner.ops.zero.machine import check_installed
+    from simpletuner.ops.zero.toolchain import check_toolchain
+    from simpletuner.settings.zero.config import zero_of
 
     counted = parameters_of(settings.model)
     check_zero(settings, counted and counted[0])
     check_installed()
+    if (zero := zero_of(settings)) is not None and zero.uses_nvme:
+        check_toolchain()
 
 
 def show(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ def open_family(settings: Settings, world: World, stop: Callable[[], None]) -> F
     if needs_building(model):
         folder = settings.training.output_dir / f"base-{model.model_family}-tiny"
         if world.is_first and not folder.exists():
+            # Saving a pipeline imports DeepSpeed where it is installed; it would remark on stdout on what it detects.
+            os.environ.setdefault("DS_ACCELERATOR", world.device.type)
             build_tiny(traits, unfinished(folder))
             replace_folder(unfinished(folder), folder)
     else:
