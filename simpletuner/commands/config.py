@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from simpletuner.commands.writing import refuse_overwriting, save
 from simpletuner.errors import DataError
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
+
+if TYPE_CHECKING:
+    from simpletuner.data.datasets import ImageDataset
 
 
 class Format(StrEnum):
@@ -74,18 +77,24 @@ def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env
     from simpletuner.settings.sources import of_file_alone
 
     loaded = check_runnable(resolve(of_file_alone(file)))
-    for dataset in datasets_of(loaded.settings.data)[0]:
+    datasets, _ = datasets_of(loaded.settings.data)
+    counted = parameters_of(loaded.settings.model)
+    about_zero = check_zero(loaded.settings, counted and counted[0])
+    check_pictures(datasets)
+    tell_warnings(Report(), loaded)
+    for warning in about_zero:
+        Report().warn(warning)
+    Report().say(f"{file}: {len(loaded.origins)} settings, all valid")
+
+
+def check_pictures(datasets: Sequence[ImageDataset]) -> None:
+    """Raise DataError for a folder of pictures that is not there."""
+    for dataset in datasets:
         if not dataset.instance_data_dir.is_dir():
             raise DataError(
                 f"dataset `{dataset.id}`: there is no folder {dataset.instance_data_dir}",
                 "set instance_data_dir to your pictures",
             )
-    counted = parameters_of(loaded.settings.model)
-    about_zero = check_zero(loaded.settings, counted and counted[0])
-    tell_warnings(Report(), loaded)
-    for warning in about_zero:
-        Report().warn(warning)
-    Report().say(f"{file}: {len(loaded.origins)} settings, all valid")
 
 
 def schema() -> None:
@@ -133,9 +142,11 @@ def export(
 ) -> None:
     """Write settings in a format that replays them 1:1. How to replay them goes to stderr."""
     from simpletuner.settings.export import export as exported
+    from simpletuner.settings.rules import refuse_unsupported
 
     report = Report()
     loaded = load(flags, config, complete=False)
+    refuse_unsupported(loaded.settings)
     result = exported(loaded, to.value, everything)
     if output is None:
         report.text(result.text)

@@ -11,7 +11,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.architecture import is_path
 from simpletuner.models.registry import FAMILIES, check_trainable
 from simpletuner.settings import Loaded
-from simpletuner.settings.rules import unsupported
+from simpletuner.settings.rules import refuse_unsupported
 from simpletuner.settings.sections import SECTION_OF, Model, Settings, knobs
 
 DIFFUSION = frozenset(name for name, entry in FAMILIES.items() if entry.objective in ("epsilon", "v_prediction"))
@@ -51,8 +51,7 @@ def check_runnable(loaded: Loaded) -> Loaded:
     settings = loaded.settings
     check_trainable(settings.model)
     check_path(settings.model)
-    if missing := unsupported(settings):
-        raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
+    refuse_unsupported(settings)
     idle = list(settings_without_effect(settings))
     if harmful := [sentence for sentence, harms in idle if harms]:
         raise SettingsError("\n  ".join(harmful), "leave it out")
