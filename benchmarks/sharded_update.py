@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from simpletuner.models.components import build_on_meta, read_json
+from simpletuner.models.components import build_on_meta
 from simpletuner.models.families.sdxl import SDXL
+from simpletuner.models.malformed import read_json
 from simpletuner.models.tiny import build_tiny
 from simpletuner.parallel.fsdp2 import shard, sharded
 from simpletuner.parallel.strategy import give_memory

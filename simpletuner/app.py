@@ -45,6 +45,7 @@ def build_app() -> typer.Typer:
         version: bool = typer.Option(
             False, "--version", callback=show_version, is_eager=True, help="Print the version."
         ),
+        debug: bool = typer.Option(False, "--debug", help="Show the whole traceback of an error; after any command."),
     ) -> None: ...
 
     app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))

@@ -16,9 +16,9 @@ from simpletuner.data.feed import Share, StepBatches, feed
 from simpletuner.data.order import Position
 from simpletuner.errors import PassedOn, SimpleTunerError, system_errors_explained
 from simpletuner.files import remove, restore_replaced, sole_user_of
-from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
+from simpletuner.models.weights import weights_files
 from simpletuner.ops.cache.holds import in_use
 from simpletuner.ops.launch.agreement import Seats, agree
 from simpletuner.ops.launch.cards import card_of

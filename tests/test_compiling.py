@@ -15,6 +15,7 @@ ENGINES = {
     "plain": (1, "--train_batch_size=4", "--dynamo_fullgraph"),
     "data-parallel": (2, "--train_batch_size=2", "--dynamo_dynamic"),
     "FSDP2": (2, "--train_batch_size=2", "--fsdp_enable", "--gradient_checkpointing"),
+    "ZeRO-2": (2, "--train_batch_size=2", "--zero_stage=2"),
     "FSDP2, as a whole": (2, "--train_batch_size=2", "--fsdp_enable", "--dynamo_use_regional_compilation=false"),
 }
 
@@ -85,5 +86,7 @@ def test_a_compiler_that_fails_is_one_sentence(flags, starter, tmp_path):
 
 
 def test_what_cannot_be_compiled_is_refused_before_anything_is_encoded(flags, train, tmp_path):
+    run = train(tmp_path / "run", *flags, "--dynamo_backend=eager", "--zero_stage=3", code=2)
+    assert "dynamo_backend=eager cannot be used with zero_stage = 3" in run.said and "making" not in run.said
     run = train(tmp_path / "run", *flags, "--dynamo_backend=eager", "--dynamo_mode=max-autotune", code=2)
     assert "eager has no modes" in run.said and "making" not in run.said

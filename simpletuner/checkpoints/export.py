@@ -20,6 +20,7 @@ from simpletuner.checksums import is_intact, signed
 from simpletuner.errors import EnvironmentFault
 from simpletuner.files import flush_to_disk, replace_folder, unfinished, write_json
 from simpletuner.models.family import Family
+from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
 from simpletuner.parallel.world import World
 
 FINISHED = "simpletuner.json"
@@ -32,10 +33,6 @@ class MarkerFields(BaseModel):
     steps: int = Field(ge=0)
     files: dict[str, int] | None = None
     checksums: dict[str, str] = {}
-
-
-COPIED = frozenset({".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken"})
-"""Configs, weights, vocabularies and chat templates, as fetched from the hub; no pickle, whatever its name."""
 
 
 def export_pipeline(
@@ -97,8 +94,9 @@ def files_to_copy(family: Family) -> list[tuple[str, Path]]:
             continue
         roots = (base.resolve(), folder.resolve(), *hub_blobs(base))
         for path in files_below(folder):
-            if path.suffix in COPIED:
+            if path.suffix in COMPONENT_SUFFIXES:
                 check_copied(path, roots)
+            if belongs_to_component(path):
                 found.append((path.relative_to(base).as_posix(), path))
     return found
 

@@ -96,6 +96,18 @@ class Builder:
         self.answers |= {name: value for name, value in found.settings.items() if name not in fixed}
         return found.because
 
+    def refuse_lack(self, lack: str) -> None:
+        """Raise SettingsError for a choice that does not fit, which names the lowest one that does."""
+        assert self.room is not None
+        parallel = self.load().settings.parallel
+        try:
+            found = choose(self.room, candidates(parallel.offload_param_path is not None), self.estimate_of).settings
+        except SettingsError as nothing:
+            raise SettingsError(f"this does not fit: it needs {lack}", nothing.message) from None
+        flags = {"--stage": found["zero_stage"]} | {f"--{name}": found[name] for name in OFFLOADS}
+        typed = " ".join(f"{flag}={value}" for flag, value in flags.items() if value != "none")
+        raise SettingsError(f"this does not fit: it needs {lack}", f"{in_words(found)} fits: {typed}")
+
 
 OFFLOADS = ("offload_optimizer", "offload_param")
 
@@ -135,9 +147,15 @@ class Result:
         report.table(self.title, memory_rows(held), ("", "per GPU", "per machine", "on its disk", "per rank"))
         report.say(ASSUMED, style="dim")
         if self.room is not None:
-            lack = self.room.lacks(held)
             left = in_gib(self.room.gpu_bytes - held.gpu_bytes)
-            report.say(f"does not fit: it needs {lack}" if lack else f"fits: {left} of each GPU are left")
+            report.say(f"does not fit: it needs {self.lack}" if self.lack else f"fits: {left} of each GPU are left")
+
+    @property
+    def lack(self) -> str:
+        """Return what the configuration needs more of than there is; empty if it fits, or if that is not known."""
+        if self.room is None or self.parameters is None:
+            return ""
+        return self.room.lacks(estimate_for(self.loaded, self.parameters))
 
     @property
     def title(self) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.writing import refuse_overwriting, save
-from simpletuner.errors import SettingsError
+from simpletuner.errors import DataError
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
+
+if TYPE_CHECKING:
+    from simpletuner.data.datasets import ImageDataset
 
 
 class Format(StrEnum):
@@ -67,24 +70,31 @@ def show(
 def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env file of settings.")]) -> None:
     """Check a config file as `train` would, without running anything."""
     from simpletuner.data.datasets import datasets_of
-    from simpletuner.models.registry import check_trainable
+    from simpletuner.models.runnable import check_runnable
     from simpletuner.models.sizes import parameters_of
     from simpletuner.ops.zero.checks import check_zero
     from simpletuner.settings.loading import resolve
-    from simpletuner.settings.rules import unsupported
     from simpletuner.settings.sources import of_file_alone
 
-    loaded = resolve(of_file_alone(file))
-    check_trainable(loaded.settings.model)
-    datasets_of(loaded.settings.data)
-    if missing := unsupported(loaded.settings):
-        raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
+    loaded = check_runnable(resolve(of_file_alone(file)))
+    datasets, _ = datasets_of(loaded.settings.data)
     counted = parameters_of(loaded.settings.model)
     about_zero = check_zero(loaded.settings, counted and counted[0])
+    check_pictures(datasets)
     tell_warnings(Report(), loaded)
     for warning in about_zero:
         Report().warn(warning)
     Report().say(f"{file}: {len(loaded.origins)} settings, all valid")
+
+
+def check_pictures(datasets: Sequence[ImageDataset]) -> None:
+    """Raise DataError for a folder of pictures that is not there."""
+    for dataset in datasets:
+        if not dataset.instance_data_dir.is_dir():
+            raise DataError(
+                f"dataset `{dataset.id}`: there is no folder {dataset.instance_data_dir}",
+                "set instance_data_dir to your pictures",
+            )
 
 
 def schema() -> None:
@@ -132,9 +142,11 @@ def export(
 ) -> None:
     """Write settings in a format that replays them 1:1. How to replay them goes to stderr."""
     from simpletuner.settings.export import export as exported
+    from simpletuner.settings.rules import refuse_unsupported
 
     report = Report()
     loaded = load(flags, config, complete=False)
+    refuse_unsupported(loaded.settings)
     result = exported(loaded, to.value, everything)
     if output is None:
         report.text(result.text)

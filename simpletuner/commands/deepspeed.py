@@ -87,13 +87,16 @@ def build(
     report = Report()
     typed = dict(flags) | ({"zero_stage": stage.value} if stage and stage is not Stage.AUTO else {})
     builder = Builder.of(typed, config, template, apply, gpu_memory, host_memory, parameters)
+    asks = stage is not Stage.AUTO and builder.load().settings.parallel.zero_stage is None
     if stage is Stage.AUTO:
         report.say(builder.choose())
-    elif builder.load().settings.parallel.zero_stage is None:
+    elif asks:
         output = asked(report, builder, output, force)
     result = builder.result()
     result.warn(report)
     result.tell(report)
+    if result.lack and not asks:  # who was asked has seen at every question what fits
+        builder.refuse_lack(result.lack)
     if apply is not None:
         builder.check_in(apply, result.json)
     write(report, result.json, output, apply)

@@ -18,7 +18,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 def models(as_json: AsJson = False) -> None:
-    """List model families and flavours: size, objective, what they need, whether they can split the sequence."""
+    """List model families and flavours: size, objective, what they need."""
     from simpletuner.models.registry import FAMILIES, installed_families
 
     report = Report()
@@ -48,7 +48,6 @@ def described(key: str) -> dict[str, Any]:
         "trainable": bool(entry.traits),
         "objective": entry.objective,
         "text_encoders": entry.text_encoders,
-        "splits_sequence": entry.splits_sequence,
         "flavours": [flavour_as_json(name, flavour) for name, flavour in flavours.items()],
     }
 
@@ -69,7 +68,6 @@ def show(report: Report, family: dict[str, Any]) -> None:
     traits = [
         family["objective"],
         f"text by {family['text_encoders']}",
-        *["can split the sequence"] * family["splits_sequence"],
         *["blocks can be detected, no training yet"] * (not family["trainable"]),
     ]
     report.line(family["model_family"], style="bold")

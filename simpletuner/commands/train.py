@@ -13,7 +13,6 @@ from simpletuner.commands.options import as_arguments
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, Settings, load
-from simpletuner.settings.rules import unsupported
 
 DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each machine would start, and start nothing.")
 AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scripts.")
@@ -21,14 +20,11 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again and it resumes."""
-    from simpletuner.models.registry import check_trainable
+    from simpletuner.models.runnable import check_runnable
     from simpletuner.ops.launch import check_world_size, choose_gpus, is_rank, launch_ranks
     from simpletuner.ops.signals import end_with_launcher
 
-    loaded = load(flags, config)
-    check_trainable(loaded.settings.model)
-    if missing := unsupported(loaded.settings):
-        raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
+    loaded = check_runnable(load(flags, config))
     if json and not dry_run:
         raise SettingsError("--json needs --dry_run", "add --dry_run")
     if dry_run:
@@ -53,10 +49,14 @@ def check_deepspeed(settings: Settings) -> None:
     from simpletuner.models.sizes import parameters_of
     from simpletuner.ops.zero.checks import check_zero
     from simpletuner.ops.zero.machine import check_installed
+    from simpletuner.ops.zero.toolchain import check_toolchain
+    from simpletuner.settings.zero.config import zero_of
 
     counted = parameters_of(settings.model)
     check_zero(settings, counted and counted[0])
     check_installed()
+    if (zero := zero_of(settings)) is not None and zero.uses_nvme:
+        check_toolchain()
 
 
 def show(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:

@@ -86,7 +86,7 @@ def in_config(path: Path) -> Architecture:
     """Return the denoiser that a config.json describes. Raises EnvironmentFault if it describes none."""
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EnvironmentFault(f"cannot read {path}: {error}", "copy or download the model again") from None
     class_name = config.get("_class_name") if isinstance(config, dict) else None
     if not isinstance(class_name, str):

@@ -1,9 +1,8 @@
-"""Read a pipeline folder in diffusers format: what its configs say, and that no weights in it are a pickle."""
+"""Components of a pipeline folder in diffusers format: their classes, and models on the meta device."""
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,8 @@ from torch import nn
 
 from simpletuner.errors import EnvironmentFault, SettingsError
 from simpletuner.models.architecture import plain_class_name
+from simpletuner.models.malformed import CHECK_COPY
 
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 TEXT_PARTS = ("tokenizer", "text_encoder")
 """How the names of components begin that turn captions into tensors."""
 
@@ -27,49 +26,9 @@ FLOAT32_INPUTS = (
 """What a denoiser is told in numbers that bf16 would round."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a component's JSON file. Raises EnvironmentFault when it is missing or damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EnvironmentFault(
-            f"cannot read {path}: {error}",
-            "pretrained_model_name_or_path must be a pipeline folder in diffusers format",
-        ) from None
-
-
 def text_folders(folder: Path) -> list[Path]:
     """Return the folders that decide what a caption's embedding is: tokenizers and text encoders."""
     return sorted(path for path in folder.iterdir() if path.name.startswith(TEXT_PARTS))
-
-
-def weights_files(folder: Path, variant: str | None = None) -> list[Path]:
-    """Return the safetensors of one component, of one variant.
-
-    Raises EnvironmentFault when there are none; a pickle is named and refused, since loading it can run code.
-    """
-    every = sorted(folder.glob("*.safetensors"))
-    files = [path for path in every if variant_of(path) == variant]
-    if files:
-        return files
-    pickles = [path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES] if folder.is_dir() else []
-    if pickles:
-        raise EnvironmentFault(
-            f"{folder} holds {pickles[0]}, a pickle: loading it can run any code, so it is refused",
-            "convert it once to safetensors with a tool that you trust",
-        )
-    others = sorted({variant_of(path) or "no variant" for path in every})
-    raise EnvironmentFault(
-        f"{folder} holds no safetensors" + (f" of variant {variant}" if variant else ""),
-        f"found: {', '.join(others)}; set --variant" if others else "check pretrained_model_name_or_path",
-    )
-
-
-def refuse_pickles(folder: Path) -> None:
-    """Raise EnvironmentFault if any component of a pipeline has its weights in pickles only."""
-    for component in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if any(path.suffix in PICKLE_SUFFIXES for path in component.iterdir()):
-            any_weights_files(component)
 
 
 def refuse_second_denoiser(folder: Path, index: Mapping[str, Any], name: str) -> None:
@@ -79,18 +38,6 @@ def refuse_second_denoiser(folder: Path, index: Mapping[str, Any], name: str) ->
             f"{folder} has two denoisers, {name} and {name}_2, each for its own noise levels",
             "choose a model with one: `simpletuner models` lists what can be trained",
         )
-
-
-def any_weights_files(folder: Path) -> list[Path]:
-    """Return a component's safetensors of no variant, or else of whichever there is."""
-    variants = [variant_of(path) for path in sorted(folder.glob("*.safetensors"))]
-    return weights_files(folder, variants[0] if variants and None not in variants else None)
-
-
-def variant_of(path: Path) -> str | None:
-    """Return the variant in a weights file's name (`model.fp16-00001-of-00002.safetensors` -> fp16), or None."""
-    _, dot, rest = path.name.removesuffix(".safetensors").partition(".")
-    return rest.partition("-")[0] if dot else None
 
 
 def class_of_diffusers(name: str) -> Any:
@@ -104,6 +51,36 @@ def class_of_diffusers(name: str) -> Any:
             f"diffusers {diffusers.__version__} has no {name}",
             "pip install --upgrade diffusers, or choose another model",
         ) from None
+
+
+def class_named(index: Mapping[str, Any], name: str, folder: Path) -> Any:
+    """Return the class that a pipeline's index names for a component: one of diffusers or of transformers.
+
+    Raises EnvironmentFault for an entry that names none. Other libraries are not imported: a model's folder must not
+    choose what runs here.
+    """
+    entry = index.get(name)
+    if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)):
+        raise EnvironmentFault(
+            f"{folder / 'model_index.json'} names no {name}: it has {entry!r:.60} there, no library and class",
+            CHECK_COPY,
+        )
+    library, cls = entry
+    if library == "diffusers":
+        return class_of_diffusers(cls)
+    if library != "transformers":
+        raise EnvironmentFault(
+            f"{folder / 'model_index.json'} takes {name} from {library!r:.60}, which is not read",
+            "only components of diffusers and transformers are",
+        )
+    import transformers
+
+    if not hasattr(transformers, cls):
+        raise EnvironmentFault(
+            f"transformers {transformers.__version__} has no {cls}",
+            "pip install --upgrade transformers, or choose another model",
+        )
+    return getattr(transformers, cls)
 
 
 def require_packages(components: Iterable[Sequence[str]]) -> None:
@@ -125,9 +102,12 @@ def require_packages(components: Iterable[Sequence[str]]) -> None:
 def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     """Return a model as its config.json has it: parameters on the meta device, buffers real."""
     from accelerate import init_empty_weights
+    from diffusers import ModelMixin
 
     name = plain_class_name(config["_class_name"])
     cls = class_of_diffusers(name)
+    if not (isinstance(cls, type) and issubclass(cls, ModelMixin)):
+        raise EnvironmentFault(f"{name} is no model of diffusers", "name a denoiser's folder")
     with init_empty_weights(include_buffers=False):
         return cls.from_config({**config, "_class_name": name})
 

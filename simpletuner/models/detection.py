@@ -112,19 +112,14 @@ def fingerprint_of(architecture: Architecture) -> str:
 
 def built_blocks(architecture: Architecture) -> Blocks:
     """Build a denoiser on the meta device and look at it. Raises EnvironmentFault if its config does not build one."""
-    from torch import nn
-
     from simpletuner.models.components import build_on_meta
+    from simpletuner.models.malformed import RAISED, reason, refuse_endless
 
+    refuse_endless(architecture.config, architecture.source)
     try:
-        model = build_on_meta({**architecture.config, "_class_name": architecture.class_name})
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        return detect_blocks(build_on_meta({**architecture.config, "_class_name": architecture.class_name}))
+    except RAISED as error:
         raise EnvironmentFault(
-            f"{architecture.class_name} cannot be built as {architecture.source} says: {error}",
+            f"{architecture.class_name} cannot be built as {architecture.source} says: {reason(error)}",
             "see whether the file is whole; or pip install --upgrade diffusers",
         ) from None
-    if not isinstance(model, nn.Module):
-        raise EnvironmentFault(
-            f"{architecture.class_name} is no model ({architecture.source})", "name a denoiser's folder"
-        )
-    return detect_blocks(model)

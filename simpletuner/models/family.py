@@ -20,13 +20,14 @@ from simpletuner.data.geometry import Geometry, Size
 from simpletuner.models.components import (
     TEXT_PARTS,
     build_on_meta,
+    class_named,
     class_of_diffusers,
     inputs_cast,
-    read_json,
     refuse_second_denoiser,
     require_packages,
 )
-from simpletuner.models.objectives import Objective
+from simpletuner.models.malformed import read_config, read_json
+from simpletuner.models.objectives import Objective, exactly
 from simpletuner.models.vae import Vae
 from simpletuner.settings.sections import Settings
 
@@ -124,6 +125,8 @@ class Traits:
     """(what the pipeline answers, latents' (height, width)) -> latents BCHW as the VAE made them."""
     idle: Callable[[Family], tuple[str, ...]] = none_idle
     """How the names of weights begin that no answer depends on: they get no gradient, so they stay as published."""
+    level_in_bf16: Callable[[Tensor], Tensor] = exactly
+    """noise levels -> those that a flow's denoiser reads from them where it casts its time to bf16."""
     draws_for_vae: bool = False
     """Whether the pipeline answers latents as its VAE decodes them, not as its denoiser sees them."""
     siblings: tuple[Traits, ...] = ()
@@ -156,8 +159,8 @@ class Family:
         self.index = read_json(folder / "model_index.json")
         refuse_second_denoiser(folder, self.index, traits.denoiser_name)
         self.traits = traits.of(self.index.get("_class_name", ""))
-        self.config = read_json(folder / traits.denoiser_name / "config.json")
-        self.vae_config = read_json(folder / "vae" / "config.json")
+        self.config = read_config(folder / traits.denoiser_name / "config.json")
+        self.vae_config = read_config(folder / "vae" / "config.json")
         self.scheduler_config = read_json(folder / "scheduler" / "scheduler_config.json")
         """The scheduler as it draws and is exported; a prediction type that the settings override is in it."""
         if settings.model.prediction_type:
@@ -185,6 +188,10 @@ class Family:
     def objective(self) -> Objective:
         """Return what the denoiser is trained towards, as its scheduler and the settings say."""
         return self.traits.objective(self)
+
+    def scheduler(self) -> Any:
+        """Return the scheduler with which the pipeline draws."""
+        return class_named(self.index, "scheduler", self.folder).from_config(self.scheduler_config)
 
     def vae(self, device: torch.device) -> Vae:
         """Load the VAE."""
@@ -233,7 +240,6 @@ class Family:
         if with_text:  # what is not mentioned is loaded
             parts = {name: None for name in parts if not name.startswith(TEXT_PARTS)}
             require_packages(self.index[name] for name in self.index if name.startswith(TEXT_PARTS))
-        scheduler = class_of_diffusers(self.index["scheduler"][1]).from_config(self.scheduler_config)
-        parts |= {"vae": vae, self.denoiser_name: model, "scheduler": scheduler}
+        parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler()}
         variant = self.settings.model.variant
         return cls.from_pretrained(self.folder, dtype=dtype, use_safetensors=True, variant=variant, **parts)

@@ -31,12 +31,11 @@ PRESETS = Path(__file__).parent / "presets"
 @dataclass(frozen=True)
 class Entry:
     """One family: where its Traits are (empty: its blocks can be detected, but it cannot be trained), what it learns
-    to predict, which text encoders it needs, and whether several ranks can share one sample's sequence."""
+    to predict, and which text encoders it needs."""
 
     traits: str
     objective: str
     text_encoders: str
-    splits_sequence: bool = False
 
 
 # fmt: off
@@ -46,18 +45,18 @@ FAMILIES: dict[str, Entry] = {
     "sd2x": Entry("simpletuner.models.families.stable_diffusion:SD2X", "v_prediction", "OpenCLIP-H"),
     "sd3": Entry("simpletuner.models.families.sd3:SD3", "flow", "CLIP-L, CLIP-G, T5-XXL"),
     "kolors": Entry("", "epsilon", "ChatGLM3-6B"),
-    "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL", splits_sequence=True),
-    "flux2": Entry("simpletuner.models.families.flux2:FLUX2", "flow", "Qwen3 or Mistral-3", splits_sequence=True),
+    "flux": Entry("simpletuner.models.families.flux:FLUX", "flow", "CLIP-L, T5-XXL"),
+    "flux2": Entry("simpletuner.models.families.flux2:FLUX2", "flow", "Qwen3 or Mistral-3"),
     "chroma": Entry("simpletuner.models.families.chroma:CHROMA", "flow", "T5-XXL"),
     "pixart_sigma": Entry("simpletuner.models.families.pixart_sigma:PIXART_SIGMA", "epsilon", "T5-XXL"),
     "sana": Entry("simpletuner.models.families.sana:SANA", "flow", "Gemma-2-2B"),
     "auraflow": Entry("simpletuner.models.families.auraflow:AURAFLOW", "flow", "Pile-T5-XL"),
     "lumina2": Entry("simpletuner.models.families.lumina2:LUMINA2", "flow", "Gemma-2-2B"),
-    "qwen_image": Entry("simpletuner.models.families.qwen_image:QWEN", "flow", "Qwen2.5-VL-7B", splits_sequence=True),
+    "qwen_image": Entry("simpletuner.models.families.qwen_image:QWEN", "flow", "Qwen2.5-VL-7B"),
     "z_image": Entry("simpletuner.models.families.z_image:Z_IMAGE", "flow", "Qwen3-4B"),
     "hidream": Entry("", "flow", "CLIP-L, CLIP-G, T5-XXL, Llama-3.1-8B"),
-    "wan": Entry("simpletuner.models.families.wan:WAN", "flow", "UMT5-XXL", splits_sequence=True),
-    "ltxvideo": Entry("simpletuner.models.families.ltxvideo:LTXVIDEO", "flow", "T5-XXL", splits_sequence=True),
+    "wan": Entry("simpletuner.models.families.wan:WAN", "flow", "UMT5-XXL"),
+    "ltxvideo": Entry("simpletuner.models.families.ltxvideo:LTXVIDEO", "flow", "T5-XXL"),
     "hunyuanvideo": Entry("", "flow", "Qwen2.5-VL-7B, ByT5"),
     "cosmos": Entry("", "edm", "T5-11B"),
 }

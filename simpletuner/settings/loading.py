@@ -65,10 +65,11 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
         mistakes += [with_places(mistake, origins) for mistake in found]
     if settings is None or mistakes:
         raise SettingsError("\n  ".join(mistakes), "`simpletuner train --help` lists every setting with its type")
+    about = warnings_about(settings)
     settings, reasons = settled(settings)
     changed = {name: replace(origins.get(name, Origin("default", None)), reason=why) for name, why in reasons.items()}
     found = {source.name: source.implicit for source in sources}
-    return Loaded(settings, origins | changed, (*warnings, *warnings_about(settings)), found)
+    return Loaded(settings, origins | changed, (*warnings, *about), found)
 
 
 def understood(source: Source, mistakes: list[str]) -> Iterable[Given]:

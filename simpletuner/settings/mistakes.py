@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from simpletuner.settings.knob import bounds_of, kind_of
-from simpletuner.settings.spelling import choices_of
+from simpletuner.settings.spelling import choices_of, folded
 
 KINDS = {
     bool: "true or false",
@@ -23,6 +23,14 @@ KINDS = {
     dict: "a JSON object",
 }
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+EIGHT_BIT = "this version has no 8-bit optimizers: it shares out float32 state over the ranks instead (fsdp_enable)"
+ONLINE = "this version has no online trackers; tensorboard writes files that `tensorboard --logdir` shows"
+NOT_HERE = {
+    **{("optimizer", name): EIGHT_BIT for name in ("adamw8bit", "adam8bit", "adamw_8bit", "lion8bit", "bnb_adamw8bit")},
+    **{("report_to", name): ONLINE for name in ("wandb", "comet_ml", "mlflow", "swanlab", "all")},
+}
+"""Values that users of other tools have in their files, and why they are refused."""
+
 LONGEST = 80
 """Letters of a value that are shown."""
 
@@ -32,6 +40,8 @@ def sentence(item: Any, field: FieldInfo, given: Any, place: object) -> str:
     said = f"{item['loc'][0]} = {shortened(given)} ({place})"
     if item["type"] == "value_error":
         return f"{said}: {item['ctx']['error']}"
+    if why := NOT_HERE.get((str(item["loc"][0]), folded(str(given)))):
+        return f"{said}: {why}; use {allowed(field)}"
     return f"{said}: use {allowed(field)}{nearest(str(given), map(str, choices_of(field.annotation)))}"
 
 

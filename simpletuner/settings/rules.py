@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from simpletuner.errors import SettingsError
 from simpletuner.settings.sections import Settings
 from simpletuner.settings.zero.config import beyond_settings
 from simpletuner.settings.zero.limits import (
@@ -33,6 +34,9 @@ def settled(settings: Settings) -> tuple[Settings, dict[str, str]]:
     parallel = settings.parallel
     changes: dict[str, Any] = {}
     reasons: dict[str, str] = {}
+    if parallel.fsdp_version == 1:
+        changes["fsdp_version"] = 2
+        reasons["fsdp_version"] = "1 is deprecated: FSDP2 runs instead"
     if parallel.context_parallel_size == 1 and parallel.context_parallel_comm_strategy != "allgather":
         changes["context_parallel_comm_strategy"] = "allgather"
         reasons["context_parallel_comm_strategy"] = "reset, since context_parallel_size = 1 turns it off"
@@ -54,7 +58,19 @@ def warnings_about(settings: Settings) -> list[str]:
             not parallel.fsdp_cpu_ram_efficient_loading
         ),
     }
-    return [sentence for sentence, is_so in said.items() if is_so and parallel.fsdp_enable]
+    found = [sentence for sentence, is_so in said.items() if is_so and parallel.fsdp_enable]
+    return [*found, *accumulation_in_bf16(settings)]
+
+
+def accumulation_in_bf16(settings: Settings) -> Iterator[str]:
+    """Say where DeepSpeed adds up the gradients of several passes in bf16."""
+    training, types = settings.training, (settings.parallel.deepspeed_config or {}).get("data_types")
+    accumulates = training.gradient_accumulation_steps > 1 and training.mixed_precision == "bf16"
+    if accumulates and settings.parallel.zero_stage == 1 and not types:
+        yield (
+            "zero_stage=1 adds up gradients in bf16; zero_stage=2 does so in float32, as the other engines do, and "
+            "takes less memory"
+        )
 
 
 def model_is_named(settings: Settings) -> Iterator[str]:
@@ -132,6 +148,12 @@ def compiler_can_do_it(settings: Settings) -> Iterator[str]:
             f"dynamo_mode={wish.dynamo_mode} is for dynamo_backend=inductor: {wish.dynamo_backend} has no modes; "
             "leave dynamo_mode out"
         )
+    if wish.dynamo_backend != "no" and settings.parallel.zero_stage == 3:
+        yield (
+            f"dynamo_backend={wish.dynamo_backend} cannot be used with zero_stage = 3: DeepSpeed gathers weights by "
+            "hooks inside the blocks, which torch.compile would compile as well, for minutes; use fsdp_enable, "
+            "zero_stage=2, or dynamo_backend=no"
+        )
     whole = wish.dynamo_backend != "no" and wish.dynamo_fullgraph and not wish.dynamo_use_regional_compilation
     if whole and settings.parallel.fsdp_enable:
         yield (
@@ -157,6 +179,12 @@ def unsupported(settings: Settings) -> list[str]:
         "context_parallel_size above 1": settings.parallel.context_parallel_size > 1,
     }
     return [f"{name} is not supported yet by this version" for name, is_wanted in wanted.items() if is_wanted]
+
+
+def refuse_unsupported(settings: Settings) -> None:
+    """Raise SettingsError for what this version cannot do yet."""
+    if missing := unsupported(settings):
+        raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
 
 
 def wrap_policy_is_known(settings: Settings) -> Iterator[str]:

@@ -35,7 +35,7 @@ class Model(Section):
     model_family: Annotated[str, AfterValidator(folded)] = knob("", "Which architecture to train, such as sdxl or flux.")
     model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
     model_families: Annotated[dict[str, str] | None, AfterValidator(paths_by_name)] = knob(None, "Families of your own: name=package.module:TRAITS, or a table of such.")
-    model_type: Literal["full", "lora"] = knob("full", "Train all weights, or an adapter.")
+    model_type: Literal["full", "lora"] = knob("full", "Train all weights; `lora` is known by name, and refused by this version.")
     pretrained_model_name_or_path: str = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.", aliases=("model_name",))
     revision: str | None = knob(None, "Hub revision: a branch, tag or commit.")
     variant: str | None = knob(None, "Weights variant in the folder, such as fp16.")
@@ -135,8 +135,8 @@ class Parallel(Section):
     fsdp_transformer_layer_cls_to_wrap: str = knob("", "Comma-separated block classes to wrap; empty: those that `simpletuner detect-blocks` recommends.")
 
 
-    context_parallel_size: int = knob(1, "Ranks that share each sample's sequence; 1 turns context parallelism off.", ge=1)
-    context_parallel_comm_strategy: Literal["allgather", "alltoall"] = knob("allgather", "How the ranks of a sequence exchange keys and values.")  # fmt: skip
+    context_parallel_size: int = knob(1, "Ranks that share each sample's sequence; this version refuses more than 1.", ge=1)
+    context_parallel_comm_strategy: Literal["allgather", "alltoall"] = knob("allgather", "How the ranks of a sequence exchange keys and values; without effect in this version.")  # fmt: skip
     zero_stage: Literal[1, 2, 3] | None = knob(None, "Share optimizer state (1), also gradients (2), also weights (3) over the ranks by DeepSpeed ZeRO; empty: DeepSpeed is off.")  # fmt: skip
     offload_optimizer: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps optimizer state: on the GPU, in the machine's memory, or in files (stage 3).")  # fmt: skip
     offload_param: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps weights between uses (stage 3).")

@@ -193,6 +193,29 @@ def test_validate_refuses_what_train_would_refuse(run, text, said):
     assert said in err
 
 
+def test_validate_looks_for_the_pictures_as_train_would(run):
+    write("c.json", '{"model_family": "sdxl", "instance_data_dir": "gone"}')
+    code, _, err = run("config", "validate", "c.json")
+    assert (code, "there is no folder gone" in err) == (4, True)
+    write("c.json", '{"model_family": "sdxl", "instance_data_dir": ".", "flow_schedule_shift": 1}')
+    code, _, err = run("config", "validate", "c.json")
+    assert (code, "has no effect with model_family=sdxl: it is for flow matching" in err) == (0, True)
+
+
+def test_what_train_refuses_is_not_exported_and_what_runs_otherwise_is_exported_as_it_runs(run):
+    split = ("--context_parallel_size=2", "--num_processes=2", "--fsdp_enable")
+    for refused in (("--model_type=lora",), split):
+        code, out, err = run("config", "export", "--to=json", *ENOUGH, *refused)
+        assert (code, out) == (2, "") and "not supported yet" in err
+    code, out, err = run("config", "export", "--to=json", *ENOUGH, "--fsdp_enable", "--fsdp_version=1")
+    assert (code, json.loads(out)["fsdp_version"]) == (0, 2)
+
+
+def test_values_of_other_tools_are_answered_with_the_reason(run):
+    code, _, err = run("config", "show", "--optimizer=adamw8bit", "--report_to=wandb")
+    assert code == 2 and "no 8-bit optimizers" in err and "no online trackers" in err
+
+
 def test_export_writes_data_to_stdout_and_how_to_replay_it_to_stderr(run):
     code, out, err = run("config", "export", "--to=json", *ENOUGH)
     assert (code, json.loads(out)) == (0, {"model_family": "sdxl", "instance_data_dir": "pictures"})

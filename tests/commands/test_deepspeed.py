@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,6 +69,16 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
+def test_what_does_not_fit_is_refused_with_the_stage_that_does(capsys, tmp_path):
+    model = ("build", PARAMETERS, "--num_processes=8", f"--output={tmp_path / 'ds.json'}")
+    said = refusal(capsys, *model, "--stage=2", "--gpu_memory=12GiB")
+    assert "this does not fit: it needs " in said
+    [hint] = re.findall(r"^hint: stage \d.* fits: (.*)$", said, re.MULTILINE)
+    assert not (tmp_path / "ds.json").exists()
+    assert command("deepspeed", *model, *hint.split(), "--gpu_memory=12GiB") == ExitCode.OK
+    assert "nothing fits" in refusal(capsys, *model, "--force", "--stage=1", "--gpu_memory=1MiB")
+
+
 def test_a_person_builds_a_configuration_that_a_config_file_can_name(terminal, tmp_path):
     dialogue = terminal("deepspeed", "build", PARAMETERS, "--gpu_memory=24GiB")
     dialogue.answer("How many GPUs in all?", "2")
@@ -104,7 +115,7 @@ def test_a_person_builds_a_configuration_that_a_config_file_can_name(terminal, t
     assert written["scheduler"]["params"]["warmup_num_steps"] == 100
     config = tmp_path / "run.toml"
     config.write_text(
-        'model_family = "sdxl"\ninstance_data_dir = "x"\nnum_processes = 2\nlearning_rate = 3e-5\n'
+        'model_family = "sdxl"\ninstance_data_dir = "."\nnum_processes = 2\nlearning_rate = 3e-5\n'
         'deepspeed_config = "config/deepspeed.json"\n'
     )
     assert command("config", "validate", str(config)) == ExitCode.OK

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from simpletuner.errors import EnvironmentFault
-from simpletuner.models.components import inputs_cast, read_json, text_folders, variant_of, weights_files
+from simpletuner.models.components import inputs_cast, text_folders
+from simpletuner.models.malformed import read_json
+from simpletuner.models.weights import variant_of, weights_files
 
 
 def folder_with(folder: Path, *names: str) -> Path:

@@ -28,13 +28,6 @@ def test_an_architecture_has_as_many_parameters_as_were_published(name):
     assert architecture.source.startswith("https://")
 
 
-@pytest.mark.parametrize("key", FAMILIES)
-def test_a_family_can_split_the_sequence_if_diffusers_has_a_plan_for_it(key):
-    trained = [flavour for flavour in flavours_of(key).values() if not flavour.untrainable]
-    classes = {class_of_diffusers(flavour.architecture.class_name) for flavour in trained}
-    assert FAMILIES[key].splits_sequence == all(getattr(cls, "_cp_plan", None) is not None for cls in classes)
-
-
 @pytest.mark.parametrize("key", [key for key, entry in FAMILIES.items() if entry.traits])
 def test_the_miniature_is_of_the_published_class(key, pipelines):
     name = "unet" if (pipelines(key) / "unet").exists() else "transformer"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
 from simpletuner.models.registry import traits_of
+from simpletuner.models.weights import weights_files
 from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.engine import local
 from simpletuner.parallel.strategy import Strategy, build_strategy

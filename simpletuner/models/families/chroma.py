@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from simpletuner.models.families.flux import packed, position_ids, unpacked
 from simpletuner.models.family import Conditioning, Family, Traits
-from simpletuner.models.objectives import flow_matching
+from simpletuner.models.objectives import flow_matching, rounded_times_1000
 from simpletuner.models.tiny import build_t5, build_t5_tokenizer, load_vae
 
 
@@ -88,6 +88,7 @@ CHROMA = Traits(
     pipelines=("ChromaPipeline",),
     build_tiny=build_tiny,
     objective=flow_matching,
+    level_in_bf16=rounded_times_1000,
     encode=encode,
     predict=predict,
     max_length=lambda _: 512,

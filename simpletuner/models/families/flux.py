@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from simpletuner.data.geometry import Size
 from simpletuner.models.family import Conditioning, Family, Traits, without_negative
-from simpletuner.models.objectives import flow_matching
+from simpletuner.models.objectives import flow_matching, rounded_times_1000
 from simpletuner.models.tiny import build_clip, build_clip_tokenizer, build_t5, build_t5_tokenizer, load_vae
 
 
@@ -109,6 +109,7 @@ FLUX = Traits(
     pipelines=("FluxPipeline",),
     build_tiny=build_tiny,
     objective=flow_matching,
+    level_in_bf16=rounded_times_1000,
     encode=encode,
     predict=predict,
     max_length=lambda family: 512 if family.config.get("guidance_embeds") else 256,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from simpletuner.data.geometry import Size
 from simpletuner.models.families.flux import embedded_guidance
 from simpletuner.models.family import Conditioning, Family, Sampling, Traits, without_negative
-from simpletuner.models.objectives import flow_matching
+from simpletuner.models.objectives import flow_matching, rounded_times_1000
 from simpletuner.models.tiny import load_vae
 from simpletuner.models.tiny_qwen import build_qwen_tokenizer, with_clear_words
 
@@ -114,6 +114,7 @@ TINY_TRANSFORMER: dict[str, Any] = {
 DEV = Traits(
     pipelines=("Flux2Pipeline",),
     objective=flow_matching,
+    level_in_bf16=rounded_times_1000,
     encode=encode,
     predict=predict,
     max_length=lambda _: 512,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from simpletuner.models.families.flux import packed, unpacked
 from simpletuner.models.family import Conditioning, Family, Sampling, Traits, with_guidance
-from simpletuner.models.objectives import flow_matching
+from simpletuner.models.objectives import flow_matching, rounded
 from simpletuner.models.tiny_qwen import WIDTH, build_qwen25_vl, build_qwen_tokenizer
 
 LONGEST_PROMPT = 1024
@@ -113,6 +113,7 @@ QWEN = Traits(
     pipelines=("QwenImagePipeline",),
     build_tiny=build_tiny,
     objective=flow_matching,
+    level_in_bf16=rounded,
     encode=encode,
     predict=predict,
     max_length=lambda _: 512,

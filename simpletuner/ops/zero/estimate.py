@@ -104,11 +104,12 @@ def gradients(config: Mapping[str, Any], model: Model) -> Row:
     accumulates, and at stage 1 every rank has all gradients on its GPU until then.
     """
     stage, width, share = config["zero_optimization"]["stage"], width_of(config), model.parameters / model.ranks
+    kept = accumulation_width(config)
     accumulates, place = config["gradient_accumulation_steps"] > 1, place_of(config, "offload_optimizer")
     whole = width * model.parameters if stage == 1 and accumulates else 0
-    flat = width if stage == 3 or (stage == 2 and accumulates) else 0
+    flat = kept if stage == 3 or (stage == 2 and accumulates) else 0
     if place == "none":
-        bytes_each = FLOAT32_BYTES + (width if stage == 3 else FLOAT32_BYTES)
+        bytes_each = FLOAT32_BYTES + (kept if stage == 3 else FLOAT32_BYTES)
         return Row("gradients", gpu=bytes_each * share + whole, formula=formula_of(width, whole, bytes_each))
     row = placed("gradients", place, FLOAT32_BYTES * share, formula_of(width, whole, flat + FLOAT32_BYTES))
     return replace(row, gpu=whole, host=row.host + flat * share)
@@ -165,3 +166,8 @@ def place_of(config: Mapping[str, Any], part: str) -> str:
 def width_of(config: Mapping[str, Any]) -> int:
     """Return the bytes of a weight that computes."""
     return 2 if config["bf16"]["enabled"] else FLOAT32_BYTES
+
+
+def accumulation_width(config: Mapping[str, Any]) -> int:
+    """Return the bytes of a gradient while several passes are added up."""
+    return FLOAT32_BYTES if config.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width_of(config)

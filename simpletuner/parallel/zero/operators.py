@@ -7,10 +7,7 @@ killed meanwhile leaves it there. So we compile one after the other, and look fi
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 from simpletuner.errors import EnvironmentFault
 from simpletuner.ops.cache.holds import alone_with
+from simpletuner.ops.zero.toolchain import cannot, check_toolchain
 
 COMPILE_SECONDS = 1800
 """How long one rank waits for another that compiles."""
@@ -39,7 +37,7 @@ def compile_disk_operators(stop: Callable[[], None]) -> None:
         with alone_with(folder.with_name(f".{folder.name}.simpletuner-lock"), COMPILE_SECONDS):
             wait_for_compile(folder, builder.name, stop)
             with contextlib.redirect_stdout(sys.stderr):
-                check_tools(builder)
+                check_toolchain()
                 loaded(builder)
 
 
@@ -50,22 +48,6 @@ def build_folder(name: str) -> Path:
     return Path(cpp_extension._get_build_directory(name, verbose=False))
 
 
-def check_tools(builder: Any) -> None:
-    """Raise EnvironmentFault that names the tool or library that is missing."""
-    from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
-
-    own = sysconfig.get_path("scripts")
-    if own not in os.environ["PATH"].split(os.pathsep):  # ninja came with DeepSpeed; its folder need not be active
-        os.environ["PATH"] += os.pathsep + own
-    compiler = get_cxx_compiler()
-    if not is_ninja_available():
-        raise EnvironmentFault(cannot(builder, "there is no `ninja` on PATH"), "pip install ninja")
-    if shutil.which(compiler) is None:
-        raise EnvironmentFault(cannot(builder, f"there is no compiler `{compiler}`"), "apt install g++, or set CXX")
-    if not builder.is_compatible():
-        raise EnvironmentFault(cannot(builder, "libaio and its headers are missing"), "apt install libaio-dev")
-
-
 def loaded(builder: Any) -> None:
     """Compile if need be, and load. Raises EnvironmentFault with the last of what the compiler said."""
     try:
@@ -73,12 +55,8 @@ def loaded(builder: Any) -> None:
     except (RuntimeError, OSError, ImportError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         hint = f"rm -r {build_folder(builder.name)}, then run the same command again; `--debug` shows all that it said"
-        raise EnvironmentFault(cannot(builder, lines[-1].strip() if lines else type(error).__name__), hint) from error
-
-
-def cannot(builder: Any, why: str) -> str:
-    """Return the sentence of a failure."""
-    return f"DeepSpeed cannot compile {builder.name}, which it needs to offload to a disk: {why}"
+        why = lines[-1].strip() if lines else type(error).__name__
+        raise EnvironmentFault(cannot(why, builder.name), hint) from error
 
 
 def wait_for_compile(folder: Path, name: str, stop: Callable[[], None], quiet_seconds: float = QUIET_SECONDS) -> None:

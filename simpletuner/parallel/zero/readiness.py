@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from simpletuner.ops.zero.machine import check_installed
 from simpletuner.parallel.world import World
 from simpletuner.parallel.zero.operators import compile_disk_operators
 from simpletuner.settings.zero.config import Zero
+
+DEPRECATED_COLLECTIVES = r"`torch\.distributed\.\w+` is deprecated"
 
 
 def make_ready(zero: Zero, world: World, say: Callable[[str], None], stop: Callable[[], None]) -> None:
@@ -35,6 +38,8 @@ def import_deepspeed(world: World) -> None:
     """Import DeepSpeed for this world's device, let it use this world's ranks, and keep it from the terminal."""
     check_installed()
     os.environ["DS_ACCELERATOR"] = world.device.type
+    # DeepSpeed calls them by their older names, several times in each process.
+    warnings.filterwarnings("ignore", message=DEPRECATED_COLLECTIVES, category=FutureWarning)
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
     with contextlib.redirect_stdout(sys.stderr):
         import deepspeed

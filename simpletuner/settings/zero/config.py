@@ -84,6 +84,10 @@ def zero_config(settings: Settings, world_size: int, largest_tensor: int = 0) ->
         "bf16": {"enabled": zero.bf16},
         "zero_optimization": zero_block(settings, -(-largest_tensor // world_size)),
     }
+    if zero.bf16 and training.gradient_accumulation_steps > 1 and zero.stage > 1:
+        # As the other engines add up; DeepSpeed's default is bf16, which errs by 0.3 % over 8 passes. Stage 1 would
+        # keep all gradients in float32 on every rank, 4 bytes per parameter more.
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     config |= {"aio": AIO} if zero.uses_nvme else {}
     rest: dict[str, Any] = dict(settings.parallel.deepspeed_config or {})
     config = merged(config, rest) | {"optimizer": optimizer_block(settings)}

@@ -54,7 +54,7 @@ REFUSED: dict[str, str] = {
     "muadam": MUP,
     "muadamw": MUP,
     "musgd": MUP,
-    "muon": "DeepSpeed 0.19 fails to step convolutions with it, and keeps other state of vectors than of matrices",
+    "muon": "it updates matrices alone, and everything else with a second optimizer; here one optimizer updates all",
 }
 MEANS_ADAMW = ("cpuadam", "fusedadam", "deepspeedcpuadam", "cpuadamw", "fusedadamw", "adam8bit", "adamw8bit")
 MEANS_ADAMW += ("torchadam", "torchadamw", "adamwtorch", "pagedadamw", "pagedadamw8bit")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from simpletuner.errors import EnvironmentFault, ExitCode
 from simpletuner.ops.zero import disk
 from simpletuner.ops.zero.checks import check_zero
 from simpletuner.ops.zero.machine import check_platform
+from simpletuner.ops.zero.toolchain import check_toolchain
 from simpletuner.settings import load
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +73,25 @@ def test_torch_for_cuda_and_deepspeed_are_enough(tmp_path):
     done = run(tmp_path, *BUILD, torch=CUDA, deepspeed="")
     assert done.returncode == ExitCode.OK
     assert "not installed" not in done.stderr
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_a_missing_libaio_is_said_before_any_rank_is_started(tmp_path, monkeypatch):
+    check_toolchain()  # this machine has it
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    flags = ("--model_family=sdxl", "--model_flavour=tiny", "--instance_data_dir=x", "--num_processes=2")
+    swap = ("--zero_stage=3", "--offload_optimizer=nvme", f"--offload_param_path={tmp_path}")
+    done = subprocess.run(
+        [sys.executable, "-m", "simpletuner", "train", *flags, *swap, f"--output_dir={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == ExitCode.ENVIRONMENT
+    assert "libaio and its headers are missing" in done.stderr and "apt install libaio-dev" in done.stderr
+    assert done.stderr.count("error: ") == 1 and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("platform", "name"), [("darwin", "macOS"), ("win32", "Windows")])

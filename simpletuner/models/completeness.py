@@ -1,0 +1,128 @@
+"""Find what a base model's folder lacks before anything is encoded: libraries would make it up at random.
+
+transformers and diffusers initialise weights that a file does not hold, and a tokenizer without its vocabulary maps
+every caption to the same ids. Models are read onto the meta device, so their own loading code decides which names are
+missing (renamed, tied and ignored weights included) while only the headers of the weights are read: 20 ms for a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from simpletuner.errors import EnvironmentFault
+from simpletuner.models.components import TEXT_PARTS, class_named, require_packages
+from simpletuner.models.family import Family
+from simpletuner.models.malformed import CHECK_COPY, opening, read_config
+from simpletuner.models.weights import any_weights_files, variant_of, weights_files
+
+NAMES_TO_SAY = 3
+
+UNLIKE_CAPTIONS = ("a red circle", "two blue stars on a hill")
+"""Captions that every tokenizer with a vocabulary tells apart."""
+
+
+def check_complete(family: Family) -> None:
+    """Raise EnvironmentFault that names the component and what is missing or damaged in it."""
+    with opening(family.folder / "scheduler"):
+        family.objective()
+    check_denoiser_weights(family)
+    with opening(family.folder / "vae"):
+        check_model(family.folder / "vae", class_named(family.index, "vae", family.folder), None)
+    for name in text_parts(family):
+        with opening(family.folder / name):
+            check_text_part(family, name)
+
+
+def check_denoiser_weights(family: Family) -> None:
+    """Compare the names and shapes in the headers of the denoiser's weights with those of its config."""
+    folder = family.folder / family.denoiser_name
+    with opening(folder):
+        found: dict[str, tuple[int, ...]] = {}
+        for path in weights_files(folder, family.settings.model.variant):
+            with opening(path), safe_open(path, framework="pt") as file:
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        wanted = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
+        refuse_missing(folder, wanted.keys() - found.keys(), found.keys() - wanted.keys())
+        for name, shape in wanted.items():
+            if found[name] != shape:
+                raise EnvironmentFault(
+                    f"{folder}: {name} is {shape} by the config and {found[name]} in the weights", CHECK_COPY
+                )
+
+
+def text_parts(family: Family) -> list[str]:
+    """Return the names of the tokenizers and text encoders that the pipeline is made of.
+
+    Raises EnvironmentFault where one half of a pair is missing, or all are.
+    """
+    named = [name for name in family.index if name.startswith(TEXT_PARTS)]
+    present = [name for name in named if family.index[name] != [None, None]]
+    encoders = [name for name in present if name.startswith("text_encoder")]
+    for encoder in encoders:
+        if (other := encoder.replace("text_encoder", "tokenizer")) not in present:
+            raise EnvironmentFault(f"{family.folder} has a {encoder} and no {other}", CHECK_COPY)
+    if not encoders:
+        raise EnvironmentFault(f"{family.folder} has no text_encoder", CHECK_COPY)
+    return present
+
+
+def check_text_part(family: Family, name: str) -> None:
+    """Check one tokenizer or text encoder."""
+    cls, folder = class_named(family.index, name, family.folder), family.folder / name
+    require_packages([family.index[name]])
+    if name.startswith("tokenizer"):
+        check_tokenizer(folder, cls)
+    else:
+        wished = family.settings.model.variant
+        present = {variant_of(path) for path in any_weights_files(folder)}
+        check_model(folder, cls, wished if wished in present else None)
+
+
+def check_model(folder: Path, cls: Any, variant: str | None) -> None:
+    """Read a model's weights as far as their headers, and refuse what its class would make up."""
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
+
+    models: Any = (ModelMixin, PreTrainedModel)
+    if not (isinstance(cls, type) and issubclass(cls, models)):
+        raise EnvironmentFault(f"{folder}: {cls.__name__} is no model", "check model_index.json")
+    read_config(folder / "config.json")
+    variant = variant or variant_of(any_weights_files(folder)[0])
+    loading: Mapping[str, Any]
+    _, loading = cls.from_pretrained(
+        folder, use_safetensors=True, variant=variant, device_map="meta", output_loading_info=True
+    )
+    refuse_missing(folder, loading["missing_keys"], loading["unexpected_keys"])
+    if wrong := [*loading["mismatched_keys"], *loading["error_msgs"]]:
+        raise EnvironmentFault(f"{folder}: its weights do not fit its config: {sorted(map(str, wrong))[0]}", CHECK_COPY)
+
+
+def refuse_missing(folder: Path, missing: Iterable[str], unknown: Iterable[str]) -> None:
+    """Raise EnvironmentFault that names the first tensors that are missing, and an unknown one, if there is any.
+
+    Weights that are merely not known are let pass: published files often hold more than one class reads.
+    """
+    if names := sorted(missing):
+        more = f" and {len(names) - NAMES_TO_SAY} more" if len(names) > NAMES_TO_SAY else ""
+        strange = next((f"; what it holds as {name} is not known" for name in sorted(unknown)), "")
+        raise EnvironmentFault(
+            f"{folder} lacks {', '.join(names[:NAMES_TO_SAY])}{more}{strange}: nothing is made up for it", CHECK_COPY
+        )
+
+
+def check_tokenizer(folder: Path, cls: Any) -> None:
+    """Refuse a tokenizer that knows nothing but its special tokens, or cannot tell two captions apart."""
+    read = cls.from_pretrained(folder)
+    tokenizer = getattr(read, "tokenizer", read)  # of a processor, which also reads pictures
+    words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab())
+    one, other = (tokenizer(caption)["input_ids"] for caption in UNLIKE_CAPTIONS)
+    if not words or one == other:
+        raise EnvironmentFault(
+            f"{folder} has no vocabulary: {type(tokenizer).__name__} knows {len(words)} words, and every caption would "
+            "mean the same",
+            CHECK_COPY,
+        )

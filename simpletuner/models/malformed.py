@@ -1,0 +1,89 @@
+"""Malformed model folders: what libraries raise about them becomes one sentence that names the component."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from simpletuner.errors import EnvironmentFault
+
+RAISED = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RuntimeError, ImportError, AssertionError, MemoryError),  # RecursionError is a RuntimeError
+    *(SafetensorError, StrictDataclassError),
+)
+"""What json, diffusers, transformers, safetensors and torch raise about a folder that is not as they expect."""
+
+COUNTS_MODULES = re.compile(r"(^|_)(layers?|blocks|depth)(_|$)")
+"""Names of settings in a config that say how many modules are built."""
+
+MOST_MODULES = 10_000
+"""The deepest published models have some hundreds of layers; a loop over 1e9 would not end."""
+
+LETTERS_OF_A_REASON = 300
+CHECK_COPY = "copy or download the model again, or check pretrained_model_name_or_path"
+
+
+@contextmanager
+def opening(component: Path) -> Iterator[None]:
+    """Raise EnvironmentFault that names the component for whatever a library raises about it."""
+    try:
+        yield
+    except Exception as error:
+        # tokenizers raises plain Exception, of no class of its own; what is in neither list is a bug of ours.
+        if type(error) is not Exception and not isinstance(error, RAISED):
+            raise
+        raise EnvironmentFault(f"{component} cannot be opened: {reason(error)}", CHECK_COPY) from error
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of what a library says."""
+    if isinstance(error, KeyError):
+        return f"there is no `{error.args[0] if error.args else ''}`"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:LETTERS_OF_A_REASON]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a component's JSON file. Raises EnvironmentFault when it is missing, damaged, or holds no object."""
+    hint = "pretrained_model_name_or_path must be a pipeline folder in diffusers format"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise EnvironmentFault(f"cannot read {path}: {reason(error)}", hint) from None
+    if not isinstance(content, dict):
+        raise EnvironmentFault(f"cannot read {path}: it holds no JSON object", hint)
+    return content
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a model's config.json. Raises EnvironmentFault also where it asks for more modules than any model has."""
+    config = read_json(path)
+    refuse_endless(config, path)
+    return config
+
+
+def refuse_endless(config: Mapping[str, Any], source: object) -> None:
+    """Raise EnvironmentFault for a config that asks for so many modules that building them would not end."""
+    for name, value in numbers_in(config):
+        if COUNTS_MODULES.search(name) and value > MOST_MODULES:
+            raise EnvironmentFault(f"{source} is damaged: {name} = {value:g} is more than any model has", CHECK_COPY)
+
+
+def numbers_in(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number in a config at any depth, with the name that it stands under."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from numbers_in(item, str(key))
+    elif isinstance(value, list):
+        for item in value:
+            yield from numbers_in(item, name)
+    elif isinstance(value, int | float):
+        yield name, value

@@ -1,0 +1,239 @@
+"""Base models that are malformed or lack something: one sentence that names the component, and nothing is encoded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.models.opening import open_family
+from simpletuner.models.registry import FAMILIES
+from simpletuner.parallel.world import World
+from simpletuner.settings.sections import Data, Model, Settings
+
+TEXT_WEIGHTS = "text_encoder/model.safetensors"
+UNET_WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
+INDEX = "model_index.json"
+
+
+def opened(folder: Path, family: str = "sdxl", **model: Any):
+    world = World(0, 1, 0, torch.device("cpu"), dist.HashStore(), 0)
+    model |= {"model_family": family, "pretrained_model_name_or_path": str(folder)}
+    return open_family(Settings(model=Model(**model), data=Data()), world, lambda: None)
+
+
+def linked(source: Path, target: Path) -> Path:
+    """Copy a folder without its bytes; whoever changes a file puts a new one in its place."""
+    return Path(shutil.copytree(source, target, copy_function=os.link))
+
+
+def write(path: Path, content: str | bytes) -> None:
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def edited(name: str, **values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text()) | values
+        write(folder / name, json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+    return change
+
+
+def replaced(name: str, content: str | bytes) -> Callable[[Path], None]:
+    return lambda folder: write(folder / name, content)
+
+
+def removed(*names: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for path in (folder / name for name in names):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return change
+
+
+def cut(name: str, share: float) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        write(folder / name, content[: int(len(content) * share)])
+
+    return change
+
+
+def without_tensors(name: str, part: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        kept = {key: value for key, value in load_file(folder / name).items() if part not in key}
+        (folder / name).unlink()
+        save_file(kept, folder / name, metadata={"format": "pt"})
+
+    return change
+
+
+def with_byte_flipped(name: str, word: bytes) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        place = content.index(word)
+        write(folder / name, content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+
+    return change
+
+
+def pickled(folder_name: str, index_name: str) -> Callable[[Path], None]:
+    """Put a component's tensors into a pickle that its index names; a decoy lies beside it."""
+
+    def change(folder: Path) -> None:
+        component = folder / folder_name
+        [weights] = component.glob("*.safetensors")
+        tensors = load_file(weights)
+        weights.unlink()
+        torch.save(tensors, component / "weights.pickle")
+        save_file({"nothing": torch.zeros(1)}, component / "decoy.safetensors")
+        (component / index_name).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "weights.pickle")}))
+
+    return change
+
+
+MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "text encoder without layers": (without_tensors(TEXT_WEIGHTS, "encoder.layers"), "text_encoder lacks .*layers.0"),
+    "text encoder with a name damaged": (with_byte_flipped(TEXT_WEIGHTS, b"encoder.layers.1.mlp"), "is not known"),
+    "text encoder without weights": (removed(TEXT_WEIGHTS), "text_encoder holds no safetensors"),
+    "text encoder cut short": (cut(TEXT_WEIGHTS, 0.7), "text_encoder cannot be opened"),
+    "text encoder of another width": (edited("text_encoder/config.json", hidden_size=48), "text_encoder"),
+    "text encoder null": (edited(INDEX, text_encoder=None), "names no text_encoder: it has None"),
+    "no text encoders": (edited(INDEX, text_encoder=[None] * 2, text_encoder_2=[None] * 2), "has no text_encoder"),
+    "text encoder of no class": (edited(INDEX, text_encoder=["transformers", "CLIPTextModell"]), "CLIPTextModell"),
+    "text encoder of another library": (edited(INDEX, text_encoder=["subprocess", "Popen"]), "takes text_encoder from"),
+    "text encoder that is no model": (edited(INDEX, text_encoder=["transformers", "CLIPConfig"]), "is no model"),
+    "text encoder with endless layers": (edited("text_encoder/config.json", num_hidden_layers=10**9), "more than any"),
+    "text config of a list": (replaced("text_encoder/config.json", "[]"), "text_encoder/config.json: it holds no"),
+    "text config of wrong types": (edited("text_encoder/config.json", num_attention_heads="x"), "text_encoder"),
+    "tokenizers without files": (removed("tokenizer/tokenizer.json", "tokenizer_2/tokenizer.json"), "no vocabulary"),
+    "second tokenizer without its file": (removed("tokenizer_2/tokenizer.json"), "tokenizer_2 has no vocabulary"),
+    "tokenizer cut short": (cut("tokenizer/tokenizer.json", 0.5), "tokenizer cannot be opened"),
+    "tokenizer of a list": (replaced("tokenizer/tokenizer.json", "[]"), "tokenizer cannot be opened"),
+    "tokenizer gone": (removed("tokenizer"), "tokenizer"),
+    "tokenizer not named": (edited(INDEX, tokenizer=...), "has a text_encoder and no tokenizer"),
+    "vae without a tensor": (without_tensors("vae/diffusion_pytorch_model.safetensors", "mid_block"), "vae lacks "),
+    "vae cut short": (cut("vae/diffusion_pytorch_model.safetensors", 0.9), "vae cannot be opened"),
+    "vae of no class": (edited(INDEX, vae=["diffusers", "AutoencoderKLL"]), "has no AutoencoderKLL"),
+    "vae not named": (edited(INDEX, vae=...), "names no vae"),
+    "vae with endless layers": (edited("vae/config.json", layers_per_block=10**9), "layers_per_block = 1e\\+09"),
+    "denoiser cut short": (cut(UNET_WEIGHTS, 0.7), "diffusion_pytorch_model.safetensors cannot be opened"),
+    "denoiser without a tensor": (without_tensors(UNET_WEIGHTS, "conv_in"), "unet lacks conv_in.bias, conv_in.weight"),
+    "denoiser of an endless header": (replaced(UNET_WEIGHTS, b"\xff" * 64), "cannot be opened"),
+    "denoiser of another width": (edited("unet/config.json", cross_attention_dim=32), "by the config and"),
+    "denoiser without a class": (edited("unet/config.json", _class_name=...), "there is no `_class_name`"),
+    "denoiser of a pipeline's class": (edited("unet/config.json", _class_name="FluxPipeline"), "is no model"),
+    "denoiser of a number": (edited("unet/config.json", _class_name=5), "cannot be opened"),
+    "denoiser of text": (edited("unet/config.json", block_out_channels="wide"), "unet cannot be opened"),
+    "denoiser with endless layers": (edited("unet/config.json", layers_per_block=10**6), "more than any model has"),
+    "denoiser gone": (removed("unet"), "has no unet: model_index.json says that it is a Other"),
+    "scheduler gone": (removed("scheduler"), "scheduler_config.json"),
+    "scheduler not named": (edited(INDEX, scheduler=...), "names no scheduler"),
+    "scheduler with text for betas": (edited("scheduler/scheduler_config.json", beta_end="x"), "scheduler cannot be"),
+    "index of a list": (replaced(INDEX, "[1]"), "model_index.json: it holds no JSON object"),
+    "index nested without end": (replaced(INDEX, "[" * 100_000), "model_index.json"),
+    "index cut short": (cut(INDEX, 0.5), "cannot read .*model_index.json"),
+    "index not in UTF-8": (replaced(INDEX, b"\xff\xfe{}"), "cannot read .*model_index.json"),
+    "pickle in an index": (pickled("text_encoder", "model.safetensors.index.json"), "names 'weights.pickle' for"),
+    "pickle in the vae's": (pickled("vae", "diffusion_pytorch_model.safetensors.index.json"), "names 'weights.pickle'"),
+    "pickle named by a config": (edited("text_encoder/config.json", transformers_weights="adapter_model.bin"), "names"),
+    "pickle of capitals": (lambda folder: (folder / TEXT_WEIGHTS).rename(folder / "text_encoder/model.BIN"), "pickle"),
+    "weights of a parent": (
+        replaced("vae/a.safetensors.index.json", '{"weight_map": {"x": "../unet/x.safetensors"}}'),
+        "read only from safetensors files beside it",
+    ),
+    "adapter": (replaced("text_encoder/adapter_config.json", "{}"), "holds an adapter"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_folder_is_one_sentence_that_names_the_component(case, sdxl, tmp_path):
+    change, sentence = MALFORMED[case]
+    folder = linked(sdxl, tmp_path / "model")
+    if case == "denoiser gone":  # of a class that no family has
+        edited(INDEX, _class_name="Other")(folder)
+    change(folder)
+    with pytest.raises(EnvironmentFault, match=sentence) as caught:
+        opened(folder)
+    assert caught.value.hint
+    assert "\n" not in caught.value.message and len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize("family", [key for key, entry in FAMILIES.items() if entry.traits])
+def test_every_family_s_whole_pipeline_is_accepted(family, pipelines):
+    assert opened(pipelines(family), family).objective()
+
+
+EDM = {"_class_name": "EDMDPMSolverMultistepScheduler"}
+EULER = {"_class_name": "EulerDiscreteScheduler"}
+FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+SOLVER = {"_class_name": "DPMSolverMultistepScheduler"}
+
+
+@pytest.mark.parametrize(
+    ("family", "scheduler", "sentence"),
+    [
+        ("sdxl", EDM, "draws with EDMDPMSolverMultistepScheduler .*wrong target"),
+        ("sdxl", FLOW, "draws with FlowMatchEulerDiscreteScheduler, but model_family=sdxl trains only epsilon or"),
+        ("sdxl", SOLVER | {"prediction_type": "flow_prediction"}, "prediction_type flow_prediction"),
+        ("sdxl", EULER | {"prediction_type": "sample"}, "prediction_type sample"),
+        ("flux", EULER | {"prediction_type": "epsilon"}, "draws with EulerDiscreteScheduler .*trains flow matching"),
+        ("flux", EDM, "trains flow matching"),
+    ],
+)
+def test_a_scheduler_of_another_objective_is_refused(family, scheduler, sentence, pipelines, tmp_path):
+    folder = linked(pipelines(family), tmp_path / "model")
+    edited(INDEX, scheduler=["diffusers", scheduler["_class_name"]])(folder)
+    write(folder / "scheduler" / "scheduler_config.json", json.dumps(scheduler))
+    with pytest.raises(EnvironmentFault, match=sentence):
+        opened(folder, family)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheduler"),
+    [
+        ("sdxl", {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction"}),
+        ("sdxl", SOLVER | {"prediction_type": "epsilon"}),
+        ("flux", SOLVER | {"prediction_type": "flow_prediction", "use_flow_sigmas": True}),
+    ],
+)
+def test_schedulers_of_the_same_objective_are_taken(family, scheduler, pipelines, tmp_path):
+    folder = linked(pipelines(family), tmp_path / "model")
+    edited(INDEX, scheduler=["diffusers", scheduler["_class_name"]])(folder)
+    write(folder / "scheduler" / "scheduler_config.json", json.dumps(scheduler))
+    assert opened(folder, family).objective()
+
+
+def test_a_folder_of_another_family_says_which_to_set(sdxl):
+    with pytest.raises(SettingsError) as caught:
+        opened(sdxl, "flux")
+    assert "is a StableDiffusionXLPipeline, which is not of model_family=flux" in caught.value.message
+    assert caught.value.hint == "set model_family=sdxl"
+
+
+def test_weights_that_a_class_does_not_read_are_let_pass(sdxl, tmp_path):
+    folder = linked(sdxl, tmp_path / "model")
+    tensors = load_file(folder / TEXT_WEIGHTS)
+    (folder / TEXT_WEIGHTS).unlink()
+    save_file(tensors | {"logit_scale": torch.zeros(1)}, folder / TEXT_WEIGHTS, metadata={"format": "pt"})
+    opened(folder)
+
+
+def test_a_refused_folder_ends_the_run_before_anything_is_encoded(sdxl, shapes, train, tmp_path):
+    folder = linked(sdxl, tmp_path / "model")
+    without_tensors("vae/diffusion_pytorch_model.safetensors", "mid_block")(folder)
+    flags = (f"--pretrained_model_name_or_path={folder}", f"--instance_data_dir={shapes}", "--max_train_steps=1")
+    run = train(tmp_path / "run", "--model_family=sdxl", *flags, "--train_batch_size=2", world=2, code=3)
+    assert "vae lacks " in run.said and "Traceback" not in run.said
+    assert not list(tmp_path.rglob("*.index.jsonl"))
