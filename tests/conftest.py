@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import ranks  # noqa: E402
+from flags import last_wins  # noqa: E402
 
 os.environ["SIMPLETUNER_ACCELERATE_CONFIG"] = "none"  # what the developer's machine says must not decide a test
 
@@ -110,7 +111,7 @@ class Starter:
         return self.started[-1]
 
     def train(self, world: int, *flags: str) -> Ranks:
-        return self.start(ranks.command_line, world, ["train", *flags])
+        return self.start(ranks.command_line, world, ["train", *last_wins(flags)])
 
 
 @pytest.fixture

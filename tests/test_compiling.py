@@ -8,6 +8,7 @@ import compiling
 import numpy as np
 import pytest
 from conftest import SMALL
+from flags import last_wins
 from PIL import Image
 from safetensors import safe_open
 
@@ -79,7 +80,7 @@ def test_inductor_gives_the_same_losses_alone_and_under_fsdp2(world, fsdp, start
 
 def test_a_compiler_that_fails_is_one_sentence(flags, starter, tmp_path):
     flags = (f"--output_dir={tmp_path / 'run'}", *SMALL, *flags, "--max_train_steps=1", "--dynamo_backend=inductor")
-    run = starter.start(compiling.command_line_without_cxx, 1, ["train", *flags])
+    run = starter.start(compiling.command_line_without_cxx, 1, ["train", *last_wins(flags)])
     assert run.wait() == [5], run.said
     assert "torch.compile failed: " in run.said and "dynamo_backend=no" in run.said
     assert "Traceback" not in run.said

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import SMALL
+from flags import last_wins
 
 from simpletuner.checkpoints.layout import numbered, opened
 
@@ -22,7 +23,7 @@ def launched(program: str, output: Path, *flags: str) -> subprocess.Popen:
     """Start the real command, which starts its ranks through torchrun's agent."""
     command = [str(Path(sys.executable).with_name(program)), *(["train"] if program == "simpletuner" else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = [*command, f"--output_dir={output}", *SMALL, *flags]
+    arguments = [*command, *last_wins((f"--output_dir={output}", *SMALL, *flags))]
     with (output.parent / f"{output.name}.log").open("ab") as log:
         return subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True)
 

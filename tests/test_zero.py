@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, Trained
+from flags import last_wins
 from PIL import Image
 from safetensors.torch import load_file
 from terminal import Terminal
@@ -257,9 +258,9 @@ def test_a_checkpoint_of_another_model_is_refused(sdxl_flags, run_on, arguments_
 def test_without_deepspeed_or_what_compiles_its_operators_a_command_mends_it(sdxl_flags, starter, tmp_path):
     run = [f"--output_dir={tmp_path / 'run'}", *SMALL, *sdxl_flags, *typed("zero3-disk")]
     run += [f"--offload_param_path={tmp_path}"]
-    missing = starter.start(engines.command_line_without, 1, "deepspeed", ["train", *run])
+    missing = starter.start(engines.command_line_without, 1, "deepspeed", ["train", *last_wins(run)])
     assert missing.wait() == [3]
     assert "pip install 'simpletuner[deepspeed]'" in missing.said
-    toolless = starter.start(engines.command_line_with_path, 1, str(tmp_path), ["train", *run])
+    toolless = starter.start(engines.command_line_with_path, 1, str(tmp_path), ["train", *last_wins(run)])
     assert toolless.wait() == [3]
     assert "there is no compiler `c++`" in toolless.said and "apt install g++" in toolless.said

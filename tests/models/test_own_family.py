@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SMALL
+from flags import last_wins
 from models.test_inputs import expect_same_inputs, expect_same_picture
 
 from simpletuner.models.family import Family
@@ -39,7 +40,7 @@ def train(folder: Path, output: Path, shapes: Path, *flags: str) -> subprocess.C
     family = () if any(flag.startswith("--model_family=") for flag in flags) else ("--model_family=pixart-alpha",)
     chosen = (*family, "--model_flavour=tiny", f"--instance_data_dir={shapes}")
     steps = ("--max_train_steps=2", "--train_batch_size=2", f"--output_dir={output}")
-    return simpletuner(folder, "train", *chosen, *SMALL, *steps, *flags)
+    return simpletuner(folder, "train", *last_wins((*chosen, *SMALL, *steps, *flags)))
 
 
 def test_the_page_s_family_trains_by_a_setting_as_well_as_a_built_in_one(folder, shapes, tmp_path, monkeypatch):

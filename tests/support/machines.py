@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flags import last_wins
+
 PORT = "29501"
 
 
@@ -57,7 +59,7 @@ class Machine:
         return self.commands[-1]
 
     def train(self, *flags: str, **environment: str) -> Command:
-        return self.start(sys.executable, "-m", "simpletuner", "train", *flags, **environment)
+        return self.start(sys.executable, "-m", "simpletuner", "train", *last_wins(flags), **environment)
 
     def pids(self) -> list[int]:
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True).stdout
