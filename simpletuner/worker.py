@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import closing, nullcontext
 from functools import partial
@@ -18,9 +19,12 @@ from simpletuner.files import sole_user_of, write_json
 from simpletuner.models.components import weights_files
 from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
+from simpletuner.ops.activity import Activity
 from simpletuner.ops.cache.holds import in_use
 from simpletuner.ops.launch.agreement import Seats, agree
 from simpletuner.ops.launch.cards import card_of
+from simpletuner.ops.launch.heartbeat import beating
+from simpletuner.ops.launch.seal import seal_of
 from simpletuner.ops.signals import listening
 from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.compilation import compiler_explained
@@ -46,11 +50,17 @@ from simpletuner.training.validation import Painter, open_painter
 
 def run_rank(loaded: Loaded) -> None:
     """Be one rank of a run, from joining the others to the exported pipeline."""
-    output, use_cpu = loaded.settings.training.output_dir, loaded.settings.launch.use_cpu
-    with listening() as stop, joined_world(use_cpu=use_cpu) as world, first_to_fail_speaks(world, stop):
-        agree(world.store, Seats("rank", world.rank, world.size), card_of(loaded), stop.check, STALL_SECONDS)
+    output, launch, activity = loaded.settings.training.output_dir, loaded.settings.launch, Activity()
+    with (
+        listening(lambda: activity.unsaved) as stop,
+        beating(os.environ, activity, stop, launch.stall_timeout) as heart,
+        joined_world(os.environ, launch.use_cpu, stop, activity) as world,
+        first_to_fail_speaks(world, stop, heart),
+    ):
+        seats = Seats("rank", world.rank, world.size, seal_of(launch.run_secret_file))
+        agree(world.store, seats, card_of(loaded), stop.check, STALL_SECONDS)
         session = Session(loaded, world, Report(quiet=not world.is_first), stop)
-        with sole_user_of(output) if world.is_first else nullcontext():
+        with sole_user_of(output, stop.check, session.report.say) if world.is_first else nullcontext():
             if world.is_first:
                 clear_unfinished(output / "checkpoints")
                 write_json(output / "settings.json", settings_as_json(loaded))
@@ -83,11 +93,13 @@ def fine_tune_on(session: Session, plan: Plan) -> None:
     check_engine(session)
     checkpoint = checkpoint or imported_checkpoint(session, family)
     prepared = prepare(session, plan, family)
+    session.world.activity.begin("loading weights", watched=False)
     with closing(open_strategy(session, family, checkpoint)) as strategy:
         state = open_state(session, strategy, prepared, checkpoint)
         describe(session, family, state, prepared.plan)
         with metrics_of(settings, state.step, session.world) as metrics, compiler_explained():
             train(compose(session, family, prepared, state, metrics), state.step)
+        session.world.activity.begin("writing the pipeline", watched=False)
         export(session, family, state)
 
 
@@ -157,6 +169,7 @@ def compose(session: Session, family: Family, prepared: Prepared, state: Trainin
     return Run(
         report=session.report,
         stop=session.stop,
+        begin=session.world.activity.begin,
         feed=feed(
             prepared.source, plan.order, state.position, state.step, share, settings.data.dataloader_prefetch_qlen
         ),

@@ -51,6 +51,7 @@ def fill(job: Job, wanted: Sequence[Wanted], world: World, report: Report, stop:
     if not absent:
         return reader
     explain(job, reader, absent, len(wanted), report)
+    world.activity.begin(f"making {job.title}")
     chunks = list(chunks_of(absent, job.chunk))
     queue = short_hash([job.folder, [item.name for item in absent]])
     world.meet(f"{queue}/read", stop)  # all see the same queue only if none writes before all have read
