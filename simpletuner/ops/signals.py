@@ -154,8 +154,7 @@ class LosableTerminal:
 def losable_terminal() -> Iterator[None]:
     """Survive that the terminal is closed: writing to it then fails, shortly before SIGHUP says so."""
     streams = sys.stdout, sys.stderr
-    if streams[1].isatty():
-        sys.stdout, sys.stderr = (LosableTerminal(stream) for stream in streams)
+    sys.stdout, sys.stderr = (LosableTerminal(stream) if stream.isatty() else stream for stream in streams)
     try:
         yield
     finally:

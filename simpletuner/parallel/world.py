@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from simpletuner.errors import EnvironmentFault, ExitCode, SimpleTunerError, TrainingError
+from simpletuner.errors import EnvironmentFault, ExitCode, SimpleTunerError, Stopped, TrainingError
 from simpletuner.ops.activity import Activity
 from simpletuner.ops.launch.heartbeat import Heartbeat
 from simpletuner.ops.signals import StopRequest
@@ -133,6 +133,9 @@ def joined_world(
         machine = int(environment.get("GROUP_RANK", 0))
         shared = dist.PrefixStore("simpletuner", store)
         yield World(rank, size, local_rank, device, shared, machine, activity or Activity())
+    except Stopped:  # raised on all ranks, after the last collective
+        dist.destroy_process_group()
+        raise
     except BaseException:
         abort(device)
         raise

@@ -103,13 +103,14 @@ def test_a_machine_that_is_not_heard_is_silent_sooner_where_ranks_have_lost_cont
         with Watch(store, 2, names, 60) as other:
             time.sleep(0.5)
             assert watch.silent() is None
-            other.lost_contact = True  # a rank there, not one here
+            other.lost_contact, other.phase = True, 7  # a rank there, not one here
             other.leave(1)
         end = time.monotonic() + 5
         while not (ending := watch.silent()) and time.monotonic() < end:
             time.sleep(0.05)
     assert ending is not None
     assert ending.sentence.startswith("machine 1 (b) has been silent for ")
+    assert watch.phase_elsewhere == 7, "ranks here may be behind those of another machine"
     assert (ending.exit_code, ending.signal_number) == (5, 0)
 
 
