@@ -22,7 +22,7 @@ from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, forgiving, with_settings
 from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
-from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError, system_errors_explained
+from simpletuner.errors import SIGNAL_CODES, ExitCode, SettingsError, SimpleTunerError, system_errors_explained
 from simpletuner.report import Report
 
 DEBUG = "SIMPLETUNER_DEBUG"
@@ -104,11 +104,13 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
         with system_errors_explained():
             run(program, forgiving([argument for argument in given if argument != "--debug"]))
     except SimpleTunerError as error:
-        Report().error(error)
+        tell_why(error)
         if debug:
             raise
         raise SystemExit(int(error.exit_code)) from None
     except KeyboardInterrupt:
+        if "RANK" not in os.environ:  # ranks leave that to their launcher
+            Report().say("stopped by SIGINT")
         raise SystemExit(int(ExitCode.INTERRUPTED)) from None
     except Exception as error:
         if debug:
@@ -118,6 +120,17 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
         )
         Report().error(bug)
         raise SystemExit(int(ExitCode.BUG)) from None
+
+
+def tell_why(error: SimpleTunerError) -> None:
+    """Print why a command ended; a stop that was asked for is not an error."""
+    report = Report()
+    if error.exit_code not in SIGNAL_CODES:
+        report.error(error)
+        return
+    report.say(error.message)
+    if error.hint:
+        report.say(f"hint: {error.hint}", style="dim")
 
 
 def train_main() -> None:

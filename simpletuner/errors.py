@@ -20,8 +20,13 @@ class ExitCode(IntEnum):
     ENVIRONMENT = 3
     DATA = 4
     TRAINING = 5
+    HANGUP = 129
     INTERRUPTED = 130
     TERMINATED = 143
+
+
+SIGNAL_CODES = frozenset({ExitCode.HANGUP, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
+"""Exit codes of a run that was asked to stop, which is not an error."""
 
 
 class SimpleTunerError(Exception):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentFault
@@ -90,20 +93,72 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def sole_user_of(output: Path) -> Iterator[None]:
-    """Hold a run's folder for as long as the run lives. Raises EnvironmentFault when another run holds it."""
-    from filelock import FileLock, Timeout
+HANDOVER_SECONDS = 30
+"""How long to wait for a run whose launcher is gone: its ranks save their last step, and leave."""
+POLL_SECONDS = 0.2
 
+
+@contextmanager
+def sole_user_of(
+    output: Path, check: Callable[[], None] = lambda: None, say: Callable[[str], None] = lambda text: None
+) -> Iterator[None]:
+    """Hold a run's folder for as long as the run lives; `check` may raise to end the waiting.
+
+    Raises EnvironmentFault when another run holds it: at once where its process runs on this machine, otherwise when
+    it has not let go after a while.
+    """
     output.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(output / ".lock", timeout=0)
+    descriptor = os.open(output / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        lock.acquire()
-    except Timeout:
-        raise EnvironmentFault(
-            f"another run is using {output}", "wait for it, or give this one another --output_dir"
-        ) from None
-    try:
+        end, said = time.monotonic() + HANDOVER_SECONDS, False
+        while not locked(descriptor):
+            check()
+            if is_run_of(holder := os.pread(descriptor, 200, 0).decode(errors="replace")) or time.monotonic() > end:
+                raise EnvironmentFault(
+                    f"another run is using {output}{holder_named(holder)}",
+                    "wait for it, or give this one another --output_dir",
+                )
+            if not said:
+                say(f"waiting up to {HANDOVER_SECONDS} s for an earlier run to let go of {output}")
+                said = True
+            time.sleep(POLL_SECONDS)
+        with suppress(OSError):  # on a full disk the lock holds all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{socket.gethostname()} {launcher_pid()}\n".encode(), 0)
         yield
     finally:
-        lock.release()
+        os.close(descriptor)
+
+
+def locked(descriptor: int) -> bool:
+    """Return whether a file could be locked for this process alone."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def launcher_pid() -> int:
+    """Return the process by whose life a run is known to go on: the parent of a rank, otherwise this one."""
+    return os.getppid() if "RANK" in os.environ else os.getpid()
+
+
+def is_run_of(holder: str) -> bool:
+    """Return whether the process that a lock names runs on this machine."""
+    host, _, pid = holder.strip().rpartition(" ")
+    if host != socket.gethostname() or not pid.isdigit() or int(pid) <= 1:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def holder_named(holder: str) -> str:
+    """Return who holds a lock, as far as it says so."""
+    host, _, pid = holder.strip().rpartition(" ")
+    return f" (pid {pid} on {host})" if host.isprintable() and host and pid.isdigit() else ""

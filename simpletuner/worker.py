@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from contextlib import ExitStack, closing
 from functools import partial
@@ -19,9 +20,12 @@ from simpletuner.files import remove, restore_replaced, sole_user_of
 from simpletuner.models.family import Family
 from simpletuner.models.opening import open_family
 from simpletuner.models.weights import weights_files
+from simpletuner.ops.activity import Activity
 from simpletuner.ops.cache.holds import in_use
 from simpletuner.ops.launch.agreement import Seats, agree
 from simpletuner.ops.launch.cards import card_of
+from simpletuner.ops.launch.heartbeat import beating
+from simpletuner.ops.launch.seal import seal_of
 from simpletuner.ops.signals import listening
 from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.compilation import compiler_explained
@@ -62,13 +66,16 @@ PIPELINE, PIPELINE_EMA = "pipeline", "pipeline-ema"
 
 def run_rank(loaded: Loaded) -> None:
     """Run one rank, from joining the others to the exported pipeline."""
+    launch, activity = loaded.settings.launch, Activity()
     with (
-        listening() as stop,
-        joined_world(use_cpu=loaded.settings.launch.use_cpu) as world,
-        first_to_fail_speaks(world, stop),
+        listening(lambda: activity.unsaved) as stop,
+        beating(os.environ, activity, stop, launch.stall_timeout) as heart,
+        joined_world(os.environ, launch.use_cpu, stop, activity) as world,
+        first_to_fail_speaks(world, stop, heart),
         system_errors_explained(),
     ):
-        agree(world.store, Seats("rank", world.rank, world.size), card_of(loaded), stop.check, STALL_SECONDS)
+        seats = Seats("rank", world.rank, world.size, seal_of(launch.run_secret_file))
+        agree(world.store, seats, card_of(loaded), stop.check, STALL_SECONDS)
         session = Session(loaded, world, Report(quiet=not world.is_first), stop)
         with ExitStack() as held:
             open_output(session, held)
@@ -81,7 +88,7 @@ def open_output(session: Session, held: ExitStack) -> None:
     if world.is_first:
         try:
             with system_errors_explained():
-                held.enter_context(sole_user_of(settings.training.output_dir))
+                held.enter_context(sole_user_of(settings.training.output_dir, session.stop.check, session.report.say))
                 clear_leftovers(settings.training.output_dir)
                 check_targets(pipelines_of(settings))
         except SimpleTunerError as caught:
@@ -131,6 +138,7 @@ def fine_tune_on(session: Session, plan: Plan, checkpoint: Checkpoint | None) ->
     if checkpoint is not None:
         check_fits(checkpoint, family)
     prepared = prepare(session, plan, family)
+    session.world.activity.begin("loading weights", watched=False)
     with closing(open_strategy(session, family, checkpoint)) as strategy:
         state = open_state(session, family, strategy, prepared, checkpoint)
         set_later_aside(session, state.step)
@@ -138,6 +146,7 @@ def fine_tune_on(session: Session, plan: Plan, checkpoint: Checkpoint | None) ->
         record_settings(session, state.step)
         with metrics_of(settings, state.step, session.world) as metrics, compiler_explained():
             train(compose(session, family, prepared, state, metrics), state.step)
+        session.world.activity.begin("writing the pipeline", watched=False)
         export(session, family, state)
 
 
@@ -225,6 +234,7 @@ def compose(session: Session, family: Family, prepared: Prepared, state: Trainin
     return Run(
         report=session.report,
         stop=session.stop,
+        begin=session.world.activity.begin,
         feed=feed(
             prepared.source, plan.order, state.position, state.step, share, settings.data.dataloader_prefetch_qlen
         ),

@@ -209,6 +209,7 @@ def test_exit_codes_are_the_documented_numbers():
         "ENVIRONMENT": 3,
         "DATA": 4,
         "TRAINING": 5,
+        "HANGUP": 129,
         "INTERRUPTED": 130,
         "TERMINATED": 143,
     }

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import ranks
 from conftest import SMALL
 from flags import last_wins
 
 from simpletuner.checkpoints.layout import numbered, opened
 
 
-def launched(program: str, output: Path, *flags: str) -> subprocess.Popen:
-    """Start the real command, which starts its ranks through torchrun's agent."""
+def launched(program: str, output: Path, *flags: str, log: int | None = None, **options: Any) -> subprocess.Popen:
+    """Start the real command, which starts its ranks; what it says goes to a log, or to an open descriptor."""
     command = [str(Path(sys.executable).with_name(program)), *(["train"] if program == "simpletuner" else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = [*command, *last_wins((f"--output_dir={output}", *SMALL, *flags))]
-    with (output.parent / f"{output.name}.log").open("ab") as log:
-        return subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True)
+    with (output.parent / f"{output.name}.log").open("ab") as file:
+        out = file if log is None else log
+        return subprocess.Popen(arguments, stdout=out, stderr=out, env=environment, start_new_session=True, **options)
 
 
 def said(output: Path) -> str:
@@ -39,46 +45,168 @@ def wait_for_step(output: Path, process: subprocess.Popen, step: int) -> None:
         time.sleep(0.02)
 
 
-def children_of(pid: int) -> list[int]:
-    text = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True).stdout
-    return [int(line.split()[0]) for line in text.splitlines() if "simpletuner" in line]
+def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
+    return [rank for rank in psutil.Process(process.pid).children() if "RANK" in rank.environ()]
 
 
-def test_signals_save_and_leave_and_a_dead_rank_ends_the_others(sdxl_flags, tmp_path):
+def is_free(output: Path) -> bool:
+    """Return whether nobody holds a run's folder."""
+    with (output / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def expect_nothing_left(output: Path, ranks: list[psutil.Process], within_seconds: float) -> None:
+    assert psutil.wait_procs(ranks, timeout=within_seconds)[1] == [], said(output)
+    assert is_free(output)
+
+
+def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_flags, tmp_path):
     output = tmp_path / "run"
     flags = (*sdxl_flags, "--num_processes=2", "--train_batch_size=2", "--fsdp_enable", "--max_train_steps=100000")
-    for number, code, program in ((signal.SIGTERM, 143, "simpletuner"), (signal.SIGINT, 130, "simpletuner-train")):
-        process = launched(program, output, *flags)
-        before = len(numbered(output / "checkpoints"))
-        newest = opened(numbered(output / "checkpoints")[0]).step if before else 0
-        wait_for_step(output, process, newest + 3)
-        # Ctrl-C reaches the whole group, as in a terminal; SIGTERM only the launcher, as from a scheduler
-        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-        assert process.wait(60) == code, said(output)
-        assert len(numbered(output / "checkpoints")) == before + 1
-        assert opened(numbered(output / "checkpoints")[0]).step >= newest + 3
-        assert f"stopped by {signal.Signals(number).name} at step" in said(output)
-    process = launched("simpletuner", output, *flags)
-    newest = opened(numbered(output / "checkpoints")[0]).step
-    wait_for_step(output, process, newest + 2)
+
+    def trained(steps: int, program: str = "simpletuner", *more: str, **options: Any) -> subprocess.Popen:
+        """Start or resume the run, and return once it has trained some steps."""
+        (output.parent / f"{output.name}.log").unlink(missing_ok=True)
+        checkpoints = numbered(output / "checkpoints")
+        (output / "metrics.jsonl").unlink(missing_ok=True)  # it may tell of steps that were not saved
+        process = launched(program, output, *flags, *more, **options)
+        wait_for_step(output, process, (opened(checkpoints[0]).step if checkpoints else 0) + steps)
+        return process
+
+    # a terminal is closed: nothing can be shown any more, and then SIGHUP says why
+    ours, theirs = pty.openpty()
+    process = trained(3, log=theirs)
+    os.close(theirs)
+    os.close(ours)
+    time.sleep(1)  # progress is shown meanwhile
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 129
+    assert len(numbered(output / "checkpoints")) == 1
+
+    # Ctrl-C reaches the whole group, as in a terminal
+    process = trained(3, "simpletuner-train")
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert said(output).count("stopping: saving a checkpoint after this step; press Ctrl-C again") == 1
+    assert process.wait(60) == 130, said(output)
+    assert len(numbered(output / "checkpoints")) == 2
+    assert said(output).count("stopped by SIGINT at step") == 1
+    assert "error:" not in said(output), "it is what was asked for"
+
+    # a rank that is killed
+    process = trained(2)
     assert "resuming from" in said(output)
-    began = time.monotonic()
-    victim = children_of(process.pid)[1]
-    os.kill(victim, signal.SIGKILL)
-    assert process.wait(60) == 5, said(output)
-    assert time.monotonic() - began < 30
+    victim, ranks = ranks_of(process)[1], ranks_of(process)
+    victim.kill()
+    assert process.wait(30) == 5, said(output)
     assert "lost contact" not in said(output), "only the launcher knows what happened"
-    assert re.search(rf"rank \d \(pid {victim}\) was killed by SIGKILL", said(output))
+    assert re.search(rf"rank \d \(pid {victim.pid}\) was killed by SIGKILL", said(output))
     assert "Traceback" not in said(output)
-    (output / "metrics.jsonl").unlink()  # it tells of steps that the killed run had not saved
-    process = launched("simpletuner", output, *flags)
+    expect_nothing_left(output, ranks, 1)
+
+    # a rank that is stopped: Ctrl-C has no effect, as nothing can be saved, and a second one ends all
+    process = trained(2)
+    victim, ranks = ranks_of(process)[1], ranks_of(process)
+    victim.suspend()
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 130
+    expect_nothing_left(output, ranks, 1)
+    assert said(output).rstrip().endswith("stopped without saving")
+
+    # a rank that is stopped, and no one there
+    process = trained(2, "simpletuner", "--stall_timeout=3")
+    victim, ranks = ranks_of(process)[1], ranks_of(process)
+    victim.suspend()
+    assert process.wait(15) == 5
+    expect_nothing_left(output, ranks, 1)
+    sentence = rf"error: rank \d \(pid {victim.pid}\) has made no progress for [34] s \(since [\d:]+\), at .*step \d+: "
+    assert re.search(sentence + r"the process is stopped \(SIGSTOP\)", said(output)), said(output)
+    assert said(output).count("error:") == 1
+
+    # a launcher that is killed: no time to ask its ranks, which save; while they start they have nothing to save
     newest = opened(numbered(output / "checkpoints")[0]).step
-    wait_for_step(output, process, newest + 2)
-    ranks = [psutil.Process(pid) for pid in children_of(process.pid)]
-    process.kill()  # no time to ask its ranks: the kernel does
+    process = trained(2)
+    ranks = ranks_of(process)
+    process.kill()
     process.wait()
-    assert psutil.wait_procs(ranks, timeout=60)[1] == [], said(output)
+    expect_nothing_left(output, ranks, 10)
     assert opened(numbered(output / "checkpoints")[0]).step >= newest + 2
+    process = launched("simpletuner", output, *flags)
+    while len(psutil.Process(process.pid).children()) < 2:
+        time.sleep(0.01)
+    ranks = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+
+
+OWN_FAMILY = """
+import os, time
+from dataclasses import replace
+from simpletuner.models.families.sdxl import SDXL
+
+def encode(family, pipeline, captions):
+    if os.environ.get("RANK") == "1" and os.environ.get("HANG"):
+        time.sleep(1000)
+    return SDXL.encode(family, pipeline, captions)
+
+OWN = replace(SDXL, encode=encode)
+"""
+
+
+def test_a_rank_that_hangs_while_caching_is_named_and_nothing_is_imported_by_accident(sdxl, shapes, tmp_path):
+    """The module that a setting names is found in the current folder, by one rank and by many; others are not."""
+    (tmp_path / "own.py").write_text(OWN_FAMILY)
+    for library in ("queue", "imagesize"):
+        (tmp_path / f"{library}.py").write_text("raise SystemExit('imported by accident')")
+    family = ("--model_families=own=own:OWN", "--model_family=own", f"--pretrained_model_name_or_path={sdxl}")
+    flags = (*family, f"--instance_data_dir={shapes}", "--text_encoder_batch_size=2", "--max_train_steps=1")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HANG": "1", "OMP_NUM_THREADS": "1"}
+    command = [str(Path(sys.executable).with_name("simpletuner")), "train", *SMALL, *flags]
+    for world, code in ((2, 5), (1, 0)):
+        arguments = [*command, f"--num_processes={world}", f"--output_dir={world}", "--stall_timeout=3"]
+        options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
+        done = subprocess.run(arguments, timeout=90, **options)
+        assert done.returncode == code, done.stderr
+        assert "imported by accident" not in done.stderr
+        if world == 2:
+            assert re.search(
+                r"error: rank 1 \(pid \d+\) has made no progress for 3 s \(.*\), at making text", done.stderr
+            )
+            assert done.stderr.count("error:") == 1 and is_free(tmp_path / "2")
+
+
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    [caught] = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def test_a_rank_can_be_ended_while_it_joins(starter, sdxl_flags, tmp_path):
+    log = tmp_path / "log"
+    flags = ["train", f"--output_dir={tmp_path / 'run'}", *SMALL, *sdxl_flags]
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        arguments = (ranks.command_line, 1, 2, closed.getsockname()[1], str(log), flags)
+        rank = starter.context.Process(target=ranks.as_rank, args=arguments)
+        rank.start()
+        end = time.monotonic() + 30
+        while not catches(rank.pid, signal.SIGTERM):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(0.5)
+        began = time.monotonic()
+        os.kill(rank.pid, signal.SIGTERM)
+        rank.join(10)
+    assert (rank.exitcode, time.monotonic() - began < 3) == (143, True)
+    assert "error:" not in log.read_text()
 
 
 def test_one_rank_saves_and_leaves_too(sdxl_flags, starter, tmp_path):

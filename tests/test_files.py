@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from simpletuner.errors import EnvironmentFault, ExitCode
+from simpletuner.errors import EnvironmentFault, ExitCode, Stopped
 from simpletuner.files import replace_file, replace_folder, sole_user_of, unfinished, write_json
+from simpletuner.ops.signals import StopRequest
 
 
 def names(root: Path) -> list[str]:
@@ -81,12 +85,22 @@ def test_a_second_process_is_told_that_the_folder_is_in_use_until_the_first_ends
         assert first.stdout.readline() == "held\n"
         with pytest.raises(EnvironmentFault) as caught, sole_user_of(output):
             raise AssertionError("entered a folder in use")
-        assert caught.value.message == f"another run is using {output}"
+        assert caught.value.message == f"another run is using {output} (pid {first.pid} on {socket.gethostname()})"
         assert "--output_dir" in caught.value.hint
         assert caught.value.exit_code == ExitCode.ENVIRONMENT
-        first.kill()
-    with sole_user_of(output):
-        assert output.is_dir()
+
+        # its launcher has died, so it may be about to end: that is waited for, unless a signal comes
+        with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+            pass
+        (output / ".lock").write_text(f"{socket.gethostname()} {dead.pid}\n")
+        request, said = StopRequest(), []
+        request.signal_number = int(signal.SIGTERM)
+        with pytest.raises(Stopped), sole_user_of(output, request.check, said.append):
+            raise AssertionError("entered a folder in use")
+        threading.Timer(0.5, first.kill).start()
+        with sole_user_of(output, say=said.append):
+            assert output.is_dir()
+        assert said == [f"waiting up to 30 s for an earlier run to let go of {output}"]
 
 
 def test_a_folder_can_be_used_again_after_a_failure(tmp_path):

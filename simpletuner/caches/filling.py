@@ -58,6 +58,7 @@ def fill(job: Job, wanted: Sequence[Wanted], world: World, report: Report, stop:
     if not absent:
         return reader
     explain(job, reader, absent, len(wanted), report)
+    world.activity.begin(f"making {job.title}")
     missing = {item.name for item in absent}
     chunks = [chunk for chunk in chunks_of(wanted, job.chunk) if any(item.name in missing for item in chunk)]
     queue = short_hash([job.folder, [item.name for item in absent]])

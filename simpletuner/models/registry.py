@@ -5,7 +5,6 @@ What is published of a family (its flavours, their architectures) is in `presets
 
 from __future__ import annotations
 
-import importlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.errors import SettingsError
+from simpletuner.ops.importing import import_named
 from simpletuner.settings.mistakes import nearest
 from simpletuner.settings.sections import Model
 
@@ -165,7 +165,7 @@ def traits_of(model: Model) -> Traits:
     path = path_of_traits(model) or ""
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        return getattr(import_named(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingsError(
             f"model_families: {model.model_family} = {path}: {error}", "it must be importable, as package.module:TRAITS"

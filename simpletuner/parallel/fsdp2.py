@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from simpletuner.errors import SettingsError
+from simpletuner.ops.importing import import_named
 from simpletuner.parallel.blocks import blocks_of, recommended_blocks
 from simpletuner.parallel.composition import parameters_of
 from simpletuner.parallel.engine import MakeOptimizer, TorchEngine
@@ -90,7 +90,7 @@ def imported(path: str):  # noqa: ANN201 - the user's own callable: (model) -> m
     """Return the callable at a dotted path. Raises SettingsError when it is not there."""
     module, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        return getattr(import_named(module), name)
     except (ImportError, AttributeError) as error:
         raise SettingsError(
             f"fsdp_auto_wrap_policy = {path}: {error}", "it must be importable, as (model) -> modules"

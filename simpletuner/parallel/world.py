@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from simpletuner.errors import EnvironmentFault, ExitCode, SimpleTunerError, TrainingError
+from simpletuner.errors import EnvironmentFault, ExitCode, SimpleTunerError, Stopped, TrainingError
+from simpletuner.ops.activity import Activity
+from simpletuner.ops.launch.heartbeat import Heartbeat
 from simpletuner.ops.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+JOIN_SECONDS = 300
+"""How long a rank waits for the others when it joins them."""
+ABORT_SECONDS = 5
+"""How long a failed rank may take to abort its communicators, which frees the others from their collectives."""
 LAUNCHER_SECONDS = 10
 """How long a rank that lost another waits to be ended by the launcher, which knows what happened."""
 STALL_SECONDS = 1800
@@ -33,6 +39,7 @@ class World:
     device: torch.device
     store: dist.Store
     machine: int = 0
+    activity: Activity = field(default_factory=Activity)
 
     @property
     def is_first(self) -> bool:
@@ -41,15 +48,18 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every rank is here; only where all arrive at about the same time."""
+        self.activity.advance()
         dist.all_reduce(torch.zeros(1))  # on the CPU: over NCCL the call would return before the others are here
 
     def all_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean of a small tensor over the ranks."""
+        self.activity.advance()
         dist.all_reduce(values)
         return values / self.size
 
     def gather_texts(self, text: str) -> list[str]:
         """Return every rank's text, in order of rank."""
+        self.activity.advance()
         texts: list[str] = [""] * self.size
         dist.all_gather_object(texts, text)
         return texts
@@ -75,6 +85,7 @@ class World:
 
         Raises EnvironmentFault when nothing moves for longer than `patience_seconds`.
         """
+        self.activity.advance()
         last, moved = -1, time.monotonic()
         while (count := self.done(job, 0)) < units:
             stop()
@@ -95,21 +106,75 @@ class World:
 
 
 @contextmanager
-def joined_world(environment: Mapping[str, str] = os.environ, use_cpu: bool = False) -> Iterator[World]:
-    """Join the ranks that the launcher started, or be a world of one; leave it at the end."""
+def joined_world(
+    environment: Mapping[str, str] = os.environ,
+    use_cpu: bool = False,
+    stop: StopRequest | None = None,
+    activity: Activity | None = None,
+) -> Iterator[World]:
+    """Join the ranks that the launcher started, or be a world of one; leave it at the end.
+
+    Raises EnvironmentFault when the others cannot be joined; a signal meanwhile ends the process.
+    """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank = int(environment.get("LOCAL_RANK", 0))
     device = device_of(local_rank, use_cpu)
-    store = open_store(environment, rank, size) if size > 1 else dist.HashStore()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
-    )
+
+    def join() -> dist.Store:
+        """Open the store, and connect to all other ranks."""
+        store = open_store(environment, rank, size) if size > 1 else dist.HashStore()
+        torch_store = dist.PrefixStore("torch", store)
+        dist.init_process_group(backend, store=torch_store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+        return store
+
+    store = join() if size == 1 else joined(join, rank, stop or StopRequest())
     try:
         machine = int(environment.get("GROUP_RANK", 0))
-        yield World(rank, size, local_rank, device, dist.PrefixStore("simpletuner", store), machine)
-    finally:
+        shared = dist.PrefixStore("simpletuner", store)
+        yield World(rank, size, local_rank, device, shared, machine, activity or Activity())
+    except Stopped:  # raised on all ranks, after the last collective
         dist.destroy_process_group()
+        raise
+    except BaseException:
+        abort(device)
+        raise
+    dist.destroy_process_group()
+
+
+def joined(join: Callable[[], dist.Store], rank: int, stop: StopRequest) -> dist.Store:
+    """Return the store once all have joined. torch waits where no signal can reach it, so a thread does that."""
+    results: list[dist.Store | Exception] = []
+
+    def attempt() -> None:
+        """Leave the result, or why there is none."""
+        try:
+            results.append(join())
+        except (RuntimeError, ValueError, OSError) as error:  # gloo, NCCL and the store raise these
+            results.append(error)
+
+    thread = threading.Thread(target=attempt, name="joining", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        if stop.signal_number:
+            stop.give_up(stop.signal_number)  # nothing is lost, and the thread cannot be ended
+        thread.join(0.05)
+    if results and isinstance(results[0], dist.Store):
+        return results[0]
+    reason = str(results[0]).splitlines()[0] if results else "see above"
+    raise EnvironmentFault(
+        f"rank {rank} cannot join the other ranks: {reason}", "see what the others say, and look at the network"
+    )
+
+
+def abort(device: torch.device) -> None:
+    """Drop all communicators without waiting for the other ranks, which may be in a collective that never ends."""
+    if device.type != "cuda":
+        return  # gloo ends with the process, and the others notice that
+    # NCCL's destroy waits for what was begun, its abort does not; should that hang too, the process ends without it
+    thread = threading.Thread(target=dist.distributed_c10d._abort_process_group, name="abort", daemon=True)
+    thread.start()
+    thread.join(ABORT_SECONDS)
 
 
 def device_of(local_rank: int, use_cpu: bool = False) -> torch.device:
@@ -132,53 +197,50 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
         int(environment["MASTER_PORT"]),
         size,
         is_master=rank == 0 and not served_by_agent,
-        timeout=timedelta(minutes=5),
+        timeout=timedelta(seconds=JOIN_SECONDS),
         multi_tenant=True,
     )
 
 
 @contextmanager
-def first_to_fail_speaks(world: World, stop: StopRequest) -> Iterator[None]:
+def first_to_fail_speaks(world: World, stop: StopRequest, heart: Heartbeat) -> Iterator[None]:
     """Let only the first rank of a machine that fails say why; the others leave with the same exit code."""
     try:
         yield
     except SimpleTunerError as error:
-        if is_first_failure(world, error):
+        if is_first_failure(world, heart, error):
             raise
         raise SystemExit(int(error.exit_code)) from None
     except Exception as error:
         if world.size > 1 and lost_a_peer(error):
-            if was_told_to_end(world, stop):
+            if was_told_to_end(stop, heart):
                 raise SystemExit(int(ExitCode.TRAINING)) from None
             raise TrainingError(f"rank {world.rank} lost contact to another rank: {error}") from None
-        if is_first_failure(world, SimpleTunerError(f"{type(error).__name__}: {error}")):
+        if is_first_failure(world, heart, SimpleTunerError(f"{type(error).__name__}: {error}")):
             raise
         raise SystemExit(int(ExitCode.BUG)) from None
 
 
-def was_told_to_end(world: World, stop: StopRequest) -> bool:
+def was_told_to_end(stop: StopRequest, heart: Heartbeat) -> bool:
     """Wait for the launcher to end this rank, as it does once another died: then it is the launcher who says why."""
-    with suppress(dist.DistError):
-        world.store.set("lost", str(world.rank))
+    heart.tell(lost=True)
     end = time.monotonic() + LAUNCHER_SECONDS
     while not stop.signal_number and time.monotonic() < end:
         time.sleep(0.05)
     return bool(stop.signal_number)
 
 
-def is_first_failure(world: World, error: SimpleTunerError) -> bool:
-    """Return whether no other rank of this machine has failed before; the first leaves its reason to the launchers.
+def is_first_failure(world: World, heart: Heartbeat, error: SimpleTunerError) -> bool:
+    """Return whether no other rank of this machine has failed before; the first tells the launcher why.
 
     A store that is gone was the first rank's, which has failed.
     """
-    place = f"failures/{world.machine}"
-    reason = {"rank": world.rank, "exit_code": int(error.exit_code), "message": error.message, "hint": error.hint}
     try:
-        if world.store.add(f"{place}/count", 1) > 1:
+        if world.store.add(f"failures/{world.machine}/count", 1) > 1:
             return False
-        world.store.set(f"{place}/reason", json.dumps(reason))
     except dist.DistError:
         return False
+    heart.tell(reason={"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint})
     return True
 
 

@@ -154,6 +154,8 @@ class Launch(Section):
     main_process_port: int = knob(29500, "TCP port on machine 0 where all ranks meet.", ge=1, le=65535)
     node_join_timeout: float = knob(600, "How long a machine waits at the start for the others.", unit="s", gt=0)
     node_timeout: float = knob(60, "How long a machine may be silent before the others end the run.", unit="s", gt=0)
+    stall_timeout: float = knob(50, "How long a rank may be stopped, or hang while others wait for it, before the run ends and names it.", unit="s", gt=0)
+    run_secret_file: Path | None = knob(None, "File with a secret, readable for its owner alone, that the machines of a run sign their messages with; SIMPLETUNER_RUN_SECRET goes first.")
     gpu_ids: str = knob("all", "GPUs of each machine that the ranks use, such as 0,1,3.")
     use_cpu: bool = knob(False, "Train on the CPU even where there are GPUs.")
 

@@ -23,6 +23,7 @@ NOT_SETTINGS = {
     "config": "",
     "debug": "",
     "home": "",
+    "run_secret": "",
     "env": "pass the file with --config",
     "log_level": "errors are short; `--debug` shows more",
     "config_backend": "the file's suffix says its format",

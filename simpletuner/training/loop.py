@@ -22,6 +22,7 @@ class Run:
 
     report: Report
     stop: StopRequest
+    begin: Callable[..., None]
     feed: Iterator[StepBatches]
     take_step: Callable[[StepBatches, float], Outcome]
     after_step: Callable[[int], None]
@@ -39,15 +40,18 @@ class Run:
 def train(run: Run, step: int) -> None:
     """Train from `step` to `max_steps`. Raises Stopped, after saving, when a signal asked for it."""
     if step == 0 or (is_draw_due(run, step) and not run.has_drawn(step)):  # killed between its checkpoint and images
+        run.begin(f"drawing pictures at step {step}", watched=False)
         run.draw(step)
     with run.report.progress("training", run.max_steps, step) as progress:
         run.ledger.restart_clock()
         while step < run.max_steps:
             began = time.perf_counter()
+            run.begin(f"reading the batch of step {step + 1}", unsaved=True)
             batches = next(run.feed)
             waited = time.perf_counter() - began
             seed_dropout(run.seed + step)
             learning_rate = run.learning_rate(step)
+            run.begin(f"step {step + 1}", unsaved=True)
             outcome = run.take_step(batches, learning_rate)
             step += 1
             run.after_step(step)
@@ -58,10 +62,12 @@ def train(run: Run, step: int) -> None:
             if save_due or draw_due:
                 run.ledger.settle(progress)  # a loss that is not a number is found before it is saved
             if save_due:
+                run.begin(f"saving step {step}", unsaved=True, watched=False)
                 run.save(step, batches.after)
             if run.ledger.stop_asked and save_due:
                 raise run.stop.stopped(f"at step {step}; its checkpoint is saved")
             if draw_due:
+                run.begin(f"drawing pictures at step {step}", unsaved=not save_due, watched=False)
                 run.draw(step)
             if save_due or draw_due:
                 run.ledger.restart_clock()

@@ -7,14 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from simpletuner.errors import EnvironmentFault, ExitCode, PassedOn, SettingsError, SimpleTunerError, Stopped
 from simpletuner.ops.launch.agreement import Seats, agree
 from simpletuner.ops.launch.cards import Card
 from simpletuner.ops.launch.ending import Ending, asked_to_stop, rank_died
 from simpletuner.ops.launch.ranks import Death
-from simpletuner.ops.launch.watch import Watch
+from simpletuner.ops.launch.seal import SECRET, Seal, seal_of
+from simpletuner.ops.launch.watch import ENDING, Watch
 from simpletuner.ops.signals import StopRequest
 
 
@@ -97,28 +98,115 @@ def test_machines_hear_one_another_and_the_first_reason_counts():
 
 
 def test_a_machine_that_is_not_heard_is_silent_sooner_where_ranks_have_lost_contact():
-    store, names = HashStore(), ["machine 0 (a)", "machine 1 (b)"]
+    store, names = HashStore(), ["machine 0 (a)", "machine 1 (b)", "machine 2 (c)"]
     with Watch(store, 0, names, 60, suspect_seconds=0.3) as watch:
-        time.sleep(0.5)
-        assert watch.silent() is None
-        PrefixStore("simpletuner", store).set("lost", "0")
+        with Watch(store, 2, names, 60) as other:
+            time.sleep(0.5)
+            assert watch.silent() is None
+            other.lost_contact, other.phase = True, 7  # a rank there, not one here
+            other.leave(1)
         end = time.monotonic() + 5
         while not (ending := watch.silent()) and time.monotonic() < end:
             time.sleep(0.05)
     assert ending is not None
     assert ending.sentence.startswith("machine 1 (b) has been silent for ")
+    assert watch.phase_elsewhere == 7, "ranks here may be behind those of another machine"
     assert (ending.exit_code, ending.signal_number) == (5, 0)
 
 
 def test_the_sentence_of_a_rank_travels_to_the_other_machines():
-    store = HashStore()
-    reason = '{"rank": 2, "exit_code": 4, "message": "no pictures", "hint": "add some"}'
-    PrefixStore("simpletuner", store).set("failures/0/reason", reason)
-    with Watch(store, 0, ["machine 0 (a)"], 30) as watch:
-        told = watch.tell(rank_died(0, Death(2, 77, 4)))
+    reason = {"rank": 2, "exit_code": 4, "message": "no pictures", "hint": "add some"}
+    with Watch(HashStore(), 0, ["machine 0 (a)"], 30) as watch:
+        told = watch.tell(rank_died(0, Death(2, 77, 4)).with_reason(reason))
     assert told == Ending(0, 4, "rank 2: no pictures", "add some", said=True)
-    assert told.is_explained_by(watch.reason)
-    assert not Ending(0, 5, "something else").is_explained_by(watch.reason)
+    assert told.is_explained_by(reason)
+    assert not Ending(0, 5, "something else").is_explained_by(reason)
+
+
+NAMES = ["machine 0 (a)", "machine 1 (b)"]
+FORGED = {"machine": 0, "exit_code": 0, "sentence": "well done\x1b[2J\nerror: me", "hint": "", "said": False}
+NONSENSE = (
+    b"",
+    b"no JSON",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b"5",
+    b"null",
+    b'{"text": 5}',
+    b'{"text": "5", "signature": ""}',
+)
+
+
+@pytest.mark.parametrize("secret", ["", "correct horse battery"])
+def test_launchers_survive_what_strangers_write_and_take_no_success_from_them(secret):
+    store, seal = HashStore(), Seal(secret.encode()).for_run("1")
+    with Watch(store, 0, NAMES, 4, seal=seal) as first, Watch(store, 1, NAMES, 4, seal=seal) as second:
+        for nonsense in NONSENSE:
+            for key in (ENDING, "launchers/beat/1"):
+                store.set(key, nonsense)  # pyright: ignore[reportArgumentType]
+            first.woken.set()
+            time.sleep(0.05)
+        assert first.ending is None and first.seal.ignored and first.thread.is_alive()
+        store.set(ENDING, Seal().write(ENDING, FORGED))
+        time.sleep(1.2)
+        if secret:
+            assert first.ending is second.ending is None
+            death = rank_died(1, Death(3, 77, -9))
+            assert second.tell(death) == first.tell(asked_to_stop(0, 15)) == death
+        else:
+            told = first.tell(asked_to_stop(0, 15))
+            assert (told.exit_code, told.sentence) == (5, "well done?[2J\n  error: me")
+        assert first.silent() is second.silent() is None
+
+
+def test_only_holders_of_the_secret_of_this_run_are_heard(tmp_path):
+    seal = Seal(b"correct horse battery").for_run("1")
+    message = seal.write("key", {"count": 1}).encode()
+    assert seal.read("key", message) == {"count": 1}
+    assert seal.ignored == ""
+    assert seal.read("other", message) is None, "a message may not be moved"
+    assert Seal(b"correct horse battery").for_run("2").read("key", message) is None, "nor come from another run"
+    for other in (Seal(), Seal(b"a guess").for_run("1")):
+        assert other.read("key", message) is None
+        assert seal.read("key", other.write("key", {"count": 2}).encode()) is None
+
+    # machines that have different secrets, or of which only one has any, say so
+    store = HashStore()
+    cards = [card("a", seed=1), card("b", seed=1)]
+    with ThreadPoolExecutor(2) as pool:
+        seats = [Seats("machine", 0, 2, Seal(b"correct horse battery")), Seats("machine", 1, 2)]
+        told = list(pool.map(lambda seat, card: outcome(store, seat, card, patience=1.5), seats, cards))
+    assert "missing: machine 1 (ignored what was not signed" in str(told[0])
+    assert str(told[1]) == "machine 0 signs its messages with a run secret, which is not here"
+    assert isinstance(told[1], SettingsError)
+
+    # strangers were at the table before: their cards are overwritten, their refusals are not heard
+    store = HashStore()
+    for number in (0, 1):
+        store.set(seats[0].key(number), Seal().write(seats[0].key(number), cards[0].as_json()))
+    store.set(seats[0].key("refused"), '{"exit_code": 0, "message": "go away", "hint": ""}')
+    store.add(seats[0].key("came"), 2)
+    with ThreadPoolExecutor(2) as pool:
+        seats = [Seats("machine", number, 2, Seal(b"correct horse battery")) for number in (0, 1)]
+        futures = [pool.submit(outcome, store, seats[0], cards[0])]
+        time.sleep(0.2)
+        futures.append(pool.submit(outcome, store, seats[1], cards[1]))
+        assert [future.result() for future in futures] == [cards, cards]
+
+
+def test_a_secret_comes_from_the_environment_or_from_a_file_of_its_owner(tmp_path):
+    file = tmp_path / "secret"
+    file.write_text("correct horse battery\n")
+    with pytest.raises(SettingsError, match="can be read by others"):
+        seal_of(file, {})
+    file.chmod(0o600)
+    assert seal_of(file, {}).secret == b"correct horse battery"
+    assert seal_of(file, {SECRET: "the environment goes first"}).secret == b"the environment goes first"
+    assert seal_of(None, {}).secret == b""
+    with pytest.raises(SettingsError, match="has 5 characters; at least 16"):
+        seal_of(None, {SECRET: "guess"})
+    with pytest.raises(SettingsError, match="cannot be read: No such file"):
+        seal_of(tmp_path / "none", {})
 
 
 def test_a_store_that_is_gone_silences_the_machine_that_served_it():
@@ -137,6 +225,6 @@ def test_a_store_that_is_gone_silences_the_machine_that_served_it():
     assert ending.sentence.startswith("machine 0 (a) has been silent for ")
 
 
-@pytest.mark.parametrize(("code", "number"), [(143, 15), (130, 2), (5, 0), (2, 0)])
+@pytest.mark.parametrize(("code", "number"), [(143, 15), (130, 2), (129, 1), (5, 0), (2, 0)])
 def test_only_an_orderly_stop_gives_ranks_time_to_save(code, number):
     assert rank_died(0, Death(0, 1, code)).signal_number == number

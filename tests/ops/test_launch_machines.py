@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,14 +82,59 @@ def variables_of(pid: int) -> dict[str, str]:
     return dict(pair.partition("=")[::2] for pair in pairs if pair)
 
 
+def last_step(output: Path) -> int:
+    return json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+
+
+STRANGER = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore(sys.argv[1], int(sys.argv[2]), wait_for_workers=False)
+ending = '{"machine": 0, "exit_code": 0, "sentence": "well done", "hint": "", "said": false}'
+store.set("launchers/ending", ending)
+for machine in (0, 1):
+    store.set(f"launchers/beat/{machine}", "5")
+    store.set(f"simpletuner/failures/{machine}/reason", "{")
+store.set("simpletuner/lost", "0")
+"""
+
+
+def test_one_machine_listens_on_the_loopback_device_only(machines, sdxl_flags, tmp_path):
+    """Also where its name leads to the address of a network card."""
+    machine, output = machines[0], tmp_path / "run"
+    hosts = Path("/etc/netns") / machine.name / "hosts"  # `ip netns exec` shows it as /etc/hosts
+    hosts.parent.mkdir(parents=True)
+    try:
+        hosts.write_text(f"127.0.0.1 localhost\n{machine.address} {machine.name}\n")
+        flags = ("--train_batch_size=2", "--num_processes=2", LONG)
+        run = machine.train(*SMALL, *sdxl_flags, f"--output_dir={output}", *flags)
+        wait_for_step(output, run, 2)
+        pid = machine.ranks()[0]
+        tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+        fields = [line.split() for table in tables for line in table]
+        listening = {field[1].partition(":")[0] for field in fields if field[3] == "0A"}
+        assert listening == {"0100007F"}, "little-endian 127.0.0.1"
+    finally:
+        shutil.rmtree(hosts.parent)
+
+
 def test_two_machines_train_as_one_and_end_together(machines, sdxl_flags, train, tmp_path):
     output, one = tmp_path / "run", tmp_path / "one"
     flags = (*sdxl_flags, "--train_batch_size=2", "--fsdp_enable")
     expected = train(one, *flags, "--max_train_steps=3", world=2).losses
 
-    # SIGTERM to the launcher of one machine: both save together and leave
-    run = pair(machines, f"--output_dir={output}", *flags, LONG)
+    # SIGTERM to the launcher of one machine: both save together and leave; what a stranger says changes nothing
+    secret = tmp_path / "secret"
+    secret.write_text("correct horse battery")
+    secret.chmod(0o600)
+    run = pair(machines, f"--output_dir={output}", *flags, LONG, f"--run_secret_file={secret}")
     wait_for_step(output, run[0], 4)
+    stranger = machines[1].start(sys.executable, "-c", STRANGER, machines[0].address, PORT)
+    assert stranger.wait() == 0, stranger.said
+    time.sleep(2.5)
+    wait_for_step(output, run[0], last_step(output) + 3)
+    for command in run:
+        assert command.said.count("warning: ignored what a stranger wrote into the store of this run") == 1
     for rank, machine in enumerate(machines):
         variables = variables_of(machine.ranks()[rank])
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == machine.cable
@@ -99,7 +145,9 @@ def test_two_machines_train_as_one_and_end_together(machines, sdxl_flags, train,
     assert losses(output)[:3] == pytest.approx(expected, rel=1e-5)
     assert opened(numbered(output / "checkpoints")[0]).step >= 4
     for command in run:
-        assert len(errors(command)) == 1 and errors(command)[0].startswith("stopped by SIGTERM at step")
+        assert errors(command) == [] and command.said.count("stopped by SIGTERM at step") == 1
+    assert "stopping: saving a checkpoint after this step; signal again to stop without saving" in run[1].said
+    assert f"machine 1 ({machines[1].name}) was asked to stop" in run[0].said
     assert f"progress is shown on machine 0 ({machines[0].name})" in run[1].said
 
     # a rank that is killed: both machines say which

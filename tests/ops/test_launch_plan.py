@@ -35,7 +35,7 @@ simpletuner train --model_family=sdxl '--instance_data_dir=my pictures' --num_pr
 #   NCCL_SOCKET_IFNAME=mine
 #   RANK=0 LOCAL_RANK=0
 #   RANK=1 LOCAL_RANK=1
-#   PYTHON -u -m simpletuner train --model_family=sdxl '--instance_data_dir=my pictures' --num_processes=4 \
+#   PYTHON -P -u -m simpletuner train --model_family=sdxl '--instance_data_dir=my pictures' --num_processes=4 \
 --num_machines=2 --main_process_ip=127.0.0.1 --machine_rank=0
 
 # machine 1
@@ -53,7 +53,7 @@ simpletuner train --model_family=sdxl '--instance_data_dir=my pictures' --num_pr
 #   NCCL_SOCKET_IFNAME=mine
 #   RANK=2 LOCAL_RANK=0
 #   RANK=3 LOCAL_RANK=1
-#   PYTHON -u -m simpletuner train --model_family=sdxl '--instance_data_dir=my pictures' --num_processes=4 \
+#   PYTHON -P -u -m simpletuner train --model_family=sdxl '--instance_data_dir=my pictures' --num_processes=4 \
 --num_machines=2 --main_process_ip=127.0.0.1 --machine_rank=1
 """
 
@@ -86,13 +86,15 @@ def test_a_dry_run_shows_what_to_type_on_each_machine_and_what_that_starts(tmp_p
 def test_a_dry_run_as_json_is_for_scripts(tmp_path):
     (plan,) = json.loads(planned(tmp_path, "--num_processes=2", "--gpu_ids=3, 1", "--dry_run", "--json"))
     assert plan["type"] == ["simpletuner", "train", *ENOUGH, "--num_processes=2", "--gpu_ids=3, 1"]
-    assert plan["command"] == ["PYTHON", "-u", "-m", "simpletuner", *plan["type"][1:]]
+    assert plan["command"] == ["PYTHON", "-P", "-u", "-m", "simpletuner", *plan["type"][1:]]
     assert [(rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) for rank in plan["ranks"]] == [
         ("0", "0", "2"),
         ("1", "1", "2"),
     ]
     assert {rank["CUDA_VISIBLE_DEVICES"] for rank in plan["ranks"]} == {"3,1"}
     assert {rank["MASTER_PORT"] for rank in plan["ranks"]} == {"a free port"}
+    interfaces = {(rank["GLOO_SOCKET_IFNAME"], rank["NCCL_SOCKET_IFNAME"]) for rank in plan["ranks"]}
+    assert interfaces == {("lo", "mine")}, "a single machine stays on the loopback device, unless the user says more"
 
 
 def test_one_rank_runs_where_it_is_typed(tmp_path):

@@ -6,30 +6,36 @@ together mean that all agree. Who disagrees says so in the store, and everybody 
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from simpletuner.errors import EnvironmentFault, PassedOn, SettingsError, SimpleTunerError, Stopped
-from simpletuner.ops.launch.cards import Card, difference
+from simpletuner.ops.launch.cards import Card, card_from, difference
+from simpletuner.ops.launch.ending import failure_code
+from simpletuner.ops.launch.seal import SECRET, Seal, printable
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+Message = TypeVar("Message")
+
 POLL_SECONDS = 0.05
 QUIET_SECONDS = 5
 """How long waiting needs no explanation."""
+ATTEMPTS = 10
+"""How often a key is written that a stranger overwrites; who does that all the time prevents the run."""
 
 
 @dataclass(frozen=True)
 class Seats:
-    """Who meets: `machine` or `rank`, the number of this one, and how many there are."""
+    """Who meets: `machine` or `rank`, the number of this one, how many there are, and how they sign."""
 
     kind: str
     number: int
     count: int
+    seal: Seal = field(default_factory=Seal)
 
     def name(self, number: int) -> str:
         """Return how one of them is called."""
@@ -60,7 +66,7 @@ def agree(
     except SimpleTunerError as error:
         refuse(store, seats, error, card)
         raise
-    return [read_card(store, seats, number) for number in range(seats.count)]
+    return [found for number in range(seats.count) if (found := read_card(store, seats, number))]
 
 
 def take_seat(store: Store, seats: Seats, card: Card, check: Callable[[], None], patience_seconds: float) -> None:
@@ -69,19 +75,48 @@ def take_seat(store: Store, seats: Seats, card: Card, check: Callable[[], None],
         end = time.monotonic() + patience_seconds
         while not store.check([seats.key(0)]) and time.monotonic() < end:
             look_around(store, seats, check)
-        first = read_card(store, seats, 0) if store.check([seats.key(0)]) else card
+        first = first_card(store, seats) if store.check([seats.key(0)]) else card
         if error := difference(first, seats.name(0), card, seats.name(seats.number)):
             raise error
-    mine = json.dumps(card.as_json())
-    holder = store.compare_set(seats.key(seats.number), "", mine).decode()
-    if holder != mine:
-        other = Card(**json.loads(holder))
+    holder = put_first(store, seats.seal, seats.key(seats.number), card.as_json(), card_from)
+    if holder != card:
         raise SettingsError(
-            f"{seats.kind}_rank = {seats.number} is used twice: by {other.host} (pid {other.pid}) "
+            f"{seats.kind}_rank = {seats.number} is used twice: by {holder.host} (pid {holder.pid}) "
             f"and by {card.host} (pid {card.pid})",
             f"give every machine its own --machine_rank, from 0 to {seats.count - 1}",
         )
     store.add(seats.key("came"), 1)
+
+
+def first_card(store: Store, seats: Seats) -> Card:
+    """Return the card that is the measure. Raises SettingsError when it is not signed as this process would."""
+    card = read_card(store, seats, 0)
+    if card is None:
+        with_secret = (
+            "with another run secret, or none" if seats.seal.secret else "with a run secret, which is not here"
+        )
+        raise SettingsError(
+            f"{seats.name(0)} signs its messages {with_secret}",
+            f"give all machines the same secret, in {SECRET} or by --run_secret_file",
+        )
+    return card
+
+
+def put_first(
+    store: Store,
+    seal: Seal,
+    key: str,
+    values: Mapping[str, Any],
+    parse: Callable[[Mapping[str, Any] | None], Message | None],
+) -> Message:
+    """Write a message unless a valid one is there already; return the one that stands. Nonsense is overwritten."""
+    mine, there = seal.write(key, values), b""
+    for _ in range(ATTEMPTS):
+        holder = store.compare_set(key, there, mine)  # pyright: ignore[reportArgumentType] (bytes are taken, too)
+        if (found := parse(seal.read(key, holder))) is not None:
+            return found
+        there = holder
+    raise EnvironmentFault(f"somebody else writes to `{key}` in the store of this run", "use a network that you trust")
 
 
 def wait_for_all(
@@ -89,26 +124,40 @@ def wait_for_all(
 ) -> None:
     """Wait until all cards are there. Raises EnvironmentFault that names who is missing."""
     began, said = time.monotonic(), False
-    while (came := store.add(seats.key("came"), 0)) < seats.count:
+    while (came := store.add(seats.key("came"), 0)) < seats.count or absent(store, seats):
         waited = time.monotonic() - began
         if waited > QUIET_SECONDS and not said:
             say(f"{came} of {seats.count} {seats.kind}s came; waiting up to {patience_seconds:.0f} s for the others")
             said = True
         if waited > patience_seconds:
-            absent = [number for number in range(seats.count) if not store.check([seats.key(number)])]
             raise EnvironmentFault(
                 f"waited {waited:.0f} s: {came} of {seats.count} {seats.kind}s came; "
-                f"missing: {', '.join(map(seats.name, absent))}",
+                f"missing: {', '.join(map(seats.name, absent(store, seats)))}{unsigned(seats)}",
                 "look at the output there, or wait longer with --node_join_timeout",
             )
         look_around(store, seats, check)
 
 
+def absent(store: Store, seats: Seats) -> list[int]:
+    """Return who has not put down a valid card."""
+    return [number for number in range(seats.count) if read_card(store, seats, number) is None]
+
+
+def unsigned(seats: Seats) -> str:
+    """Return a remark where messages were ignored."""
+    return (
+        f" (ignored what was not signed with the secret of this run, such as `{name}`)"
+        if (name := seats.seal.ignored)
+        else ""
+    )
+
+
 def look_around(store: Store, seats: Seats, check: Callable[[], None]) -> None:
     """Wait a moment. Raises PassedOn with what somebody else refused."""
     check()
-    if store.check([seats.key("refused")]):
-        raise PassedOn(**json.loads(store.get(seats.key("refused"))))
+    key = seats.key("refused")
+    if store.check([key]) and (told := refusal_from(seats.seal.read(key, store.get(key)))):
+        raise told
     time.sleep(POLL_SECONDS)
 
 
@@ -116,9 +165,18 @@ def refuse(store: Store, seats: Seats, error: SimpleTunerError, card: Card) -> N
     """Tell all that wait why there will be no run."""
     place = f"{seats.name(seats.number)} ({card.host}): " if isinstance(error, Stopped) else ""
     told = {"exit_code": int(error.exit_code), "message": place + error.message, "hint": error.hint}
-    store.compare_set(seats.key("refused"), "", json.dumps(told))
+    put_first(store, seats.seal, seats.key("refused"), told, refusal_from)
 
 
-def read_card(store: Store, seats: Seats, number: int) -> Card:
-    """Return the card on a seat; it must be there."""
-    return Card(**json.loads(store.get(seats.key(number))))
+def refusal_from(values: Mapping[str, Any] | None) -> PassedOn | None:
+    """Return the error that ends all that wait; None if a message is none."""
+    match values:
+        case {"exit_code": int(code), "message": str(message), "hint": str(hint)}:
+            return PassedOn(failure_code(code), printable(message), printable(hint))
+    return None
+
+
+def read_card(store: Store, seats: Seats, number: int) -> Card | None:
+    """Return the card on a seat; None if there is no valid one."""
+    key = seats.key(number)
+    return card_from(seats.seal.read(key, store.get(key))) if store.check([key]) else None

@@ -6,18 +6,20 @@ import importlib.metadata
 import ipaddress
 import os
 import platform
+import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from simpletuner import __version__
 from simpletuner.errors import EnvironmentFault, SettingsError, SimpleTunerError
 from simpletuner.ops.launch.interface import own_address_towards
+from simpletuner.ops.launch.seal import printable
 from simpletuner.settings import Loaded, settings_as_json
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
-MAY_DIFFER = ("machine_rank", "main_process_ip", "gpu_ids", "node_join_timeout")
+MAY_DIFFER = ("machine_rank", "main_process_ip", "gpu_ids", "node_join_timeout", "run_secret_file")
 """Settings that say where a machine is and what it has, not what is trained."""
 
 
@@ -31,6 +33,8 @@ class Card:
     versions: dict[str, str]
     address: str = ""
     """With which address a machine reaches machine 0."""
+    nonce: str = ""
+    """Machine 0's is part of all signatures of the run."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the card as plain values, from which `Card(**values)` makes it again."""
@@ -44,7 +48,28 @@ def card_of(loaded: Loaded) -> Card:
     settings["output_dir"] = str(loaded.settings.training.output_dir.absolute())
     ip = launch.main_process_ip
     address = own_address_towards(ip, launch.main_process_port) if ip else ""
-    return Card(socket.gethostname(), os.getpid(), settings, versions(), address)
+    return Card(socket.gethostname(), os.getpid(), settings, versions(), address, secrets.token_hex(8))
+
+
+def card_from(values: Mapping[str, Any] | None) -> Card | None:
+    """Return the card that another process wrote; None if it is none."""
+    match values:
+        case {"host": str(host), "pid": int(pid), "settings": dict(settings), "versions": dict(versions)}:
+            address, nonce = values.get("address", ""), values.get("nonce", "")
+            if isinstance(address, str) and isinstance(nonce, str) and (not address or is_address(address)):
+                settings = {printable(name): value for name, value in settings.items()}
+                versions = {printable(name): version for name, version in versions.items()}
+                return Card(printable(host), pid, settings, versions, address, nonce)
+    return None
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is an IP address."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def versions() -> dict[str, str]:

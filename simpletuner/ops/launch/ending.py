@@ -1,14 +1,16 @@
-"""Why a run ends before its time, told alike on all machines."""
+"""Why a run ends before its time, said alike on all machines."""
 
 from __future__ import annotations
 
-import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from simpletuner.errors import ExitCode, PassedOn
+from simpletuner.errors import SIGNAL_CODES, ExitCode, PassedOn
 from simpletuner.ops.launch.ranks import Death
+from simpletuner.ops.launch.seal import printable
+from simpletuner.ops.launch.stalls import Stall
 
 
 @dataclass(frozen=True)
@@ -25,27 +27,45 @@ class Ending:
     @property
     def signal_number(self) -> int:
         """Return the signal that asked for an orderly end, which gives ranks time to save; 0 if none did."""
-        return self.exit_code - 128 if self.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED) else 0
+        return self.exit_code - 128 if self.exit_code in SIGNAL_CODES else 0
 
     def error(self, here: int, names: Sequence[str]) -> PassedOn:
         """Return what a machine is to say; elsewhere than where it began the sentence names the machine."""
         place = f"{names[self.machine]}: " if self.machine != here else ""
         return PassedOn(self.exit_code, place + self.sentence, self.hint)
 
-    def is_explained_by(self, reason: str) -> bool:
-        """Return whether what a rank has left in the store is about the same failure."""
-        return bool(reason) and json.loads(reason)["exit_code"] == self.exit_code
+    def is_explained_by(self, reason: Mapping[str, Any]) -> bool:
+        """Return whether what a rank of this machine sent before it ended is about the same failure."""
+        return bool(reason) and reason["exit_code"] == self.exit_code
 
-    def with_reason(self, reason: str) -> Ending:
+    def with_reason(self, reason: Mapping[str, Any]) -> Ending:
         """Return this ending with the sentence of the rank that brought it."""
         if not self.is_explained_by(reason):
             return self
-        told = json.loads(reason)
-        return replace(self, sentence=f"rank {told['rank']}: {told['message']}", hint=told["hint"])
+        return replace(self, sentence=f"rank {reason['rank']}: {reason['message']}", hint=reason["hint"])
 
-    def as_json(self) -> str:
-        """Return the ending as text."""
-        return json.dumps(asdict(self))
+    def as_json(self) -> dict[str, Any]:
+        """Return the ending as plain values."""
+        return asdict(self)
+
+
+def ending_from(values: Mapping[str, Any] | None, machines: int) -> Ending | None:
+    """Return the ending that another machine wrote; None if it is none.
+
+    A run that ends early has not succeeded, whatever is claimed: only our exit codes but 0 are taken.
+    """
+    match values:
+        case {"machine": int(machine), "exit_code": int(code), "sentence": str(sentence), "hint": str(hint)}:
+            if not 0 <= machine < machines:
+                return None
+            return Ending(machine, failure_code(code), printable(sentence), printable(hint), values.get("said") is True)
+    return None
+
+
+def failure_code(code: int) -> int:
+    """Return an exit code from elsewhere if it is one of ours for a failure, else that of a failed training."""
+    known = code in ExitCode.__members__.values() and code != ExitCode.OK
+    return code if known else int(ExitCode.TRAINING)
 
 
 def asked_to_stop(machine: int, number: int) -> Ending:
@@ -60,6 +80,17 @@ def rank_died(machine: int, death: Death) -> Ending:
         return Ending(machine, death.code, str(death), said=said)
     hint = "the kernel kills a process when memory runs out: see `dmesg`; run the same command to resume"
     return Ending(machine, int(ExitCode.TRAINING), str(death), hint)
+
+
+def rank_hangs_after_failing(machine: int, reason: Mapping[str, Any]) -> Ending:
+    """Return the ending that a rank brings which has said why it failed, but cannot end."""
+    return Ending(machine, failure_code(reason["exit_code"]), f"rank {reason['rank']} failed").with_reason(reason)
+
+
+def rank_stalled(machine: int, stall: Stall) -> Ending:
+    """Return the ending that a rank brings which makes no progress."""
+    hint = "look at its disks, driver and debugger, then run the same command to resume; --stall_timeout sets the limit"
+    return Ending(machine, int(ExitCode.TRAINING), str(stall), hint)
 
 
 def machine_is_silent(machine: int, name: str, seconds: float) -> Ending:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from simpletuner.errors import EnvironmentFault, SimpleTunerError
 from simpletuner.ops.launch.agreement import Seats, agree
 from simpletuner.ops.launch.cards import Card, card_of, check_addresses
-from simpletuner.ops.launch.ending import Ending, asked_to_stop, rank_died
+from simpletuner.ops.launch.ending import Ending, asked_to_stop, rank_died, rank_hangs_after_failing, rank_stalled
 from simpletuner.ops.launch.environment import visible_gpus
 from simpletuner.ops.launch.meeting import connect, serve
 from simpletuner.ops.launch.plan import plan_of
 from simpletuner.ops.launch.ranks import Ranks, inherited_environment
+from simpletuner.ops.launch.seal import Seal, seal_of
+from simpletuner.ops.launch.stalls import StallDetector
 from simpletuner.ops.launch.watch import Watch
 from simpletuner.ops.signals import StopRequest, listening
 from simpletuner.report import Report
@@ -32,6 +35,16 @@ LAST_WORDS_SECONDS = 15
 """How long ranks may take to end when another failed; one that waits for it in a collective never does."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """What the launcher of one machine looks after."""
+
+    ranks: Ranks
+    watch: Watch
+    stop: StopRequest
+    stalls: StallDetector
+
+
 def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
     """Run `simpletuner ARGUMENTS` once per rank of this machine, and end as the run ends on all machines.
 
@@ -40,28 +53,35 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
     """
     launch, inherited = loaded.settings.launch, inherited_environment()
     visible_gpus(launch)  # finds wrong gpu_ids before anybody waits
-    with listening() as stop:
+    seal, ranks = seal_of(launch.run_secret_file), Ranks(inherited)
+    with listening(ranks.unsaved) as stop:
+        stop.before_giving_up = ranks.kill
         served = serve(launch) if launch.machine_rank == 0 else None
         store = served if served and launch.num_machines == 1 else connect(launch, stop.check, Report().say)
-        cards = meet(store, loaded, stop.check)
+        cards = meet(store, loaded, stop.check, seal)
         names = [f"machine {number} ({card.host})" for number, card in enumerate(cards)]
         plan = plan_of(launch.machine_rank, launch, arguments, store.port)
         introduce(launch.machine_rank, names, plan.ranks)
-        with Watch(store, launch.machine_rank, names, launch.node_timeout) as watch, Ranks(plan, inherited) as ranks:
-            ending = see_to_the_end(ranks, watch, stop)
+        seal = seal.for_run(cards[0].nonce)
+        with (
+            Watch(store, launch.machine_rank, names, launch.node_timeout, seal=seal) as watch,
+            ranks.started(plan.command, dict(zip(plan.ranks, plan.environments(), strict=True))),
+        ):
+            run = Run(ranks, watch, stop, StallDetector(ranks, launch.stall_timeout))
+            ending = see_to_the_end(run)
             if ending is not None:
-                wind_down(ranks, watch, ending)
+                wind_down(run, ending)
             watch.leave(SAVE_ON_SIGNAL_SECONDS)
     if ending is not None:
-        give_reason(ending, watch)
+        give_reason(ending, run)
 
 
-def meet(store: TCPStore, loaded: Loaded, check: Callable[[], None]) -> list[Card]:
+def meet(store: TCPStore, loaded: Loaded, check: Callable[[], None], seal: Seal) -> list[Card]:
     """Return the cards of all machines once they agree; machine 0 stays until all that came know why they do not."""
     from torch.distributed import DistError, PrefixStore
 
     launch = loaded.settings.launch
-    seats = Seats("machine", launch.machine_rank, launch.num_machines)
+    seats = Seats("machine", launch.machine_rank, launch.num_machines, seal)
     keys, card = PrefixStore("launchers", store), card_of(loaded)
     try:
         cards = agree(keys, seats, card, check, launch.node_join_timeout, Report().say)
@@ -83,43 +103,63 @@ def introduce(here: int, names: Sequence[str], ranks: range) -> None:
         Report().say(f"{names[here]} of {len(names)} runs {run}{place}")
 
 
-def see_to_the_end(ranks: Ranks, watch: Watch, stop: StopRequest) -> Ending | None:
+def see_to_the_end(run: Run) -> Ending | None:
     """Wait until all ranks of all machines have finished, or return why the run ends before."""
+    ranks, watch, warned = run.ranks, run.watch, False
     while True:
-        if ending := early_end(ranks, watch, stop):
+        ranks.listen()
+        watch.phase, watch.lost_contact = ranks.phase, ranks.lost_contact
+        if ending := early_end(run):
             return ending
         if not ranks.alive:
             watch.state = "finished"
             if watch.others_are("finished", "left"):
                 return None
+        if watch.seal.ignored and not warned:
+            warned = True
+            Report().warn(f"ignored what a stranger wrote into the store of this run, under `{watch.seal.ignored}`")
         time.sleep(POLL_SECONDS)
 
 
-def early_end(ranks: Ranks, watch: Watch, stop: StopRequest) -> Ending | None:
+def early_end(run: Run) -> Ending | None:
     """Return why the run must end now, told to all machines; None while all is well."""
-    here = watch.here
-    if stop.signal_number:
-        return watch.tell(asked_to_stop(here, stop.signal_number))
+    ranks, watch, here = run.ranks, run.watch, run.watch.here
+    if run.stop.signal_number:
+        return watch.tell(asked_to_stop(here, run.stop.signal_number))
     if watch.ending:
         return watch.ending
     if death := ranks.first_death():
-        return watch.tell(rank_died(here, death))
+        ranks.listen()  # what it sent before it ended
+        return watch.tell(rank_died(here, death).with_reason(ranks.reason))
+    if ranks.reason and time.monotonic() - ranks.failed_at > LAST_WORDS_SECONDS:
+        return watch.tell(rank_hangs_after_failing(here, ranks.reason))
+    if stall := run.stalls.find(watch.phase_elsewhere):
+        return watch.tell(rank_stalled(here, stall))
     if silent := watch.silent():
         return watch.tell(silent)
     return None
 
 
-def wind_down(ranks: Ranks, watch: Watch, ending: Ending) -> None:
+def wind_down(run: Run, ending: Ending) -> None:
     """Ask the ranks to end, with time to save where a signal asked for the end, and kill those that do not."""
+    ranks, watch = run.ranks, run.watch
+    if ending.signal_number and ending.machine != watch.here:
+        Report().say(f"{watch.names[ending.machine]} was asked to stop; the ranks here save and stop with it")
     ranks.ask(ending.signal_number or signal.SIGTERM)
     end = time.monotonic() + (SAVE_ON_SIGNAL_SECONDS if ending.signal_number else LAST_WORDS_SECONDS)
     while ranks.alive and time.monotonic() < end and not watch.silent():
+        ranks.listen()
+        if stall := run.stalls.find(watch.phase_elsewhere):
+            if ending.signal_number:
+                Report().warn(f"{stall}; stopping without saving")
+            break
         time.sleep(POLL_SECONDS)
     ranks.kill()
+    ranks.listen()
 
 
-def give_reason(ending: Ending, watch: Watch) -> NoReturn:
+def give_reason(ending: Ending, run: Run) -> NoReturn:
     """Leave with the exit code of the run, and say why unless a rank of this machine has."""
-    if (ending.said and ending.machine == watch.here) or ending.is_explained_by(watch.reason):
+    if (ending.said and ending.machine == run.watch.here) or ending.is_explained_by(run.ranks.reason):
         raise SystemExit(ending.exit_code)
-    raise ending.error(watch.here, watch.names)
+    raise ending.error(run.watch.here, run.watch.names)

@@ -16,7 +16,8 @@ from simpletuner.settings.sections import Launch
 LOOPBACK = "127.0.0.1"
 FREE_PORT = "a free port"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Without them gloo takes the address of the host name, which need not be the one that the other machines reach."""
+"""Without them gloo takes the address of the host name: it need not be the one that the other machines reach, and on a
+single machine it would listen where others can reach it. NCCL opens its first connections there, too."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Plan:
 
     @property
     def command(self) -> list[str]:
-        """Return the command line of every rank."""
-        return [sys.executable, "-u", "-m", "simpletuner", *self.arguments]
+        """Return the command line of every rank; -P keeps files of the current folder from being imported."""
+        return [sys.executable, "-P", "-u", "-m", "simpletuner", *self.arguments]
 
     @property
     def common(self) -> dict[str, str]:
@@ -73,10 +74,10 @@ def chosen_variables(machine: int, launch: Launch) -> dict[str, str]:
     """Return threads, interface and GPUs of a machine's ranks; the user's own variables come first, except for GPUs."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks_per_machine(launch)))
     chosen = {"OMP_NUM_THREADS": threads}
-    if launch.num_machines > 1:
-        ip, here = launch.main_process_ip, machine == launch.machine_rank
-        name = interface_towards(ip, launch.main_process_port) if here else f"(the interface that reaches {ip})"
-        chosen |= dict.fromkeys(INTERFACE_VARIABLES, name) if name else {}
+    ip = launch.main_process_ip if launch.num_machines > 1 else LOOPBACK
+    here = machine == launch.machine_rank or launch.num_machines == 1
+    name = interface_towards(ip, launch.main_process_port) if here else f"(the interface that reaches {ip})"
+    chosen |= dict.fromkeys(INTERFACE_VARIABLES, name) if name else {}
     return {name: os.environ.get(name, value) for name, value in chosen.items()} | visible_gpus(launch)
 
 

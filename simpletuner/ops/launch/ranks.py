@@ -1,19 +1,24 @@
-"""The processes of this machine's ranks: start them, notice how they end, end them."""
+"""The processes of this machine's ranks: start them, hear from them, notice how they end, end them."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from simpletuner.errors import EnvironmentFault
-from simpletuner.ops.launch.plan import Plan
+from simpletuner.ops.launch.heartbeat import LIFELINE
 
 KILL_SECONDS = 10
 """How long a killed process may take to vanish; one that waits for a broken disk or GPU driver never does."""
+MESSAGE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -30,29 +35,84 @@ class Death:
         return f"rank {self.rank} (pid {self.pid}) ended with exit code {self.code}"
 
 
+@dataclass
+class Pulse:
+    """What a rank last sent of itself, and when."""
+
+    heard: float
+    phase: int = 0
+    doing: str = ""
+    unsaved: bool = False
+    watched: bool = False
+
+
 class Ranks:
-    """The ranks of one machine, started by entering the context; none is left behind when it is left."""
+    """The ranks of one machine; none is left behind when the context of `started` is left."""
 
-    def __init__(self, plan: Plan, inherited: Mapping[str, str]) -> None:
-        self.plan, self.inherited = plan, inherited
+    def __init__(self, inherited: Mapping[str, str]) -> None:
+        self.inherited = inherited
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.lines: dict[int, socket.socket] = {}
+        self.pulses: dict[int, Pulse] = {}
+        self.reason: dict[str, Any] = {}
+        """What the first rank of this machine that failed has sent of that."""
+        self.failed_at = 0.0
+        self.lost_contact = False
 
-    def __enter__(self) -> Ranks:
+    @contextmanager
+    def started(self, command: Sequence[str], environments: Mapping[int, Mapping[str, str]]) -> Iterator[None]:
+        """Start a command once per rank. Raises EnvironmentFault when there is no room for all."""
         try:
-            for rank, environment in zip(self.plan.ranks, self.plan.environments(), strict=True):
-                self.processes[rank] = subprocess.Popen(self.plan.command, env={**self.inherited, **environment})
-        except OSError as error:
+            try:
+                for rank, environment in environments.items():
+                    self._start(rank, command, environment)
+            except OSError as error:
+                hint = "free memory or processes"
+                raise EnvironmentFault(f"cannot start all ranks: {error.strerror}", hint) from None
+            yield
+        finally:
             self.kill()
-            raise EnvironmentFault(f"cannot start all ranks: {error.strerror}", "free memory or processes") from None
-        return self
+            for line in self.lines.values():
+                line.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+    def _start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start one rank, connected to this process by a socket pair."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        ours.setblocking(False)
+        self.lines[rank], self.pulses[rank] = ours, Pulse(time.monotonic())
+        with theirs:
+            variables = {**self.inherited, **environment, LIFELINE: str(theirs.fileno())}
+            self.processes[rank] = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()])
 
     @property
     def alive(self) -> list[subprocess.Popen[bytes]]:
         """Return the processes that still run."""
-        return [process for process in self.processes.values() if process.poll() is None]
+        return [process for process in list(self.processes.values()) if process.poll() is None]
+
+    @property
+    def phase(self) -> int:
+        """Return how far the furthest rank of this machine is."""
+        return max((pulse.phase for pulse in self.pulses.values()), default=0)
+
+    def listen(self) -> None:
+        """Take what the ranks have sent since the last time."""
+        for rank, line in self.lines.items():
+            try:
+                while message := line.recv(MESSAGE_BYTES):
+                    self._take(rank, json.loads(message))
+            except (OSError, ValueError):  # nothing more to read, or the rank has ended
+                continue
+
+    def _take(self, rank: int, message: Mapping[str, Any]) -> None:
+        if "beat" in message:
+            self.pulses[rank] = Pulse(time.monotonic(), **message["beat"])
+        if "reason" in message and not self.reason:
+            self.reason, self.failed_at = {"rank": rank, **message["reason"]}, time.monotonic()
+        self.lost_contact = self.lost_contact or "lost" in message
+
+    def unsaved(self) -> bool:
+        """Return whether any rank has trained steps that no checkpoint holds yet."""
+        return any(pulse.unsaved for pulse in list(self.pulses.values()))
 
     def first_death(self) -> Death | None:
         """Return a rank that has failed, if any has; rather one that was killed than one that missed it."""
@@ -65,7 +125,7 @@ class Ranks:
             process.send_signal(number)
 
     def kill(self) -> None:
-        """End all that still run, without asking."""
+        """End all that still run, stopped ones as well, without asking."""
         self.ask(signal.SIGKILL)
         end = time.monotonic() + KILL_SECONDS
         while self.alive and time.monotonic() < end:

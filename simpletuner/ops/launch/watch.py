@@ -6,13 +6,17 @@ able to end its ranks.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from simpletuner.ops.launch.ending import Ending, machine_is_silent
+from simpletuner.errors import EnvironmentFault
+from simpletuner.ops.launch.agreement import put_first
+from simpletuner.ops.launch.ending import Ending, ending_from, machine_is_silent
+from simpletuner.ops.launch.seal import Seal
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -24,9 +28,26 @@ SUSPECT_SECONDS = 5.0
 """How long a machine may be silent when contact to it was lost already, which is no matter of patience any more."""
 
 ENDING = "launchers/ending"
-LOST = "simpletuner/lost"
-REASON = "simpletuner/failures/{machine}/reason"
-"""Keys that ranks set (parallel/world.py): a peer went away; why the first rank of a machine failed."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a launcher writes every second: that it lives, what it is at, and what its ranks tell."""
+
+    count: int
+    state: str = "running"
+    phase: int = 0
+    """How far its furthest rank is."""
+    lost_contact: bool = False
+    """Whether one of its ranks has lost another."""
+
+
+def beat_from(values: Mapping[str, Any] | None) -> Beat | None:
+    """Return the beat that another machine wrote; None if it is none."""
+    match values:
+        case {"count": int(count), "state": str(state), "phase": int(phase), "lost_contact": bool(lost)}:
+            return Beat(count, state, phase, lost)
+    return None
 
 
 class Watch:
@@ -39,18 +60,19 @@ class Watch:
         names: Sequence[str],
         timeout_seconds: float,
         suspect_seconds: float = SUSPECT_SECONDS,
+        seal: Seal | None = None,
     ) -> None:
-        self.store, self.here, self.names = store, here, names
+        self.store, self.here, self.names, self.seal = store, here, names, seal or Seal()
         self.timeout_seconds, self.suspect_seconds = timeout_seconds, min(suspect_seconds, timeout_seconds)
         self.beat_seconds = min(BEAT_SECONDS, timeout_seconds / 4)
-        self.state, self.count = "running", 0
+        self.mine = Beat(0)
         self.ending: Ending | None = None
         self.wish: Ending | None = None
-        self.lost_contact = self.cut_off = self.has_left = False
-        self.reason = ""  # what the first rank of this machine that failed has left
+        self.cut_off = self.has_left = False
         self.answered = time.monotonic()
         others = (machine for machine in range(len(names)) if machine != here)
-        self.heard = {machine: ("", self.answered) for machine in others}
+        self.heard = {machine: (Beat(0, ""), self.answered) for machine in others}
+        self.state, self.phase, self.lost_contact = "running", 0, False
         self.woken, self.over = threading.Event(), False
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -72,7 +94,7 @@ class Watch:
     def silent(self) -> Ending | None:
         """Return the ending that a silent machine brings; None while all are heard."""
         now = time.monotonic()
-        silence = {machine: now - at for machine, (beat, at) in self.heard.items() if not beat.endswith("left")}
+        silence = {machine: now - at for machine, (beat, at) in self.heard.items() if beat.state != "left"}
         if self.here:  # without an answer from machine 0, which serves the store, nobody is heard
             silence = {**silence, 0: now - self.answered}
         machine = max(silence, key=lambda machine: (silence[machine], -machine), default=self.here)
@@ -82,11 +104,17 @@ class Watch:
 
     def _allowed_seconds(self) -> float:
         """Return how long a machine may be silent."""
-        return self.suspect_seconds if self.lost_contact or self.cut_off else self.timeout_seconds
+        lost = self.lost_contact or self.cut_off or any(beat.lost_contact for beat, _ in self.heard.values())
+        return self.suspect_seconds if lost else self.timeout_seconds
 
     def others_are(self, *states: str) -> bool:
         """Return whether every other machine was last heard in one of these states."""
-        return all(beat.endswith(states) for beat, _ in self.heard.values())
+        return all(beat.state in states for beat, _ in self.heard.values())
+
+    @property
+    def phase_elsewhere(self) -> int:
+        """Return how far the furthest rank of the other machines is."""
+        return max((beat.phase for beat, _ in self.heard.values()), default=0)
 
     def leave(self, patience_seconds: float) -> None:
         """Say goodbye. Machine 0 stays until all others have left, since it serves the store."""
@@ -123,29 +151,32 @@ class Watch:
                 self.has_left = state == "left"
                 self.woken.wait(self.beat_seconds)
                 self.woken.clear()
-        except DistError:
+        except (DistError, EnvironmentFault):
             self.cut_off = True
 
     def _beat(self, state: str) -> None:
         """Show that this machine lives, and what it is at."""
-        self.count += 1
-        self.store.set(f"launchers/beat/{self.here}", f"{self.count} {state}")
+        self.mine = Beat(self.mine.count + 1, state, self.phase, self.lost_contact)
+        key = f"launchers/beat/{self.here}"
+        self.store.set(key, self.seal.write(key, asdict(self.mine)))
 
     def _listen(self) -> None:
-        """Note which machines have beaten since the last time, and what ranks have left word of."""
+        """Note which machines have beaten since the last time; counts only rise, so that nothing old is taken."""
         keys = {machine: f"launchers/beat/{machine}" for machine in self.heard}
-        if keys and self.store.check(list(keys.values())):
-            for machine, beat in zip(keys, self.store.multi_get(list(keys.values())), strict=True):
-                if beat.decode() != self.heard[machine][0]:
-                    self.heard[machine] = (beat.decode(), time.monotonic())
-        self.lost_contact = self.lost_contact or self.store.check([LOST])
-        reason = REASON.format(machine=self.here)
-        if not self.reason and self.store.check([reason]):
-            self.reason = self.store.get(reason).decode()
+        if not self.store.check(list(keys.values())):  # one request for all, as a rule
+            keys = {machine: key for machine, key in keys.items() if self.store.check([key])}
+        messages = self.store.multi_get(list(keys.values())) if keys else []
+        for (machine, key), message in zip(keys.items(), messages, strict=True):
+            beat = beat_from(self.seal.read(key, message))
+            if beat is not None and beat.count > self.heard[machine][0].count:
+                self.heard[machine] = (beat, time.monotonic())
 
     def _read_ending(self) -> None:
         """Put up what this machine has to tell, unless another was first, and read what was told."""
-        if self.wish and not self.ending:
-            self.store.compare_set(ENDING, "", self.wish.with_reason(self.reason).as_json())
-        if not self.ending and self.store.check([ENDING]):
-            self.ending = Ending(**json.loads(self.store.get(ENDING)))
+        parse = partial(ending_from, machines=len(self.names))
+        if self.ending:
+            return
+        if self.wish:
+            self.ending = put_first(self.store, self.seal, ENDING, self.wish.as_json(), parse)
+        elif self.store.check([ENDING]):
+            self.ending = parse(self.seal.read(ENDING, self.store.get(ENDING)))
