@@ -73,11 +73,13 @@ def test_a_wrong_start_overwrites_nothing_and_settings_have_a_history(pipelines,
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file() and path.name != ".lock"}
     other = train(output, *base("flux", pipelines("flux"), shapes), "--train_batch_size=4", code=2)
     assert "is of model_family sdxl, but model_family = flux" in other.said and "making" not in other.said
-    smaller = tmp_path / "smaller"
-    shutil.copytree(sdxl, smaller)
-    config = smaller / "unet" / "config.json"
-    config.write_text(config.read_text().replace('"layers_per_block": 1', '"layers_per_block": 2'))
-    wrong = train(output, *base("sdxl", smaller, shapes), "--train_batch_size=4", "--max_train_steps=9", code=3)
+    from diffusers import UNet2DConditionModel
+
+    larger = tmp_path / "larger"
+    shutil.copytree(sdxl, larger)
+    config = json.loads((larger / "unet" / "config.json").read_text())
+    UNet2DConditionModel.from_config({**config, "layers_per_block": 2}).save_pretrained(larger / "unet")
+    wrong = train(output, *base("sdxl", larger, shapes), "--train_batch_size=4", "--max_train_steps=9", code=3)
     assert "is of another model: " in wrong.said and "making" not in wrong.said
     assert "finished already" in train(output, *flags, "--max_train_steps=1", "--learning_rate=1").said
     assert {path: path.read_bytes() for path in before} == before

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "support")]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
 from conftest import SMALL, Starter, fork_server_context  # noqa: E402
 from kills import fixtures, tensors  # noqa: E402
@@ -81,10 +81,11 @@ class Damage:
     """What an undisturbed run says."""
     answers: dict[str, int] = field(default_factory=dict)
 
-    def run(self, cases: int) -> None:
-        """Make the run, then damage it that often."""
-        flags = fixtures(self.folder / "whole", self.starter)
-        self.config(self.folder / "whole", flags)
+    def run(self, cases: int, base: Path, images: Path) -> None:
+        """Make the run from a base model and images, then damage it that often."""
+        shutil.copytree(base, self.folder / "whole" / "base")
+        shutil.copytree(images, self.folder / "whole" / "shapes")
+        self.config(self.folder / "whole")
         self.train(self.folder / "whole", 2)
         undisturbed = self.copy("undisturbed")
         code, said = self.train(undisturbed, STEPS)
@@ -96,16 +97,16 @@ class Damage:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda case: self.case(*case, wanted), drawn))
 
-    def config(self, folder: Path, flags: tuple[str, ...]) -> None:
+    def config(self, folder: Path) -> None:
         """Write the configuration: a settings file and a dataset file."""
         (folder / "data.json").write_text(
             json.dumps([{"id": "shapes", "type": "local", "instance_data_dir": "shapes"}], indent=1)
         )
-        pairs = dict(flag.removeprefix("--").partition("=")[::2] for flag in (*SMALL, *flags))
+        pairs = dict(flag.removeprefix("--").partition("=")[::2] for flag in SMALL)
+        pairs |= {"model_family": "sdxl"}
         pairs |= {"pretrained_model_name_or_path": "base", "output_dir": "run", "data_backend_config": "data.json"}
         pairs |= {"train_batch_size": "4", "checkpoint_step_interval": "1", "use_ema": "true"}
         pairs |= {"validation_prompt": "a red circle", "validation_num_inference_steps": "1"}
-        del pairs["instance_data_dir"]
         (folder / "config.json").write_text(json.dumps(pairs, indent=1))
 
     def train(self, folder: Path, steps: int) -> tuple[int | None, str]:
@@ -190,9 +191,10 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "whole").mkdir()
-        campaign = Damage(Starter(fork_server_context(), folder), folder, random.Random(given.seed))
-        campaign.run(given.cases)
+        starter = Starter(fork_server_context(), folder)
+        fixtures(folder, starter)
+        campaign = Damage(starter, folder, random.Random(given.seed))
+        campaign.run(given.cases, folder / "base", folder / "shapes")
     print("\n".join(campaign.problems))
     print(f"{given.cases} cases {dict(sorted(campaign.answers.items()))}: {len(campaign.problems)} problems")
     raise SystemExit(bool(campaign.problems))

@@ -26,9 +26,10 @@ from pathlib import Path
 import psutil
 from safetensors.torch import load_file
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "support")]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
 from conftest import SMALL, Starter, fork_server_context  # noqa: E402
+from flags import last_wins  # noqa: E402
 
 from simpletuner.caches.shards import ShardReader  # noqa: E402
 from simpletuner.checkpoints.layout import numbered, opened  # noqa: E402
@@ -88,7 +89,7 @@ class Campaign:
 
     def command(self, output: Path) -> tuple[str, ...]:
         """Return the flags of every start."""
-        return (f"--output_dir={output}", *SMALL, *self.flags, *FLAGS)
+        return tuple(last_wins((f"--output_dir={output}", *SMALL, *self.flags, *FLAGS)))
 
     def finish(self, output: Path) -> None:
         """Run the command to its end."""

@@ -1,0 +1,28 @@
+"""Small samples of the campaigns in `tests/campaigns/`, which run for hours."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+from conftest import base
+
+sys.path.insert(0, str(Path(__file__).parent / "campaigns"))
+
+from damage import Damage  # noqa: E402
+from kills import Campaign  # noqa: E402
+
+
+def test_twenty_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(starter, sdxl, shapes, tmp_path):
+    campaign = Campaign(starter, base("sdxl", sdxl, shapes), tmp_path, random.Random(11))
+    campaign.run(20)
+    assert campaign.problems == []
+    assert sum(campaign.killed.values()) == 20 and len(campaign.killed) == 3
+
+
+def test_a_hundred_damaged_files_are_answered_rightly_or_by_a_sentence(starter, sdxl, shapes, tmp_path):
+    damage = Damage(starter, tmp_path, random.Random(12))
+    damage.run(100, sdxl, shapes)
+    assert damage.problems == []
+    assert sum(damage.answers.values()) == 100
