@@ -124,7 +124,9 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     victim.suspend()
     assert process.wait(15) == 5
     expect_nothing_left(output, ranks, 1)
-    sentence = rf"error: rank \d \(pid {victim.pid}\) has made no progress for [3-6] s \(since [\d:]+\), at .*step \d+: "
+    sentence = (
+        rf"error: rank \d \(pid {victim.pid}\) has made no progress for [3-6] s \(since [\d:]+\), at .*step \d+: "
+    )
     assert re.search(sentence + r"the process is stopped \(SIGSTOP\)", said(output)), said(output)
     assert said(output).count("error:") == 1
 
