@@ -115,7 +115,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     process.send_signal(signal.SIGINT)
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)
-    assert process.wait(5) == 130
+    assert process.wait(10) == 130
     expect_nothing_left(output, ranks, 1)
     assert said(output).rstrip().endswith("stopped without saving")
 
@@ -125,7 +125,9 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     victim.suspend()
     assert process.wait(15) == 5
     expect_nothing_left(output, ranks, 1)
-    sentence = rf"error: rank \d \(pid {victim.pid}\) has made no progress for [34] s \(since [\d:]+\), at .*step \d+: "
+    sentence = (
+        rf"error: rank \d \(pid {victim.pid}\) has made no progress for [3-6] s \(since [\d:]+\), at .*step \d+: "
+    )
     assert re.search(sentence + r"the process is stopped \(SIGSTOP\)", said(output)), said(output)
     assert said(output).count("error:") == 1
 
@@ -178,7 +180,7 @@ def test_a_rank_that_hangs_while_caching_is_named_and_nothing_is_imported_by_acc
         assert "imported by accident" not in done.stderr
         if world == 2:
             assert re.search(
-                r"error: rank 1 \(pid \d+\) has made no progress for 3 s \(.*\), at making text", done.stderr
+                r"error: rank 1 \(pid \d+\) has made no progress for [3-6] s \(.*\), at making text", done.stderr
             )
             assert done.stderr.count("error:") == 1 and is_free(tmp_path / "2")
 

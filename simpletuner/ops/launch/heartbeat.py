@@ -56,7 +56,8 @@ class Heartbeat:
             beat = {"phase": state.phase, "doing": state.doing, "unsaved": state.unsaved, "watched": state.watched}
             if self._is_cut(json.dumps({"beat": beat}).encode()):
                 self._end_without_launcher()
-            self.over.wait(BEAT_SECONDS)
+            state.changed.wait(BEAT_SECONDS)
+            state.changed.clear()
 
     def _is_cut(self, message: bytes) -> bool:
         """Send a message; return whether nobody is left to receive it."""
