@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentFault
+
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+"""How a run's own files are appended to: links are not followed, and a FIFO without a reader is refused."""
 
 
 def unfinished(folder: Path) -> Path:
@@ -60,6 +65,21 @@ def replace_file(path: Path, content: bytes) -> None:
     flush_to_disk(new)
     new.replace(path)
     flush_to_disk(path.parent)
+
+
+def read_file(path: Path) -> bytes:
+    """Return a file's content. Raises OSError, also for a FIFO or a device, which may never end.
+
+    What a shell passes as /dev/fd/N (`--config=<(...)`) is read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a FIFO would wait for a writer
+    with os.fdopen(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode) and not str(path).startswith(("/dev/", "/proc/")):
+            code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+            raise OSError(code, "is a directory" if code == errno.EISDIR else "not a regular file", str(path))
+        os.set_blocking(descriptor, True)
+        return file.read()
 
 
 def write_json(path: Path, value: object) -> None:

@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,13 @@ class Starter:
     context: Any
     folder: Path
     started: list[Ranks] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=count)
 
     def start(self, function: Callable[..., None], world: int, *arguments: Any) -> Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        number = len(self.started)
+        number = next(self.numbers)
         logs = [self.folder / f"run{number}-rank{rank}.log" for rank in range(world)]
         processes = [
             self.context.Process(target=ranks.as_rank, args=(function, rank, world, port, str(logs[rank]), *arguments))

@@ -18,7 +18,7 @@ from simpletuner.checkpoints.tensors import NamedTensors, write_full
 from simpletuner.checkpoints.verification import checksums
 from simpletuner.checksums import is_intact, signed
 from simpletuner.errors import EnvironmentFault
-from simpletuner.files import flush_to_disk, replace_folder, unfinished, write_json
+from simpletuner.files import flush_to_disk, read_file, replace_folder, unfinished, write_json
 from simpletuner.models.family import Family
 from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
 from simpletuner.parallel.world import World
@@ -165,7 +165,7 @@ def keep_foreign_files(old: Path, new: Path) -> None:
 def marker_of(pipeline: Path) -> dict[str, Any] | None:
     """Return what the marker of an exported pipeline holds; None where there is none, or it is damaged."""
     try:
-        marker = json.loads((pipeline / FINISHED).read_text(encoding="utf-8"))
+        marker = json.loads(read_file(pipeline / FINISHED))
         return MarkerFields.model_validate(marker, strict=True).model_dump() if is_intact(marker) else None
     except (OSError, ValueError, RecursionError, AttributeError, TypeError):
         return None
@@ -192,7 +192,7 @@ def has_its_files(pipeline: Path, files: Mapping[str, int] | None) -> bool:
         found = sizes(pipeline)
         return all(found.get(name) == size for name, size in files.items())
     try:
-        index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
+        index = json.loads(read_file(pipeline / "model_index.json"))
         folders = [pipeline / name for name, value in index.items() if isinstance(value, list) and any(value)]
     except (OSError, ValueError, RecursionError, AttributeError):
         return False

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from simpletuner.checksums import is_intact
 from simpletuner.errors import EnvironmentFault, SettingsError
-from simpletuner.files import remove, replace_folder, restore_replaced, unfinished
+from simpletuner.files import read_file, remove, replace_folder, restore_replaced, unfinished
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
@@ -96,7 +96,7 @@ def opened(folder: Path) -> Checkpoint:
     Raises EnvironmentFault that says what is wrong.
     """
     try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state = json.loads(read_file(folder / STATE))
         fields = StateFields.model_validate(state, strict=True)
         if not is_intact(state):
             raise EnvironmentFault(f"{folder} is damaged: the checksum of {STATE} does not match")

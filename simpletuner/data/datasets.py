@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from simpletuner.data.dataset_keys import UNSUPPORTED, VALUES
 from simpletuner.data.identifiers import checked_id, id_of_folder, nested
 from simpletuner.errors import SettingsError
+from simpletuner.files import read_file
 from simpletuner.settings.knob import Section
 from simpletuner.settings.loading import json_in
 from simpletuner.settings.mistakes import allowed, nearest, shortened
@@ -113,7 +114,7 @@ def inherited(data: Data) -> dict[str, Any]:
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode("utf-8")
         entries = json_in(text)
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}", "check data_backend_config") from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.files import read_file
 from simpletuner.models.registry import TINY, Architecture, check_model, flavour_of, flavours_of
 from simpletuner.models.sizes import DENOISERS
 from simpletuner.settings.sections import Model
@@ -85,7 +86,7 @@ def in_hub_cache(name: str, revision: str | None) -> Architecture | None:
 def in_config(path: Path) -> Architecture:
     """Return the denoiser that a config.json describes. Raises EnvironmentFault if it describes none."""
     try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
+        config: Any = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise EnvironmentFault(f"cannot read {path}: {error}", "copy or download the model again") from None
     class_name = config.get("_class_name") if isinstance(config, dict) else None

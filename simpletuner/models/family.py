@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.data.geometry import Geometry, Size
+from simpletuner.errors import EnvironmentFault
 from simpletuner.models.components import (
     TEXT_PARTS,
     build_on_meta,
@@ -26,7 +27,7 @@ from simpletuner.models.components import (
     refuse_second_denoiser,
     require_packages,
 )
-from simpletuner.models.malformed import read_config, read_json
+from simpletuner.models.malformed import CHECK_COPY, read_config, read_json, reason
 from simpletuner.models.objectives import Objective, exactly
 from simpletuner.models.vae import Vae
 from simpletuner.settings.sections import Settings
@@ -146,8 +147,15 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> Conditioning:
-        """Return what each caption gives, on the CPU; the first axis is the caption."""
-        encoded = self.family.traits.encode(self.family, self.pipeline, list(captions))
+        """Return what each caption gives, on the CPU; the first axis is the caption.
+
+        Raises EnvironmentFault for what a tokenizer's damaged numbers lead to, such as a length of 1e20 tokens.
+        """
+        try:
+            encoded = self.family.traits.encode(self.family, self.pipeline, list(captions))
+        except (ArithmeticError, LookupError, ValueError) as error:
+            why = f"the text encoders of {self.family.folder} cannot encode: {reason(error)}"
+            raise EnvironmentFault(why, CHECK_COPY) from error
         return {name: value.cpu() for name, value in encoded.items()}
 
 

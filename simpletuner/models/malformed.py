@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from simpletuner.errors import EnvironmentFault
+from simpletuner.files import read_file
 
 RAISED = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
@@ -55,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a component's JSON file. Raises EnvironmentFault when it is missing, damaged, or holds no object."""
     hint = "pretrained_model_name_or_path must be a pipeline folder in diffusers format"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise EnvironmentFault(f"cannot read {path}: {reason(error)}", hint) from None
     if not isinstance(content, dict):

@@ -14,7 +14,7 @@ from simpletuner.models.family import Family, Traits
 from simpletuner.models.malformed import opening, read_json
 from simpletuner.models.registry import FAMILIES, TINY, flavour_of, traits_of
 from simpletuner.models.tiny import build_tiny
-from simpletuner.models.weights import COMPONENT_SUFFIXES, refuse_pickles
+from simpletuner.models.weights import COMPONENT_SUFFIXES, refuse_pickles, refuse_special_files
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Model, Settings
 
@@ -46,6 +46,7 @@ def open_family(settings: Settings, world: World, stop: Callable[[], None]) -> F
     world.meet("base model", stop, DOWNLOAD_SECONDS)
     folder = folder or downloaded(model)
     with opening(folder):
+        refuse_special_files(folder)
         refuse_pickles(folder)
         refuse_other_family(folder, traits, model)
         family = Family(traits, folder, settings)

@@ -54,6 +54,13 @@ def belongs_to_component(path: Path) -> bool:
     return path.suffix in COMPONENT_SUFFIXES and not is_pickle(path)
 
 
+def refuse_special_files(folder: Path) -> None:
+    """Raise EnvironmentFault for a FIFO, a device or a link that leads nowhere: libraries would wait for it."""
+    for path in sorted([*folder.iterdir(), *folder.glob("*/*")]):
+        if not (path.is_file() or path.is_dir()):
+            raise EnvironmentFault(f"{path} is not a regular file", CHECK_COPY)
+
+
 def refuse_pickles(folder: Path) -> None:
     """Raise EnvironmentFault if any component of a pipeline has its weights in pickles only, or names one.
 

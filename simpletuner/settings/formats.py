@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
+from simpletuner.files import read_file
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def read_entries(path: Path) -> list[Entry]:
     if read is None and path.is_file():
         raise SettingsError(f"{path}: settings are read from {', '.join(FORMATS)} files", "give the file such a name")
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # bytes: newlines inside values stay as they are
+        text = read_file(path).decode("utf-8-sig")  # bytes: newlines inside values stay as they are
         return list(read(text)) if read else []
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}", "check the path") from None

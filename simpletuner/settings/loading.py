@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from simpletuner.errors import SettingsError
+from simpletuner.files import read_file
 from simpletuner.settings.knob import extra_of
 from simpletuner.settings.merging import Merged, Origin
 from simpletuner.settings.mistakes import nearest, sentence, shortened
@@ -96,7 +97,7 @@ def opened(name: str, given: Given, mistakes: list[str]) -> Given:
         return replace(given, name=name, value=dict(pair.split("=", 1) for pair in text.split(",")))
     file = "" if text.lstrip().startswith("{") else text
     try:
-        value = json_in(Path(file).expanduser().read_text(encoding="utf-8") if file else text)
+        value = json_in(read_file(Path(file).expanduser()).decode("utf-8") if file else text)
     except (OSError, ValueError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         mistakes.append(f"{name} = {shortened(text)} ({given.place}): use JSON or the path of a JSON file: {reason}")

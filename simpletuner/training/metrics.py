@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import EnvironmentFault
-from simpletuner.files import write_file
+from simpletuner.files import APPEND, read_file, write_file
 from simpletuner.parallel.world import World
 from simpletuner.settings import Settings
 
@@ -27,9 +27,7 @@ class Metrics:
     def __init__(self, folder: Path, step: int, tracker_folder: Path | None) -> None:
         self.path, self.curve = folder / METRICS, folder / CURVE
         forget_later(self.path, step)
-        self.file = os.fdopen(
-            os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a", encoding="utf-8"
-        )
+        self.file = os.fdopen(os.open(self.path, APPEND, 0o666), "a", encoding="utf-8")
         self.tracker = tensorboard_writer(tracker_folder, step) if tracker_folder else None
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -59,8 +57,13 @@ class Metrics:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics file; a line torn by a killed run, or damaged, is left out."""
+    return rows_in(read_file(path)) if path.exists() else []
+
+
+def rows_in(content: bytes) -> list[dict[str, Any]]:
+    """Return the rows in the content of a metrics file."""
     rows = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+    for line in content.split(b"\n"):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -74,10 +77,9 @@ def forget_later(path: Path, step: int) -> None:
     """Drop the rows after a step, atomically; a file that holds no other lines is not touched."""
     if path.is_symlink():
         raise EnvironmentFault(f"{path} is a link, which is not followed", "remove it")
-    rows = read_metrics(path)
-    kept = [row for row in rows if row["step"] <= step]
-    lines = path.read_bytes().count(b"\n") if path.exists() else 0
-    if len(kept) < lines or (path.exists() and not path.read_bytes().endswith(b"\n")):
+    content = read_file(path) if path.exists() else b""
+    kept = [row for row in rows_in(content) if row["step"] <= step]
+    if len(kept) < content.count(b"\n") or content[-1:] not in (b"", b"\n"):
         write_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
 

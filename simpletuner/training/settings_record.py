@@ -11,7 +11,7 @@ from typing import Any
 
 from simpletuner import __version__
 from simpletuner.errors import EnvironmentFault
-from simpletuner.files import write_json
+from simpletuner.files import APPEND, read_file, write_json
 from simpletuner.session import Session
 from simpletuner.settings import settings_as_json
 
@@ -43,7 +43,7 @@ def record_settings(session: Session, step: int) -> None:
 def read_settings(path: Path) -> dict[str, Any] | None:
     """Return the settings of the last start; None where there are none, or they cannot be read."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return None
     return settings if isinstance(settings, dict) else None
@@ -65,6 +65,6 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
     """Append one line; a link of that name is not followed. Raises EnvironmentFault for one."""
     if path.is_symlink():
         raise EnvironmentFault(f"{path} is a link, which is not followed", "remove it")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    descriptor = os.open(path, APPEND, 0o666)
     with os.fdopen(descriptor, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

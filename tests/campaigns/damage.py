@@ -125,7 +125,7 @@ class Damage:
         """Return a copy of the folder whose files are links, but those that a run appends to."""
         target = self.folder / name
         shutil.copytree(self.folder / "whole", target, copy_function=os.link)
-        for path in target.rglob("*.jsonl"):
+        for path in [*target.rglob("*.jsonl"), target / "run" / ".lock"]:  # written in place
             content = path.read_bytes()
             path.unlink()
             path.write_bytes(content)

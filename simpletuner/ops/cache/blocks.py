@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import EnvironmentFault
-from simpletuner.files import replace_file
+from simpletuner.files import read_file, replace_file
 from simpletuner.ops.cache.holds import alone_with
 from simpletuner.ops.cache.layout import block_cache_paths, damaged_of, lock_of
 
@@ -75,7 +75,7 @@ def entries_of(path: Path, warn: Warn) -> dict[str, Any]:
 def parsed(path: Path) -> dict[str, Any] | None:
     """Return what a file holds, nothing if it is not there; None if it is damaged. Raises OSError."""
     try:
-        entries = json.loads(path.read_bytes())
+        entries = json.loads(read_file(path))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (ValueError, RecursionError):
