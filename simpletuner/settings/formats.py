@@ -151,7 +151,7 @@ def yaml_entries(text: str) -> Iterator[Entry]:
 ASSIGNMENT = re.compile(
     r"""[ \t]*(?:export[ \t]+)?(?P<key>[A-Za-z_]\w*)=
     (?P<value>(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^ \t\r\n'"\\;&|<>()])*)
-    [ \t]*;?[ \t\r]*(?:(?<=[ \t;])\#[^\n]*)?(?:\n|$)""",
+    (?:(?:[ \t]*;[ \t\r]*|[ \t][ \t\r]*)(?:(?<=[ \t;])\#[^\n]*)?|\r*)(?:\n|$)""",
     re.VERBOSE | re.DOTALL,
 )
 BLANK = re.compile(r"[ \t\r]*(?:#[^\n]*)?(?:\n|$)")

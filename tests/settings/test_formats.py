@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, assume, given
+from hypothesis import HealthCheck, Phase, assume, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -47,6 +47,7 @@ def in_bash(text: str, folder: Path) -> dict[str, str] | None:
     return dict(zip("ABC", values, strict=False))
 
 
+@example(first="\\", second="", comment=" # it's a $comment")  # an escaped blank begins no comment
 @given(first=words(), second=words(), comment=st.sampled_from(["", " # it's a $comment", "\t", " ;", ";#"]))
 @WITH_BASH
 def test_pairs_mean_what_they_mean_to_bash_or_are_refused(tmp_path, first, second, comment):
