@@ -128,7 +128,7 @@ def sole_user_of(
     it has not let go after a while.
     """
     output.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(output / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(output / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         end, said = time.monotonic() + HANDOVER_SECONDS, False
         while not locked(descriptor):
