@@ -17,6 +17,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from simpletuner.commands.position import Position, is_switch, names_of, takes_value
 from simpletuner.models.registry import FAMILIES, TINY, flavours_of
 from simpletuner.settings.loading import canonical_name, knobs
+from simpletuner.settings.rules import UNSUPPORTED_VALUES
 from simpletuner.settings.spelling import SYNONYMS, choices_of, folded
 
 CURSOR = "\0"
@@ -123,6 +124,7 @@ def values_of_knob(name: str, family: str) -> list[Candidate]:
     field = knobs()[name]
     accepted = (True, False) if field.annotation is bool else choices_of(field.annotation)
     accepted = accepted or tuple(dict.fromkeys(SYNONYMS.get(name, {}).values()))
+    accepted = [value for value in accepted if value not in UNSUPPORTED_VALUES.get(name, ())]
     words = {value: str(value).lower() if isinstance(value, bool) else str(value) for value in accepted}
     return [Candidate(word, "default" if value == field.default else "") for value, word in words.items()]
 

@@ -65,7 +65,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
         found = [*(incomplete(settings) if complete else ()), *contradictions(settings)]
         mistakes += [with_places(mistake, origins) for mistake in found]
     if settings is None or mistakes:
-        raise SettingsError("\n  ".join(mistakes), "`simpletuner train --help` lists every setting with its type")
+        raise SettingsError("\n  ".join(mistakes), "`--help` lists every setting with its type")
     about = warnings_about(settings)
     settings, reasons = settled(settings)
     changed = {name: replace(origins.get(name, Origin("default", None)), reason=why) for name, why in reasons.items()}

@@ -172,10 +172,14 @@ def pickles_are_trusted(settings: Settings) -> Iterator[str]:
         )
 
 
+UNSUPPORTED_VALUES = {"model_type": frozenset({"lora"})}
+"""Choices that are known by name, so that they are answered, and not offered."""
+
+
 def unsupported(settings: Settings) -> list[str]:
     """Return one sentence for each thing that this version knows by name and cannot do yet."""
     wanted = {
-        "model_type=lora": settings.model.model_type == "lora",
+        "model_type=lora": settings.model.model_type in UNSUPPORTED_VALUES["model_type"],
         "context_parallel_size above 1": settings.parallel.context_parallel_size > 1,
     }
     return [f"{name} is not supported yet by this version" for name, is_wanted in wanted.items() if is_wanted]
