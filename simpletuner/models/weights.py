@@ -55,10 +55,12 @@ def belongs_to_component(path: Path) -> bool:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Raise EnvironmentFault for a FIFO, a device or a link that leads nowhere: libraries would wait for it."""
-    for path in sorted([*folder.iterdir(), *folder.glob("*/*")]):
+    """Raise EnvironmentFault for a FIFO, a device or a link that leads nowhere in a component: libraries would wait."""
+    components = [folder / name for name in read_json(folder / "model_index.json")]
+    for path in sorted(path for component in components if component.is_dir() for path in component.iterdir()):
         if not (path.is_file() or path.is_dir()):
-            raise EnvironmentFault(f"{path} is not a regular file", CHECK_COPY)
+            what = "is a link that leads nowhere" if path.is_symlink() else "is not a regular file"
+            raise EnvironmentFault(f"{path} {what}", CHECK_COPY)
 
 
 def refuse_pickles(folder: Path) -> None:
