@@ -101,15 +101,12 @@ RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 def system_errors_explained(folder: Path | None = None) -> Iterator[None]:
     """Turn what the system refuses (a full disk, a missing right, no memory) into EnvironmentFault.
 
-    `folder` is named where an error names no file.
-
     Whatever touches files may raise OSError, so this is used at the two walls, around all of a command or of a rank.
+    `folder` is named where an error names no file.
     """
     try:
         yield
-    except BrokenPipeError:
-        raise
-    except (SimpleTunerError, KeyboardInterrupt, SystemExit):
+    except (SimpleTunerError, BrokenPipeError):  # a reader such as `head` that has seen enough is no fault
         raise
     except OSError as error:
         raise os_fault(error, folder) from error
@@ -123,7 +120,7 @@ def system_errors_explained(folder: Path | None = None) -> Iterator[None]:
         raise
 
 
-OUT_OF_GPU_MEMORY = "lower train_batch_size and raise gradient_accumulation_steps, or set fsdp_enable"
+OUT_OF_GPU_MEMORY = "lower train_batch_size, or set gradient_checkpointing or fsdp_enable"
 
 
 def os_fault(error: OSError, folder: Path | None = None) -> EnvironmentFault:
