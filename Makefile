@@ -40,7 +40,7 @@ completions: install
 	$(BIN)/simpletuner completion fish > completions/simpletuner.fish
 
 # Tests of one process each run side by side; those of several ranks, which slow one another threefold, follow alone.
-SIDE_BY_SIDE := $(addprefix tests/,checkpoints commands completions data models ops/cache ops/nfs ops/zero settings training)
+SIDE_BY_SIDE := $(addprefix tests/,checkpoints commands completions data models settings system tools training zero)
 define run_tests
 	$(BIN)/python -m pytest -n $$(nproc) $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE:%=--ignore=%)

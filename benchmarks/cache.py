@@ -22,7 +22,7 @@ from interleaved import Rounds, print_table, ratio, seconds_in_turns
 from torch import Tensor
 
 from simpletuner.caches.shards import ShardReader, ShardWriter
-from simpletuner.data.feed import stacked
+from simpletuner.data.prefetch import stacked
 
 ROUNDS, BATCH_SIZE = 9, 4
 PARTS = {"file": "1-1", "VAE": "0123456789abcdef"}

@@ -20,21 +20,21 @@ from interleaved import print_table, ratio, seconds_in_turns
 from torch import Tensor, nn
 
 from simpletuner.caches.texts import TextCache
+from simpletuner.data.batch_sampler import GlobalBatchSampler
 from simpletuner.data.discovery import Sample
-from simpletuner.data.feed import Batch, Source
 from simpletuner.data.geometry import Geometry
-from simpletuner.data.order import Order
+from simpletuner.data.prefetch import Batch, SampleReader
 from simpletuner.data.version import VERSION
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import Family
 from simpletuner.models.tiny import build_tiny
-from simpletuner.ops.signals import StopRequest
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Plan, Prepared
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.sections import Model, Training
+from simpletuner.system.signals import StopRequest
 from simpletuner.training.loop import Run, train
 from simpletuner.training.metrics import metrics_of
 from simpletuner.training.optimizers import make_optimizer
@@ -61,7 +61,7 @@ def data_in_memory(family: Family, settings: Settings) -> Prepared:
     samples = [Sample(str(n), "drawn", Path(), "", geometry, ("a caption",)) for n in range(SAMPLES)]
     latents = {sample.id: torch.randn(4, 16, 16) for sample in samples}
     text = {"prompt_embeds": torch.randn(77, 96), "pooled_prompt_embeds": torch.randn(64)}
-    source = Source(
+    source = SampleReader(
         samples=samples,
         latents=lambda sample: latents[sample.id],
         picture=lambda sample: family.picture_conditioning(sample.geometry),
@@ -69,7 +69,7 @@ def data_in_memory(family: Family, settings: Settings) -> Prepared:
         no_caption={name: torch.zeros_like(value) for name, value in text.items()},
     )
     buckets = {"one": list(range(SAMPLES))}
-    plan = Plan([], samples, buckets, Path(), Order(buckets, settings.training.seed), "", VERSION)
+    plan = Plan([], samples, buckets, Path(), GlobalBatchSampler(buckets, settings.training.seed), "", VERSION)
     return Prepared(plan, source, cast(TextCache, None))  # only validation asks for more text
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from simpletuner.models.components import build_on_meta
+from simpletuner.models.diffusers_io import build_on_meta
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.malformed import read_json
 from simpletuner.models.tiny import build_tiny
 from simpletuner.parallel.fsdp2 import shard, sharded
-from simpletuner.parallel.strategy import give_memory
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.sections import Optimizer, Parallel
+from simpletuner.training.engines import give_memory
 from simpletuner.training.optimizers import make_optimizer
 
 ROUNDS = 30

@@ -29,18 +29,18 @@ from loop_overhead import Ours, data_in_memory, settings_in
 from torch import Tensor, nn
 
 from simpletuner.data.version import VERSION
+from simpletuner.deepspeed.build import engine_config
+from simpletuner.deepspeed.readiness import import_deepspeed
 from simpletuner.models.families.flux import FLUX
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import Family
 from simpletuner.models.tiny import build_tiny
-from simpletuner.ops.signals import StopRequest
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.parallel.zero.building import engine_config
-from simpletuner.parallel.zero.readiness import import_deepspeed
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.sections import Launch, Model, Parallel
+from simpletuner.system.signals import StopRequest
 from simpletuner.training.metrics import metrics_of
 from simpletuner.training.optimizers import make_optimizer
 from simpletuner.training.schedule import Schedule

@@ -19,7 +19,7 @@ from simpletuner.commands.deepspeed import build_deepspeed
 from simpletuner.commands.detect_blocks import SHOWN, detect_blocks
 from simpletuner.commands.models import models
 from simpletuner.commands.nfs import build_nfs
-from simpletuner.commands.options import UNKNOWN_FLAGS, forgiving, with_settings
+from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, with_settings
 from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
 from simpletuner.errors import SIGNAL_CODES, ExitCode, SettingsError, SimpleTunerError, system_errors_explained
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
     debug = bool(os.environ.get(DEBUG))
     try:
         with system_errors_explained():
-            run(program, forgiving([argument for argument in given if argument != "--debug"]))
+            run(program, normalize_argv([argument for argument in given if argument != "--debug"]))
     except SimpleTunerError as error:
         tell_why(error)
         if debug:

@@ -46,7 +46,7 @@ class SettingsError(SimpleTunerError):
     exit_code = ExitCode.USAGE
 
 
-class EnvironmentFault(SimpleTunerError):
+class EnvironmentNotReady(SimpleTunerError):
     """The machine lacks something: a file, room on disk, a package, a network peer."""
 
     exit_code = ExitCode.ENVIRONMENT
@@ -74,7 +74,7 @@ class Stopped(SimpleTunerError):
         self.exit_code = ExitCode(128 + signal_number)
 
 
-class PassedOn(SimpleTunerError):
+class RemoteFailure(SimpleTunerError):
     """What ended another machine or rank; this one ends with the same sentence and exit code."""
 
     def __init__(self, exit_code: int, message: str, hint: str = "") -> None:
@@ -111,10 +111,10 @@ def system_errors_explained(folder: Path | None = None) -> Iterator[None]:
     except OSError as error:
         raise os_fault(error, folder) from error
     except MemoryError as error:
-        raise EnvironmentFault("out of memory", "lower what is held at once, such as train_batch_size") from error
+        raise EnvironmentNotReady("out of memory", "lower what is held at once, such as train_batch_size") from error
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, not importable here
-            raise EnvironmentFault(str(error).partition(". ")[0], OUT_OF_GPU_MEMORY) from error
+            raise EnvironmentNotReady(str(error).partition(". ")[0], OUT_OF_GPU_MEMORY) from error
         if number := RUST_ERRNO.search(str(error)):
             raise os_fault(OSError(int(number[1]), os.strerror(int(number[1]))), folder) from error
         raise
@@ -123,9 +123,9 @@ def system_errors_explained(folder: Path | None = None) -> Iterator[None]:
 OUT_OF_GPU_MEMORY = "lower train_batch_size, or set gradient_checkpointing or fsdp_enable"
 
 
-def os_fault(error: OSError, folder: Path | None = None) -> EnvironmentFault:
+def os_fault(error: OSError, folder: Path | None = None) -> EnvironmentNotReady:
     """Return what to say about a refused system call."""
     names = [str(name) for name in (error.filename, error.filename2) if name is not None] or [str(folder or "")]
     why = error.strerror or str(error) or type(error).__name__
     message = f"cannot use {' and '.join(names)}: {why}" if any(names) else why
-    return EnvironmentFault(message, HINTS.get(error.errno or 0, "`--debug` shows where"))
+    return EnvironmentNotReady(message, HINTS.get(error.errno or 0, "`--debug` shows where"))

@@ -9,18 +9,18 @@ from pathlib import Path
 from simpletuner.caches.keys import short_hash
 from simpletuner.caches.latents import LatentsCache
 from simpletuner.caches.texts import TextCache
+from simpletuner.data.batch_sampler import GlobalBatchSampler
+from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1
 from simpletuner.data.buckets import Buckets, filled, group
+from simpletuner.data.dataset_warnings import dataset_warnings
 from simpletuner.data.datasets import ImageDataset, datasets_of
 from simpletuner.data.discovery import Found, Sample, counted, discover, listed
-from simpletuner.data.feed import Source
 from simpletuner.data.folders import latents_folder, text_folder
-from simpletuner.data.order import Order
-from simpletuner.data.order_v1 import OrderV1
-from simpletuner.data.remarks import remarks
+from simpletuner.data.prefetch import SampleReader
 from simpletuner.data.version import VERSION
 from simpletuner.models.family import Family
+from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.same_data import agree_on_data
-from simpletuner.parallel.strategy import compute_dtype
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -35,7 +35,7 @@ class Plan:
     samples: list[Sample]
     buckets: Buckets
     text_folder: Path
-    order: Order
+    order: GlobalBatchSampler
     digest: str
     """Identity of seed, buckets and order: a position means something only for the same ones."""
     version: int
@@ -46,7 +46,7 @@ class Prepared:
     """Everything that batches are made of; the plan without pictures that could not be decoded."""
 
     plan: Plan
-    source: Source
+    source: SampleReader
     text: TextCache
 
 
@@ -61,7 +61,7 @@ def plan_data(session: Session, version: int = VERSION) -> Plan:
     written = [settings.training.output_dir, text, *(latents_folder(dataset, settings) for dataset in datasets)]
     found = discover(datasets, alignment_px, settings.training.seed, written, version)
     tell_left_out(found, session.report)
-    for remark in remarks(found, datasets, alignment_px):
+    for remark in dataset_warnings(found, datasets, alignment_px):
         session.report.warn(remark)
     samples = agree_on_data(found, datasets, session.world, session.stop.check)
     return plan_of(settings, datasets, samples, text, version)
@@ -77,7 +77,7 @@ def plan_of(
     seed = settings.training.seed
     contents = {name: [samples[index].id for index in items] for name, items in buckets.items()}
     identity = [seed, contents] if version == 1 else [version, seed, contents]
-    order = OrderV1(buckets, seed) if version == 1 else Order(buckets, seed)
+    order = GlobalBatchSamplerV1(buckets, seed) if version == 1 else GlobalBatchSampler(buckets, seed)
     return Plan(datasets, samples, buckets, text_folder, order, short_hash(identity), version)
 
 
@@ -97,7 +97,7 @@ def prepare(session: Session, plan: Plan, family: Family) -> Prepared:
     if broken:
         plan = plan_of(settings, plan.datasets, whole, plan.text_folder, plan.version)
     no_caption = family.unconditional({key: value[None] for key, value in text.read("").items()})
-    source = Source(
+    source = SampleReader(
         samples=whole,
         latents=lambda sample: caches[sample.dataset].read(sample),
         picture=lambda sample: family.picture_conditioning(sample.geometry),

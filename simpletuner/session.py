@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simpletuner.ops.signals import StopRequest
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, Settings
+from simpletuner.system.signals import StopRequest
 
 
 @dataclass(frozen=True)

@@ -13,34 +13,34 @@ from simpletuner.checkpoints.export import check_export, check_targets, export_p
 from simpletuner.checkpoints.layout import Checkpoint, clear_unfinished
 from simpletuner.checkpoints.saving import save
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.data.feed import Share, StepBatches, feed
-from simpletuner.data.order import Position
-from simpletuner.errors import PassedOn, SimpleTunerError, system_errors_explained
-from simpletuner.files import remove, restore_replaced, sole_user_of
+from simpletuner.data.batch_sampler import SamplerState
+from simpletuner.data.prefetch import RankSlice, StepBatch, prefetch
+from simpletuner.errors import RemoteFailure, SimpleTunerError, system_errors_explained
+from simpletuner.launch.heartbeat import beating
+from simpletuner.launch.node_info import node_info
+from simpletuner.launch.registration import Group, verify_same_config
+from simpletuner.launch.signing import message_signer
 from simpletuner.models.family import Family
-from simpletuner.models.opening import open_family
+from simpletuner.models.loading import load_family
 from simpletuner.models.weights import weights_files
-from simpletuner.ops.activity import Activity
-from simpletuner.ops.cache.holds import in_use
-from simpletuner.ops.launch.agreement import Seats, agree
-from simpletuner.ops.launch.cards import card_of
-from simpletuner.ops.launch.heartbeat import beating
-from simpletuner.ops.launch.seal import seal_of
-from simpletuner.ops.signals import listening
 from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.compilation import compiler_explained
+from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.fsdp2 import units_of
-from simpletuner.parallel.moments import NamedTensors
+from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.same_folder import agree_on_folders
-from simpletuner.parallel.strategy import Strategy, build_strategy, compute_dtype
-from simpletuner.parallel.world import STALL_SECONDS, first_to_fail_speaks, joined_world
+from simpletuner.parallel.world import STALL_SECONDS, joined_world, report_first_failure
 from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.zero.config import zero_of
-from simpletuner.training.ema import Average
-from simpletuner.training.ledger import Ledger
+from simpletuner.settings.deepspeed.config import deepspeed_options
+from simpletuner.system.activity import Activity
+from simpletuner.system.files import remove, restore_replaced, sole_user_of
+from simpletuner.system.locks import shared_lock
+from simpletuner.system.signals import listening
+from simpletuner.training.ema import EMA
+from simpletuner.training.engines import build_engine
 from simpletuner.training.loop import Run, train
 from simpletuner.training.metrics import Metrics, metrics_of
 from simpletuner.training.optimizers import learning_rate_at, make_optimizer
@@ -58,8 +58,9 @@ from simpletuner.training.resuming import (
 from simpletuner.training.settings_record import record_settings
 from simpletuner.training.state import TrainingState
 from simpletuner.training.step import Outcome, take_step
-from simpletuner.training.summary import conclude, describe
-from simpletuner.training.validation import Painter, open_painter
+from simpletuner.training.step_logger import StepLogger
+from simpletuner.training.summary import print_plan, print_result
+from simpletuner.training.validation import Validator, open_validator
 
 PIPELINE, PIPELINE_EMA = "pipeline", "pipeline-ema"
 
@@ -71,11 +72,11 @@ def run_rank(loaded: Loaded) -> None:
         listening(lambda: activity.unsaved) as stop,
         beating(os.environ, activity, stop, launch.stall_timeout) as heart,
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
-        first_to_fail_speaks(world, stop, heart),
+        report_first_failure(world, stop, heart),
         system_errors_explained(),
     ):
-        seats = Seats("rank", world.rank, world.size, seal_of(launch.run_secret_file))
-        agree(world.store, seats, card_of(loaded), stop.check, STALL_SECONDS)
+        seats = Group("rank", world.rank, world.size, message_signer(launch.run_secret_file))
+        verify_same_config(world.store, seats, node_info(loaded), stop.check, STALL_SECONDS)
         session = Session(loaded, world, Report(quiet=not world.is_first), stop)
         with ExitStack() as held:
             open_output(session, held)
@@ -97,7 +98,7 @@ def open_output(session: Session, held: ExitStack) -> None:
     if error is not None:
         raise error
     if refused:
-        raise PassedOn(*json.loads(refused))
+        raise RemoteFailure(*json.loads(refused))
 
 
 def fine_tune(session: Session) -> None:
@@ -116,10 +117,10 @@ def fine_tune(session: Session) -> None:
         session.report.say(f"finished already, after {done} steps; raise max_train_steps or num_train_epochs to go on")
     else:
         caches = folders_of(settings, plan)
-        with in_use(caches):
+        with shared_lock(caches):
             agree_on_folders([("the cache", folder) for folder in caches], world, stop, "caches")
             fine_tune_on(session, plan, checkpoint)
-    conclude(output, session.report)
+    print_result(output, session.report)
 
 
 def checkpoint_is_latest(settings: Settings) -> bool:
@@ -130,7 +131,7 @@ def checkpoint_is_latest(settings: Settings) -> bool:
 def fine_tune_on(session: Session, plan: Plan, checkpoint: Checkpoint | None) -> None:
     """Encode the data, build the engine, train, export; the caches are locked meanwhile."""
     settings = session.settings
-    family = open_family(settings, session.world, session.stop.check)
+    family = load_family(settings, session.world, session.stop.check)
     check_export(family, pipelines_of(settings))
     check_denoiser(settings, family)
     check_engine(session)
@@ -142,7 +143,7 @@ def fine_tune_on(session: Session, plan: Plan, checkpoint: Checkpoint | None) ->
     with closing(open_strategy(session, family, checkpoint)) as strategy:
         state = open_state(session, family, strategy, prepared, checkpoint)
         set_later_aside(session, state.step)
-        describe(session, family, state, prepared.plan)
+        print_plan(session, family, state, prepared.plan)
         record_settings(session, state.step)
         with metrics_of(settings, state.step, session.world) as metrics, compiler_explained():
             train(compose(session, family, prepared, state, metrics), state.step)
@@ -175,18 +176,18 @@ def check_denoiser(settings: Settings, family: Family) -> None:
 
 def check_engine(session: Session) -> None:
     """Find what is missing for an engine that is not torch's own before anything is encoded."""
-    if (zero := zero_of(session.settings)) is not None:
-        from simpletuner.parallel.zero.readiness import make_ready  # DeepSpeed is optional, and takes seconds
+    if (zero := deepspeed_options(session.settings)) is not None:
+        from simpletuner.deepspeed.readiness import make_ready  # DeepSpeed is optional, and takes seconds
 
         make_ready(zero, session.world, session.report.say, session.stop.check)
 
 
 def open_state(
-    session: Session, family: Family, strategy: Strategy, prepared: Prepared, checkpoint: Checkpoint | None
+    session: Session, family: Family, strategy: Engine, prepared: Prepared, checkpoint: Checkpoint | None
 ) -> TrainingState:
     """Begin at the start, or restore what a checkpoint holds."""
     settings, plan = session.settings, prepared.plan
-    average = Average(strategy, settings.ema) if settings.ema.use_ema else None
+    average = EMA(strategy, settings.ema) if settings.ema.use_ema else None
     schedule, position = where_to_begin(settings, plan, checkpoint)
     base = base_fingerprints(family)
     state = TrainingState(
@@ -202,7 +203,7 @@ def open_state(
     return state
 
 
-def open_strategy(session: Session, family: Family, checkpoint: Checkpoint | None) -> Strategy:
+def open_strategy(session: Session, family: Family, checkpoint: Checkpoint | None) -> Engine:
     """Build the engine with weights from the checkpoint, or else from the base model."""
     settings = session.settings
     folder = checkpoint.folder if checkpoint else family.folder / family.denoiser_name
@@ -214,7 +215,7 @@ def open_strategy(session: Session, family: Family, checkpoint: Checkpoint | Non
 
     optimizer = partial(make_optimizer, settings=settings.optimizer)
     model = family.denoiser()
-    return build_strategy(model, recommended_blocks(model), settings, session.world, load_weights, optimizer)
+    return build_engine(model, recommended_blocks(model), settings, session.world, load_weights, optimizer)
 
 
 def compose(session: Session, family: Family, prepared: Prepared, state: TrainingState, metrics: Metrics | None) -> Run:
@@ -222,10 +223,10 @@ def compose(session: Session, family: Family, prepared: Prepared, state: Trainin
     settings, world, plan = session.settings, session.world, prepared.plan
     training, objective, dtype = settings.training, family.objective(), compute_dtype(settings)
     accumulation, dropout = training.gradient_accumulation_steps, settings.data.caption_dropout_probability
-    share = Share(world.rank, world.size, accumulation, training.seed, dropout, pin=world.device.type == "cuda")
-    painter = open_painter(session, family, state, prepared)
+    share = RankSlice(world.rank, world.size, accumulation, training.seed, dropout, pin=world.device.type == "cuda")
+    painter = open_validator(session, family, state, prepared)
 
-    def step_taken(batches: StepBatches, learning_rate: float) -> Outcome:
+    def step_taken(batches: StepBatch, learning_rate: float) -> Outcome:
         """Train on one step's batches."""
         passes = [batch.to(world.device) for batch in batches.passes]
         clip = settings.optimizer.max_grad_norm
@@ -235,12 +236,12 @@ def compose(session: Session, family: Family, prepared: Prepared, state: Trainin
         report=session.report,
         stop=session.stop,
         begin=session.world.activity.begin,
-        feed=feed(
+        feed=prefetch(
             prepared.source, plan.order, state.position, state.step, share, settings.data.dataloader_prefetch_qlen
         ),
         take_step=step_taken,
         after_step=state.average.update if state.average is not None else lambda step: None,
-        ledger=Ledger(world, session.stop, metrics, settings.effective_batch_size),
+        ledger=StepLogger(world, session.stop, metrics, settings.effective_batch_size),
         learning_rate=lambda step: learning_rate_at(step, state.schedule, settings.optimizer),
         draw=partial(draw, painter, metrics),
         has_drawn=painter.has_drawn if painter is not None else lambda step: True,
@@ -252,14 +253,14 @@ def compose(session: Session, family: Family, prepared: Prepared, state: Trainin
     )
 
 
-def draw(painter: Painter | None, metrics: Metrics | None, step: int) -> None:
+def draw(painter: Validator | None, metrics: Metrics | None, step: int) -> None:
     """Draw a round of pictures, and show the grid in the tracker."""
     grid = painter.draw(step) if painter is not None else None
     if grid is not None and metrics is not None:
         metrics.add_picture(grid, step)
 
 
-def save_checkpoint(session: Session, state: TrainingState, step: int, position: Position) -> None:
+def save_checkpoint(session: Session, state: TrainingState, step: int, position: SamplerState) -> None:
     """Save a checkpoint, on all ranks."""
     settings = session.settings
     full = settings.parallel.fsdp_state_dict_type == "FULL_STATE_DICT"

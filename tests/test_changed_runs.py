@@ -12,7 +12,7 @@ import pytest
 from conftest import base
 
 from simpletuner.checkpoints.layout import numbered
-from simpletuner.data.order import Order
+from simpletuner.data.batch_sampler import GlobalBatchSampler
 from simpletuner.settings.sections import Data, Launch, Model, Optimizer, Settings, Training
 from simpletuner.training.optimizers import learning_rate_at
 from simpletuner.training.schedule import Schedule, resumed_schedule
@@ -105,7 +105,7 @@ def test_epochs_are_counted_on_with_another_effective_batch(sdxl_flags, train, t
     assert "finished already" in train(output, *flags, "--train_batch_size=4", "--num_train_epochs=5").said
 
 
-ORDER = Order({"a": list(range(20)), "b": list(range(20, 33))}, seed=1)
+ORDER = GlobalBatchSampler({"a": list(range(20)), "b": list(range(20, 33))}, seed=1)
 
 
 def settings_of(batch: int, epochs: int, warm_up: int = 0) -> Settings:

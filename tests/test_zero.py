@@ -31,7 +31,7 @@ ZEROS = ["zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", "zero3-disk"]
 @pytest.fixture(scope="module", autouse=True)
 def disk_operators():
     """Compile what reads and writes disks, which takes a minute, before the time of any test runs."""
-    code = "from simpletuner.parallel.zero import operators; operators.compile_disk_operators(lambda: None)"
+    code = "from simpletuner.deepspeed import operators; operators.compile_disk_operators(lambda: None)"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=environment)
 

@@ -14,7 +14,7 @@ from simpletuner.caches.filling import Job, Wanted, fill
 from simpletuner.caches.keys import folder_fingerprint, latents_parts
 from simpletuner.caches.shards import ShardReader
 from simpletuner.data.discovery import Sample
-from simpletuner.data.pictures import BROKEN, read_rgb, resized_and_cropped
+from simpletuner.data.images import BROKEN, read_rgb, resized_and_cropped
 from simpletuner.models.family import Family
 from simpletuner.models.vae import Vae
 from simpletuner.parallel.world import World

@@ -23,9 +23,9 @@ import safetensors.torch
 import torch
 
 from simpletuner.caches.keys import Parts, differing, short_hash
-from simpletuner.checksums import value_checksum
-from simpletuner.errors import EnvironmentFault
-from simpletuner.ops.cache.layout import INDEX_SUFFIX, index_of, is_plain_file, shard_name, shard_of
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.system.cache_files import INDEX_SUFFIX, index_of, is_plain_file, shard_name, shard_of
+from simpletuner.system.checksums import value_checksum
 
 SHARD_BYTES = 1 << 30
 RETRACTING_RANK = 999
@@ -140,8 +140,8 @@ class ShardWriter:
                 file.close()
         self.files = None
 
-    def _fault(self, error: OSError) -> EnvironmentFault:
-        return EnvironmentFault(
+    def _fault(self, error: OSError) -> EnvironmentNotReady:
+        return EnvironmentNotReady(
             f"cannot write to the cache {self.folder}: {error.strerror}",
             "make room or set cache_dir_vae and cache_dir_text elsewhere, then run the same command: it continues",
         )
@@ -186,15 +186,15 @@ class ShardReader:
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
             raise self._retracted(place, error) from None
 
-    def _retracted(self, place: Place, error: Exception) -> EnvironmentFault:
+    def _retracted(self, place: Place, error: Exception) -> EnvironmentNotReady:
         """Retract a damaged record, and return what to say."""
         message = f"the cache file {place.shard} is damaged at byte {place.offset}: {error}"
         try:
             with ShardWriter(self.folder, RETRACTING_RANK) as writer:
                 writer.retract(place)
-        except EnvironmentFault:
-            return EnvironmentFault(message, f"delete {place.shard}, and run the same command again")
-        return EnvironmentFault(message, "run the same command again: it makes this record again and resumes")
+        except EnvironmentNotReady:
+            return EnvironmentNotReady(message, f"delete {place.shard}, and run the same command again")
+        return EnvironmentNotReady(message, "run the same command again: it makes this record again and resumes")
 
     def _map(self, shard: Path) -> mmap.mmap:
         if shard not in self._maps:

@@ -12,7 +12,7 @@ from torch import Tensor
 from simpletuner.caches.filling import Job, Wanted, fill
 from simpletuner.caches.keys import folder_fingerprint, short_hash, text_parts
 from simpletuner.caches.shards import ShardReader
-from simpletuner.models.components import text_folders
+from simpletuner.models.diffusers_io import text_folders
 from simpletuner.models.family import Conditioning, Family, TextEncoder
 from simpletuner.parallel.world import World
 from simpletuner.report import Report

@@ -16,12 +16,12 @@ from simpletuner.checkpoints.layout import sizes
 from simpletuner.checkpoints.saving import WEIGHTS_STEM, prepare, together
 from simpletuner.checkpoints.tensors import NamedTensors, write_full
 from simpletuner.checkpoints.verification import checksums
-from simpletuner.checksums import is_intact, signed
-from simpletuner.errors import EnvironmentFault
-from simpletuner.files import flush_to_disk, read_file, replace_folder, unfinished, write_json
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family import Family
 from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
 from simpletuner.parallel.world import World
+from simpletuner.system.checksums import is_intact, signed
+from simpletuner.system.files import flush_to_disk, read_file, replace_folder, unfinished, write_json
 
 FINISHED = "simpletuner.json"
 """In an exported pipeline: after how many steps it was written, with size and checksum of every file; written last."""
@@ -114,11 +114,11 @@ def check_copied(path: Path, roots: tuple[Path, ...]) -> None:
     try:
         real, mode = path.resolve(strict=True), path.stat().st_mode
     except (OSError, RuntimeError):
-        raise EnvironmentFault(f"{path} is a link that leads nowhere", hint) from None
+        raise EnvironmentNotReady(f"{path} is a link that leads nowhere", hint) from None
     if not stat.S_ISREG(mode):
-        raise EnvironmentFault(f"{path} is not a regular file", hint)
+        raise EnvironmentNotReady(f"{path} is not a regular file", hint)
     if not any(real.is_relative_to(root) for root in roots):
-        raise EnvironmentFault(f"{path} links to {real}, which is outside of the base model", hint)
+        raise EnvironmentNotReady(f"{path} links to {real}, which is outside of the base model", hint)
 
 
 def hub_blobs(base: Path) -> list[Path]:
@@ -130,12 +130,12 @@ def check_export(family: Family, targets: list[Path]) -> None:
     """Find what would fail, or harm, at the end of a run before it begins. Raises EnvironmentFault."""
     for target in targets:
         if family.folder.resolve() == target.resolve():
-            raise EnvironmentFault(
+            raise EnvironmentNotReady(
                 f"the base model {family.folder} is where the trained pipeline would be written",
                 "give another --output_dir, or copy the base model elsewhere",
             )
         if any(target.resolve().is_relative_to((family.folder / name).resolve()) for name in family.index):
-            raise EnvironmentFault(
+            raise EnvironmentNotReady(
                 f"output_dir is inside a component of the base model {family.folder}", "give another --output_dir"
             )
     files_to_copy(family)
@@ -145,7 +145,7 @@ def check_targets(targets: list[Path]) -> None:
     """Raise EnvironmentFault for a folder in a pipeline's place that simpletuner did not write."""
     for target in targets:
         if os.path.lexists(target) and (target.is_symlink() or not (target / FINISHED).is_file()):
-            raise EnvironmentFault(
+            raise EnvironmentNotReady(
                 f"{target} was not written by simpletuner, and the trained pipeline would replace it",
                 "move it away, or give another --output_dir",
             )

@@ -20,9 +20,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
-from simpletuner.checksums import is_intact
-from simpletuner.errors import EnvironmentFault, SettingsError
-from simpletuner.files import read_file, remove, replace_folder, restore_replaced, unfinished
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.system.checksums import is_intact
+from simpletuner.system.files import read_file, remove, replace_folder, restore_replaced, unfinished
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
@@ -99,21 +99,21 @@ def opened(folder: Path) -> Checkpoint:
         state = json.loads(read_file(folder / STATE))
         fields = StateFields.model_validate(state, strict=True)
         if not is_intact(state):
-            raise EnvironmentFault(f"{folder} is damaged: the checksum of {STATE} does not match")
+            raise EnvironmentNotReady(f"{folder} is damaged: the checksum of {STATE} does not match")
         if NAME.fullmatch(folder.name) and fields.step != step_of(folder):
-            raise EnvironmentFault(f"{folder} is damaged: its {STATE} says step {fields.step}")
+            raise EnvironmentNotReady(f"{folder} is damaged: its {STATE} says step {fields.step}")
         for name, size in fields.files.items():
             found = (folder / name).stat().st_size
             if found != size:
-                raise EnvironmentFault(f"{folder} is damaged: {name} has {found} of {size} bytes")
+                raise EnvironmentNotReady(f"{folder} is damaged: {name} has {found} of {size} bytes")
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise EnvironmentFault(
+        raise EnvironmentNotReady(
             f"{folder} is not a complete checkpoint: {STATE}{': ' + where if where else ''}: {first['msg'].lower()}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise EnvironmentFault(f"{folder} is not a complete checkpoint: {error}") from None
+        raise EnvironmentNotReady(f"{folder} is not a complete checkpoint: {error}") from None
     return Checkpoint(folder, state)
 
 
@@ -121,7 +121,7 @@ def is_complete(folder: Path) -> bool:
     """Return whether a checkpoint can be taken."""
     try:
         opened(folder)
-    except EnvironmentFault:
+    except EnvironmentNotReady:
         return False
     return True
 
@@ -154,9 +154,9 @@ def candidates(root: Path, wish: str) -> list[Path]:
     return [folder]
 
 
-def refuse_damaged(root: Path, problems: Sequence[str]) -> EnvironmentFault:
+def refuse_damaged(root: Path, problems: Sequence[str]) -> EnvironmentNotReady:
     """Return the error for a run that could only start again from the base model, which must be asked for."""
-    return EnvironmentFault(
+    return EnvironmentNotReady(
         f"no checkpoint in {root} can be resumed:" + "".join(f"\n  {problem}" for problem in problems),
         "--resume_from_checkpoint=none starts again from the base model, and keeps these in `set-aside`",
     )

@@ -17,10 +17,10 @@ from simpletuner.checkpoints.tensors import (
     write_sharded,
 )
 from simpletuner.checkpoints.verification import checksums
-from simpletuner.checksums import signed
-from simpletuner.errors import EnvironmentFault
-from simpletuner.files import replace_folder, unfinished, write_json
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
+from simpletuner.system.checksums import signed
+from simpletuner.system.files import replace_folder, unfinished, write_json
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 
@@ -69,7 +69,7 @@ def together(world: World, hidden: Path, action: Callable[[], None]) -> None:
     if problems:
         if world.is_first:
             shutil.rmtree(hidden, ignore_errors=True)
-        raise EnvironmentFault(
+        raise EnvironmentNotReady(
             f"cannot save to {hidden.parent}: {'; '.join(problems)}",
             "make room and run the same command again: it resumes from the newest complete checkpoint",
         )

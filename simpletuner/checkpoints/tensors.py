@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from simpletuner.errors import EnvironmentFault
-from simpletuner.files import flush_to_disk, write_json
-from simpletuner.parallel.moments import NamedTensors
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World, lost_a_peer
+from simpletuner.system.files import flush_to_disk, write_json
 
 FILE_FAULTS = (OSError, SafetensorError, CheckpointException)
 
@@ -88,7 +88,7 @@ def read_tensors(files: list[Path], tensors: NamedTensors, what: str) -> None:
             if lost_a_peer(error):
                 raise  # nothing is wrong with the files
             hint = "take another checkpoint with --resume_from_checkpoint, or check pretrained_model_name_or_path"
-            raise EnvironmentFault(f"cannot read {what}: {reason(error)}", hint) from None
+            raise EnvironmentNotReady(f"cannot read {what}: {reason(error)}", hint) from None
 
 
 def shapes_in(files: list[Path], what: str) -> dict[str, tuple[int, ...]]:
@@ -99,7 +99,7 @@ def shapes_in(files: list[Path], what: str) -> dict[str, tuple[int, ...]]:
         try:
             metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
         except (*FILE_FAULTS, RuntimeError, ValueError, KeyError) as error:
-            raise EnvironmentFault(f"cannot read {what}: {reason(error)}") from None
+            raise EnvironmentNotReady(f"cannot read {what}: {reason(error)}") from None
     found = metadata.state_dict_metadata.items()
     return {name: tuple(each.size) for name, each in found if isinstance(each, TensorStorageMetadata)}
 

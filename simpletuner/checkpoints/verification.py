@@ -9,9 +9,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from simpletuner.checkpoints.layout import Checkpoint, candidates, opened, refuse_damaged
-from simpletuner.checksums import file_checksum
-from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.parallel.world import World
+from simpletuner.system.checksums import file_checksum
 
 THREADS = 4
 """Files read at once: XXH3 releases the GIL, and one stream rarely fills a disk or a network file system."""
@@ -38,7 +38,7 @@ def checksums(folder: Path, world: World) -> dict[str, str]:
         problem = f"cannot read {error.filename}: {error.strerror}"
     answers = [json.loads(text) for text in world.gather_texts(json.dumps([problem, found]))]
     if problems := [problem for problem, _ in answers if problem]:
-        raise EnvironmentFault(problems[0])
+        raise EnvironmentNotReady(problems[0])
     return {name: value for _, part in answers for name, value in part.items()}
 
 
@@ -54,7 +54,7 @@ def newest_healthy(root: Path, wish: str, world: World) -> tuple[Checkpoint | No
         if not problem:
             return opened(folder), passed_over
         if wish != "latest":
-            raise EnvironmentFault(problem, "take another one, or `latest` for the newest that is not damaged")
+            raise EnvironmentNotReady(problem, "take another one, or `latest` for the newest that is not damaged")
         passed_over.append(problem)
     if passed_over:
         raise refuse_damaged(root, passed_over)
@@ -82,7 +82,7 @@ def damage(folder: Path, world: World) -> str:
         names = sorted(checkpoint.state["files"])[world.rank :: world.size]
         with ThreadPoolExecutor(THREADS) as pool:
             problem = next(filter(None, pool.map(lambda name: damage_of_file(checkpoint, name), names)), "")
-    except EnvironmentFault as error:
+    except EnvironmentNotReady as error:
         problem = error.message
     return next(filter(None, world.gather_texts(problem)), "")
 

@@ -11,12 +11,12 @@ import typer
 
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import SettingsError
-from simpletuner.ops.cache.contents import Kind
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
+from simpletuner.tools.cache.contents import Kind
 
 if TYPE_CHECKING:
-    from simpletuner.ops.cache.contents import Item
+    from simpletuner.tools.cache.contents import Item
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 KINDS = "blocks, deepspeed, latents, text or all"
@@ -53,7 +53,7 @@ def clear(
     as_json: AsJson = False,
 ) -> None:
     """Remove caches. Never what a run uses, nor files that are not ours. Settings say where to look."""
-    from simpletuner.ops.cache import clearing
+    from simpletuner.tools.cache import clearing
 
     if not kinds:
         raise SettingsError(f"which cache? Name {KINDS}", "`simpletuner cache list` shows what there is")
@@ -79,7 +79,7 @@ def clear(
 def found(settings: Settings, kinds: Sequence[Kind], report: Report) -> list[Item]:
     """Return the caches of some kinds. Raises SettingsError for a folder that holds more than what was asked for."""
     from simpletuner.data.folders import cache_folders
-    from simpletuner.ops.cache.contents import find_blocks, find_shards, find_swap
+    from simpletuner.tools.cache.contents import find_blocks, find_shards, find_swap
 
     wanted = set(Kind) if Kind.ALL in kinds else set(kinds)
     items = find_blocks() if Kind.BLOCKS in wanted else []

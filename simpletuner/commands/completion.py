@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from simpletuner.commands.candidates import candidates
+from simpletuner.commands.completions import completions_for
 from simpletuner.commands.scripts import INSTALL, PROGRAMS, script_for
 from simpletuner.report import Report
 
@@ -32,5 +32,5 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell to print t
 
 def answer(command: TyperGroup | TyperCommand, line: str) -> None:
     """Print what may come next for a shell's script: a word, a tab, and what it means, line by line."""
-    for candidate in candidates(command, line, PROGRAMS):
+    for candidate in completions_for(command, line, PROGRAMS):
         sys.stdout.write(f"{candidate.word}\t{candidate.help}\n")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
-from simpletuner.commands.writing import refuse_overwriting, save
+from simpletuner.commands.output_file import refuse_overwriting, save
 from simpletuner.errors import DataError
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
@@ -55,11 +55,11 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show every setting, its value, where it came from and why."""
-    from simpletuner.settings.account import explained
+    from simpletuner.settings.explain import explain_settings
 
     report = Report()
     loaded = load(flags, config, complete=False)
-    rows = [row for row in explained(loaded) if not changed or row.value != row.default]
+    rows = [row for row in explain_settings(loaded) if not changed or row.value != row.default]
     tell_warnings(report, loaded)
     if as_json:
         report.json({row.name: row.as_json() for row in rows})
@@ -70,9 +70,9 @@ def show(
 def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env file of settings.")]) -> None:
     """Check a config file as `train` would, without running anything."""
     from simpletuner.data.datasets import datasets_of
-    from simpletuner.models.runnable import check_runnable
-    from simpletuner.models.sizes import parameters_of
-    from simpletuner.ops.zero.checks import check_zero
+    from simpletuner.deepspeed.checks import check_zero
+    from simpletuner.models.parameter_count import parameters_of
+    from simpletuner.models.support import check_runnable
     from simpletuner.settings.loading import resolve
     from simpletuner.settings.sources import of_file_alone
 
@@ -122,14 +122,14 @@ def init(
     """Write a commented config file to start from."""
     from simpletuner.models.registry import check_trainable
     from simpletuner.settings.loading import resolve
+    from simpletuner.settings.scaffold import scaffold_toml
     from simpletuner.settings.sources import of_flags
-    from simpletuner.settings.starting import starting_toml
 
     flags = {"model_family": model_family, "model_flavour": model_flavour, "num_processes": num_processes}
     settings = resolve([of_flags(flags)], complete=False).settings
     check_trainable(settings.model)
     refuse_overwriting(output, force)
-    save(output, starting_toml(settings))
+    save(output, scaffold_toml(settings))
     Report().say(f"{output} is written: set instance_data_dir in it, then `simpletuner train --config {output}`")
 
 

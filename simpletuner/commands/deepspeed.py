@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
-from simpletuner.commands.writing import refuse_overwriting, save
+from simpletuner.commands.output_file import refuse_overwriting, save
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 
 if TYPE_CHECKING:
-    from simpletuner.commands.building import Builder
+    from simpletuner.commands.deepspeed_builder import Builder
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
@@ -72,10 +72,10 @@ def build(
 
     Asks question by question in a terminal, or takes flags. What nobody chose stays `auto`: settings fill it in.
     """
-    from simpletuner.commands.asking import DEFAULT_OUTPUT
-    from simpletuner.commands.building import Builder
-    from simpletuner.ops.zero.machine import check_platform
-    from simpletuner.ops.zero.templates import as_toml, own_path
+    from simpletuner.commands.deepspeed_builder import Builder
+    from simpletuner.commands.wizard import DEFAULT_OUTPUT
+    from simpletuner.deepspeed.platform_support import check_platform
+    from simpletuner.deepspeed.template_files import as_toml, own_path
 
     check_platform()
     output = output or (apply and apply.with_name(DEFAULT_OUTPUT.name))
@@ -107,22 +107,22 @@ def build(
 
 def asked(report: Report, builder: Builder, output: Path | None, force: bool) -> Path:
     """Ask a person for what is not chosen yet, and return where to write. Raises SettingsError if there is nobody."""
-    from simpletuner.commands.asking import Dialogue
+    from simpletuner.commands.wizard import Wizard
 
     if not sys.stdin.isatty():
         raise SettingsError(
             "nothing is chosen, and nobody is here to ask",
             "say --stage=2, --stage=auto --gpu_memory=24GiB, or --template=NAME",
         )
-    dialogue = Dialogue(report, builder)
+    dialogue = Wizard(report, builder)
     dialogue.run()
     return output or dialogue.file(force)
 
 
 def write(report: Report, config: Mapping[str, Any], output: Path | None, apply: Path | None) -> None:
     """Write a configuration to a file, and that file's name into a config file, or all to stdout."""
+    from simpletuner.settings.deepspeed.source import NAME
     from simpletuner.settings.editing import edited, set_in_file
-    from simpletuner.settings.zero.spreading import NAME
 
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     if output is None:
@@ -146,8 +146,8 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Check a DeepSpeed JSON. Shows the settings that it becomes, and what is kept for DeepSpeed."""
-    from simpletuner.ops.zero.checks import check_zero
-    from simpletuner.settings.account import explained
+    from simpletuner.deepspeed.checks import check_zero
+    from simpletuner.settings.explain import explain_settings
     from simpletuner.settings.loading import resolve
     from simpletuner.settings.sources import of_flags
 
@@ -156,7 +156,7 @@ def validate(
     loaded = resolve([of_flags({"deepspeed_config": str(file), **ranks})], complete=False)
     for warning in (*loaded.warnings, *check_zero(loaded.settings)):
         report.warn(warning)
-    rows = [row for row in explained(loaded) if row.name in loaded.origins]
+    rows = [row for row in explain_settings(loaded) if row.name in loaded.origins]
     if as_json:
         report.json({row.name: row.as_json() for row in rows})
     else:
@@ -166,7 +166,7 @@ def validate(
 
 def list_templates(as_json: AsJson = False) -> None:
     """List templates: name, what for, where. Your own lie in SIMPLETUNER_HOME (else ~/.simpletuner)."""
-    from simpletuner.ops.zero.templates import templates
+    from simpletuner.deepspeed.template_files import templates
 
     found = templates(os.environ).values()
     if as_json:

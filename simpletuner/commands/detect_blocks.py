@@ -12,9 +12,9 @@ import typer
 from rich.filesize import decimal
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.sizes import in_short
 from simpletuner.report import Report
 from simpletuner.settings import load
+from simpletuner.system.numbers import format_count
 
 if TYPE_CHECKING:
     from simpletuner.models.detection import Detection
@@ -90,7 +90,7 @@ def lines_of(shown: list[BlockClass], name_width: int) -> Iterator[tuple[str, st
     yield "dim", f"\n  {'class':<{name_width}}{numbers}"
     bar_width = WIDTH - len(numbers) - name_width - 4
     for item in shown:
-        size = f"{item.count:>6}{in_short(item.parameters):>9}{decimal(2 * item.parameters):>10}{item.share:>8.1%}"
+        size = f"{item.count:>6}{format_count(item.parameters):>9}{decimal(2 * item.parameters):>10}{item.share:>8.1%}"
         name = item.class_name if len(item.class_name) <= name_width else item.class_name[: name_width - 1] + "…"
         row = f"{'*' if item.recommended else ' '} {name:<{name_width}}{size}  {bar(item.share, bar_width)}"
         yield ("bold" if item.recommended else ""), row.rstrip()
@@ -123,9 +123,9 @@ def summary(found: Detection, hidden: int) -> Iterator[tuple[str, str]]:
         )
     else:
         yield "recommended", "nothing: no class repeats in a ModuleList"
-    named = [f"{path} {in_short(size)}" for path, size in list(blocks.outside.items())[:OUTSIDE_SHOWN]]
+    named = [f"{path} {format_count(size)}" for path, size in list(blocks.outside.items())[:OUTSIDE_SHOWN]]
     more = [f"{len(blocks.outside) - len(named)} more"] if len(blocks.outside) > len(named) else []
-    yield "outside", f"{in_short(outside)} ({outside / total:.1%}): {', '.join(named + more)}"
+    yield "outside", f"{format_count(outside)} ({outside / total:.1%}): {', '.join(named + more)}"
     yield "from", f"{found.source}, {'remembered from' if found.cached else 'detected'} {found.detected_at}"
     if hidden:
         yield "not shown", f"{hidden} classes that are no blocks: --json has them"

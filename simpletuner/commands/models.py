@@ -83,9 +83,9 @@ def show(report: Report, family: dict[str, Any]) -> None:
 
 def line_of(flavour: dict[str, Any], name_width: int, mark: str) -> str:
     """Return a flavour's name, size and hub id; a long id on a line of its own."""
-    from simpletuner.models.sizes import in_short
+    from simpletuner.system.numbers import format_count
 
-    size = in_short(flavour["parameters"]) if flavour["parameters"] else "?"
+    size = format_count(flavour["parameters"]) if flavour["parameters"] else "?"
     start = f"  {mark} {flavour['model_flavour']:<{name_width}}  {size:>6}"
     fits = len(start) + 2 + len(flavour["hub"]) <= WIDTH
     return f"{start}  {flavour['hub']}" if fits else f"{start}\n      {flavour['hub']}"

@@ -10,14 +10,14 @@ import typer
 
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import ExitCode, SettingsError
-from simpletuner.ops.nfs.findings import CHECKS, Finding, Status, plural, ranks_in_words
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
+from simpletuner.tools.nfs.findings import CHECKS, Finding, Status, plural, ranks_in_words
 
 if TYPE_CHECKING:
-    from simpletuner.ops.nfs.check import Outcome
-    from simpletuner.ops.nfs.footprint import Footprint
-    from simpletuner.ops.nfs.node import Node
+    from simpletuner.tools.nfs.check import Outcome
+    from simpletuner.tools.nfs.footprint import Footprint
+    from simpletuner.tools.nfs.node import Node
 
 WORDS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
 STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red", "-": "dim"}
@@ -50,8 +50,8 @@ def nfs_check(
 
     Ends with 0 when all is well or there are warnings, with 3 when a check fails on any node.
     """
-    from simpletuner.ops.nfs.check import check
-    from simpletuner.ops.signals import listening
+    from simpletuner.system.signals import listening
+    from simpletuner.tools.nfs.check import check
 
     settings, report = load(flags, config, complete=False).settings, Report()
     node = node_of(settings, path, nodes, node_rank, timeout, size)
@@ -69,7 +69,7 @@ def node_of(
     settings: Settings, path: Path | None, nodes: int | None, rank: int | None, timeout: float, size: int | None
 ) -> Node:
     """Return what this node is asked: by its own options, else by the settings."""
-    from simpletuner.ops.nfs.node import Node
+    from simpletuner.tools.nfs.node import Node
 
     launch = settings.launch
     count = launch.num_machines if nodes is None else nodes
@@ -93,8 +93,8 @@ def node_of(
 
 def footprint(settings: Settings) -> Footprint | None:
     """Return what the configured run will write; None when its model is not known."""
-    from simpletuner.models.sizes import parameters_of
-    from simpletuner.ops.nfs.footprint import footprint_of
+    from simpletuner.models.parameter_count import parameters_of
+    from simpletuner.tools.nfs.footprint import footprint_of
 
     counted = parameters_of(settings.model)
     return footprint_of(settings, *counted) if counted else None

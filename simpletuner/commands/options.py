@@ -16,7 +16,7 @@ from simpletuner.settings.loading import canonical_name, knobs
 from simpletuner.settings.mistakes import closest
 from simpletuner.settings.sections import SECTION_OF, SECTIONS
 from simpletuner.settings.sources import ACCELERATE_CONFIG
-from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, folded
+from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, normalize_name
 
 UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """For Typer: flags that are no knobs go on to the settings layer, which names the nearest one."""
@@ -37,7 +37,7 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
     def run(context: typer.Context, config: Path | None = None, **given: Any) -> None:
         extra = {parameter.name: given.pop(parameter.name) for parameter in own}
         flags = {name: value for name, value in given.items() if value not in (None, [])}
-        unknown = strangers(context.args)
+        unknown = unknown_flags(context.args)
         refuse_misspelled(unknown, [flag for parameter in parameters for flag in own_flags(parameter)])
         command(flags=flags | unknown, config=config, **extra)
 
@@ -49,7 +49,7 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
     return run
 
 
-def strangers(arguments: Sequence[str]) -> dict[str, str]:
+def unknown_flags(arguments: Sequence[str]) -> dict[str, str]:
     """Return what was typed and is no flag of ours, as names and values that the settings layer will refuse."""
     found: dict[str, str] = {}
     waiting = ""  # the flag whose value may come next
@@ -65,7 +65,7 @@ def strangers(arguments: Sequence[str]) -> dict[str, str]:
 
 def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
     """Raise SettingsError for what is most like an option of the command; the settings layer knows all the others."""
-    flags = {folded(flag.lstrip("-")): flag for flag in own}
+    flags = {normalize_name(flag.lstrip("-")): flag for flag in own}
     for flag in unknown:
         if meant := flags.get(closest(flag, [*flags, *knobs()])):
             raise SettingsError(f"unknown option `{flag}`; did you mean `{meant}`?", "`--help` lists every option")
@@ -125,7 +125,7 @@ def as_arguments(flags: Mapping[str, Any], config: Path | None) -> list[str]:
     return [f"--config={config}"] * (config is not None) + [f"--{name}={value}" for name, value in pairs]
 
 
-def forgiving(arguments: Sequence[str]) -> list[str]:
+def normalize_argv(arguments: Sequence[str]) -> list[str]:
     """Return command-line arguments with known flags in canonical spelling and bare boolean flags set to true.
 
     Raises SettingsError for a setting that is given twice with two values.
@@ -139,7 +139,7 @@ def refuse_doubles(arguments: Sequence[str]) -> None:
     given: dict[str, str] = {}
     for index, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
-        name = canonical_name(key) or folded(key.lstrip("-"))
+        name = canonical_name(key) or normalize_name(key.lstrip("-"))
         if not key.startswith("--") or not (name in knobs() or name in ("config", ACCELERATE_CONFIG)):
             continue
         if name in knobs() and get_origin(knobs()[name].annotation) is list:
@@ -147,7 +147,9 @@ def refuse_doubles(arguments: Sequence[str]) -> None:
         if not equals:
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
             is_bool = name in knobs() and knobs()[name].annotation is bool
-            value = "true" if is_bool and folded(following) not in WORDS_FOR_TRUE + WORDS_FOR_FALSE else following
+            value = (
+                "true" if is_bool and normalize_name(following) not in WORDS_FOR_TRUE + WORDS_FOR_FALSE else following
+            )
         if given.setdefault(name, value) != value:
             raise SettingsError(f"--{name} is given twice: {given[name]} and {value}", "keep one of them")
 
@@ -163,5 +165,5 @@ def spelled(arguments: Sequence[str], index: int) -> list[str]:
         return [argument]
     if equals or knobs()[name].annotation is not bool:
         return [f"--{name}{equals}{value}"]
-    following = folded(arguments[index + 1]) if index + 1 < len(arguments) else ""
+    following = normalize_name(arguments[index + 1]) if index + 1 < len(arguments) else ""
     return [f"--{name}"] if following in WORDS_FOR_TRUE + WORDS_FOR_FALSE else [f"--{name}=true"]

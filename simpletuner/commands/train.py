@@ -20,9 +20,9 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again and it resumes."""
-    from simpletuner.models.runnable import check_runnable
-    from simpletuner.ops.launch import check_world_size, choose_gpus, is_rank, launch_ranks
-    from simpletuner.ops.signals import end_with_launcher
+    from simpletuner.launch import check_world_size, choose_gpus, is_rank, launch_ranks
+    from simpletuner.models.support import check_runnable
+    from simpletuner.system.signals import end_with_launcher
 
     loaded = check_runnable(load(flags, config))
     if json and not dry_run:
@@ -46,23 +46,23 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
 
 def check_deepspeed(settings: Settings) -> None:
     """Find what DeepSpeed lacks on this machine before any rank is started. Raises EnvironmentFault."""
-    from simpletuner.models.sizes import parameters_of
-    from simpletuner.ops.zero.checks import check_zero
-    from simpletuner.ops.zero.machine import check_installed
-    from simpletuner.ops.zero.toolchain import check_toolchain
-    from simpletuner.settings.zero.config import zero_of
+    from simpletuner.deepspeed.checks import check_zero
+    from simpletuner.deepspeed.platform_support import check_installed
+    from simpletuner.deepspeed.toolchain import check_toolchain
+    from simpletuner.models.parameter_count import parameters_of
+    from simpletuner.settings.deepspeed.config import deepspeed_options
 
     counted = parameters_of(settings.model)
     check_zero(settings, counted and counted[0])
     check_installed()
-    if (zero := zero_of(settings)) is not None and zero.uses_nvme:
+    if (zero := deepspeed_options(settings)) is not None and zero.uses_nvme:
         check_toolchain()
 
 
 def show(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:
     """Print what to type on every machine, and what that starts there."""
-    from simpletuner.ops.launch import describe_plans
-    from simpletuner.ops.launch.plan import as_text
+    from simpletuner.launch import describe_plans
+    from simpletuner.launch.plan import as_text
 
     shared = {name: value for name, value in flags.items() if name != "machine_rank"}
     plans = describe_plans(loaded.settings.launch, ["train", *as_arguments(shared, config)])

@@ -14,12 +14,12 @@ from pydantic.fields import FieldInfo
 from simpletuner.data.dataset_keys import UNSUPPORTED, VALUES
 from simpletuner.data.identifiers import checked_id, id_of_folder, nested
 from simpletuner.errors import SettingsError
-from simpletuner.files import read_file
 from simpletuner.settings.knob import Section
 from simpletuner.settings.loading import json_in
 from simpletuner.settings.mistakes import allowed, nearest, shortened
 from simpletuner.settings.sections import Data, Pictures
-from simpletuner.settings.spelling import choices_of, folded, normalised
+from simpletuner.settings.spelling import choices_of, normalize_name, normalize_value
+from simpletuner.system.files import read_file
 
 LARGEST_PIXELS = 1 << 28
 TOO_LARGE = "at most 16384x16384 px"
@@ -152,7 +152,7 @@ def parse_entry(
         if not harmless:
             reason = UNSUPPORTED.get(key) or "unknown key" + nearest(key, fields)
             mistakes.append(f"{place}: `{key}`: {reason}")
-    values = {key: normalised(key, fields[key], value) for key, value in values.items()}
+    values = {key: normalize_value(key, fields[key], value) for key, value in values.items()}
     try:
         return kind(**{**(inherited(data) if kind is ImageDataset else {}), **values})
     except ValidationError as error:
@@ -168,7 +168,7 @@ def mistake_of(item: Any, fields: Mapping[str, FieldInfo]) -> str:
     if item["type"] == "value_error":
         return f"`{key}`: {item['ctx']['error']}"
     value = item["input"]
-    reason = VALUES.get(key, {}).get(folded(value), "") if isinstance(value, str) else ""
+    reason = VALUES.get(key, {}).get(normalize_name(value), "") if isinstance(value, str) else ""
     close = nearest(str(value), map(str, choices_of(fields[key].annotation)))
     return f"`{key}` = {shortened(value)}: {f'{reason}; ' if reason else ''}use {allowed(fields[key])}{close}"
 

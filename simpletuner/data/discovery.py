@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from simpletuner.data.captions import UnreadableCaptionError, captions_of
 from simpletuner.data.datasets import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.geometry import Geometry, geometry_of, is_wanted
-from simpletuner.data.pictures import BROKEN, header_of
+from simpletuner.data.images import BROKEN, header_of
 from simpletuner.data.scanning import Scan
 from simpletuner.data.version import VERSION
 from simpletuner.errors import DataError

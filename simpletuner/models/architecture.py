@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from simpletuner.errors import EnvironmentFault, SettingsError
-from simpletuner.files import read_file
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.parameter_count import DENOISERS
 from simpletuner.models.registry import TINY, Architecture, check_model, flavour_of, flavours_of
-from simpletuner.models.sizes import DENOISERS
 from simpletuner.settings.sections import Model
+from simpletuner.system.files import read_file
 
 CONFIGS = (*(f"{name}/config.json" for name in DENOISERS), "config.json")
 """Where a pipeline's folder, or the denoiser's own, says what the denoiser is."""
@@ -51,7 +51,7 @@ def in_folder(folder: Path) -> Architecture:
     for path in (folder / name for name in CONFIGS):
         if path.is_file():
             return in_config(path)
-    raise EnvironmentFault(
+    raise EnvironmentNotReady(
         f"{folder} holds neither {', nor '.join(CONFIGS)}",
         "pretrained_model_name_or_path must be a pipeline's or a denoiser's folder in diffusers format",
     )
@@ -78,7 +78,7 @@ def in_hub_cache(name: str, revision: str | None) -> Architecture | None:
     for config in CONFIGS:
         path = try_to_load_from_cache(name, config, revision=revision)
         if isinstance(path, str):
-            with suppress(EnvironmentFault):  # such as the config.json of another library
+            with suppress(EnvironmentNotReady):  # such as the config.json of another library
                 return in_config(Path(path))
     return None
 
@@ -88,10 +88,10 @@ def in_config(path: Path) -> Architecture:
     try:
         config: Any = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise EnvironmentFault(f"cannot read {path}: {error}", "copy or download the model again") from None
+        raise EnvironmentNotReady(f"cannot read {path}: {error}", "copy or download the model again") from None
     class_name = config.get("_class_name") if isinstance(config, dict) else None
     if not isinstance(class_name, str):
-        raise EnvironmentFault(
+        raise EnvironmentNotReady(
             f"{path} names no _class_name: it is no model of diffusers", "check pretrained_model_name_or_path"
         )
     return Architecture(plain_class_name(class_name), source=str(path), config=config)

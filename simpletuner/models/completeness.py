@@ -13,8 +13,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from simpletuner.errors import EnvironmentFault
-from simpletuner.models.components import TEXT_PARTS, class_named, require_packages
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.models.diffusers_io import TEXT_PARTS, class_named, require_packages
 from simpletuner.models.family import Family
 from simpletuner.models.malformed import CHECK_COPY, opening, read_config
 from simpletuner.models.weights import any_weights_files, variant_of, weights_files
@@ -49,7 +49,7 @@ def check_denoiser_weights(family: Family) -> None:
         refuse_missing(folder, wanted.keys() - found.keys(), found.keys() - wanted.keys())
         for name, shape in wanted.items():
             if found[name] != shape:
-                raise EnvironmentFault(
+                raise EnvironmentNotReady(
                     f"{folder}: {name} is {shape} by the config and {found[name]} in the weights", CHECK_COPY
                 )
 
@@ -64,9 +64,9 @@ def text_parts(family: Family) -> list[str]:
     encoders = [name for name in present if name.startswith("text_encoder")]
     for encoder in encoders:
         if (other := encoder.replace("text_encoder", "tokenizer")) not in present:
-            raise EnvironmentFault(f"{family.folder} has a {encoder} and no {other}", CHECK_COPY)
+            raise EnvironmentNotReady(f"{family.folder} has a {encoder} and no {other}", CHECK_COPY)
     if not encoders:
-        raise EnvironmentFault(f"{family.folder} has no text_encoder", CHECK_COPY)
+        raise EnvironmentNotReady(f"{family.folder} has no text_encoder", CHECK_COPY)
     return present
 
 
@@ -89,7 +89,7 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
 
     models: Any = (ModelMixin, PreTrainedModel)
     if not (isinstance(cls, type) and issubclass(cls, models)):
-        raise EnvironmentFault(f"{folder}: {cls.__name__} is no model", "check model_index.json")
+        raise EnvironmentNotReady(f"{folder}: {cls.__name__} is no model", "check model_index.json")
     read_config(folder / "config.json")
     variant = variant or variant_of(any_weights_files(folder)[0])
     loading: Mapping[str, Any]
@@ -98,7 +98,9 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
     )
     refuse_missing(folder, loading["missing_keys"], loading["unexpected_keys"])
     if wrong := [*loading["mismatched_keys"], *loading["error_msgs"]]:
-        raise EnvironmentFault(f"{folder}: its weights do not fit its config: {sorted(map(str, wrong))[0]}", CHECK_COPY)
+        raise EnvironmentNotReady(
+            f"{folder}: its weights do not fit its config: {sorted(map(str, wrong))[0]}", CHECK_COPY
+        )
 
 
 def refuse_missing(folder: Path, missing: Iterable[str], unknown: Iterable[str]) -> None:
@@ -109,7 +111,7 @@ def refuse_missing(folder: Path, missing: Iterable[str], unknown: Iterable[str])
     if names := sorted(missing):
         more = f" and {len(names) - NAMES_TO_SAY} more" if len(names) > NAMES_TO_SAY else ""
         strange = next((f"; what it holds as {name} is not known" for name in sorted(unknown)), "")
-        raise EnvironmentFault(
+        raise EnvironmentNotReady(
             f"{folder} lacks {', '.join(names[:NAMES_TO_SAY])}{more}{strange}: nothing is made up for it", CHECK_COPY
         )
 
@@ -121,7 +123,7 @@ def check_tokenizer(folder: Path, cls: Any) -> None:
     words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab())
     one, other = (tokenizer(caption)["input_ids"] for caption in UNLIKE_CAPTIONS)
     if not words or one == other:
-        raise EnvironmentFault(
+        raise EnvironmentNotReady(
             f"{folder} has no vocabulary: {type(tokenizer).__name__} knows {len(words)} words, and every caption would "
             "mean the same",
             CHECK_COPY,

@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-from simpletuner.errors import EnvironmentFault
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.architecture import architecture_of, folder_of
+from simpletuner.models.block_cache import look_up, put
 from simpletuner.models.registry import Architecture, flavours_of
-from simpletuner.ops.cache.blocks import look_up, put
 from simpletuner.parallel.blocks import BlockClass, Blocks, detect_blocks
 from simpletuner.settings.sections import Model
 
@@ -112,14 +112,14 @@ def fingerprint_of(architecture: Architecture) -> str:
 
 def built_blocks(architecture: Architecture) -> Blocks:
     """Build a denoiser on the meta device and look at it. Raises EnvironmentFault if its config does not build one."""
-    from simpletuner.models.components import build_on_meta
+    from simpletuner.models.diffusers_io import build_on_meta
     from simpletuner.models.malformed import RAISED, reason, refuse_endless
 
     refuse_endless(architecture.config, architecture.source)
     try:
         return detect_blocks(build_on_meta({**architecture.config, "_class_name": architecture.class_name}))
     except RAISED as error:
-        raise EnvironmentFault(
+        raise EnvironmentNotReady(
             f"{architecture.class_name} cannot be built as {architecture.source} says: {reason(error)}",
             "see whether the file is whole; or pip install --upgrade diffusers",
         ) from None

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.data.geometry import Geometry, Size
-from simpletuner.errors import EnvironmentFault
-from simpletuner.models.components import (
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.models.diffusers_io import (
     TEXT_PARTS,
     build_on_meta,
     class_named,
@@ -38,7 +38,7 @@ the first axis is the batch. Texts of different lengths are padded with zeros, s
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How one picture is drawn: size in px, number of denoising steps, guidance scale, seed."""
 
     size: Size
@@ -58,7 +58,7 @@ class Sampling:
         }
 
 
-def with_guidance(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:
+def with_guidance(positive: Conditioning, negative: Conditioning, sampling: SamplingParams) -> dict[str, Any]:
     """Return what a pipeline with a guidance scale and negative prompts is told."""
     embedded = {f"negative_{name}": value for name, value in negative.items()}
     if negative:
@@ -66,12 +66,12 @@ def with_guidance(positive: Conditioning, negative: Conditioning, sampling: Samp
     return {**positive, **embedded, **sampling.arguments()}
 
 
-def of_one_frame(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:
+def of_one_frame(positive: Conditioning, negative: Conditioning, sampling: SamplingParams) -> dict[str, Any]:
     """Return what a pipeline is told that draws films: guidance as usual, and one frame."""
     return with_guidance(positive, negative, sampling) | {"num_frames": 1}
 
 
-def without_negative(positive: Conditioning, _: Conditioning, sampling: Sampling) -> dict[str, Any]:
+def without_negative(positive: Conditioning, _: Conditioning, sampling: SamplingParams) -> dict[str, Any]:
     """Return what a pipeline is told whose guidance is embedded."""
     return {**positive, **sampling.arguments()}
 
@@ -120,7 +120,7 @@ class Traits:
     """(family, the empty caption's encoding) -> what stands for `no caption`."""
     picture_conditioning: Callable[[Family, Geometry], Conditioning] = nothing_told
     """What the denoiser is told about one picture's size and crop; no batch axis."""
-    draw_arguments: Callable[[Conditioning, Conditioning, Sampling], dict[str, Any]] = with_guidance
+    draw_arguments: Callable[[Conditioning, Conditioning, SamplingParams], dict[str, Any]] = with_guidance
     """(positive, negative, sampling) -> keyword arguments of the pipeline."""
     drawn_latents: Callable[[Tensor, Size], Tensor] = latents_as_drawn
     """(what the pipeline answers, latents' (height, width)) -> latents BCHW as the VAE made them."""
@@ -155,7 +155,7 @@ class TextEncoder:
             encoded = self.family.traits.encode(self.family, self.pipeline, list(captions))
         except (ArithmeticError, LookupError, ValueError) as error:
             why = f"the text encoders of {self.family.folder} cannot encode: {reason(error)}"
-            raise EnvironmentFault(why, CHECK_COPY) from error
+            raise EnvironmentNotReady(why, CHECK_COPY) from error
         return {name: value.cpu() for name, value in encoded.items()}
 
 
@@ -222,7 +222,7 @@ class Family:
         return self.traits.predict(self, model, noisy_BCHW, timesteps_B, conditioning)
 
     def draw(
-        self, model: nn.Module, vae: Vae, sampling: Sampling, positive: Conditioning, negative: Conditioning
+        self, model: nn.Module, vae: Vae, sampling: SamplingParams, positive: Conditioning, negative: Conditioning
     ) -> Tensor:
         """Return the latents (1CHW) of one picture, drawn by diffusers' own pipeline and its own scheduler."""
         pipeline = self.pipeline(vae=vae.model, model=model)

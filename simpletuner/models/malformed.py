@@ -12,8 +12,8 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from simpletuner.errors import EnvironmentFault
-from simpletuner.files import read_file
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.system.files import read_file
 
 RAISED = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
@@ -41,7 +41,7 @@ def opening(component: Path) -> Iterator[None]:
         # tokenizers raises plain Exception, of no class of its own; what is in neither list is a bug of ours.
         if type(error) is not Exception and not isinstance(error, RAISED):
             raise
-        raise EnvironmentFault(f"{component} cannot be opened: {reason(error)}", CHECK_COPY) from error
+        raise EnvironmentNotReady(f"{component} cannot be opened: {reason(error)}", CHECK_COPY) from error
 
 
 def reason(error: Exception) -> str:
@@ -58,9 +58,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise EnvironmentFault(f"cannot read {path}: {reason(error)}", hint) from None
+        raise EnvironmentNotReady(f"cannot read {path}: {reason(error)}", hint) from None
     if not isinstance(content, dict):
-        raise EnvironmentFault(f"cannot read {path}: it holds no JSON object", hint)
+        raise EnvironmentNotReady(f"cannot read {path}: it holds no JSON object", hint)
     return content
 
 
@@ -75,7 +75,7 @@ def refuse_endless(config: Mapping[str, Any], source: object) -> None:
     """Raise EnvironmentFault for a config that asks for so many modules that building them would not end."""
     for name, value in numbers_in(config):
         if COUNTS_MODULES.search(name) and value > MOST_MODULES:
-            raise EnvironmentFault(f"{source} is damaged: {name} = {value:g} is more than any model has", CHECK_COPY)
+            raise EnvironmentNotReady(f"{source} is damaged: {name} = {value:g} is more than any model has", CHECK_COPY)
 
 
 def numbers_in(value: Any, name: str = "") -> Iterator[tuple[str, float]]:

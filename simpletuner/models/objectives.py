@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.errors import EnvironmentNotReady, SettingsError
 
 if TYPE_CHECKING:
     from simpletuner.models.family import Family
@@ -22,7 +22,7 @@ PREDICTIONS = ("epsilon", "v_prediction")
 
 
 @dataclass(frozen=True)
-class Corrupted:
+class NoisedLatents:
     """What the denoiser is shown and what it should answer; `weights` scale each sample's loss."""
 
     noisy: Tensor
@@ -34,7 +34,7 @@ class Corrupted:
 class Objective(Protocol):
     """Turn clean latents into a training problem; the scheduler of the pipeline must be able to undo it."""
 
-    def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> Corrupted:
+    def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Return the problem for these latents, this noise and these uniform draws."""
         ...
 
@@ -101,19 +101,19 @@ class Diffusion:
     prediction: Literal["epsilon", "v_prediction"]
     snr_gamma: float | None = None
 
-    def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> Corrupted:
+    def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Return the problem at timesteps drawn uniformly from 0..T-1."""
         count = len(self.alphas_cumprod)
         return self.at(latents, noise, (u * count).long().clamp(max=count - 1))
 
-    def at(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Corrupted:
+    def at(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
         """Return the problem at these timesteps."""
         a = self.alphas_cumprod.to(latents.device)[timesteps]
         target = noise if self.prediction == "epsilon" else velocity(latents, noise, a)
         weights = torch.ones_like(a)
         if self.snr_gamma is not None:
             weights = min_snr_weights(signal_to_noise(a), self.snr_gamma, self.prediction)
-        return Corrupted(diffused(latents, noise, a), timesteps, target, weights)
+        return NoisedLatents(diffused(latents, noise, a), timesteps, target, weights)
 
 
 def exactly(sigmas: Tensor) -> Tensor:
@@ -144,14 +144,14 @@ class FlowMatching:
     uniform: bool = False
     seen: Callable[[Tensor], Tensor] = exactly
 
-    def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> Corrupted:
+    def corrupt(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Return the problem at logit-normal (or uniform) noise levels, shifted towards noise."""
         return self.at(latents, noise, shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), self.shift))
 
-    def at(self, latents: Tensor, noise: Tensor, sigmas: Tensor) -> Corrupted:
+    def at(self, latents: Tensor, noise: Tensor, sigmas: Tensor) -> NoisedLatents:
         """Return the problem at these noise levels."""
         noisy = interpolated(latents, noise, self.seen(sigmas))
-        return Corrupted(noisy, sigmas, noise - latents, torch.ones_like(sigmas))
+        return NoisedLatents(noisy, sigmas, noise - latents, torch.ones_like(sigmas))
 
 
 def diffusion(family: Family) -> Diffusion:
@@ -195,10 +195,10 @@ def flow_matching(family: Family) -> FlowMatching:
     )
 
 
-def wrong_target(family: Family, scheduler: Any, trained: str) -> EnvironmentFault:
+def wrong_target(family: Family, scheduler: Any, trained: str) -> EnvironmentNotReady:
     """Return the error of a pipeline that is not drawn by what its family is trained for."""
     name = family.settings.model.model_family
-    return EnvironmentFault(
+    return EnvironmentNotReady(
         f"{family.folder} draws with {described(scheduler)}, but model_family={name} trains {trained}: "
         "it would learn the wrong target",
         f"choose a pipeline whose scheduler fits model_family={name}",

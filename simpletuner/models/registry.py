@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.ops.importing import import_named
 from simpletuner.settings.mistakes import nearest
 from simpletuner.settings.sections import Model
+from simpletuner.system.importing import import_named
 
 if TYPE_CHECKING:
     from simpletuner.models.family import Traits

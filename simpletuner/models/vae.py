@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from simpletuner.models.components import class_of_diffusers
+from simpletuner.models.diffusers_io import class_of_diffusers
 from simpletuner.models.malformed import read_json
 from simpletuner.models.weights import any_weights_files, variant_of
 

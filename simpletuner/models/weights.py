@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from simpletuner.errors import EnvironmentFault
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.malformed import CHECK_COPY, read_json
 
 COMPONENT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
@@ -28,12 +28,12 @@ def weights_files(folder: Path, variant: str | None = None) -> list[Path]:
         return files
     pickles = [path.name for path in sorted(folder.iterdir()) if is_pickle(path)] if folder.is_dir() else []
     if pickles:
-        raise EnvironmentFault(
+        raise EnvironmentNotReady(
             f"{folder} holds {pickles[0]}, a pickle: loading it can run any code, so it is refused",
             "convert it once to safetensors with a tool that you trust",
         )
     others = sorted({variant_of(path) or "no variant" for path in every})
-    raise EnvironmentFault(
+    raise EnvironmentNotReady(
         f"{folder} holds no safetensors" + (f" of variant {variant}" if variant else ""),
         f"found: {', '.join(others)}; set --variant" if others else "check pretrained_model_name_or_path",
     )
@@ -60,7 +60,7 @@ def refuse_special_files(folder: Path) -> None:
     for path in sorted(path for component in components if component.is_dir() for path in component.iterdir()):
         if not (path.is_file() or path.is_dir()):
             what = "is a link that leads nowhere" if path.is_symlink() else "is not a regular file"
-            raise EnvironmentFault(f"{path} {what}", CHECK_COPY)
+            raise EnvironmentNotReady(f"{path} {what}", CHECK_COPY)
 
 
 def refuse_pickles(folder: Path) -> None:
@@ -74,7 +74,7 @@ def refuse_pickles(folder: Path) -> None:
         for index in sorted(component.rglob("*.index.json")):
             refuse_strange_weights(index, read_json(index).get("weight_map"))
         if (component / "adapter_config.json").exists():
-            raise EnvironmentFault(f"{component} holds an adapter, which is not read", "merge it into the weights")
+            raise EnvironmentNotReady(f"{component} holds an adapter, which is not read", "merge it into the weights")
         config = component / "config.json"
         named = read_json(config).get("transformers_weights") if config.is_file() else None
         if named is not None and not str(named).endswith(".index.json"):  # that index is among those above
@@ -84,10 +84,10 @@ def refuse_pickles(folder: Path) -> None:
 def refuse_strange_weights(path: Path, weight_map: Any) -> None:
     """Raise EnvironmentFault unless every file that an index names is a safetensors file beside it."""
     if not isinstance(weight_map, dict):
-        raise EnvironmentFault(f"{path} has no weight_map: it is no index of weights", CHECK_COPY)
+        raise EnvironmentNotReady(f"{path} has no weight_map: it is no index of weights", CHECK_COPY)
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
-            raise EnvironmentFault(
+            raise EnvironmentNotReady(
                 f"{path} names {name!r} for {tensor}: weights are read only from safetensors files beside it",
                 "convert the model once to safetensors with a tool that you trust",
             )

@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from simpletuner.parallel.composition import (
+from simpletuner.parallel.module_stats import (
     CONTAINERS,
-    Kind,
+    ClassStats,
+    class_stats,
     is_block,
-    kinds_of,
     parameters_of,
     parameters_outside,
 )
@@ -71,17 +71,17 @@ class Blocks:
 
 def recommended_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the classes that should become sharding units, those with the most parameters first."""
-    return chosen(kinds_of(model), parameters_of(model))
+    return chosen(class_stats(model), parameters_of(model))
 
 
 def blocks_of(model: nn.Module) -> list[str]:
     """Return the classes that could become sharding units."""
-    return sorted(name for name, kind in kinds_of(model).items() if is_block(name, kind))
+    return sorted(name for name, kind in class_stats(model).items() if is_block(name, kind))
 
 
 def detect_blocks(model: nn.Module) -> Blocks:
     """Return what a denoiser consists of, and which of it should become sharding units."""
-    kinds, total = kinds_of(model), parameters_of(model)
+    kinds, total = class_stats(model), parameters_of(model)
     taken = chosen(kinds, total)
     hints = [set(getattr(model, name, None) or ()) for name in ("_no_split_modules", "_repeated_blocks")]
 
@@ -108,7 +108,7 @@ def detect_blocks(model: nn.Module) -> Blocks:
     return Blocks(total, tuple(classes), taken, outside)
 
 
-def chosen(kinds: Mapping[str, Kind], total: int) -> tuple[str, ...]:
+def chosen(kinds: Mapping[str, ClassStats], total: int) -> tuple[str, ...]:
     """Return the classes to take, those with the most parameters first."""
     blocks = [name for name, kind in kinds.items() if is_block(name, kind) and kind.largest >= SMALLEST_SHARE * total]
     sets = [
@@ -119,7 +119,7 @@ def chosen(kinds: Mapping[str, Kind], total: int) -> tuple[str, ...]:
     return tuple(sorted(taken, key=lambda name: (-kinds[name].parameters, name)))
 
 
-def fullest(names: Collection[str], kinds: Mapping[str, Kind]) -> Collection[str]:
+def fullest(names: Collection[str], kinds: Mapping[str, ClassStats]) -> Collection[str]:
     """Return the set among these classes that holds the most parameters while none contains another."""
     clash = next(((inner, outer) for inner in names for outer in names if outer in kinds[inner].within), None)
     if clash is None:
@@ -128,12 +128,12 @@ def fullest(names: Collection[str], kinds: Mapping[str, Kind]) -> Collection[str
     return max(choices, key=lambda choice: held(choice, kinds))
 
 
-def held(names: Collection[str], kinds: Mapping[str, Kind]) -> int:
+def held(names: Collection[str], kinds: Mapping[str, ClassStats]) -> int:
     """Return how many parameters classes hold that do not contain one another."""
     return sum(kinds[name].parameters for name in names)
 
 
-def reason(name: str, kinds: Mapping[str, Kind], taken: Collection[str], total: int) -> str:
+def reason(name: str, kinds: Mapping[str, ClassStats], taken: Collection[str], total: int) -> str:
     """Say why a class is taken or left."""
     kind = kinds[name]
     inside = [other for other in taken if other in kind.within]

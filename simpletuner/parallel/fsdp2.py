@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from simpletuner.errors import SettingsError
-from simpletuner.ops.importing import import_named
 from simpletuner.parallel.blocks import blocks_of, recommended_blocks
-from simpletuner.parallel.composition import parameters_of
-from simpletuner.parallel.engine import MakeOptimizer, TorchEngine
+from simpletuner.parallel.module_stats import parameters_of
+from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
 from simpletuner.parallel.world import World
 from simpletuner.settings.loading import nearest
 from simpletuner.settings.sections import Parallel
+from simpletuner.system.importing import import_named
 
 
 def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: torch.dtype, world: World) -> None:
@@ -57,7 +57,7 @@ def units_by_class(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in names]
 
 
-def units_told(model: nn.Module, parallel: Parallel) -> str:
+def format_units(model: nn.Module, parallel: Parallel) -> str:
     """Return in a few words what becomes sharding units of a model that is not sharded yet, and who says so."""
     units = units_of(model, recommended_blocks(model), parallel)
     counts = Counter(type(unit).__name__ for unit in units)

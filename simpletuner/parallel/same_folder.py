@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from simpletuner.errors import EnvironmentFault
-from simpletuner.ops.cache.holds import is_held, locked
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
+from simpletuner.system.locks import is_held, locked
 
 VISIBLE_SECONDS = 3.0
 """How long a client of NFS may take to see a new file once it looks at the folder again."""
@@ -47,7 +47,7 @@ def agree_on_folders(folders: Sequence[tuple[str, Path]], world: World, stop: Ca
     for rank, text in enumerate(told):
         for number in json.loads(text)[1:]:
             name, folder = folders[number]
-            raise EnvironmentFault(
+            raise EnvironmentNotReady(
                 f"{name} {folder} is not the same folder on rank {rank} (host {hosts[rank]}) "
                 f"as on rank 0 (host {hosts[0]})",
                 "all machines must share it; `simpletuner nfs check` on each of them shows whether they do",
@@ -67,7 +67,7 @@ def marked(folder: Path) -> Iterator[str]:
         descriptor = locked(path, exclusive=True)
     except OSError as error:
         if error.errno not in READ_ONLY or not folder.is_dir():
-            raise EnvironmentFault(
+            raise EnvironmentNotReady(
                 f"cannot write to {folder}: {error.strerror}", "check its rights and room on the disk, or name another"
             ) from None
         yield ""

@@ -13,10 +13,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from simpletuner.errors import EnvironmentFault, ExitCode, SimpleTunerError, Stopped, TrainingError
-from simpletuner.ops.activity import Activity
-from simpletuner.ops.launch.heartbeat import Heartbeat
-from simpletuner.ops.signals import StopRequest
+from simpletuner.errors import EnvironmentNotReady, ExitCode, SimpleTunerError, Stopped, TrainingError
+from simpletuner.launch.heartbeat import Heartbeat
+from simpletuner.system.activity import Activity
+from simpletuner.system.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 JOIN_SECONDS = 300
@@ -93,7 +93,7 @@ class World:
                 last, moved = count, time.monotonic()
                 show(count)
             elif time.monotonic() - moved > patience_seconds:
-                raise EnvironmentFault(
+                raise EnvironmentNotReady(
                     f"waited {patience_seconds:.0f} s for the other ranks at `{job}`: {count} of {units} done",
                     "look for a rank without output or with an error, then run the same command again: it continues",
                 )
@@ -162,7 +162,7 @@ def joined(join: Callable[[], dist.Store], rank: int, stop: StopRequest) -> dist
     if results and isinstance(results[0], dist.Store):
         return results[0]
     reason = str(results[0]).splitlines()[0] if results else "see above"
-    raise EnvironmentFault(
+    raise EnvironmentNotReady(
         f"rank {rank} cannot join the other ranks: {reason}", "see what the others say, and look at the network"
     )
 
@@ -182,7 +182,7 @@ def device_of(local_rank: int, use_cpu: bool = False) -> torch.device:
     if use_cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= (count := torch.cuda.device_count()):
-        raise EnvironmentFault(
+        raise EnvironmentNotReady(
             f"rank {local_rank} of this machine has no GPU: there are {count}", f"lower num_processes to {count}"
         )
     torch.cuda.set_device(local_rank)
@@ -203,7 +203,7 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
 
 
 @contextmanager
-def first_to_fail_speaks(world: World, stop: StopRequest, heart: Heartbeat) -> Iterator[None]:
+def report_first_failure(world: World, stop: StopRequest, heart: Heartbeat) -> Iterator[None]:
     """Let only the first rank of a machine that fails say why; the others leave with the same exit code."""
     try:
         yield

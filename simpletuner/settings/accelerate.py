@@ -13,7 +13,7 @@ from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.formats import Entry, read_entries
-from simpletuner.settings.spelling import folded
+from simpletuner.settings.spelling import normalize_name
 
 ANY = ("*",)
 """Every value asks for what happens anyway."""
@@ -147,7 +147,7 @@ class Told:
 
 def account(entries: list[Entry]) -> list[Told]:
     """Return what becomes of each field of an accelerate file."""
-    engine = folded(next((entry.value for entry in entries if entry.key == "distributed_type"), "no"))
+    engine = normalize_name(next((entry.value for entry in entries if entry.key == "distributed_type"), "no"))
     told = [told for entry in entries for told in told_of(entry, engine)]
     told = [item for index, item in enumerate(told) if not any(repeats(item, other) for other in told[:index])]
     if engine == "fsdp":
@@ -180,7 +180,7 @@ def told_field(name: str, value: Any, line: int) -> Told:
     field = FIELDS.get(name)
     if field is None:
         return Told(name, value, line, note="not a field that simpletuner knows", warning=True)
-    if value is None or field.idle == ANY or folded(value) in field.idle:
+    if value is None or field.idle == ANY or normalize_name(value) in field.idle:
         return Told(name, value, line, note=field.reason if field.idle == ANY else "asks for nothing special")
     if field.knob:
         return Told(name, field.becomes(value), line, field.knob)
@@ -265,7 +265,7 @@ def launched_entries(environment: Mapping[str, str]) -> list[Entry]:
 
 def idle_variables(environment: Mapping[str, str]) -> set[str]:
     """Return variables that accelerate sets to its own defaults, though they count only with another choice."""
-    compiles = folded(environment.get("ACCELERATE_DYNAMO_BACKEND", "no")) != "no"
+    compiles = normalize_name(environment.get("ACCELERATE_DYNAMO_BACKEND", "no")) != "no"
     other = "FSDP_RESHARD_AFTER_FORWARD" if environment.get("FSDP_VERSION") == "1" else "FSDP_SHARDING_STRATEGY"
     dynamo = {name for name in LAUNCHED if name.startswith("ACCELERATE_DYNAMO_")} - {"ACCELERATE_DYNAMO_BACKEND"}
     return {other} | (set() if compiles else dynamo)

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from simpletuner.errors import SettingsError
-from simpletuner.files import replace_file
+from simpletuner.settings.edit_text import EDITORS, Edit
 from simpletuner.settings.formats import FORMATS, Entry, read_entries
 from simpletuner.settings.loading import canonical_name
-from simpletuner.settings.proposals import EDITORS, Edit
 from simpletuner.settings.sources import PREFIX
+from simpletuner.system.files import replace_file
 
 BOM = "\ufeff"
 

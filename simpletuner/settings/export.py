@@ -11,13 +11,13 @@ from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.accelerate import account
+from simpletuner.settings.deepspeed.config import deepspeed_config
 from simpletuner.settings.formats import Entry
 from simpletuner.settings.loading import Loaded, knobs, settings_as_json
 from simpletuner.settings.sections import SECTION_OF, Settings
 from simpletuner.settings.shell import in_lines
 from simpletuner.settings.sources import PREFIX
-from simpletuner.settings.spelling import normalised
-from simpletuner.settings.zero.config import zero_config
+from simpletuner.settings.spelling import normalize_value
 
 SAVE_SECONDS = 300
 """How long before the end of its time SLURM asks a run to save and stop."""
@@ -123,7 +123,7 @@ def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:
 
     fields = accelerate_fields(settings)
     told = [item for item in account([Entry(key, value) for key, value in fields.items()]) if item.knob]
-    said = {item.knob: normalised(item.knob, knobs()[item.knob], item.value) for item in told}
+    said = {item.knob: normalize_value(item.knob, knobs()[item.knob], item.value) for item in told}
     rest = {name: value for name, value in values.items() if name not in said or said[name] != value}
     rest |= {"use_cpu": True} if settings.launch.use_cpu else {}  # accelerate tells its ranks only without FSDP
     words = ["accelerate", "launch", "--config_file", "accelerate.yaml", "-m", "simpletuner", "train", *as_flags(rest)]
@@ -202,7 +202,7 @@ def to_deepspeed(settings: Settings, values: dict[str, Any]) -> Exported:
     """Return DeepSpeed's complete JSON; the rest of the settings goes into the command, as flags."""
     if settings.parallel.zero_stage is None:
         raise SettingsError("DeepSpeed is off: there is no configuration to export", "set zero_stage")
-    config = zero_config(settings, settings.launch.num_processes)
+    config = deepspeed_config(settings, settings.launch.num_processes)
     rest = {name: value for name, value in values.items() if name != "deepspeed_config"}
     words = ["simpletuner", "train", "--deepspeed_config=deepspeed.json", *as_flags(rest)]
     return Exported(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "deepspeed.json", words)

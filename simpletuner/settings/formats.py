@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.files import read_file
+from simpletuner.system.files import read_file
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from simpletuner.errors import SettingsError
-from simpletuner.files import read_file
+from simpletuner.settings.deepspeed.source import spread
 from simpletuner.settings.knob import extra_of
 from simpletuner.settings.merging import Merged, Origin
 from simpletuner.settings.mistakes import nearest, sentence, shortened
 from simpletuner.settings.rules import contradictions, incomplete, settled, warnings_about
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings, knobs
-from simpletuner.settings.sources import Given, Source, gathered
-from simpletuner.settings.spelling import WORDS_FOR_NOTHING, folded
-from simpletuner.settings.zero.spreading import spread
+from simpletuner.settings.sources import RawValue, Source, gathered
+from simpletuner.settings.spelling import WORDS_FOR_NOTHING, normalize_name
+from simpletuner.system.files import read_file
 
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
 """A short table of texts as it is typed: name=text,name=text."""
@@ -73,9 +73,9 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     return Loaded(settings, origins | changed, (*warnings, *about), found)
 
 
-def understood(source: Source, mistakes: list[str]) -> Iterable[Given]:
+def understood(source: Source, mistakes: list[str]) -> Iterable[RawValue]:
     """Return what a source gives by the names of knobs, after adding a sentence for each that cannot be meant."""
-    taken: dict[str, Given] = {}
+    taken: dict[str, RawValue] = {}
     for given in source.given:
         name = canonical_name(given.name)
         if name is None:
@@ -88,10 +88,10 @@ def understood(source: Source, mistakes: list[str]) -> Iterable[Given]:
     return taken.values()
 
 
-def opened(name: str, given: Given, mistakes: list[str]) -> Given:
+def opened(name: str, given: RawValue, mistakes: list[str]) -> RawValue:
     """Return what is given for a knob; of one that holds JSON and was given text, what that or the file in it says."""
     text, kind = given.value, next(filter(is_table, get_args(knobs()[name].annotation)), None)
-    if kind is None or not isinstance(text, str) or folded(text) in WORDS_FOR_NOTHING:
+    if kind is None or not isinstance(text, str) or normalize_name(text) in WORDS_FOR_NOTHING:
         return replace(given, name=name)
     if get_args(kind) == (str, str) and PAIRS.fullmatch(text):
         return replace(given, name=name, value=dict(pair.split("=", 1) for pair in text.split(",")))
@@ -125,7 +125,7 @@ def is_table(annotation: Any) -> bool:
 
 def canonical_name(key: str) -> str | None:
     """Return the knob that a key means: leading dashes, dashes for underscores, any case, older names."""
-    name = folded(key.lstrip("-"))
+    name = normalize_name(key.lstrip("-"))
     if name in SECTION_OF:
         return name
     return next((knob for knob, field in knobs().items() if name in (extra_of(field, "aliases") or [])), None)

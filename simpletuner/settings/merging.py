@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from simpletuner.settings.mistakes import shortened
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, knobs
-from simpletuner.settings.sources import Given
-from simpletuner.settings.spelling import normalised
+from simpletuner.settings.sources import RawValue
+from simpletuner.settings.spelling import normalize_value
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class Merged:
     origins: dict[str, Origin] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
 
-    def take(self, given: Given, source: str) -> None:
+    def take(self, given: RawValue, source: str) -> None:
         """Take a value from a source that outranks those before it."""
         before = self.origins.get(given.name)
         outranks = (replace(before, outranks=()), *before.outranks) if before else ()
-        self.values[given.name] = normalised(given.name, knobs()[given.name], given.value)
+        self.values[given.name] = normalize_value(given.name, knobs()[given.name], given.value)
         self.origins[given.name] = Origin(given.place, given.value, source, outranks, file=given.file)
 
-    def agree(self, given: Given, source: str, reason: str = "") -> None:
+    def agree(self, given: RawValue, source: str, reason: str = "") -> None:
         """Take what the value of one setting says of another; it is a mistake if a source says otherwise."""
         before = self.origins.get(given.name)
         if before is None:
-            self.values[given.name] = normalised(given.name, knobs()[given.name], given.value)
+            self.values[given.name] = normalize_value(given.name, knobs()[given.name], given.value)
             self.origins[given.name] = Origin(given.place, given.value, source, reason=reason)
         elif not alike(self.value(given.name), typed(given.name, given.value)):
             said = f"{shortened(before.given)} ({before}), but {shortened(given.value)} ({given.place})"
@@ -71,7 +71,7 @@ def typed(name: str, value: Any) -> Any:
 def checked(name: str, value: Any) -> Any:
     """Return a value as its knob would hold it. Raises pydantic's ValidationError if the knob refuses it."""
     section = SECTIONS[SECTION_OF[name]]
-    return getattr(section(**{name: normalised(name, knobs()[name], value)}), name)
+    return getattr(section(**{name: normalize_value(name, knobs()[name], value)}), name)
 
 
 def alike(one: Any, other: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from simpletuner.settings.knob import bounds_of, kind_of
-from simpletuner.settings.spelling import choices_of, folded
+from simpletuner.settings.spelling import choices_of, normalize_name
 
 KINDS = {
     bool: "true or false",
@@ -40,7 +40,7 @@ def sentence(item: Any, field: FieldInfo, given: Any, place: object) -> str:
     said = f"{item['loc'][0]} = {shortened(given)} ({place})"
     if item["type"] == "value_error":
         return f"{said}: {item['ctx']['error']}"
-    if why := NOT_HERE.get((str(item["loc"][0]), folded(str(given)))):
+    if why := NOT_HERE.get((str(item["loc"][0]), normalize_name(str(given)))):
         return f"{said}: {why}; use {allowed(field)}"
     return f"{said}: use {allowed(field)}{nearest(str(given), map(str, choices_of(field.annotation)))}"
 

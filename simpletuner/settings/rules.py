@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.sections import Settings
-from simpletuner.settings.zero.config import beyond_settings
-from simpletuner.settings.zero.limits import (
+from simpletuner.settings.deepspeed.config import extra_deepspeed_settings
+from simpletuner.settings.deepspeed.limits import (
     offloading_is_possible,
     zero_trains_whole_models,
 )
+from simpletuner.settings.sections import Settings
 
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
@@ -41,7 +41,7 @@ def settled(settings: Settings) -> tuple[Settings, dict[str, str]]:
         changes["context_parallel_comm_strategy"] = "allgather"
         reasons["context_parallel_comm_strategy"] = "reset, since context_parallel_size = 1 turns it off"
     if parallel.deepspeed_config and parallel.zero_stage:
-        changes["deepspeed_config"] = rest = beyond_settings(settings)
+        changes["deepspeed_config"] = rest = extra_deepspeed_settings(settings)
         if rest != parallel.deepspeed_config:
             reasons["deepspeed_config"] = "what goes without saying is left out"
     if not changes:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, JsonValue
 from pydantic.fields import FieldInfo
 
 from simpletuner.settings.knob import Section, knob
-from simpletuner.settings.spelling import folded
+from simpletuner.settings.spelling import normalize_name
 
 
 def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
@@ -18,7 +18,7 @@ def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
     for path in (families or {}).values():
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", path):
             raise ValueError(f"`{path}` is no place of Traits: write package.module:TRAITS")
-    return families and {folded(name): path for name, path in families.items()}
+    return families and {normalize_name(name): path for name, path in families.items()}
 
 
 def in_home(path: Path | None) -> Path | None:
@@ -32,7 +32,7 @@ def in_home(path: Path | None) -> Path | None:
 class Model(Section):
     """Model"""
 
-    model_family: Annotated[str, AfterValidator(folded)] = knob("", "Which architecture to train, such as sdxl or flux.")
+    model_family: Annotated[str, AfterValidator(normalize_name)] = knob("", "Which architecture to train, such as sdxl or flux.")
     model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
     model_families: Annotated[dict[str, str] | None, AfterValidator(paths_by_name)] = knob(None, "Families of your own: name=package.module:TRAITS, or a table of such.")
     model_type: Literal["full", "lora"] = knob("full", "Train all weights; `lora` is known by name, and refused by this version.")

@@ -11,7 +11,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.settings.accelerate import Told, account, default_file, launched_entries, read_file
 from simpletuner.settings.formats import read_entries
 from simpletuner.settings.sections import knobs
-from simpletuner.settings.spelling import WORDS_FOR_NOTHING, folded
+from simpletuner.settings.spelling import WORDS_FOR_NOTHING, normalize_name
 
 CONFIG_CANDIDATES = ("config/config.json", "config/config.toml", "config/config.yaml")
 CONFIG_ENV = "config/config.env"
@@ -34,7 +34,7 @@ NOT_SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Given:
+class RawValue:
     """One value as written under a name, the place where it stands, and the JSON file that was read for it, if any."""
 
     name: str
@@ -48,7 +48,7 @@ class Source:
     """One place that settings come from; `warnings` name what it holds that is not used."""
 
     name: str
-    given: list[Given]
+    given: list[RawValue]
     warnings: list[str] = field(default_factory=list)
     implicit: bool = False
     """Found rather than named by the user: when it decides something, the user is told."""
@@ -68,14 +68,14 @@ def gathered(flags: Mapping[str, Any], config: Path | None, environment: Mapping
 
 def of_flags(flags: Mapping[str, Any]) -> Source:
     """Return what was typed; `[]` empties a list, since an empty text is an item of it."""
-    return Source("flag", [Given(name, [] if value == ["[]"] else value, "flag") for name, value in flags.items()])
+    return Source("flag", [RawValue(name, [] if value == ["[]"] else value, "flag") for name, value in flags.items()])
 
 
 def launcher_source(environment: Mapping[str, str]) -> list[Source]:
     """Return how many ranks a launcher has started, if this is one of them; the weakest source, as it names no wish."""
     if not {"RANK", "WORLD_SIZE"} <= set(environment):
         return []
-    return [Source("launcher", [Given("num_processes", environment["WORLD_SIZE"], "launcher WORLD_SIZE")])]
+    return [Source("launcher", [RawValue("num_processes", environment["WORLD_SIZE"], "launcher WORLD_SIZE")])]
 
 
 def of_file_alone(path: Path) -> list[Source]:
@@ -97,7 +97,7 @@ def chosen_in(sources: list[Source]) -> Any:
 
 def is_accelerate_config(name: str) -> bool:
     """Return whether a name means the accelerate file."""
-    return folded(name.lstrip("-")).removeprefix(PREFIX.lower()) == ACCELERATE_CONFIG
+    return normalize_name(name.lstrip("-")).removeprefix(PREFIX.lower()) == ACCELERATE_CONFIG
 
 
 def config_path(environment: Mapping[str, str]) -> Path | None:
@@ -112,7 +112,7 @@ def file_source(path: Path) -> Source:
     if path.suffix.lower() == ".env":
         return pairs_source(path)
     entries = [entry for entry in read_entries(path) if entry.key != "$schema"]  # for editors, not for us
-    return Source(str(path), [Given(entry.key, entry.value, in_file(path, entry.line)) for entry in entries])
+    return Source(str(path), [RawValue(entry.key, entry.value, in_file(path, entry.line)) for entry in entries])
 
 
 def in_file(path: object, line: int) -> str:
@@ -138,7 +138,7 @@ def without_strangers(name: str, pairs: Mapping[str, tuple[str, Any]], implicit:
     for place, (key, value) in pairs.items():
         plain = key.removeprefix(PREFIX).lower()
         if plain not in NOT_SETTINGS:
-            given.append(Given(plain, [] if value == "" and is_list(plain) else value, place))
+            given.append(RawValue(plain, [] if value == "" and is_list(plain) else value, place))
         elif NOT_SETTINGS[plain]:
             warnings.append(f"{key} ({place}) is not used: {NOT_SETTINGS[plain]}")
     return Source(name, given, warnings, implicit)
@@ -154,7 +154,7 @@ def accelerate_source(chosen: Any, environment: Mapping[str, str]) -> list[Sourc
     if entries := launched_entries(environment):
         return [accelerate_given("accelerate launch", account(entries), implicit=False)]
     chosen = chosen or environment.get("ACCELERATE_CONFIG_FILE")
-    if chosen is not None and folded(chosen) in WORDS_FOR_NOTHING:
+    if chosen is not None and normalize_name(chosen) in WORDS_FOR_NOTHING:
         return []
     path = Path(str(chosen)).expanduser() if chosen else default_file(environment)
     if path is None:
@@ -169,7 +169,7 @@ def accelerate_source(chosen: Any, environment: Mapping[str, str]) -> list[Sourc
 
 def accelerate_given(name: str, told: list[Told], implicit: bool) -> Source:
     """Return accelerate's fields as settings; those that are not used as warnings."""
-    given = [Given(item.knob, item.value, place_of(name, item)) for item in told if item.knob]
+    given = [RawValue(item.knob, item.value, place_of(name, item)) for item in told if item.knob]
     warnings = [f"{name}: {item.field} = {item.value} is not used: {item.note}" for item in told if item.warning]
     return Source(name, given, warnings, implicit)
 

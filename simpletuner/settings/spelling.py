@@ -48,17 +48,23 @@ def choices_of(annotation: Any) -> tuple[Any, ...]:
     return ()
 
 
-def folded(value: object) -> str:
+def normalize_name(value: object) -> str:
     """Return the form in which spellings are compared: lower case, dashes as underscores."""
     return str(value).strip().lower().replace("-", "_")
 
 
-def normalised(name: str, field: FieldInfo, value: Any) -> Any:
+def normalize_value(name: str, field: FieldInfo, value: Any) -> Any:
     """Return `value` in its canonical spelling where it can be understood; otherwise as it came, for validation."""
-    word = SYNONYMS.get(name, {}).get(folded(value), value)
+    word = SYNONYMS.get(name, {}).get(normalize_name(value), value)
     if field.annotation is bool:
-        return True if folded(word) in WORDS_FOR_TRUE else False if folded(word) in WORDS_FOR_FALSE else value
-    if type(None) in get_args(field.annotation) and folded(value) in WORDS_FOR_NOTHING:
+        return (
+            True
+            if normalize_name(word) in WORDS_FOR_TRUE
+            else False
+            if normalize_name(word) in WORDS_FOR_FALSE
+            else value
+        )
+    if type(None) in get_args(field.annotation) and normalize_name(value) in WORDS_FOR_NOTHING:
         return None
     if get_origin(field.annotation) is list and isinstance(value, str | list):
         return listed(value) if isinstance(value, str) else value
@@ -68,7 +74,7 @@ def normalised(name: str, field: FieldInfo, value: Any) -> Any:
     if isinstance(value, int) and field.annotation in TEXTS:
         return str(value)
     if isinstance(value, str | int | float):
-        return next((choice for choice in choices if folded(choice) == folded(word)), word)
+        return next((choice for choice in choices if normalize_name(choice) == normalize_name(word)), word)
     return value
 
 

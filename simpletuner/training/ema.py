@@ -8,15 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from simpletuner.parallel.moments import NamedTensors, Read
-from simpletuner.parallel.strategy import Strategy
+from simpletuner.parallel.engine import Engine
+from simpletuner.parallel.optimizer_state import NamedTensors, Read
 from simpletuner.settings.sections import Ema
 
 
-class Average:
+class EMA:
     """This rank's part of each averaged weight by name, following the engine's; `updates` warms up the decay."""
 
-    def __init__(self, strategy: Strategy, settings: Ema) -> None:
+    def __init__(self, strategy: Engine, settings: Ema) -> None:
         self.strategy, self.settings, self.updates = strategy, settings, 0
         self.parts = {
             name: part.detach().to("cpu" if settings.ema_device == "cpu" else None, torch.float32, copy=True)

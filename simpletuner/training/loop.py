@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from simpletuner.data.feed import StepBatches
-from simpletuner.data.order import Position
-from simpletuner.ops.signals import StopRequest
+from simpletuner.data.batch_sampler import SamplerState
+from simpletuner.data.prefetch import StepBatch
 from simpletuner.report import Report
-from simpletuner.training.ledger import Ledger
+from simpletuner.system.signals import StopRequest
 from simpletuner.training.step import Outcome
+from simpletuner.training.step_logger import StepLogger
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Run:
     report: Report
     stop: StopRequest
     begin: Callable[..., None]
-    feed: Iterator[StepBatches]
-    take_step: Callable[[StepBatches, float], Outcome]
+    feed: Iterator[StepBatch]
+    take_step: Callable[[StepBatch, float], Outcome]
     after_step: Callable[[int], None]
-    ledger: Ledger
+    ledger: StepLogger
     learning_rate: Callable[[int], float]
     draw: Callable[[int], None]
     has_drawn: Callable[[int], bool]
-    save: Callable[[int, Position], None]
+    save: Callable[[int, SamplerState], None]
     max_steps: int
     draw_every: int
     save_every: int

@@ -10,10 +10,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from simpletuner.errors import EnvironmentFault
-from simpletuner.files import APPEND, read_file, write_file
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
 from simpletuner.settings import Settings
+from simpletuner.system.files import APPEND, read_file, write_file
 
 METRICS, CURVE = "metrics.jsonl", "loss.png"
 
@@ -76,7 +76,7 @@ def rows_in(content: bytes) -> list[dict[str, Any]]:
 def forget_later(path: Path, step: int) -> None:
     """Drop the rows after a step, atomically; a file that holds no other lines is not touched."""
     if path.is_symlink():
-        raise EnvironmentFault(f"{path} is a link, which is not followed", "remove it")
+        raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
     content = read_file(path) if path.exists() else b""
     kept = [row for row in rows_in(content) if row["step"] <= step]
     if len(kept) < content.count(b"\n") or content[-1:] not in (b"", b"\n"):
@@ -88,7 +88,7 @@ def tensorboard_writer(folder: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise EnvironmentFault("report_to=tensorboard needs tensorboard", "pip install tensorboard") from None
+        raise EnvironmentNotReady("report_to=tensorboard needs tensorboard", "pip install tensorboard") from None
     return SummaryWriter(str(folder), purge_step=step + 1)
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from simpletuner.caches.keys import file_fingerprint
-from simpletuner.checkpoints.deepspeed import import_dump
 from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, opened, set_aside
 from simpletuner.checkpoints.tensors import shapes_in
 from simpletuner.checkpoints.verification import newest_healthy
-from simpletuner.data.order import Order, Position
+from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.data.version import VERSION
-from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.deepspeed.import_checkpoint import import_dump
+from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family import Family
 from simpletuner.preparation import Plan
 from simpletuner.session import Session
@@ -61,7 +61,7 @@ def check_fits(checkpoint: Checkpoint, family: Family) -> None:
     ]
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise EnvironmentFault(
+        raise EnvironmentNotReady(
             f"{checkpoint.folder} is of another model: {'; '.join(wrong[:SHOWN])}{more}",
             "check pretrained_model_name_or_path, give another --output_dir, or --resume_from_checkpoint=none",
         )
@@ -111,7 +111,7 @@ def set_later_aside(session: Session, step: int) -> None:
         session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")
 
 
-def where_to_begin(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) -> tuple[Schedule, Position]:
+def where_to_begin(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) -> tuple[Schedule, SamplerState]:
     """Return how far the run goes, and its position in the data: at the start, or where a checkpoint left off.
 
     With other data than the checkpoint's, that is the start of the next epoch.
@@ -135,7 +135,9 @@ def has_same_data(plan: Plan, checkpoint: Checkpoint) -> bool:
     return checkpoint.state["data"] == plan.digest
 
 
-def resumed_position(order: Order, checkpoint: Checkpoint, same_data: bool, batch_size: int) -> Position:
+def resumed_position(
+    order: GlobalBatchSampler, checkpoint: Checkpoint, same_data: bool, batch_size: int
+) -> SamplerState:
     """Return where to go on: exactly there for the same data, at the start of the next epoch for other data.
 
     Raises EnvironmentFault for a position that is not in the data, which only damage explains.
@@ -143,10 +145,10 @@ def resumed_position(order: Order, checkpoint: Checkpoint, same_data: bool, batc
     saved = checkpoint.state["position"]
     if not same_data:
         return order.start(batch_size, epoch=saved["epoch"] + 1)
-    position = Position(**saved)
+    position = SamplerState(**saved)
     whole_epoch = order.steps_left(replace(position, batch=0), position.epoch + 1)
     if position.consumed.keys() != order.buckets.keys() or position.batch > whole_epoch:
-        raise EnvironmentFault(
+        raise EnvironmentNotReady(
             f"{checkpoint.folder} is damaged: there is no batch {position.batch} in epoch {position.epoch}",
             "take an earlier one with --resume_from_checkpoint",
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from simpletuner.data.order import Order, Position
+from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.errors import DataError
 from simpletuner.settings import Settings
 
@@ -37,7 +37,7 @@ class Schedule:
         return {"max_steps": self.max_steps, "schedule": {"epochs": self.epochs, **start}}
 
 
-def new_schedule(settings: Settings, order: Order) -> Schedule:
+def new_schedule(settings: Settings, order: GlobalBatchSampler) -> Schedule:
     """Return the schedule of a run from its beginning. Raises DataError when there is nothing to train."""
     training = settings.training
     if training.max_train_steps is not None:
@@ -48,7 +48,9 @@ def new_schedule(settings: Settings, order: Order) -> Schedule:
     return Schedule(steps, training.num_train_epochs)
 
 
-def resumed_schedule(settings: Settings, order: Order, saved: Mapping[str, Any], position: Position) -> Schedule:
+def resumed_schedule(
+    settings: Settings, order: GlobalBatchSampler, saved: Mapping[str, Any], position: SamplerState
+) -> Schedule:
     """Return the schedule of a run that goes on at `position`; `saved` is its checkpoint's state.
 
     Epochs that lie behind stay behind: the rest of them is counted in the present effective batch.

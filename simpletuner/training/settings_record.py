@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner import __version__
-from simpletuner.errors import EnvironmentFault
-from simpletuner.files import APPEND, read_file, write_json
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.session import Session
 from simpletuner.settings import settings_as_json
+from simpletuner.system.files import APPEND, read_file, write_json
 
 SETTINGS, HISTORY = "settings.json", "settings_history.jsonl"
 SHOWN = 12
@@ -64,7 +64,7 @@ def as_text(changes: Changes) -> str:
 def append(path: Path, row: Mapping[str, Any]) -> None:
     """Append one line; a link of that name is not followed. Raises EnvironmentFault for one."""
     if path.is_symlink():
-        raise EnvironmentFault(f"{path} is a link, which is not followed", "remove it")
+        raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
     descriptor = os.open(path, APPEND, 0o666)
     with os.fdopen(descriptor, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

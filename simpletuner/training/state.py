@@ -11,12 +11,12 @@ from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.data.order import Position
-from simpletuner.parallel.moments import NamedTensors
-from simpletuner.parallel.strategy import Strategy
+from simpletuner.data.batch_sampler import SamplerState
+from simpletuner.parallel.engine import Engine
+from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.report import Report
 from simpletuner.settings import Settings
-from simpletuner.training.ema import Average
+from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import MOMENTS
 from simpletuner.training.schedule import Schedule
 
@@ -29,17 +29,17 @@ class TrainingState:
     `data` is what positions refer to, `base` stands for the base model's files by name.
     """
 
-    strategy: Strategy
-    average: Average | None
+    strategy: Engine
+    average: EMA | None
     config: dict[str, Any]
     data: str
     data_version: int
     schedule: Schedule
     step: int
-    position: Position
+    position: SamplerState
     base: Mapping[str, str] = field(default_factory=dict)
 
-    def snapshot(self, step: int, position: Position, facts: Mapping[str, Any]) -> Snapshot:
+    def snapshot(self, step: int, position: SamplerState, facts: Mapping[str, Any]) -> Snapshot:
         """Return what a checkpoint after `step` holds; `facts` are for people who read its state.json."""
         moments = self.strategy.moments()
         groups: dict[str, Callable[[], NamedTensors]] = {"model": self.weights, **moments.tensors}

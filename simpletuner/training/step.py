@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from simpletuner.data.feed import Batch
+from simpletuner.data.prefetch import Batch
 from simpletuner.models.family import Family
 from simpletuner.models.objectives import Objective, sample_losses
-from simpletuner.parallel.strategy import Strategy
+from simpletuner.parallel.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Outcome:
 
 
 def take_step(
-    strategy: Strategy,
+    strategy: Engine,
     family: Family,
     objective: Objective,
     passes: Sequence[Batch],

@@ -9,27 +9,27 @@ from typing import Any
 from simpletuner.checkpoints.layout import numbered
 from simpletuner.models.family import Family
 from simpletuner.parallel.compilation import described
-from simpletuner.parallel.fsdp2 import units_told
+from simpletuner.parallel.fsdp2 import format_units
 from simpletuner.preparation import Plan, pictures_in_buckets
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings, provenance
-from simpletuner.settings.zero.config import zero_of
+from simpletuner.settings.deepspeed.config import deepspeed_options
 from simpletuner.training.metrics import CURVE, METRICS, read_metrics
 from simpletuner.training.state import TrainingState
 
 
-def describe(session: Session, family: Family, state: TrainingState, plan: Plan) -> None:
+def print_plan(session: Session, family: Family, state: TrainingState, plan: Plan) -> None:
     """Say what is about to run."""
     settings, world = session.settings, session.world
     parallel, training = settings.parallel, settings.training
-    engine = engine_told(settings, world.size)
+    engine = format_engine(settings, world.size)
     batch = f"{training.train_batch_size} x {world.size} x {training.gradient_accumulation_steps}"
     parameters = f"{state.strategy.size:,} parameters"
     rows: list[tuple[str, Any]] = [
         ("model", f"{settings.model.model_family}, {parameters}, mixed precision: {training.mixed_precision}"),
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
-        *([("wrapping", units_told(family.denoiser(), parallel))] if parallel.fsdp_enable else []),
+        *([("wrapping", format_units(family.denoiser(), parallel))] if parallel.fsdp_enable else []),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
         ("pictures", pictures_in_buckets(plan)),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),
@@ -40,9 +40,9 @@ def describe(session: Session, family: Family, state: TrainingState, plan: Plan)
     session.report.table("simpletuner train", rows)
 
 
-def engine_told(settings: Settings, world_size: int) -> str:
+def format_engine(settings: Settings, world_size: int) -> str:
     """Return in a few words what trains, and what does not lie beside it."""
-    if (zero := zero_of(settings)) is not None:
+    if (zero := deepspeed_options(settings)) is not None:
         places = {"cpu": "in the machine's memory", "nvme": "in files"}
         away = (("optimizer", zero.offload_optimizer), ("weights", zero.offload_param))
         return ", ".join(
@@ -51,7 +51,7 @@ def engine_told(settings: Settings, world_size: int) -> str:
     return "FSDP2" if settings.parallel.fsdp_enable else "data-parallel" if world_size > 1 else "plain"
 
 
-def conclude(output: Path, report: Report) -> None:
+def print_result(output: Path, report: Report) -> None:
     """Say how the run went and where everything is."""
     rows = read_metrics(output / METRICS) if not report.quiet else []
     if not rows:

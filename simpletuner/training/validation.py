@@ -13,15 +13,15 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from simpletuner.files import write_file
-from simpletuner.models.family import Conditioning, Family, Sampling
+from simpletuner.models.family import Conditioning, Family, SamplingParams
 from simpletuner.models.vae import Vae
-from simpletuner.parallel.strategy import Strategy, compute_dtype
+from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.world import World
 from simpletuner.preparation import Prepared
 from simpletuner.session import Session
 from simpletuner.settings import Settings
-from simpletuner.training.ema import Average
+from simpletuner.system.files import write_file
+from simpletuner.training.ema import EMA
 from simpletuner.training.state import TrainingState
 
 VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained", "ema")}
@@ -29,18 +29,18 @@ VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained"
 
 
 @dataclass(frozen=True)
-class Painter:
+class Validator:
     """What every round draws with; `prompts` and `negative` are already embedded."""
 
     family: Family
-    strategy: Strategy
+    strategy: Engine
     world: World
     vae: Vae
-    average: Average | None
+    average: EMA | None
     variants: tuple[str, ...]
     prompts: Sequence[tuple[str, Conditioning]]
     negative: Conditioning
-    sampling: Sampling
+    sampling: SamplingParams
     dtype: torch.dtype
     folder: Path
 
@@ -84,7 +84,7 @@ class Painter:
                 yield number, latents
 
     def _latents(self, number: int) -> Tensor:
-        sampling = Sampling(
+        sampling = SamplingParams(
             self.sampling.size, self.sampling.steps, self.sampling.guidance, self.sampling.seed + number
         )
         positive, negative = (
@@ -151,7 +151,7 @@ def shortened(text: str, length: Callable[[str], float], width_px: float) -> str
     return text + "…"
 
 
-def open_painter(session: Session, family: Family, state: TrainingState, prepared: Prepared) -> Painter | None:
+def open_validator(session: Session, family: Family, state: TrainingState, prepared: Prepared) -> Validator | None:
     """Return what draws validation pictures, or None without prompts."""
     settings, validation = session.settings, session.settings.validation
     if not validation.validation_prompt:
@@ -159,7 +159,7 @@ def open_painter(session: Session, family: Family, state: TrainingState, prepare
     seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
     steps, guidance = validation.validation_num_inference_steps, validation.validation_guidance
     negative = validation.validation_negative_prompt
-    return Painter(
+    return Validator(
         family=family,
         strategy=state.strategy,
         world=session.world,
@@ -168,7 +168,7 @@ def open_painter(session: Session, family: Family, state: TrainingState, prepare
         variants=VARIANTS[validation.ema_validation] if state.average is not None else ("trained",),
         prompts=[(prompt, prepared.text.read(prompt)) for prompt in validation.validation_prompt],
         negative=prepared.text.read(negative) if negative else prepared.source.no_caption,
-        sampling=Sampling(picture_size(settings), steps, guidance, seed),
+        sampling=SamplingParams(picture_size(settings), steps, guidance, seed),
         dtype=compute_dtype(settings),
         folder=settings.training.output_dir / "validation",
     )

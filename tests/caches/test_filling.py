@@ -11,9 +11,9 @@ import torch.distributed as dist
 from simpletuner.caches.filling import Job, Wanted, chunks_of, fill
 from simpletuner.caches.shards import ShardReader
 from simpletuner.errors import Stopped
-from simpletuner.ops.signals import StopRequest
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
+from simpletuner.system.signals import StopRequest
 
 GO_ON = StopRequest().check
 

@@ -15,7 +15,7 @@ import torch
 from simpletuner.caches import shards
 from simpletuner.caches.keys import short_hash
 from simpletuner.caches.shards import ShardReader, ShardWriter
-from simpletuner.errors import EnvironmentFault
+from simpletuner.errors import EnvironmentNotReady
 
 PARTS = {"file": "1", "VAE": "a", "dtype": "fp32"}
 
@@ -223,7 +223,7 @@ def test_damage_of_one_record_is_found_and_the_record_is_made_again_at_the_next_
     assert torch.equal(reader.read(reader.find("a", PARTS))["t"], torch.ones(10))
     found = [each for each in reader.places.values() if each.name not in ("a", "c")]
     assert len(found) == 1, "of a changed name or changed parts there is a record, but not the one asked for"
-    with pytest.raises(EnvironmentFault) as caught:
+    with pytest.raises(EnvironmentNotReady) as caught:
         reader.read(found[0])
     assert f"{shard} is damaged at byte {found[0].offset}" in caught.value.message
     assert "run the same command again: it makes this record again" in caught.value.hint
@@ -252,7 +252,7 @@ def test_any_flipped_bit_of_an_index_is_found_or_the_record_is_missing(tmp_path)
             if not found.broken:
                 try:
                     assert torch.equal(reader.read(found)["t"], torch.arange(4.0))
-                except EnvironmentFault:
+                except EnvironmentNotReady:
                     for path in tmp_path.glob("rank999*"):
                         path.unlink()
 
@@ -361,7 +361,7 @@ def write_until_full(writer: ShardWriter, floats: int) -> None:
 @pytest.mark.parametrize(("floats", "kept"), [(20_000, 0), (2_500, 2), (250, 27)])
 def test_a_full_disk_is_said_and_what_was_written_is_kept(tmp_path, floats, kept):
     writer = ShardWriter(tmp_path, 0)
-    with files_no_larger_than(30_000), pytest.raises(EnvironmentFault) as caught:
+    with files_no_larger_than(30_000), pytest.raises(EnvironmentNotReady) as caught:
         write_until_full(writer, floats)
     assert f"cannot write to the cache {tmp_path}: File too large" in caught.value.message
     assert "cache_dir_vae" in caught.value.hint
@@ -376,7 +376,7 @@ def test_a_full_disk_is_said_and_what_was_written_is_kept(tmp_path, floats, kept
 def test_a_full_disk_is_said_when_the_writer_is_closed_by_it(tmp_path, floats):
     writer = ShardWriter(tmp_path, 0)
     try:
-        with files_no_larger_than(30_000), pytest.raises(EnvironmentFault), writer:
+        with files_no_larger_than(30_000), pytest.raises(EnvironmentNotReady), writer:
             write_until_full(writer, floats)
     finally:
         writer.close()

@@ -15,9 +15,9 @@ from simpletuner.checkpoints.layout import (
     prune,
     sizes,
 )
-from simpletuner.checksums import signed
-from simpletuner.errors import EnvironmentFault
-from simpletuner.files import unfinished, write_json
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.system.checksums import signed
+from simpletuner.system.files import unfinished, write_json
 
 
 def checkpoint(root: Path, step: int, content: str = "weights") -> Path:
@@ -88,7 +88,7 @@ def test_a_state_that_cannot_be_is_refused(tmp_path, path, value):
         where = where[key]
     where[name] = value
     write_json(folder / "state.json", state)
-    with pytest.raises(EnvironmentFault, match="checkpoint-000007"):
+    with pytest.raises(EnvironmentNotReady, match="checkpoint-000007"):
         opened(folder)
 
 
@@ -103,7 +103,7 @@ def test_any_other_bit_of_the_state_is_noticed_by_its_own_checksum(tmp_path):
             (folder / "state.json").write_bytes(damaged)
             try:
                 state = opened(folder).state
-            except EnvironmentFault:
+            except EnvironmentNotReady:
                 continue
             state.pop("checksum", None)  # where the name of the checksum itself is hit, nothing else is
             assert {key: value for key, value in state.items() if key in whole} == {

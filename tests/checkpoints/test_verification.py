@@ -10,9 +10,9 @@ import torch
 from simpletuner.checkpoints.layout import folder_of_step, sizes
 from simpletuner.checkpoints.saving import write_state
 from simpletuner.checkpoints.verification import checksums, newest_healthy
-from simpletuner.errors import EnvironmentFault, SettingsError
-from simpletuner.files import write_json
+from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.parallel.world import World, joined_world
+from simpletuner.system.files import write_json
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +69,14 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, world, da
     found, passed_over = newest_healthy(tmp_path, "latest", world)
     assert found is not None and found.step == 100
     assert len(passed_over) == 1 and str(newer) in passed_over[0] and said in passed_over[0]
-    with pytest.raises(EnvironmentFault, match="checkpoint-000200"):
+    with pytest.raises(EnvironmentNotReady, match="checkpoint-000200"):
         newest_healthy(tmp_path, "checkpoint-000200", world)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_again(tmp_path, world):
     for step in (1, 2):
         (checkpoint(tmp_path, step, world) / "state.json").unlink()
-    with pytest.raises(EnvironmentFault) as caught:
+    with pytest.raises(EnvironmentNotReady) as caught:
         newest_healthy(tmp_path, "latest", world)
     assert "checkpoint-000002" in caught.value.message and "checkpoint-000001" in caught.value.message
     assert "--resume_from_checkpoint=none" in caught.value.hint

@@ -18,7 +18,7 @@ from conftest import SMALL
 from holders import holder
 
 from simpletuner.caches.shards import ShardReader, ShardWriter
-from simpletuner.ops.cache.layout import block_cache_paths, lock_of
+from simpletuner.system.cache_files import block_cache_paths, lock_of
 
 PROGRAM = Path(sys.executable).with_name("simpletuner")
 
@@ -244,8 +244,8 @@ def test_mistakes_end_with_2_and_name_what_can_be_said(cache, arguments):
 
 
 def test_what_vanishes_meanwhile_is_no_error(home):
-    from simpletuner.ops.cache import clearing
-    from simpletuner.ops.cache.contents import Kind, find_blocks, find_shards, find_swap
+    from simpletuner.tools.cache import clearing
+    from simpletuner.tools.cache.contents import Kind, find_blocks, find_shards, find_swap
 
     latents, nvme = shards(home / "latents", "a"), home / "nvme"
     blocks()

@@ -12,7 +12,7 @@ import pytest
 
 from simpletuner.app import main
 from simpletuner.models.registry import FAMILIES, flavours_of
-from simpletuner.ops.cache.layout import block_cache_paths
+from simpletuner.system.cache_files import block_cache_paths
 
 PAGE = Path(__file__).parents[2] / "docs" / "blocks.md"
 HEAVY = ("torch", "numpy", "PIL", "diffusers", "transformers", "accelerate", "deepspeed")

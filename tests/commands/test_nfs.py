@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from simpletuner.commands.nfs import show, verdict
-from simpletuner.ops.nfs.check import Outcome
-from simpletuner.ops.nfs.findings import CHECKS, failed, passed, warned
-from simpletuner.ops.nfs.node import Node
 from simpletuner.report import Report
+from simpletuner.tools.nfs.check import Outcome
+from simpletuner.tools.nfs.findings import CHECKS, failed, passed, warned
+from simpletuner.tools.nfs.node import Node
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "accelerate", "diffusers", "transformers", "deepspeed", "PIL", "safetensors")

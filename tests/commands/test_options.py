@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from simpletuner.commands.options import as_arguments, forgiving, metavar, with_settings
+from simpletuner.commands.options import as_arguments, metavar, normalize_argv, with_settings
 from simpletuner.errors import SettingsError
 from simpletuner.settings.loading import knobs
 
@@ -39,14 +39,14 @@ CANONICAL = ["--fsdp_enable=true"]
     ],
 )
 def test_flags_are_understood_in_every_usual_spelling(typed, understood):
-    assert forgiving(typed) == understood
+    assert normalize_argv(typed) == understood
 
 
 @given(st.sampled_from(sorted(knobs())), st.data())
 @hypothesis_settings(deadline=None)
 def test_dashes_and_underscores_mean_the_same_in_every_flag(name, data):
     typed = "".join(data.draw(st.sampled_from("-_")) if letter == "_" else letter for letter in name)
-    assert forgiving([f"--{typed}=x"]) == [f"--{name}=x"]
+    assert normalize_argv([f"--{typed}=x"]) == [f"--{name}=x"]
 
 
 def test_a_command_gets_one_flag_per_knob_and_only_what_was_typed():
@@ -91,7 +91,7 @@ def test_flags_can_be_given_again_to_another_process():
         "--validation_prompt=one",
         "--validation_prompt=two three",
     ]
-    assert forgiving(arguments) == arguments
+    assert normalize_argv(arguments) == arguments
     assert as_arguments({}, None) == []
 
 
@@ -110,10 +110,10 @@ def test_flags_can_be_given_again_to_another_process():
 )
 def test_a_flag_with_two_values_is_refused(arguments, said):
     with pytest.raises(SettingsError) as caught:
-        forgiving(["train", *arguments])
+        normalize_argv(["train", *arguments])
     assert caught.value.message == said
 
 
 def test_the_same_value_twice_and_several_items_of_a_list_are_fine():
     for arguments in (["--seed=3", "--seed=3"], ["--validation_prompt=a", "--validation_prompt="], ["--use_ema"] * 2):
-        assert len(forgiving(arguments)) == len(arguments)
+        assert len(normalize_argv(arguments)) == len(arguments)

@@ -13,8 +13,8 @@ import torch
 from models.test_inputs import CPU, PROMPT, SIZE, TRAINABLE, diffusers_pipeline, opened, sampling
 from torch import Tensor
 
-from simpletuner.data.feed import stacked
 from simpletuner.data.geometry import Geometry
+from simpletuner.data.prefetch import stacked
 from simpletuner.models.family import Conditioning, Family
 from simpletuner.models.objectives import FlowMatching
 

@@ -9,8 +9,8 @@ import torch
 from models.test_inputs import SIZE, TRAINABLE, opened
 from torch import Tensor, nn
 
-from simpletuner.data.feed import stacked
 from simpletuner.data.geometry import Geometry
+from simpletuner.data.prefetch import stacked
 from simpletuner.models.family import Conditioning, Family
 from simpletuner.models.objectives import (
     FlowMatching,

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from simpletuner.errors import EnvironmentFault, SettingsError
+from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.architecture import architecture_of
 from simpletuner.models.detection import detect
 from simpletuner.models.registry import flavours_of
-from simpletuner.ops.cache.layout import block_cache_paths
 from simpletuner.settings.sections import Model
+from simpletuner.system.cache_files import block_cache_paths
 
 SMALL = {"_class_name": "FluxTransformer2DModel", "num_layers": 2, "num_single_layers": 3}
 CACHED = """
@@ -124,10 +124,10 @@ def test_what_cannot_be_meant_is_told(model, said):
     ],
 )
 def test_a_folder_that_cannot_tell_is_named(tmp_path, config, said):
-    with pytest.raises(EnvironmentFault, match="holds neither transformer/config.json, nor unet/config.json"):
+    with pytest.raises(EnvironmentNotReady, match="holds neither transformer/config.json, nor unet/config.json"):
         detected(tmp_path)
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(EnvironmentFault) as error:
+    with pytest.raises(EnvironmentNotReady) as error:
         detected(tmp_path)
     assert said in error.value.message and error.value.hint
 

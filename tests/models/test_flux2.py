@@ -10,7 +10,7 @@ from diffusers import Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
 from models.test_inputs import CPU, expect_same_inputs, expect_same_picture, opened, sampling
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, PixtralVisionConfig
 
-from simpletuner.errors import EnvironmentFault
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.families.flux2 import TINY_TEXT, TINY_TRANSFORMER, from_tokens, positions
 
 MESSAGES = "{%- for message in messages -%}{{ message.role + ' ' + message.content[0].text }}{%- endfor -%}"
@@ -61,7 +61,7 @@ def test_a_package_that_the_published_processor_needs_is_named(dev, tmp_path):
     index = json.loads((folder / "model_index.json").read_text())
     index["tokenizer"] = ["transformers", "PixtralProcessor"]
     (folder / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(EnvironmentFault, match="^PixtralProcessor requires the Torchvision library"):
+    with pytest.raises(EnvironmentNotReady, match="^PixtralProcessor requires the Torchvision library"):
         opened("flux2", folder).text_encoder(CPU, torch.float32)
 
 

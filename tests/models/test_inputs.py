@@ -117,9 +117,9 @@ def expect_same_inputs(family: Family, **told: Any) -> None:
 
 
 def sampling(guidance: float):
-    from simpletuner.models.family import Sampling
+    from simpletuner.models.family import SamplingParams
 
-    return Sampling(SIZE, STEPS, guidance, seed=7)
+    return SamplingParams(SIZE, STEPS, guidance, seed=7)
 
 
 @pytest.mark.parametrize("key", TRAINABLE)

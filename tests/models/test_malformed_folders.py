@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from simpletuner.errors import EnvironmentFault, SettingsError
-from simpletuner.models.opening import open_family
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.loading import load_family
 from simpletuner.models.registry import FAMILIES
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Data, Model, Settings
@@ -28,7 +28,7 @@ INDEX = "model_index.json"
 def opened(folder: Path, family: str = "sdxl", **model: Any):
     world = World(0, 1, 0, torch.device("cpu"), dist.HashStore(), 0)
     model |= {"model_family": family, "pretrained_model_name_or_path": str(folder)}
-    return open_family(Settings(model=Model(**model), data=Data()), world, lambda: None)
+    return load_family(Settings(model=Model(**model), data=Data()), world, lambda: None)
 
 
 def linked(source: Path, target: Path) -> Path:
@@ -164,7 +164,7 @@ def test_a_malformed_folder_is_one_sentence_that_names_the_component(case, sdxl,
     if case == "denoiser gone":  # of a class that no family has
         edited(INDEX, _class_name="Other")(folder)
     change(folder)
-    with pytest.raises(EnvironmentFault, match=sentence) as caught:
+    with pytest.raises(EnvironmentNotReady, match=sentence) as caught:
         opened(folder)
     assert caught.value.hint
     assert "\n" not in caught.value.message and len(caught.value.message) < 500
@@ -196,7 +196,7 @@ def test_a_scheduler_of_another_objective_is_refused(family, scheduler, sentence
     folder = linked(pipelines(family), tmp_path / "model")
     edited(INDEX, scheduler=["diffusers", scheduler["_class_name"]])(folder)
     write(folder / "scheduler" / "scheduler_config.json", json.dumps(scheduler))
-    with pytest.raises(EnvironmentFault, match=sentence):
+    with pytest.raises(EnvironmentNotReady, match=sentence):
         opened(folder, family)
 
 

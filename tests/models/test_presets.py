@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from simpletuner.models.components import class_of_diffusers
+from simpletuner.models.diffusers_io import class_of_diffusers
 from simpletuner.models.registry import FAMILIES, Architecture, flavours_of
 
 ARCHITECTURES = {

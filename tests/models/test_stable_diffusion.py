@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.models.family import Family, Sampling
+from simpletuner.models.family import Family, SamplingParams
 from simpletuner.models.objectives import Diffusion
 from simpletuner.models.registry import traits_of
 from simpletuner.settings.sections import Model, Settings
@@ -57,7 +57,7 @@ def test_the_published_scheduler_draws_as_in_diffusers(key, changes, pipelines, 
 
     folder = with_scheduler(pipelines(key), tmp_path / key, changes)
     family, cpu = opened(key, folder), torch.device("cpu")
-    sampling = Sampling((96, 64), 4, 4.0, seed=7)
+    sampling = SamplingParams((96, 64), 4, 4.0, seed=7)
     theirs = DiffusionPipeline.from_pretrained(folder)
     theirs.set_progress_bar_config(disable=True)
     encoder = family.text_encoder(cpu, torch.float32)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from simpletuner.models.components import build_on_meta
+from simpletuner.models.diffusers_io import build_on_meta
 from simpletuner.models.registry import FAMILIES, flavours_of
 from simpletuner.parallel.blocks import blocks_of, detect_blocks, recommended_blocks
-from simpletuner.parallel.fsdp2 import units_by_class, units_told
+from simpletuner.parallel.fsdp2 import format_units, units_by_class
 from simpletuner.settings.sections import Parallel
 
 ARCHITECTURES = {
@@ -136,7 +136,7 @@ def test_diffusers_own_hints_are_told():
 )
 def test_units_are_told_with_their_share(settings, said):
     model = Root(*(Outer(inner(), nn.Linear(4, 4)) for _ in range(20)))
-    assert units_told(model, Parallel(**settings)) == said
+    assert format_units(model, Parallel(**settings)) == said
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

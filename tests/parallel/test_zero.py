@@ -14,12 +14,12 @@ import pytest
 import slices
 import torch
 
-from simpletuner.errors import EnvironmentFault
-from simpletuner.parallel.zero.building import engine_config, swap_into
-from simpletuner.parallel.zero.operators import wait_for_compile
-from simpletuner.parallel.zero.rows import overlap, row_intervals
+from simpletuner.deepspeed.build import engine_config, swap_into
+from simpletuner.deepspeed.operators import wait_for_compile
+from simpletuner.deepspeed.row_shards import overlap, row_intervals
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.settings.sections import Parallel, Settings
-from simpletuner.training.summary import engine_told
+from simpletuner.training.summary import format_engine
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -74,9 +74,9 @@ def test_small_shared_and_frozen_parameters_and_buffers_are_those_of_the_other_e
 
 def test_the_engine_is_told_in_a_few_words():
     offloaded = Parallel(zero_stage=3, offload_optimizer="cpu", offload_param="nvme", offload_param_path=Path("x"))
-    told = engine_told(Settings(parallel=offloaded), 2)
+    told = format_engine(Settings(parallel=offloaded), 2)
     assert told == "ZeRO-3, optimizer in the machine's memory, weights in files"
-    assert engine_told(Settings(parallel=Parallel(zero_stage=1)), 2) == "ZeRO-1"
+    assert format_engine(Settings(parallel=Parallel(zero_stage=1)), 2) == "ZeRO-1"
 
 
 def test_only_what_goes_to_files_gets_the_folder_of_this_process():
@@ -93,7 +93,7 @@ def test_a_lock_that_a_killed_compile_left_is_told(tmp_path):
     (tmp_path / "lock").touch()
     os.utime(tmp_path / "lock", (0, 0))
     os.utime(tmp_path, (0, 0))
-    with pytest.raises(EnvironmentFault, match="was killed") as fault:
+    with pytest.raises(EnvironmentNotReady, match="was killed") as fault:
         wait_for_compile(tmp_path, "async_io", lambda: None)
     assert fault.value.hint.endswith(f"`rm {tmp_path / 'lock'}`")
 

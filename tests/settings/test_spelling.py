@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from simpletuner.settings import load, settings_as_json
 from simpletuner.settings.loading import knobs
-from simpletuner.settings.spelling import SYNONYMS, WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, normalised
+from simpletuner.settings.spelling import SYNONYMS, WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, normalize_value
 
 ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures", "model_type": "full", "instance_prompt": "x"}
 SPLIT = {"fsdp_enable": True, "context_parallel_size": 2, "num_processes": 2}
@@ -93,7 +93,7 @@ def test_every_synonym_means_a_value_that_the_knob_accepts(name, word, meant):
     ],
 )
 def test_a_value_is_brought_to_its_canonical_spelling_or_left_as_it_came(name, value, meant):
-    got = normalised(name, knobs()[name], value)
+    got = normalize_value(name, knobs()[name], value)
     assert got == meant
     assert type(got) is type(meant)
 

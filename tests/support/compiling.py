@@ -13,9 +13,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simpletuner.parallel.strategy import build_strategy
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.sections import Compile, Optimizer, Parallel, Settings, Training
+from simpletuner.training.engines import build_engine
 from simpletuner.training.optimizers import make_optimizer
 
 
@@ -64,7 +64,7 @@ def losses_of(backend: str, fsdp: bool, world: World) -> list[float]:
             tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements) if sharded else whole)
 
     optimizer = partial(make_optimizer, settings=Optimizer())
-    strategy = build_strategy(model, ("Block",), settings, world, load, optimizer)
+    strategy = build_engine(model, ("Block",), settings, world, load, optimizer)
     losses = []
     for _ in range(3):
         with strategy.forward_pass(True):

@@ -7,11 +7,11 @@ import signal
 import time
 from pathlib import Path
 
-from simpletuner.files import unfinished
 from simpletuner.models.detection import detect
-from simpletuner.ops.cache.holds import alone_with
-from simpletuner.ops.cache.layout import block_cache_paths, lock_of
 from simpletuner.settings.sections import Model
+from simpletuner.system.cache_files import block_cache_paths, lock_of
+from simpletuner.system.files import unfinished
+from simpletuner.system.locks import exclusive_lock
 
 
 def detect_often(folder: str, home: str, rounds: int) -> None:
@@ -29,6 +29,6 @@ def die_writing(home: str) -> None:
     """Be killed in the middle of writing, with the lock held."""
     os.environ["SIMPLETUNER_HOME"] = home
     path, _ = block_cache_paths()
-    with alone_with(lock_of(path)):
+    with exclusive_lock(lock_of(path)):
         unfinished(path).write_text('{"half": ')
         os.kill(os.getpid(), signal.SIGKILL)

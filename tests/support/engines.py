@@ -18,14 +18,14 @@ from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import newest_healthy
 from simpletuner.models.family import Family
 from simpletuner.models.registry import traits_of
-from simpletuner.ops.signals import StopRequest
-from simpletuner.parallel.engine import local
+from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Prepared, plan_data, prepare
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
 from simpletuner.settings.sections import Data, Ema, Launch, Model, Optimizer, Parallel, Settings, Training
+from simpletuner.system.signals import StopRequest
 from simpletuner.training.loop import Run
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
@@ -196,7 +196,7 @@ def differences(state: TrainingState, held: dict[str, dict[str, torch.Tensor]], 
     for group, tensors in groups_of(state):
         expected = held.pop(group, {})
         for name, tensor in tensors:
-            if not torch.equal(local(tensor), rows_of(expected.pop(name, torch.empty(0)), tensor)):
+            if not torch.equal(local_tensor(tensor), rows_of(expected.pop(name, torch.empty(0)), tensor)):
                 different.append(f"{group}: {name}")
         different += [f"{group}: {name} is missing" for name in expected]
     different += held

@@ -11,10 +11,10 @@ from pathlib import Path
 CODE = """
 import sys, time
 from pathlib import Path
-from simpletuner.ops.cache.holds import alone_with, in_use
-from simpletuner.ops.cache.swap import claimed
+from simpletuner.system.locks import exclusive_lock, shared_lock
+from simpletuner.deepspeed.swap_files import claimed
 
-hold = {"cache": lambda: in_use([Path(sys.argv[2])]), "file": lambda: alone_with(Path(sys.argv[2])),
+hold = {"cache": lambda: shared_lock([Path(sys.argv[2])]), "file": lambda: exclusive_lock(Path(sys.argv[2])),
         "swap": lambda: claimed(Path(sys.argv[2]), Path("my-run"))}[sys.argv[1]]
 with hold() as held:
     print(held, flush=True)

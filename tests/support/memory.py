@@ -20,10 +20,11 @@ from simpletuner.models.family import Family
 from simpletuner.models.registry import traits_of
 from simpletuner.models.weights import weights_files
 from simpletuner.parallel.blocks import recommended_blocks
-from simpletuner.parallel.engine import local
-from simpletuner.parallel.strategy import Strategy, build_strategy
+from simpletuner.parallel.engine import Engine
+from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.sections import Launch, Model, Parallel, Settings, Training
+from simpletuner.training.engines import build_engine
 from simpletuner.training.optimizers import make_optimizer
 
 BUCKET_BYTES = 8 * 2**20
@@ -42,20 +43,20 @@ class MallocInfo(ctypes.Structure):
     ]
 
 
-def sharded(family: str, folder: str, world: World) -> Strategy:
+def sharded(family: str, folder: str, world: World) -> Engine:
     return built(family, folder, world, Parallel(fsdp_enable=True))
 
 
-def whole(family: str, folder: str, world: World) -> Strategy:
+def whole(family: str, folder: str, world: World) -> Engine:
     return built(family, folder, world, Parallel())
 
 
-def zero3(family: str, folder: str, world: World) -> Strategy:
+def zero3(family: str, folder: str, world: World) -> Engine:
     config = {"zero_optimization": {"reduce_bucket_size": BUCKET_BYTES // 4}}
     return built(family, folder, world, Parallel(zero_stage=3, deepspeed_config=config))
 
 
-def built(family: str, folder: str, world: World, parallel: Parallel) -> Strategy:
+def built(family: str, folder: str, world: World, parallel: Parallel) -> Engine:
     settings = Settings(
         model=Model(model_family=family, pretrained_model_name_or_path=folder),
         launch=Launch(num_processes=world.size),
@@ -70,7 +71,7 @@ def built(family: str, folder: str, world: World, parallel: Parallel) -> Strateg
 
     optimizer = partial(make_optimizer, settings=settings.optimizer)
     model = opened.denoiser()
-    return build_strategy(model, recommended_blocks(model), settings, world, load, optimizer)
+    return build_engine(model, recommended_blocks(model), settings, world, load, optimizer)
 
 
 def bytes_of(tensors) -> int:
@@ -86,7 +87,7 @@ def share_of_state(family: str, folder: str, report: str) -> None:
         strategy.update(1e-4, 1.0)
         tensors = [*strategy.module.parameters()]
         tensors += [t for make in strategy.moments().tensors.values() for t in make().values()]
-        held, whole = bytes_of([local(tensor) for tensor in tensors]), bytes_of(tensors)
+        held, whole = bytes_of([local_tensor(tensor) for tensor in tensors]), bytes_of(tensors)
         Path(f"{report}.{world.rank}").write_text(json.dumps([held, whole]))
 
 
@@ -115,7 +116,7 @@ def peak_of_loading(family: str, folder: str, report: str) -> None:
         done.set()
         watcher.join()
         parameters = list(strategy.module.parameters())
-        held, largest = bytes_of([local(p) for p in parameters]), max(bytes_of([p]) for p in parameters)
+        held, largest = bytes_of([local_tensor(p) for p in parameters]), max(bytes_of([p]) for p in parameters)
         Path(f"{report}.{world.rank}").write_text(json.dumps([max(peaks) - before, held, largest, os.getpid()]))
 
 
@@ -124,7 +125,7 @@ def memory_of_zero3(family: str, folder: str, report: str) -> None:
     and were held afterwards, how many are this rank's share of the weights and all weights, and how many bytes of
     weights were whole here at most."""
     with joined_world() as world:
-        from simpletuner.parallel.zero.readiness import import_deepspeed
+        from simpletuner.deepspeed.readiness import import_deepspeed
 
         import_deepspeed(world)
         allocated, held, peaks = allocated_bytes(), anonymous_bytes(), [0]

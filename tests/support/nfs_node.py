@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from simpletuner.ops.nfs.check import check
-from simpletuner.ops.nfs.node import Node
-from simpletuner.ops.signals import listening
+from simpletuner.system.signals import listening
+from simpletuner.tools.nfs.check import check
+from simpletuner.tools.nfs.node import Node
 
 
 def only_here(descriptor: int, operation: int) -> None:

@@ -12,11 +12,12 @@ from engines import ENGINES, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simpletuner.parallel.strategy import Strategy, build_strategy
+from simpletuner.deepspeed.row_shards import Rows
+from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.parallel.zero.rows import Rows
 from simpletuner.settings.sections import Ema, Optimizer, Parallel, Settings, Training
-from simpletuner.training.ema import Average
+from simpletuner.training.ema import EMA
+from simpletuner.training.engines import build_engine
 from simpletuner.training.optimizers import make_optimizer
 
 SHAPES = [(7, 3), (1,), (3,), (2, 5, 2), (13,), (4, 4)]
@@ -70,7 +71,7 @@ class Odd(nn.Module):
         return y
 
 
-def opened(name: str, world: World, dtype: str) -> Strategy:
+def opened(name: str, world: World, dtype: str) -> Engine:
     """Return an engine around an Odd with weights of seed 1."""
     torch.manual_seed(0)
     from accelerate import init_empty_weights
@@ -90,7 +91,7 @@ def opened(name: str, world: World, dtype: str) -> Strategy:
         parallel=Parallel(**ENGINES[name]), training=Training(mixed_precision=dtype, gradient_checkpointing=False)
     )
     optimizer = partial(make_optimizer, settings=Optimizer())
-    return build_strategy(model, ("Sequential",), settings, world, load, optimizer)
+    return build_engine(model, ("Sequential",), settings, world, load, optimizer)
 
 
 def odd_shapes(names: list[str], dtype: str, report: str) -> None:
@@ -99,7 +100,7 @@ def odd_shapes(names: list[str], dtype: str, report: str) -> None:
         found = {}
         for name in names:
             with closing(opened(name, world, dtype)) as strategy:
-                average = Average(strategy, Ema(use_ema=True))
+                average = EMA(strategy, Ema(use_ema=True))
                 begun = neutral(strategy)
                 losses = [step(strategy, world) for _ in range(3)]
                 average.update(1)
@@ -125,30 +126,30 @@ def odd_shapes(names: list[str], dtype: str, report: str) -> None:
         Path(report).write_text(json.dumps(found))
 
 
-def neutral(strategy: Strategy) -> dict[str, Tensor]:
+def neutral(strategy: Engine) -> dict[str, Tensor]:
     """Return every weight whole."""
     return {name: whole(strategy.neutral(name, part)).clone() for name, part in strategy.parts()}
 
 
-def step(strategy: Strategy, world: World) -> float:
+def step(strategy: Engine, world: World) -> float:
     """Take a step on data that differs by rank."""
     loss = forward(strategy, world)
     strategy.update(1e-2, 1.0)
     return loss
 
 
-def step_without_update(strategy: Strategy, world: World) -> float:
+def step_without_update(strategy: Engine, world: World) -> float:
     """Return the loss alone."""
     with torch.no_grad(), strategy.drawing():
         return strategy.module(inputs(strategy, world)).square().mean().item()
 
 
-def forward(strategy: Strategy, world: World) -> float:
+def forward(strategy: Engine, world: World) -> float:
     with strategy.forward_pass(True):
         loss = strategy.model(inputs(strategy, world)).square().mean()
         strategy.backward(loss)
     return loss.item()
 
 
-def inputs(strategy: Strategy, world: World) -> Tensor:
+def inputs(strategy: Engine, world: World) -> Tensor:
     return torch.full((4, 5), 1.0 + world.rank) * torch.arange(1.0, 6.0)

@@ -50,7 +50,7 @@ def rank(number: int, port: int, config: dict[str, Any], answer: Any) -> None:
     import torch
     from deepspeed.utils import logger
 
-    from simpletuner.parallel.zero.building import OURS
+    from simpletuner.deepspeed.build import OURS
 
     logger.setLevel(logging.ERROR)
     deepspeed.ops.__dict__["__compatible_ops__"] = {}  # else it compiles what we never use

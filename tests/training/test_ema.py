@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from simpletuner.parallel.engine import TorchEngine
+from simpletuner.parallel.torch_engine import TorchEngine
 from simpletuner.settings.sections import Ema, Optimizer
-from simpletuner.training.ema import Average
+from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import make_optimizer
 
 
@@ -17,10 +17,10 @@ def engine(module: torch.nn.Module) -> TorchEngine:
     return TorchEngine(module, module, optimizer, lambda last: nullcontext(), nullcontext)
 
 
-def average_of(values: list[float], **settings) -> tuple[Average, torch.Tensor]:
+def average_of(values: list[float], **settings) -> tuple[EMA, torch.Tensor]:
     module = torch.nn.Module()
     module.w = torch.nn.Parameter(torch.tensor(values))
-    return Average(engine(module), Ema(use_ema=True, **settings)), module.w
+    return EMA(engine(module), Ema(use_ema=True, **settings)), module.w
 
 
 def move(live: torch.Tensor, values: list[float]) -> None:
@@ -77,7 +77,7 @@ def test_whole_numbers_are_left_alone():
     module = torch.nn.Module()
     module.w = torch.nn.Parameter(torch.zeros(2))
     module.register_buffer("count", torch.tensor(3))
-    average = Average(engine(module), Ema(use_ema=True))
+    average = EMA(engine(module), Ema(use_ema=True))
     average.update(1)
     assert set(average.parts) == {"w"}
 
@@ -103,7 +103,7 @@ def test_in_place_puts_the_weights_back_after_a_failure():
 
 def test_the_module_itself_sees_the_exchange():
     module = torch.nn.Linear(2, 1, bias=False)
-    average = Average(engine(module), Ema(use_ema=True))
+    average = EMA(engine(module), Ema(use_ema=True))
     before = module(torch.ones(1, 2)).item()
     with torch.no_grad():
         module.weight.add_(1)
@@ -114,7 +114,7 @@ def test_the_module_itself_sees_the_exchange():
 
 def test_the_average_is_in_float32_whatever_the_weights_are():
     module = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
-    average = Average(engine(module), Ema(use_ema=True))
+    average = EMA(engine(module), Ema(use_ema=True))
     average.update(1)
     assert average.parts["weight"].dtype == torch.float32
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from simpletuner.data.geometry import Size
 from simpletuner.models.families.flux import embedded_guidance
-from simpletuner.models.family import Conditioning, Family, Sampling, Traits, without_negative
+from simpletuner.models.family import Conditioning, Family, SamplingParams, Traits, without_negative
 from simpletuner.models.objectives import flow_matching, rounded_times_1000
 from simpletuner.models.tiny import load_vae
 from simpletuner.models.tiny_qwen import build_qwen_tokenizer, with_clear_words
@@ -56,7 +56,7 @@ def predict(
     return from_tokens(tokens, (height, width))
 
 
-def draw_arguments(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:
+def draw_arguments(positive: Conditioning, negative: Conditioning, sampling: SamplingParams) -> dict[str, Any]:
     """Return what klein's pipeline is told: of negative prompts it takes embeddings alone."""
     embedded = {f"negative_{name}": value for name, value in negative.items()}
     return {**positive, **embedded, **sampling.arguments()}

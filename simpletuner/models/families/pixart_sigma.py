@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.data.geometry import Geometry
-from simpletuner.models.family import Conditioning, Family, Sampling, Traits, with_guidance
+from simpletuner.models.family import Conditioning, Family, SamplingParams, Traits, with_guidance
 from simpletuner.models.objectives import diffusion
-from simpletuner.models.prompts import encoded_with_mask
+from simpletuner.models.text_encoding import encoded_with_mask
 from simpletuner.models.tiny import build_t5, build_t5_tokenizer, load_vae
 
 ALPHA = "PixArtAlphaPipeline"
@@ -52,7 +52,7 @@ def predict(_: Family, model: nn.Module, noisy_BCHW: Tensor, timesteps_B: Tensor
     return noise_and_variance[:, : noisy_BCHW.shape[1]]
 
 
-def draw_arguments(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:
+def draw_arguments(positive: Conditioning, negative: Conditioning, sampling: SamplingParams) -> dict[str, Any]:
     """Return what is told to a pipeline that would choose another size itself and cleans captions if it can."""
     return with_guidance(positive, negative, sampling) | {"use_resolution_binning": False, "clean_caption": False}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.models.families.flux import packed, unpacked
-from simpletuner.models.family import Conditioning, Family, Sampling, Traits, with_guidance
+from simpletuner.models.family import Conditioning, Family, SamplingParams, Traits, with_guidance
 from simpletuner.models.objectives import flow_matching, rounded
 from simpletuner.models.tiny_qwen import WIDTH, build_qwen25_vl, build_qwen_tokenizer
 
@@ -46,7 +46,7 @@ def predict(
     return unpacked(tokens, (height, width))
 
 
-def draw_arguments(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:
+def draw_arguments(positive: Conditioning, negative: Conditioning, sampling: SamplingParams) -> dict[str, Any]:
     """Return what the pipeline is told: its guidance_scale is for distilled models, of which none is published."""
     told = with_guidance(positive, negative if sampling.guidance > 1 else {}, sampling)
     return told | {

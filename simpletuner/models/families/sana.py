@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from simpletuner.models.families.pixart_sigma import draw_arguments
 from simpletuner.models.family import Conditioning, Family, Traits
 from simpletuner.models.objectives import flow_matching
-from simpletuner.models.prompts import encoded_with_mask
+from simpletuner.models.text_encoding import encoded_with_mask
 from simpletuner.models.tiny import build_gemma, build_gemma_tokenizer
 
 

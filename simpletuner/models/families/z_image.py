@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from simpletuner.models.family import Conditioning, Family, Sampling, Traits
+from simpletuner.models.family import Conditioning, Family, SamplingParams, Traits
 from simpletuner.models.objectives import flow_matching
 from simpletuner.models.tiny import load_vae
 from simpletuner.models.tiny_qwen import WIDTH, build_qwen3, build_qwen_tokenizer
@@ -46,7 +46,7 @@ def predict(_: Family, model: nn.Module, noisy_BCHW: Tensor, timesteps_B: Tensor
     return -torch.stack(answers).squeeze(2)
 
 
-def draw_arguments(positive: Conditioning, negative: Conditioning, sampling: Sampling) -> dict[str, Any]:
+def draw_arguments(positive: Conditioning, negative: Conditioning, sampling: SamplingParams) -> dict[str, Any]:
     """Return what the pipeline is told: its guidance scale counts from 0 for none, where others count from 1."""
     told = sampling.arguments() | {"guidance_scale": sampling.guidance - 1}
     for prefix, conditioning in (("", positive), ("negative_", negative)):

@@ -1,0 +1,127 @@
+"""The questions of `simpletuner deepspeed build` in a terminal, one after the other, with what each answer means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletuner.commands.deepspeed_builder import Builder, estimate_for
+from simpletuner.deepspeed.choice import candidates
+from simpletuner.errors import SettingsError
+from simpletuner.report import Report
+from simpletuner.settings.knob import shown_default
+from simpletuner.settings.sections import Parallel, knobs
+from simpletuner.settings.spelling import choices_of
+from simpletuner.system.numbers import format_gib
+
+DEFAULT_OUTPUT = Path("config/deepspeed.json")
+
+
+def always(parallel: Parallel) -> bool:
+    """Ask in any case."""
+    return True
+
+
+def shares_weights(parallel: Parallel) -> bool:
+    """Ask where weights are shared out."""
+    return parallel.zero_stage == 3
+
+
+@dataclass(frozen=True)
+class Question:
+    """One setting to ask for, in words, and when."""
+
+    knob: str
+    words: str
+    when: Callable[[Parallel], bool] = always
+    default: str = ""
+
+
+QUESTIONS = (
+    Question("num_processes", "How many GPUs in all?"),
+    Question("zero_stage", "Share out optimizer state (1), gradients too (2), weights too (3)?", default="2"),
+    Question("offload_optimizer", "Where is optimizer state kept? none: on the GPU"),
+    Question("offload_param", "Where are weights kept between uses? none: on the GPU", shares_weights),
+    Question("optimizer", "Which optimizer?"),
+    Question("lr_scheduler", "How does the learning rate go on after the warm-up?"),
+    Question("lr_warmup_steps", "Over how many steps does it rise?"),
+    Question("gradient_accumulation_steps", "How many forward passes make a step?"),
+    Question("max_grad_norm", "Scale gradients down to which norm? 0: never"),
+    Question("mixed_precision", "Compute in bf16, or (no) in float32?"),
+)
+FOLDER = Question("offload_param_path", "In which folder? On a fast disk of each machine")
+
+
+@dataclass
+class Wizard:
+    """Ask for what is not chosen yet."""
+
+    report: Report
+    builder: Builder
+
+    def run(self) -> None:
+        """Ask all questions, showing what has been built so far."""
+        for question in QUESTIONS:
+            loaded = self.builder.load()
+            if question.knob in loaded.origins or not question.when(loaded.settings.parallel):
+                continue
+            if question.knob == "zero_stage":
+                self.compare()
+            self.settle(question)
+            if loaded.settings.parallel.zero_stage or question.knob == "zero_stage":
+                self.show()
+
+    def file(self, force: bool) -> Path:
+        """Ask where to write, until nothing is there, or it may be written over."""
+        while True:
+            path = Path(self.report.ask("Write to", default=str(DEFAULT_OUTPUT)))
+            if force or not path.is_file() or self.report.confirm(f"{path} is there already: write over it?"):
+                return path
+
+    def settle(self, question: Question) -> None:
+        """Ask until the answer can be used."""
+        while True:
+            answer = self.answer(question)
+            more = {question.knob: answer}
+            if answer == "nvme" and self.builder.load().settings.parallel.offload_param_path is None:
+                more[FOLDER.knob] = self.answer(FOLDER)
+            try:
+                self.builder.load(**more)
+            except SettingsError as error:
+                self.report.error(error)
+                continue
+            self.builder.answers |= more
+            return
+
+    def answer(self, question: Question) -> str:
+        """Return what the person says."""
+        field = knobs()[question.knob]
+        choices = [str(choice) for choice in choices_of(field.annotation)]
+        if question.knob.startswith("offload_") and self.builder.load().settings.parallel.zero_stage != 3:
+            choices = [choice for choice in choices if choice != "nvme"]
+        return self.report.ask(question.words, choices, question.default or shown_default(field))
+
+    def compare(self) -> None:
+        """Show what each choice of stage and offloading would take."""
+        builder = self.builder
+        if builder.parameters is None:
+            self.report.say("with --model_family or --parameters=2.6e9 this would show what each choice takes")
+            return
+        rows = []
+        for choice in candidates(with_files=True):
+            path = {} if builder.load().settings.parallel.offload_param_path else {FOLDER.knob: "/"}
+            held = estimate_for(builder.load(**choice, **path), builder.parameters)
+            verdict = ("no" if builder.room.lacks(held) else "yes") if builder.room else ""
+            sizes = map(format_gib, (held.gpu_bytes, held.host_bytes, held.disk_bytes))
+            rows.append((*choice.values(), *sizes, verdict))
+        title = f"{builder.parameters:,} parameters"
+        columns = ("stage", "optimizer", "weights", "per GPU", "per machine", "on its disk", "fits")
+        self.report.table(title, rows, columns)
+
+    def show(self) -> None:
+        """Show the JSON so far, and what it means."""
+        result = self.builder.result()
+        self.report.say(json.dumps(result.json, indent=2))
+        result.tell(self.report)

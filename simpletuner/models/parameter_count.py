@@ -1,0 +1,43 @@
+"""How many parameters a denoiser has, from the headers of its weights or as published; no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from simpletuner.models.registry import flavour_of
+from simpletuner.settings.sections import Model
+
+DENOISERS = ("transformer", "unet")
+
+
+def parameters_of(model: Model) -> tuple[int, str] | None:
+    """Return a denoiser's parameters and who counted them; None where nobody can say without loading it."""
+    base = Path(model.pretrained_model_name_or_path)
+    if model.pretrained_model_name_or_path and base.is_dir():
+        folder = next((base / name for name in DENOISERS if (base / name).is_dir()), base)
+        count = sum(map(parameters_in, weights_of_variant(folder.glob("*.safetensors"), model.variant)))
+        return (count, f"counted in {folder}") if count else None
+    flavour = flavour_of(model)
+    if flavour is None or flavour.architecture.parameters is None:
+        return None
+    return flavour.architecture.parameters, f"as published for {model.model_family}"
+
+
+def weights_of_variant(files: Iterable[Path], variant: str | None) -> list[Path]:
+    """Return the files of one variant; the plain one has no dot in its stem."""
+    marked = f".{variant}" if variant else ""
+    return [path for path in files if (marked in path.stem if marked else "." not in path.stem)]
+
+
+def parameters_in(path: Path) -> int:
+    """Return how many numbers a safetensors file holds: its header lists every shape. 0 for a damaged file."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0

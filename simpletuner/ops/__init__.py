@@ -1,1 +1,0 @@
-"""What happens around training, without torch: starting ranks, checks, maintenance."""

@@ -1,1 +1,0 @@
-"""What runs leave to find again: where it lies, who uses it, and how it is cleared. No torch."""

@@ -1,0 +1,47 @@
+"""Numbers of bytes and parameters as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from simpletuner.errors import SettingsError
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """Return an amount such as `24GiB`, `80 GB` or `9237MiB` in bytes. Raises SettingsError for what is none."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    unit = UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None or float(found[1]) == 0:
+        raise SettingsError(f"{flag} = {text!r}: use an amount of memory", f"such as {flag}=24GiB")
+    return round(float(found[1]) * unit)
+
+
+def parse_count(text: str, flag: str) -> int:
+    """Return a number of parameters such as `2.6e9`, `2.6B` or `900M`. Raises SettingsError for what is none."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmb]?)\s*", text.replace("_", ""), re.IGNORECASE)
+    count = round(float(found[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[found[2].lower()]) if found else 0
+    if count < 1:
+        raise SettingsError(f"{flag} = {text!r}: use a number of parameters", f"such as {flag}=2.6e9")
+    return count
+
+
+def format_gib(count: float) -> str:
+    """Return bytes as the memory of GPUs is told; empty for none."""
+    if not count:
+        return ""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
+
+
+def format_gb(count: float) -> str:
+    """Format bytes as `df -H` does."""
+    return f"{count / 10**9:,.0f} GB" if count >= 10**10 else f"{count / 10**9:.2f} GB"
+
+
+def format_count(count: int) -> str:
+    """Format a number of parameters: `11.9 B`, `5.00 B`, `860 M`, `512`."""
+    for letter, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= 0.9995 * size:
+            return f"{count / size:#.3g}".rstrip(".") + f" {letter}"
+    return str(count)

@@ -1,0 +1,1 @@
+"""Commands that look after machines and caches; training never imports them."""

@@ -1,0 +1,1 @@
+"""List and clear what simpletuner keeps in cache folders."""

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from simpletuner.data.batch_sampler import SamplerState
+from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1
+from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.geometry import bucket_size
+
+CASES = json.loads((Path(__file__).parent / "order_v1.json").read_text())
+"""Batches that the code of version 0.1.0 (commit f0e50b6) took, with the position after each as it saved it."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_version_0_1_began_goes_on_with_the_batches_that_it_would_take(case):
+    order = GlobalBatchSamplerV1(case["buckets"], case["seed"])
+
+    def following(position: SamplerState, count: int) -> list:
+        found = [[batch.bucket, list(batch.samples), after] for batch, after in islice(order.batches(position), count)]
+        return [
+            [name, samples, {key: asdict(after)[key] for key in CASES[0]["batches"][0][2]}]
+            for name, samples, after in found
+        ]
+
+    rows = case["batches"]
+    assert following(order.start(case["batch_size"]), len(rows)) == rows
+    for number in (0, 4, 7):
+        assert following(SamplerState(**rows[number][2]), 3) == rows[number + 1 : number + 4]
+    larger = case["after 5 with a larger batch"]
+    position = order.resized(SamplerState(**rows[4][2]), case["batch_size"] + 1)
+    assert following(position, len(larger)) == larger
+
+
+def test_buckets_of_version_0_1_round_each_side_by_itself():
+    dataset = ImageDataset(id="d", instance_data_dir=Path("x"), resolution=1024)
+    assert bucket_size(dataset, (4032, 3024), 64, version=1) == (1152, 896)
+    assert bucket_size(dataset, (4032, 3024), 64) == (1216, 896)

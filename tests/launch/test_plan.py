@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simpletuner.errors import SettingsError
+from simpletuner.launch import choose_gpus
+from simpletuner.launch.network import addresses, interface_towards
+from simpletuner.launch.node_info import MAY_DIFFER, NodeInfo, difference
+from simpletuner.settings.loading import knobs
+from simpletuner.settings.sections import Launch
+
+ENOUGH = ("--model_family=sdxl", "--instance_data_dir=my pictures")
+TWO_MACHINES = ("--num_processes=4", "--num_machines=2", "--main_process_ip=127.0.0.1")
+
+TWO_MACHINES_PLANNED = """\
+# machine 0
+simpletuner train --model_family=sdxl '--instance_data_dir=my pictures' --num_processes=4 --num_machines=2 \
+--main_process_ip=127.0.0.1 --machine_rank=0
+#   MASTER_ADDR=127.0.0.1
+#   MASTER_PORT=29500
+#   WORLD_SIZE=4
+#   LOCAL_WORLD_SIZE=2
+#   GROUP_RANK=0
+#   GROUP_WORLD_SIZE=2
+#   TORCHELASTIC_USE_AGENT_STORE=True
+#   OMP_NUM_THREADS=3
+#   GLOO_SOCKET_IFNAME='(the interface that reaches 127.0.0.1)'
+#   NCCL_SOCKET_IFNAME=mine
+#   RANK=0 LOCAL_RANK=0
+#   RANK=1 LOCAL_RANK=1
+#   PYTHON -P -u -m simpletuner train --model_family=sdxl '--instance_data_dir=my pictures' --num_processes=4 \
+--num_machines=2 --main_process_ip=127.0.0.1 --machine_rank=0
+
+# machine 1
+simpletuner train --model_family=sdxl '--instance_data_dir=my pictures' --num_processes=4 --num_machines=2 \
+--main_process_ip=127.0.0.1 --machine_rank=1
+#   MASTER_ADDR=127.0.0.1
+#   MASTER_PORT=29500
+#   WORLD_SIZE=4
+#   LOCAL_WORLD_SIZE=2
+#   GROUP_RANK=1
+#   GROUP_WORLD_SIZE=2
+#   TORCHELASTIC_USE_AGENT_STORE=True
+#   OMP_NUM_THREADS=3
+#   GLOO_SOCKET_IFNAME=lo
+#   NCCL_SOCKET_IFNAME=mine
+#   RANK=2 LOCAL_RANK=0
+#   RANK=3 LOCAL_RANK=1
+#   PYTHON -P -u -m simpletuner train --model_family=sdxl '--instance_data_dir=my pictures' --num_processes=4 \
+--num_machines=2 --main_process_ip=127.0.0.1 --machine_rank=1
+"""
+
+IMPORTED = """
+import sys
+from simpletuner.app import main
+try:
+    main(sys.argv[1:])
+finally:
+    heavy = ("torch", "numpy", "accelerate", "diffusers", "transformers", "deepspeed", "PIL")
+    print([name for name in heavy if name in sys.modules], file=sys.stderr)
+"""
+
+
+def planned(folder: Path, *flags: str) -> str:
+    """Return what a dry run prints, after seeing that it imported and wrote nothing."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "3", "NCCL_SOCKET_IFNAME": "mine"}
+    command = [sys.executable, "-c", IMPORTED, "train", *ENOUGH, *flags]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    assert list(folder.iterdir()) == []
+    return done.stdout.replace(sys.executable, "PYTHON")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are found by what Linux offers")
+def test_a_dry_run_shows_what_to_type_on_each_machine_and_what_that_starts(tmp_path):
+    assert planned(tmp_path, *TWO_MACHINES, "--machine_rank=1", "--dry-run") == TWO_MACHINES_PLANNED
+
+
+def test_a_dry_run_as_json_is_for_scripts(tmp_path):
+    (plan,) = json.loads(planned(tmp_path, "--num_processes=2", "--gpu_ids=3, 1", "--dry_run", "--json"))
+    assert plan["type"] == ["simpletuner", "train", *ENOUGH, "--num_processes=2", "--gpu_ids=3, 1"]
+    assert plan["command"] == ["PYTHON", "-P", "-u", "-m", "simpletuner", *plan["type"][1:]]
+    assert [(rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) for rank in plan["ranks"]] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+    ]
+    assert {rank["CUDA_VISIBLE_DEVICES"] for rank in plan["ranks"]} == {"3,1"}
+    assert {rank["MASTER_PORT"] for rank in plan["ranks"]} == {"a free port"}
+    interfaces = {(rank["GLOO_SOCKET_IFNAME"], rank["NCCL_SOCKET_IFNAME"]) for rank in plan["ranks"]}
+    assert interfaces == {("lo", "mine")}, "a single machine stays on the loopback device, unless the user says more"
+
+
+def test_one_rank_runs_where_it_is_typed(tmp_path):
+    assert planned(tmp_path, "--dry_run", "--gpu_ids=2").splitlines()[1:] == [
+        "simpletuner train --model_family=sdxl '--instance_data_dir=my pictures' --gpu_ids=2",
+        "#   trains in this process, with CUDA_VISIBLE_DEVICES=2",
+    ]
+
+
+def test_gpu_ids_hide_the_other_gpus():
+    environment: dict[str, str] = {}
+    for launch in (Launch(), Launch(gpu_ids="ALL"), Launch(gpu_ids="0,1", use_cpu=True)):
+        choose_gpus(launch, environment)
+    assert environment == {}
+    choose_gpus(Launch(gpu_ids="0, 2,3", num_processes=6, num_machines=2), environment)
+    assert environment == {"CUDA_VISIBLE_DEVICES": "0,2,3"}
+
+
+@pytest.mark.parametrize(
+    ("launch", "sentence", "hint"),
+    [
+        (
+            Launch(gpu_ids="0,1", num_processes=8, num_machines=2),
+            "names 2 GPUs, but every machine runs 4 ranks",
+            "to 4",
+        ),
+        (Launch(gpu_ids="0,1,1"), "names a GPU twice", "once"),
+        (Launch(gpu_ids=","), "names 0 GPUs, but every machine runs 1 ranks", "name 1 GPUs"),
+    ],
+)
+def test_gpu_ids_that_do_not_suffice_are_refused(launch, sentence, hint):
+    with pytest.raises(SettingsError, match=sentence) as caught:
+        choose_gpus(launch, {})
+    assert hint in caught.value.hint
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are found by what Linux offers")
+def test_every_address_of_this_machine_belongs_to_its_interface():
+    found = list(addresses())
+    assert ("lo", "127.0.0.1") in found
+    assert {name for name, _ in found} <= {name for _, name in socket.if_nameindex()}
+    for name, address in found:
+        if not address.startswith("fe80"):  # a link-local address means nothing without its interface
+            assert interface_towards(address, 29500) == name
+    assert interface_towards("no-such-host.invalid", 29500) == ""
+
+
+def test_what_may_differ_are_settings():
+    assert set(MAY_DIFFER) <= set(knobs())
+
+
+def test_settings_and_versions_that_differ_are_told_at_once():
+    first = NodeInfo("a", 1, {"seed": 1, "new": True}, {"torch": "2.9"})
+    assert difference(first, "machine 0", first, "machine 1") is None
+    error = difference(first, "machine 0", NodeInfo("b", 2, {"seed": 2}, {"torch": "2.8"}), "machine 1")
+    assert isinstance(error, SettingsError)
+    assert error.message.splitlines() == [
+        "seed differs: 1 on machine 0 (a), 2 on machine 1 (b)",
+        "  new differs: True on machine 0 (a), None on machine 1 (b)",
+        "  torch differs: '2.9' on machine 0 (a), '2.8' on machine 1 (b)",
+    ]

@@ -1,0 +1,84 @@
+"""Which of some real processes are found to hang: not those that work for long, nor those that wait for others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from simpletuner.launch.ranks import Ranks
+from simpletuner.launch.stall_detection import StallDetector
+
+RANK = """
+import os, subprocess, sys, threading, time
+from simpletuner.system.activity import Activity
+from simpletuner.launch.heartbeat import beating
+from simpletuner.system.signals import listening
+
+def compute():
+    while True:
+        pass
+
+def compute_in_a_child():
+    subprocess.run([sys.executable, "-c", "while True: pass"])
+
+def write():
+    with open("written", "wb") as file:
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+            time.sleep(0.2)
+
+def wait_for_others():
+    activity.advance()
+    time.sleep(1000)
+
+def hang():
+    time.sleep(1000)
+
+activity = Activity()
+with listening() as stop, beating(os.environ, activity, stop, 60):
+    activity.begin("work")
+    globals()[sys.argv[1 + int(os.environ['RANK'])]]()
+"""
+
+
+def found(ranks: Ranks, seconds: float, stall_seconds: float = 1.5) -> set[tuple[int, str]]:
+    """Return the ranks that are found to hang within some seconds, with the state of their processes."""
+    detector, stalls, end = StallDetector(ranks, stall_seconds), set(), time.monotonic() + seconds
+    while time.monotonic() < end:
+        ranks.listen()
+        if stall := detector.find():
+            stalls.add((stall.rank, stall.state))
+            assert f"rank {stall.rank} (pid {stall.pid}) has made no progress for " in str(stall)
+        time.sleep(0.1)
+    return stalls
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_what_hangs_is_told_from_what_works_and_what_waits(tmp_path, monkeypatch):
+    command = [sys.executable, "-c", RANK, "compute", "compute_in_a_child", "write", "wait_for_others", "hang"]
+    ranks = Ranks(os.environ)
+    monkeypatch.chdir(tmp_path)
+    with ranks.started(command, {rank: {"RANK": str(rank)} for rank in range(5)}):
+        end = time.monotonic() + 20
+        while ranks.phase < 2 or any(pulse.phase < 1 for pulse in ranks.pulses.values()):
+            ranks.listen()
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        children = psutil.Process(ranks.processes[1].pid).children()
+        assert found(ranks, 3) == {(4, "S")}
+        ranks.processes[4].kill()
+        began = time.monotonic()
+        for rank in (0, 2):
+            ranks.lines[rank].close()  # as when the launcher dies
+        ranks.processes[3].send_signal(signal.SIGSTOP)  # the one that is ahead
+        assert found(ranks, 4) == {(3, "T")}
+        assert [ranks.processes[rank].wait(12) for rank in (0, 2)] == [143, 143]
+        assert time.monotonic() - began < 10, "there was nothing to save"
+    for child in children:
+        child.kill()

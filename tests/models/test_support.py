@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from simpletuner.errors import SettingsError
+from simpletuner.models.families.flux import FLUX
+from simpletuner.models.family import Family, Traits
+from simpletuner.models.objectives import diffusion, flow_matching
+from simpletuner.models.registry import FAMILIES, traits_of
+from simpletuner.models.support import DIFFUSION, FLOW, SCOPES, check_runnable
+from simpletuner.settings.loading import load
+from simpletuner.settings.sections import Model, Settings
+
+TRAINABLE = [name for name, entry in FAMILIES.items() if entry.traits]
+
+
+def checked(family: str, **flags: str):
+    return check_runnable(load({"model_family": family, "instance_data_dir": "x", **flags}, environment={}))
+
+
+@pytest.mark.parametrize("family", TRAINABLE)
+def test_the_table_of_scopes_says_what_traits_say(family):
+    traits: Traits = traits_of(Model(model_family=family))
+    assert (traits.objective is diffusion) == (family in DIFFUSION)
+    assert (traits.objective is flow_matching) == (family in FLOW)
+    assert (traits.max_length is not None) == (family in SCOPES["tokenizer_max_length"].families)
+    source = Path(str(__import__(FAMILIES[family].traits.partition(":")[0], fromlist=["x"]).__file__)).read_text()
+    assert ("embedded_guidance" in source) == (family in SCOPES["flux_guidance_value"].families)
+
+
+@pytest.mark.parametrize(
+    ("family", "flag", "value", "what"),
+    [
+        ("flux", "snr_gamma", "5", "diffusion"),
+        ("sdxl", "flow_schedule_shift", "2", "flow matching"),
+        ("sdxl", "flow_use_uniform_schedule", "true", "flow matching"),
+        ("sdxl", "flux_guidance_value", "3.5", "models that embed the guidance scale"),
+        ("sdxl", "tokenizer_max_length", "154", "text encoders of variable length"),
+    ],
+)
+def test_a_setting_without_effect_is_a_warning_and_its_default_is_none(family, flag, value, what):
+    [warning] = checked(family, **{flag: value}).warnings
+    assert warning.startswith(f"{flag} = ") and warning.endswith(f"model_family={family}: it is for {what}")
+    assert checked(family).warnings == ()
+    assert checked("sdxl", flow_schedule_shift="3.0").warnings == ()
+
+
+def test_a_prediction_type_of_a_flow_is_refused_whoever_made_the_family(pipelines):
+    with pytest.raises(SettingsError, match="prediction_type = epsilon has no effect with model_family=sana"):
+        checked("sana", prediction_type="epsilon")
+    assert checked("sdxl", prediction_type="v_prediction").warnings == ()
+    model = Model(model_family="flux", prediction_type="epsilon")
+    with pytest.raises(SettingsError, match="prediction_type=epsilon has no meaning for the flow"):
+        Family(FLUX, pipelines("flux"), Settings(model=model)).objective()
+
+
+def test_a_single_file_and_a_path_to_nothing_are_called_what_they_are(tmp_path):
+    single = tmp_path / "single.safetensors"
+    single.write_bytes(bytes(8))
+    with pytest.raises(SettingsError) as caught:
+        checked("sdxl", pretrained_model_name_or_path=str(single))
+    assert "is a single-file checkpoint" in caught.value.message
+    assert "from_single_file" in caught.value.hint
+    for path in (tmp_path / "nothing", tmp_path / "notes.md"):
+        (tmp_path / "notes.md").touch()
+        with pytest.raises(SettingsError, match="is no folder"):
+            checked("sdxl", pretrained_model_name_or_path=str(path))
+    assert checked("sdxl", pretrained_model_name_or_path="owner/name")

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from simpletuner.errors import EnvironmentNotReady, ExitCode, Stopped
+from simpletuner.system.files import replace_file, replace_folder, sole_user_of, unfinished, write_json
+from simpletuner.system.signals import StopRequest
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_what_a_file_is_replaced_with_is_whole_and_a_pipe_stays_one(tmp_path):
+    (tmp_path / "a").write_text("old")
+    replace_file(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new" and names(tmp_path) == ["a"]
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    replace_file(tmp_path / "pipe", b"new")
+    assert os.read(reader, 9) == b"new" and (tmp_path / "pipe").is_fifo()
+    replace_file(Path(f"/proc/self/fd/{os.open(tmp_path / 'pipe', os.O_WRONLY)}"), b"more")
+    assert os.read(reader, 9) == b"more", "a name such as /dev/stdout leads to it"
+    os.close(reader)
+
+
+def test_an_unfinished_folder_is_hidden_beside_the_finished_one(tmp_path):
+    assert unfinished(tmp_path / "checkpoint-000100") == tmp_path / ".checkpoint-000100.unfinished"
+
+
+def test_replace_folder_puts_the_new_one_in_the_place_of_the_old(tmp_path):
+    new, old = tmp_path / "new", tmp_path / "pipeline"
+    new.mkdir()
+    (new / "a").write_text("new")
+    replace_folder(new, old)
+    assert names(tmp_path) == ["pipeline"]
+    newer = tmp_path / "new"
+    newer.mkdir()
+    (newer / "b").write_text("newer")
+    replace_folder(newer, old)
+    assert names(tmp_path) == ["pipeline"]
+    assert names(old) == ["b"]
+
+
+def test_replace_folder_survives_what_a_killed_one_left(tmp_path):
+    for name in ("new", "pipeline", ".pipeline.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    replace_folder(tmp_path / "new", tmp_path / "pipeline")
+    assert names(tmp_path) == ["pipeline"]
+    assert names(tmp_path / "pipeline") == ["new"]
+
+
+def test_json_is_written_readable(tmp_path):
+    write_json(tmp_path / "x.json", {"a": [1]})
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == {"a": [1]}
+    assert text.endswith("}\n")
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from simpletuner.system.files import sole_user_of
+with sole_user_of(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_told_that_the_folder_is_in_use_until_the_first_ends(tmp_path):
+    output = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(output)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(EnvironmentNotReady) as caught, sole_user_of(output):
+            raise AssertionError("entered a folder in use")
+        assert caught.value.message == f"another run is using {output} (pid {first.pid} on {socket.gethostname()})"
+        assert "--output_dir" in caught.value.hint
+        assert caught.value.exit_code == ExitCode.ENVIRONMENT
+
+        # its launcher has died, so it may be about to end: that is waited for, unless a signal comes
+        with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+            pass
+        (output / ".lock").write_text(f"{socket.gethostname()} {dead.pid}\n")
+        request, said = StopRequest(), []
+        request.signal_number = int(signal.SIGTERM)
+        with pytest.raises(Stopped), sole_user_of(output, request.check, said.append):
+            raise AssertionError("entered a folder in use")
+        threading.Timer(0.5, first.kill).start()
+        with sole_user_of(output, say=said.append):
+            assert output.is_dir()
+        assert said == [f"waiting up to 30 s for an earlier run to let go of {output}"]
+
+
+def test_a_folder_can_be_used_again_after_a_failure(tmp_path):
+    for _ in range(2):
+        with pytest.raises(RuntimeError), sole_user_of(tmp_path / "run"):
+            raise RuntimeError
+    with sole_user_of(tmp_path / "run"):
+        pass
+
+
+def test_replace_folder_loses_nothing_when_the_new_one_cannot_be_renamed(tmp_path):
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "weights").write_text("trained")
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "never written", tmp_path / "pipeline")
+    assert [path.read_text() for path in tmp_path.rglob("weights")] == ["trained"]

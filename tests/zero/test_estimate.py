@@ -1,0 +1,203 @@
+"""What a configuration keeps, by hand, by DeepSpeed's own estimators, and by what DeepSpeed really allocates."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simpletuner.deepspeed.checks import model_of
+from simpletuner.deepspeed.choice import Room, candidates, choose
+from simpletuner.deepspeed.estimate import Estimate, Model, estimate
+from simpletuner.errors import SettingsError
+from simpletuner.settings import load
+from simpletuner.settings.deepspeed.config import deepspeed_config
+from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
+
+NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
+ALLOCATED = Path(__file__).parents[1] / "support" / "zero_allocated.py"
+NO_BUFFERS = {"reduce_bucket_size": 20_000, "stage3_max_live_parameters": 0}
+
+
+def config(stage: int, optimizer: str = "none", weights: str = "none", **flags: Any) -> dict[str, Any]:
+    offload = {"offload_optimizer": optimizer, "offload_param": weights, "offload_param_path": "/x"}
+    ranks = flags.setdefault("num_processes", 2)
+    settings = load({"zero_stage": stage, **offload, **flags}, complete=False, environment=NOWHERE).settings
+    return deepspeed_config(settings, ranks)
+
+
+def held(stage: int, optimizer: str = "none", weights: str = "none", model: Model | None = None, **flags: Any) -> Any:
+    """Return bytes per parameter on GPU, in memory and on disk of one rank, by kind."""
+    model = model or Model(1000, 2)
+    found = estimate(config(stage, optimizer, weights, num_processes=model.ranks, **flags), model)
+    count = model.parameters
+    return {row.what: (row.gpu / count, row.host / count, row.disk / count) for row in found.rows}
+
+
+def test_the_paper_s_table_for_7_5_billion_parameters_on_64_gpus():
+    """Rajbhandari et al. 2020, figure 1: 31.4 GB at stage 1, 16.6 GB at stage 2, 1.9 GB at stage 3, in GB of 10^9."""
+    model, kinds = Model(7_500_000_000, 64), ("weights", "optimizer")
+    states = {stage: held(stage, model=model) for stage in (1, 2, 3)}
+    kept = {stage: sum(7.5 * states[stage][kind][0] for kind in kinds) for stage in states}
+    gradients = {1: 2 * 7.5, 2: 2 * 7.5 / 64, 3: 2 * 7.5 / 64}  # as the paper counts them: in half precision, at rest
+    assert {stage: round(kept[stage] + gradients[stage], 1) for stage in kept} == {1: 31.4, 2: 16.6, 3: 1.9}
+
+
+@pytest.mark.parametrize(
+    ("stage", "places", "weights", "gradients", "optimizer"),
+    [
+        (1, ("none", "none"), (2, 0, 0), (4, 0, 0), (6, 0, 0)),
+        (2, ("none", "none"), (2, 0, 0), (4, 0, 0), (6, 0, 0)),
+        (3, ("none", "none"), (1, 0, 0), (3, 0, 0), (6, 0, 0)),
+        (2, ("cpu", "none"), (2, 1, 0), (0, 2, 0), (0, 6, 0)),
+        (3, ("cpu", "none"), (1, 0, 0), (0, 3, 0), (0, 6, 0)),
+        (3, ("cpu", "cpu"), (0, 1, 0), (0, 3, 0), (0, 6, 0)),
+        (3, ("nvme", "cpu"), (0, 1, 0), (0, 1, 2), (0, 0, 6)),
+        (3, ("nvme", "nvme"), (0, 1, 1), (0, 1, 2), (0, 0, 6)),
+    ],
+)
+def test_bytes_per_parameter_of_one_of_two_ranks_in_bf16(stage, places, weights, gradients, optimizer):
+    found = held(stage, *places)
+    assert found["weights"] == weights
+    assert found["gradients"] == gradients
+    assert found["optimizer"] == optimizer
+    assert found["EMA"] == (0, 0, 0)
+
+
+def test_float32_accumulation_other_optimizers_and_ema_count():
+    assert held(1, mixed_precision="no")["weights"] == (4, 0, 0)
+    assert held(1, gradient_accumulation_steps=2)["gradients"] == (6, 0, 0)
+    assert held(2, gradient_accumulation_steps=2)["gradients"] == (4, 0, 0)
+    assert held(1, "cpu", gradient_accumulation_steps=2)["gradients"] == (2, 2, 0)
+    assert held(2, "cpu", gradient_accumulation_steps=2)["gradients"] == (0, 4, 0)  # 4 P / N, twice, in float32
+    assert held(2, model=Model(1000, 2, states=1, ema_device="cpu"))["optimizer"] == (4, 0, 0)
+    assert held(2, model=Model(1000, 2, ema_device="cpu"))["EMA"] == (0, 2, 0)
+    assert held(2, model=Model(1000, 2, ema_device="accelerator"))["EMA"] == (2, 0, 0)
+    flags = {"zero_stage": 2, "optimizer": "lion", "use_ema": True, "num_processes": 8, "num_machines": 2}
+    settings = load(flags, complete=False, environment=NOWHERE).settings
+    assert model_of(settings, 7) == Model(7, 8, 2, states=1, ema_device="cpu")
+
+
+def test_machines_hold_what_their_ranks_hold_together():
+    one, two = (estimate(config(2, "cpu", num_processes=8), Model(1000, 8, machines)) for machines in (1, 2))
+    assert one.gpu_bytes == two.gpu_bytes
+    assert one.host_bytes == 2 * two.host_bytes == 18 * 1000
+
+
+@given(st.integers(10**6, 10**11), st.integers(1, 64), st.sampled_from([1, 2, 3]))
+def test_more_ranks_never_take_more_of_a_gpu(parameters, ranks, stage):
+    few, many = (estimate(config(stage, num_processes=n), Model(parameters, n)) for n in (ranks, 2 * ranks))
+    assert many.gpu_bytes <= few.gpu_bytes
+
+
+def test_the_first_candidate_that_fits_is_chosen():
+    sizes = {1: 50.0, 2: 30.0, 3: 10.0}
+
+    def of(settings: dict[str, Any]) -> Estimate:
+        stage = settings["zero_stage"]
+        gpu = sizes[stage] if settings["offload_optimizer"] == "none" else sizes[stage] / 10
+        return estimate(config(stage), Model(1, 2)).__class__(Model(1, 1), (row(gpu * 2**30),))
+
+    assert choose(Room(40 * 2**30), candidates(False, {"offload_optimizer": "none"}), of).settings["zero_stage"] == 2
+    choice = choose(Room(40 * 2**30), candidates(False), of)
+    assert choice.settings == {"zero_stage": 1, "offload_optimizer": "cpu", "offload_param": "none"}
+    assert choice.because == (
+        "stage 1 with optimizer state on cpu fits 40.0 GiB per GPU, 35.0 GiB are left for activations; "
+        "stage 1 would need 50.0 GiB per GPU"
+    )
+    with pytest.raises(SettingsError, match="nothing fits 512 MiB per GPU: stage 1 would need 50.0 GiB"):
+        choose(Room(2**29), candidates(True), of)
+
+
+def row(gpu: float) -> Any:
+    from simpletuner.deepspeed.estimate import Row
+
+    return Row("all", gpu=gpu)
+
+
+def test_candidates_go_from_the_lowest_stage_and_the_least_offloading_up():
+    found = [tuple(settings.values()) for settings in candidates(True)]
+    assert found == sorted(found, key=lambda choice: choice[0])
+    assert found[0] == (1, "none", "none")
+    assert found[-1] == (3, "nvme", "nvme")
+    assert not [choice for choice in found if choice[0] < 3 and ("nvme" in choice or choice[2] != "none")]
+    assert len(list(candidates(False))) == len(found) - 2
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("24GiB", 24 * 2**30), ("24gib", 24 * 2**30), ("80 GB", 80 * 10**9), ("9237MiB", 9237 * 2**20), ("1024", 1024)],
+)
+def test_amounts_of_memory_are_read(text, count):
+    assert parse_bytes(text, "--gpu_memory") == count
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GiB", "24 apples", "1e9GiB", "0", "GiB"])
+def test_what_is_no_amount_is_refused(text):
+    with pytest.raises(SettingsError, match="use an amount of memory"):
+        parse_bytes(text, "--gpu_memory")
+
+
+def test_counts_are_read_and_bytes_are_told():
+    texts = ("2.6e9", "2.6B", "900M", "12_000_000_000")
+    assert [parse_count(text, "--parameters") for text in texts] == [2_600_000_000] * 2 + [900_000_000, 12_000_000_000]
+    assert [format_gib(count) for count in (0, 2**20, 3 * 2**29)] == ["", "1 MiB", "1.5 GiB"]
+
+
+def answered(*arguments: str) -> Any:
+    """Ask the installed DeepSpeed in a process of its own."""
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    command = [sys.executable, "-W", "ignore", str(ALLOCATED), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_deepspeeds_own_estimators_say_about_the_same():
+    """They leave the flat copy of the gradients out: at stage 2, 18 P / N where we count 20; at stage 3 as well."""
+    parameters, ranks = 10**9, 8
+    own = answered("estimators", str(parameters), str(ranks))
+    model = Model(parameters, ranks)
+    found = {stage: estimate(config(stage, num_processes=ranks), model) for stage in (2, 3)}
+    for stage, share in ((2, 2 * parameters / ranks), (3, 2 * parameters / ranks)):
+        states = sum(row.gpu for row in found[stage].rows if row.what != "buffers")
+        assert states == pytest.approx(own[f"stage{stage}"] + share, rel=1e-6)
+    offloaded = estimate(config(2, "cpu", num_processes=ranks), model)
+    assert offloaded.gpu_bytes - offloaded.rows[-1].gpu == own["stage2 cpu"]
+    assert offloaded.host_bytes == pytest.approx(18 * parameters)  # theirs: max(4 N, 16) P x 1.5
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "weights", "dtype", "passes"),
+    [
+        (1, "none", "none", "bf16", 1),
+        (2, "none", "none", "no", 1),
+        (3, "none", "none", "bf16", 1),
+        (3, "none", "none", "bf16", 2),
+        (3, "cpu", "cpu", "bf16", 1),
+    ],
+)  # what lies in `.grad` alone no Python object shows; so gradients are held against it only where they are kept flat
+def test_two_ranks_of_deepspeed_allocate_what_is_estimated(stage, optimizer, weights, dtype, passes):
+    """At rest: gradients of stages 1 and 2 are gone then, float32 gradients of stage 3 are gone unless offloaded."""
+    parts = {"zero_stage": stage, "offload_optimizer": optimizer, "offload_param": weights}
+    flags = {**parts, "mixed_precision": dtype, "num_processes": 2, "train_batch_size": 1}
+    flags |= {"gradient_accumulation_steps": passes}
+    whole = load(flags, complete=False, environment=NOWHERE).settings
+    wanted = deepspeed_config(whole, 2)
+    wanted["zero_optimization"] |= {**NO_BUFFERS, "stage3_param_persistence_threshold": 0}
+    wanted["optimizer"]["params"] |= {"torch_adam": True} if optimizer == "none" else {}
+    per_parameter = answered("allocated", json.dumps(wanted))
+    rows = held(stage, optimizer, weights, mixed_precision=dtype)
+    states = sum(sum(rows[kind]) for kind in ("weights", "optimizer"))
+    width = 2 if dtype == "bf16" and passes == 1 else 4  # several passes are added up in float32
+    at_rest = {1: 0, 2: 0, 3: width / 2 + (2 if optimizer != "none" else 0)}[stage]
+    assert per_parameter == pytest.approx(states + at_rest, rel=0.05)
