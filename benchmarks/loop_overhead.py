@@ -1,6 +1,6 @@
 """What our loop costs: beside a hand-written one that trains the same U-Net on the same batches in the same process.
 
-Ours is what `simpletuner train` runs: feed, noise, objective, strategy, ledger and metrics, composed by the worker.
+Ours is what `simpletuner train` runs: feed, noise, objective, engine, ledger and metrics, composed by the worker.
 The plain one holds every batch in memory already, noise and timesteps included, and keeps no account of anything.
 """
 
@@ -40,7 +40,7 @@ from simpletuner.training.metrics import metrics_of
 from simpletuner.training.optimizers import make_optimizer
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
-from simpletuner.worker import compose, open_strategy
+from simpletuner.worker import compose, open_engine
 
 ROUNDS, STEPS, BATCH_SIZE, SAMPLES = 30, 4, 4, 64
 GOAL = 1.05
@@ -131,8 +131,8 @@ def measure(world: World, folder: Path) -> None:
         Family(SDXL, folder / "base", settings),
     )
     prepared = data_in_memory(family, settings)
-    strategy = open_strategy(session, family, None)
-    state = TrainingState(strategy, None, {}, "", VERSION, Schedule(STEPS), 0, prepared.plan.order.start(BATCH_SIZE))
+    engine = open_engine(session, family, None)
+    state = TrainingState(engine, None, {}, "", VERSION, Schedule(STEPS), 0, prepared.plan.order.start(BATCH_SIZE))
     with metrics_of(settings, 0, world) as metrics:
         build: Callable[[], Run] = partial(compose, session, family, prepared, state, metrics)
         batches = [step.passes[0] for step in islice(build().feed, (ROUNDS + 1) * STEPS)]
@@ -142,7 +142,7 @@ def measure(world: World, folder: Path) -> None:
     rows.append(["ours / plain", f"{ratio(seconds, 'ours', 'plain'):.3f}"])
     title = f"milliseconds per step (median of {ROUNDS} rounds of {STEPS} steps; goal: ratio <= {GOAL})"
     print_table(title, ["loop", "ms"], rows)
-    print(f"  both trained alike: weights differ by at most {largest_difference(strategy.module, plain.model):.0e}")
+    print(f"  both trained alike: weights differ by at most {largest_difference(engine.module, plain.model):.0e}")
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def main() -> None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             times["DTensors"].append(seconds_of(partial(update_dtensors, model, dtensor_optimizer)))
-            times["ours"].append(seconds_of(partial(engine.update, 1e-5, 1.0)))
+            times["ours"].append(seconds_of(partial(engine.step, 1e-5, 1.0)))
     medians = {name: statistics.median(values[3:]) for name, values in times.items()}
     for name, value in medians.items():
         print(f"{name:10} {value * 1000:8.2f} ms")

@@ -45,7 +45,7 @@ from simpletuner.training.metrics import metrics_of
 from simpletuner.training.optimizers import make_optimizer
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
-from simpletuner.worker import compose, open_strategy
+from simpletuner.worker import compose, open_engine
 
 RANKS, ROUNDS, STEPS, GOAL = 2, 10, 4, 1.05
 CONFIG: dict[str, Any] = {"zero_optimization": {"reduce_bucket_size": 5_000_000}}
@@ -107,12 +107,10 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
     family = Family(SDXL, folder / "sdxl", settings)
     prepared, batch_size = data_in_memory(family, settings), settings.effective_batch_size
     with (
-        closing(open_strategy(session, family, None)) as strategy,
+        closing(open_engine(session, family, None)) as engine,
         metrics_of(settings, 0, world) as metrics,
     ):
-        state = TrainingState(
-            strategy, None, {}, "", VERSION, Schedule(STEPS), 0, prepared.plan.order.start(batch_size)
-        )
+        state = TrainingState(engine, None, {}, "", VERSION, Schedule(STEPS), 0, prepared.plan.order.start(batch_size))
         build = partial(compose, session, family, prepared, state, metrics)
         batches = [step.passes[0] for step in islice(build().feed, (ROUNDS + 1) * STEPS)]
         bare = Bare(family, settings, batches)
@@ -156,7 +154,7 @@ def measure_memory(stage: str, ours: bool, folder: Path, report: Path) -> None:
         if ours:
             family = Family(FLUX, folder / "flux", settings)
             session = Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest())
-            engine: Any = open_strategy(session, family, None).model
+            engine: Any = open_engine(session, family, None).model
         else:
             whole: Any = FluxTransformer2DModel.from_pretrained(folder / "flux" / "transformer")
             engine = bare_engine(whole, settings)

@@ -140,8 +140,8 @@ def fine_tune_on(session: Session, plan: Plan, checkpoint: Checkpoint | None) ->
         check_fits(checkpoint, family)
     prepared = prepare(session, plan, family)
     session.world.activity.begin("loading weights", watched=False)
-    with closing(open_strategy(session, family, checkpoint)) as strategy:
-        state = open_state(session, family, strategy, prepared, checkpoint)
+    with closing(open_engine(session, family, checkpoint)) as engine:
+        state = open_state(session, family, engine, prepared, checkpoint)
         set_later_aside(session, state.step)
         print_plan(session, family, state, prepared.plan)
         record_settings(session, state.step)
@@ -183,15 +183,15 @@ def check_engine(session: Session) -> None:
 
 
 def open_state(
-    session: Session, family: Family, strategy: Engine, prepared: Prepared, checkpoint: Checkpoint | None
+    session: Session, family: Family, engine: Engine, prepared: Prepared, checkpoint: Checkpoint | None
 ) -> TrainingState:
     """Begin at the start, or restore what a checkpoint holds."""
     settings, plan = session.settings, prepared.plan
-    average = EMA(strategy, settings.ema) if settings.ema.use_ema else None
+    average = EMA(engine, settings.ema) if settings.ema.use_ema else None
     schedule, position = where_to_begin(settings, plan, checkpoint)
     base = base_fingerprints(family)
     state = TrainingState(
-        strategy, average, family.exported_config(), plan.digest, plan.version, schedule, 0, position, base
+        engine, average, family.exported_config(), plan.digest, plan.version, schedule, 0, position, base
     )
     if checkpoint is not None:
         warn_of_changed_base(session, checkpoint, base)
@@ -203,7 +203,7 @@ def open_state(
     return state
 
 
-def open_strategy(session: Session, family: Family, checkpoint: Checkpoint | None) -> Engine:
+def open_engine(session: Session, family: Family, checkpoint: Checkpoint | None) -> Engine:
     """Build the engine with weights from the checkpoint, or else from the base model."""
     settings = session.settings
     folder = checkpoint.folder if checkpoint else family.folder / family.denoiser_name
@@ -230,7 +230,7 @@ def compose(session: Session, family: Family, prepared: Prepared, state: Trainin
         """Train on one step's batches."""
         passes = [batch.to(world.device) for batch in batches.passes]
         clip = settings.optimizer.max_grad_norm
-        return take_step(state.strategy, family, objective, passes, dtype, learning_rate, clip)
+        return take_step(state.engine, family, objective, passes, dtype, learning_rate, clip)
 
     return Run(
         report=session.report,

@@ -65,16 +65,16 @@ def build_deepspeed_engine(
             """Gather a whole weight in the dtype in which it computes."""
             return rows.whole(name, weights.pop(name) if name in spent else weights[name], world.device).to(dtype)
 
-        engine = initialized(model, working, config, make_optimizer)
-        stack.callback(engine.destroy)
-        fragments = fragments_of(engine, world)
+        theirs = initialized(model, working, config, make_optimizer)
+        stack.callback(theirs.destroy)
+        fragments = fragments_of(theirs, world)
         fixed = {name: weights.pop(name) for name in list(weights) if name not in trained} | buffers
-        strategy = DeepSpeedEngine(engine, fragments, rows, fixed, masters, stack.pop_all().close)
+        engine = DeepSpeedEngine(theirs, fragments, rows, fixed, masters, stack.pop_all().close)
         if weights:
-            strategy.take_over(weights)
+            engine.take_over(weights)
             weights.clear()
         return_freed_memory()
-        return strategy
+        return engine
 
 
 def refuse_scalars(model: nn.Module) -> None:

@@ -34,20 +34,20 @@ class DeepSpeedEngine:
         self.model, self.module, self.optimizer = engine, engine.module, engine.optimizer
         self.fragments, self.rows, self.fixed, self.masters, self.close = fragments, rows, fixed, masters, close
         self.intervals = intervals_of_all(fragments, [name for name, _ in fragments.pieces()])
-        self.size = sum(shape.numel() for shape in rows.shapes.values())
+        self.num_parameters = sum(shape.numel() for shape in rows.shapes.values())
 
     @property
-    def forward_pass(self) -> Callable[[bool], AbstractContextManager[None]]:
+    def micro_batch(self) -> Callable[[bool], AbstractContextManager[None]]:
         """Return what tells DeepSpeed whether gradients are to be complete after this micro-batch."""
-        return self._forward_pass
+        return self._micro_batch
 
     @contextmanager
-    def _forward_pass(self, last: bool) -> Iterator[None]:
+    def _micro_batch(self, last: bool) -> Iterator[None]:
         self.model.set_gradient_accumulation_boundary(last)
         yield
 
     @property
-    def drawing(self) -> Callable[[], AbstractContextManager[None]]:
+    def inference(self) -> Callable[[], AbstractContextManager[None]]:
         """Return nothing special: weights are gathered by hooks on the module, and freed by them."""
         return nullcontext
 
@@ -55,7 +55,7 @@ class DeepSpeedEngine:
         """Add gradients; the loss is divided by the number of passes already."""
         self.model.backward(loss, scale_wrt_gas=False)
 
-    def update(self, learning_rate: float, max_grad_norm: float) -> Tensor:
+    def step(self, learning_rate: float, max_grad_norm: float) -> Tensor:
         """Clip by the global norm, step, clear; return the norm before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -64,40 +64,42 @@ class DeepSpeedEngine:
         norm = self.model.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32, device=self.model.device)
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
+    def local_shards(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's slice of every master, and what no optimizer has."""
         yield from self.fragments.pieces()
         for name, tensor in self.fixed.items():
             yield name, local_tensor(tensor)
 
-    def rewrite(self, change: ShardUpdate) -> None:
+    def update_shards(self, change: ShardUpdate) -> None:
         """Let `change` write into them; the working weights follow."""
         self.fragments.rewrite(change)
         for name, tensor in self.fixed.items():
             change(name, local_tensor(tensor))
 
-    def neutral(self, name: str, part: Tensor) -> Tensor:
+    def to_checkpoint(self, name: str, part: Tensor) -> Tensor:
         """Return a slice as rows, in memory of their own."""
         if name in self.fixed:
             return self.rows.of(name, part.flatten()) if isinstance(self.fixed[name], DTensor) else part
         return self.rows.from_part(name, part, self.intervals[name])
 
-    def part_of(self, name: str, tensor: Tensor) -> Tensor:
+    def from_checkpoint(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's slice of rows."""
         if name in self.fixed:
             return local_tensor(tensor)
         assert isinstance(tensor, DTensor)
         return self.rows.to_part(name, tensor, self.intervals[name])
 
-    def moments(self) -> OptimizerState:
+    def optimizer_state(self) -> OptimizerState:
         """Return the optimizer's state."""
         names = moments_of(self.optimizer)
         return OptimizerState(steps_taken(self.optimizer), {name: partial(self._moment, name) for name in names})
 
     def _moment(self, moment: str) -> NamedTensors:
-        return {name: self.neutral(name, piece) for name, piece in self.fragments.pieces(moment)}
+        return {name: self.to_checkpoint(name, piece) for name, piece in self.fragments.pieces(moment)}
 
-    def restore(self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]) -> None:
+    def load_optimizer_state(
+        self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
+    ) -> None:
         """Put the optimizer's state back: `read` fills the rows of a moment, which are cut into slices."""
         if not steps:
             return
@@ -112,7 +114,7 @@ class DeepSpeedEngine:
 
         def change(name: str, piece: Tensor) -> None:
             """Write one slice."""
-            piece.copy_(self.part_of(name, rows[name]))
+            piece.copy_(self.from_checkpoint(name, rows[name]))
 
         self.fragments.rewrite(change, moment)
 

@@ -22,15 +22,15 @@ def replicated(model: nn.Module, make_optimizer: MakeOptimizer, world: World, dt
         return torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32)
 
     @contextmanager
-    def forward_pass(last: bool) -> Iterator[None]:
+    def micro_batch(last: bool) -> Iterator[None]:
         """Compute in the run's precision; keep gradients on this rank until the last micro-batch."""
         with parallel.no_sync() if parallel and not last else nullcontext(), precision():
             yield
 
     @contextmanager
-    def drawing() -> Iterator[None]:
+    def inference() -> Iterator[None]:
         """Compute in the run's precision."""
         with precision():
             yield
 
-    return TorchEngine(parallel or model, model, make_optimizer, forward_pass, drawing)
+    return TorchEngine(parallel or model, model, make_optimizer, micro_batch, inference)

@@ -34,12 +34,12 @@ class Engine(Protocol):
         ...
 
     @property
-    def forward_pass(self) -> Callable[[bool], AbstractContextManager[None]]:
+    def micro_batch(self) -> Callable[[bool], AbstractContextManager[None]]:
         """What surrounds forward and backward of one micro-batch; gradients are reduced if it is the last."""
         ...
 
     @property
-    def drawing(self) -> Callable[[], AbstractContextManager[None]]:
+    def inference(self) -> Callable[[], AbstractContextManager[None]]:
         """What surrounds calls of `module` outside training."""
         ...
 
@@ -47,39 +47,41 @@ class Engine(Protocol):
         """Add the gradients of one micro-batch."""
         ...
 
-    def update(self, learning_rate: float, max_grad_norm: float) -> Tensor:
+    def step(self, learning_rate: float, max_grad_norm: float) -> Tensor:
         """Clip (0: do not), step, clear the gradients; return the global gradient norm before clipping."""
         ...
 
     @property
-    def size(self) -> int:
+    def num_parameters(self) -> int:
         """Return the number of parameters, over all ranks."""
         ...
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
+    def local_shards(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of every weight by name, parameters in float32; it is valid until the next one is
         asked for, since an engine may have to fetch it."""
         ...
 
-    def rewrite(self, change: ShardUpdate) -> None:
+    def update_shards(self, change: ShardUpdate) -> None:
         """Let `change` write into each of those parts; the weights that compute follow. All ranks take part."""
         ...
 
-    def neutral(self, name: str, part: Tensor) -> Tensor:
+    def to_checkpoint(self, name: str, part: Tensor) -> Tensor:
         """Return a weight's part, or a tensor of its layout, as checkpoints hold it: sharded by rows over the ranks, as
         a DTensor on the part's device, or whole. All ranks take part."""
         ...
 
-    def part_of(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part of what `neutral` returned. All ranks take part."""
+    def from_checkpoint(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of what `to_checkpoint` returned. All ranks take part."""
         ...
 
-    def moments(self) -> OptimizerState:
+    def optimizer_state(self) -> OptimizerState:
         """Return the optimizer's state by moment and parameter name, as checkpoints hold it."""
         ...
 
-    def restore(self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]) -> None:
-        """Put back what `moments` returned, in this run or another: `read` fills the tensors of one moment."""
+    def load_optimizer_state(
+        self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
+    ) -> None:
+        """Put back what `optimizer_state` returned, in this run or another: `read` fills the tensors of one moment."""
         ...
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 class TorchEngine:
-    """A Strategy around a torch model; `forward_pass` and `drawing` are what replicated and sharded engines do
+    """An Engine around a torch model; `micro_batch` and `inference` are what replicated and sharded engines do
     differently."""
 
     def __init__(
@@ -56,10 +56,10 @@ class TorchEngine:
         model: nn.Module,
         module: nn.Module,
         make_optimizer: MakeOptimizer,
-        forward_pass: Callable[[bool], AbstractContextManager[None]],
-        drawing: Callable[[], AbstractContextManager[None]],
+        micro_batch: Callable[[bool], AbstractContextManager[None]],
+        inference: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.model, self.module, self.forward_pass, self.drawing = model, module, forward_pass, drawing
+        self.model, self.module, self.micro_batch, self.inference = model, module, micro_batch, inference
         self.shards = shards_of(module)
         self.weights: dict[str, Tensor] = module.state_dict()
         sharded = [weight for weight in self.weights.values() if isinstance(weight, DTensor)]
@@ -72,7 +72,7 @@ class TorchEngine:
         loss.backward()
 
     @torch.no_grad()
-    def update(self, learning_rate: float, max_grad_norm: float) -> Tensor:
+    def step(self, learning_rate: float, max_grad_norm: float) -> Tensor:
         """Clip by the global norm, step, clear; return the norm before clipping."""
         shards = self.shards.values()
         for shard in shards:
@@ -98,22 +98,22 @@ class TorchEngine:
         return square.sqrt()
 
     @property
-    def size(self) -> int:
+    def num_parameters(self) -> int:
         """Return the number of parameters, over all ranks."""
         return parameters_of(self.module)
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
+    def local_shards(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of every weight by name: the live ones."""
         for name, weight in self.weights.items():
             yield name, local_tensor(weight)
 
     @torch.no_grad()
-    def rewrite(self, change: ShardUpdate) -> None:
+    def update_shards(self, change: ShardUpdate) -> None:
         """Let `change` write into this rank's part of every weight."""
-        for name, part in self.parts():
+        for name, part in self.local_shards():
             change(name, part)
 
-    def neutral(self, name: str, part: Tensor) -> Tensor:
+    def to_checkpoint(self, name: str, part: Tensor) -> Tensor:
         """Return a tensor of the part's layout as what the weight is: a DTensor if that is sharded. No copy."""
         weight = self.weights[name]
         if not isinstance(weight, DTensor):
@@ -124,11 +124,11 @@ class TorchEngine:
         mesh = self.meshes[kind]
         return DTensor.from_local(part, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 
-    def part_of(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part of what `neutral` returned."""
+    def from_checkpoint(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of what `to_checkpoint` returned."""
         return local_tensor(tensor)
 
-    def moments(self) -> OptimizerState:
+    def optimizer_state(self) -> OptimizerState:
         """Return the optimizer's state; the moments of a parameter that never had a gradient are zero."""
         states = [self.optimizer.state.get(shard.part, {}) for shard in self.shards.values()]
         steps = {int(state["step"]) for state in states if state}
@@ -139,10 +139,12 @@ class TorchEngine:
         tensors = {}
         for name, shard in self.shards.items():
             part = self.optimizer.state.get(shard.part, {}).get(moment)
-            tensors[name] = self.neutral(name, torch.zeros_like(shard.part.detach()) if part is None else part)
+            tensors[name] = self.to_checkpoint(name, torch.zeros_like(shard.part.detach()) if part is None else part)
         return tensors
 
-    def restore(self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]) -> None:
+    def load_optimizer_state(
+        self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
+    ) -> None:
         """Put the optimizer's state back: `read` fills the tensors of a moment, in their place."""
         if not steps:
             return

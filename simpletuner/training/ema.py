@@ -16,11 +16,11 @@ from simpletuner.settings.sections import Ema
 class EMA:
     """This rank's part of each averaged weight by name, following the engine's; `updates` warms up the decay."""
 
-    def __init__(self, strategy: Engine, settings: Ema) -> None:
-        self.strategy, self.settings, self.updates = strategy, settings, 0
+    def __init__(self, engine: Engine, settings: Ema) -> None:
+        self.engine, self.settings, self.updates = engine, settings, 0
         self.parts = {
             name: part.detach().to("cpu" if settings.ema_device == "cpu" else None, torch.float32, copy=True)
-            for name, part in strategy.parts()
+            for name, part in engine.local_shards()
             if part.is_floating_point()
         }
 
@@ -34,7 +34,7 @@ class EMA:
         if step % self.settings.ema_update_interval:
             return
         share = 1 - self.decay()
-        for name, part in self.strategy.parts():
+        for name, part in self.engine.local_shards():
             if (average := self.parts.get(name)) is not None:
                 average.lerp_(part.to(average), share)
         self.updates += 1
@@ -42,11 +42,11 @@ class EMA:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Exchange the live weights for the average for a while."""
-        self.strategy.rewrite(self._exchange)
+        self.engine.update_shards(self._exchange)
         try:
             yield
         finally:
-            self.strategy.rewrite(self._exchange)
+            self.engine.update_shards(self._exchange)
 
     def _exchange(self, name: str, part: Tensor) -> None:
         if (average := self.parts.get(name)) is not None:
@@ -56,12 +56,12 @@ class EMA:
 
     def tensors(self) -> NamedTensors:
         """Return the average as checkpoints hold it. All ranks take part."""
-        return {name: self.strategy.neutral(name, average) for name, average in self.parts.items()}
+        return {name: self.engine.to_checkpoint(name, average) for name, average in self.parts.items()}
 
     def restore(self, read: Read, updates: int) -> None:
         """Take over an average that `read` fills in. All ranks take part."""
         tensors = self.tensors()
         read(tensors)
         for name, average in self.parts.items():
-            average.copy_(self.strategy.part_of(name, tensors[name]))
+            average.copy_(self.engine.from_checkpoint(name, tensors[name]))
         self.updates = updates

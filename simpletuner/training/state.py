@@ -29,7 +29,7 @@ class TrainingState:
     `data` is what positions refer to, `base` stands for the base model's files by name.
     """
 
-    strategy: Engine
+    engine: Engine
     average: EMA | None
     config: dict[str, Any]
     data: str
@@ -41,7 +41,7 @@ class TrainingState:
 
     def snapshot(self, step: int, position: SamplerState, facts: Mapping[str, Any]) -> Snapshot:
         """Return what a checkpoint after `step` holds; `facts` are for people who read its state.json."""
-        moments = self.strategy.moments()
+        moments = self.engine.optimizer_state()
         groups: dict[str, Callable[[], NamedTensors]] = {"model": self.weights, **moments.tensors}
         if self.average is not None:
             groups["ema"] = self.average.tensors
@@ -60,7 +60,7 @@ class TrainingState:
 
     def weights(self) -> NamedTensors:
         """Return the trained weights as checkpoints hold them. All ranks take part."""
-        return {name: self.strategy.neutral(name, part) for name, part in self.strategy.parts()}
+        return {name: self.engine.to_checkpoint(name, part) for name, part in self.engine.local_shards()}
 
     def restore(self, checkpoint: Checkpoint, settings: Settings, report: Report) -> None:
         """Read the optimizer's state and the average; the weights were read when the engine was built.
@@ -74,7 +74,7 @@ class TrainingState:
             read_tensors(checkpoint.files(group), tensors, f"{checkpoint.folder / group}")
 
         if not saved["steps"] or set(saved["moments"]) == MOMENTS[settings.optimizer.optimizer]:
-            self.strategy.restore(saved["steps"], saved["moments"], read)
+            self.engine.load_optimizer_state(saved["steps"], saved["moments"], read)
         else:
             report.warn(
                 f"{checkpoint.folder.name} holds the state of another optimizer ({', '.join(saved['moments'])}): "

@@ -23,7 +23,7 @@ class Outcome:
 
 
 def take_step(
-    strategy: Engine,
+    engine: Engine,
     family: Family,
     objective: Objective,
     passes: Sequence[Batch],
@@ -35,10 +35,10 @@ def take_step(
     losses = []
     for number, batch in enumerate(passes, start=1):
         problem = objective.corrupt(batch.latents, batch.noise, batch.u)
-        with strategy.forward_pass(number == len(passes)):
-            answer = family.predict(strategy.model, problem.noisy.to(dtype), problem.timesteps, batch.conditioning)
+        with engine.micro_batch(number == len(passes)):
+            answer = family.predict(engine.model, problem.noisy.to(dtype), problem.timesteps, batch.conditioning)
             loss = sample_losses(answer, problem.target, problem.weights).mean()
-            strategy.backward(loss / len(passes))
+            engine.backward(loss / len(passes))
         losses.append(loss.detach())
-    grad_norm = strategy.update(learning_rate, max_grad_norm)
+    grad_norm = engine.step(learning_rate, max_grad_norm)
     return Outcome(torch.stack(losses).mean(), grad_norm)

@@ -25,7 +25,7 @@ def print_plan(session: Session, family: Family, state: TrainingState, plan: Pla
     parallel, training = settings.parallel, settings.training
     engine = format_engine(settings, world.size)
     batch = f"{training.train_batch_size} x {world.size} x {training.gradient_accumulation_steps}"
-    parameters = f"{state.strategy.size:,} parameters"
+    parameters = f"{state.engine.num_parameters:,} parameters"
     rows: list[tuple[str, Any]] = [
         ("model", f"{settings.model.model_family}, {parameters}, mixed precision: {training.mixed_precision}"),
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),

@@ -33,7 +33,7 @@ class Validator:
     """What every round draws with; `prompts` and `negative` are already embedded."""
 
     family: Family
-    strategy: Engine
+    engine: Engine
     world: World
     vae: Vae
     average: EMA | None
@@ -78,7 +78,7 @@ class Validator:
         count = len(self.prompts)
         for first in range(0, count, self.world.size):
             number = first + self.world.rank
-            with evaluating(self.strategy.module), torch.no_grad(), self.strategy.drawing():
+            with evaluating(self.engine.module), torch.no_grad(), self.engine.inference():
                 latents = self._latents(min(number, count - 1))
             if number < count:
                 yield number, latents
@@ -91,7 +91,7 @@ class Validator:
             {name: self._placed(value) for name, value in conditioning.items()}
             for conditioning in (self.prompts[number][1], self.negative)
         )
-        return self.family.draw(self.strategy.module, self.vae, sampling, positive, negative)
+        return self.family.draw(self.engine.module, self.vae, sampling, positive, negative)
 
     def _placed(self, value: Tensor) -> Tensor:
         """Return one prompt's tensor as a batch on the device; masks stay what they are."""
@@ -161,7 +161,7 @@ def open_validator(session: Session, family: Family, state: TrainingState, prepa
     negative = validation.validation_negative_prompt
     return Validator(
         family=family,
-        strategy=state.strategy,
+        engine=state.engine,
         world=session.world,
         vae=family.vae(session.world.device),
         average=state.average,

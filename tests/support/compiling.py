@@ -64,14 +64,14 @@ def losses_of(backend: str, fsdp: bool, world: World) -> list[float]:
             tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements) if sharded else whole)
 
     optimizer = partial(make_optimizer, settings=Optimizer())
-    strategy = build_engine(model, ("Block",), settings, world, load, optimizer)
+    engine = build_engine(model, ("Block",), settings, world, load, optimizer)
     losses = []
     for _ in range(3):
-        with strategy.forward_pass(True):
-            loss = strategy.model(torch.full((4, 16), 1.0 + world.rank, requires_grad=True)).square().mean()
-            strategy.backward(loss)
+        with engine.micro_batch(True):
+            loss = engine.model(torch.full((4, 16), 1.0 + world.rank, requires_grad=True)).square().mean()
+            engine.backward(loss)
         losses.append(loss.item())
-        strategy.update(1e-2, 0)
+        engine.step(1e-2, 0)
     return losses
 
 

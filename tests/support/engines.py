@@ -29,7 +29,7 @@ from simpletuner.system.signals import StopRequest
 from simpletuner.training.loop import Run
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
-from simpletuner.worker import compose, open_state, open_strategy
+from simpletuner.worker import compose, open_engine, open_state
 
 GLOBAL_BATCH, SAVED = 4, 2
 
@@ -106,8 +106,8 @@ def opened(
 ) -> Iterator[tuple[Run, TrainingState]]:
     """Yield what trains on an engine, from the start or from a checkpoint."""
     session, family = session_of(world, settings)
-    with closing(open_strategy(session, family, checkpoint)) as strategy:
-        state = open_state(session, family, strategy, prepared, checkpoint)
+    with closing(open_engine(session, family, checkpoint)) as engine:
+        state = open_state(session, family, engine, prepared, checkpoint)
         state.schedule = Schedule(100)
         yield compose(session, family, prepared, state, None), state
 
@@ -224,7 +224,7 @@ def dump_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
                 held = held_by(state)
                 if world.is_first:
                     torch.save(held, folder / "held")
-                model: Any = state.strategy.model
+                model: Any = state.engine.model
                 model.save_checkpoint(str(folder / "dump"))
         write({}, report, world)
 

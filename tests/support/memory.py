@@ -81,12 +81,12 @@ def bytes_of(tensors) -> int:
 def share_of_state(family: str, folder: str, report: str) -> None:
     """Take a step and write how many bytes of weights and moments this rank holds, and how many there are."""
     with joined_world() as world:
-        strategy = sharded(family, folder, world)
-        for parameter in strategy.module.parameters():
+        engine = sharded(family, folder, world)
+        for parameter in engine.module.parameters():
             parameter.grad = torch.ones_like(parameter)
-        strategy.update(1e-4, 1.0)
-        tensors = [*strategy.module.parameters()]
-        tensors += [t for make in strategy.moments().tensors.values() for t in make().values()]
+        engine.step(1e-4, 1.0)
+        tensors = [*engine.module.parameters()]
+        tensors += [t for make in engine.optimizer_state().tensors.values() for t in make().values()]
         held, whole = bytes_of([local_tensor(tensor) for tensor in tensors]), bytes_of(tensors)
         Path(f"{report}.{world.rank}").write_text(json.dumps([held, whole]))
 
@@ -112,10 +112,10 @@ def peak_of_loading(family: str, folder: str, report: str) -> None:
         before = peaks[0]
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
-        strategy = sharded(family, folder, world)
+        engine = sharded(family, folder, world)
         done.set()
         watcher.join()
-        parameters = list(strategy.module.parameters())
+        parameters = list(engine.module.parameters())
         held, largest = bytes_of([local_tensor(p) for p in parameters]), max(bytes_of([p]) for p in parameters)
         Path(f"{report}.{world.rank}").write_text(json.dumps([max(peaks) - before, held, largest, os.getpid()]))
 
@@ -130,18 +130,18 @@ def memory_of_zero3(family: str, folder: str, report: str) -> None:
         import_deepspeed(world)
         allocated, held, peaks = allocated_bytes(), anonymous_bytes(), [0]
         with watching(lambda: peaks.append(allocated_bytes() - allocated)):
-            strategy = zero3(family, folder, world)
+            engine = zero3(family, folder, world)
         held = anonymous_bytes() - held
-        parameters = list(strategy.module.parameters())
+        parameters = list(engine.module.parameters())
         gathered = [0]
         with watching(lambda: gathered.append(bytes_of(parameters))):
-            loss = strategy.model(**flux_inputs())[0].square().mean()
-            strategy.backward(loss)
-        share = bytes_of([part for _, part in strategy.parts()])
+            loss = engine.model(**flux_inputs())[0].square().mean()
+            engine.backward(loss)
+        share = bytes_of([part for _, part in engine.local_shards()])
         Path(f"{report}.{world.rank}").write_text(
-            json.dumps([max(peaks), held, share, 4 * strategy.size, max(gathered)])
+            json.dumps([max(peaks), held, share, 4 * engine.num_parameters, max(gathered)])
         )
-        strategy.close()
+        engine.close()
 
 
 def allocated_bytes() -> int:

@@ -99,16 +99,18 @@ def odd_shapes(names: list[str], dtype: str, report: str) -> None:
     with joined_world() as world:
         found = {}
         for name in names:
-            with closing(opened(name, world, dtype)) as strategy:
-                average = EMA(strategy, Ema(use_ema=True))
-                begun = neutral(strategy)
-                losses = [step(strategy, world) for _ in range(3)]
+            with closing(opened(name, world, dtype)) as engine:
+                average = EMA(engine, Ema(use_ema=True))
+                begun = to_checkpoint(engine)
+                losses = [step(engine, world) for _ in range(3)]
                 average.update(1)
-                trained = neutral(strategy)
+                trained = to_checkpoint(engine)
                 with average.in_place():
-                    shown, loss = neutral(strategy), step_without_update(strategy, world)
-                back = neutral(strategy)
-                saved = {m: {k: whole(t) for k, t in make().items()} for m, make in strategy.moments().tensors.items()}
+                    shown, loss = to_checkpoint(engine), step_without_update(engine, world)
+                back = to_checkpoint(engine)
+                saved = {
+                    m: {k: whole(t) for k, t in make().items()} for m, make in engine.optimizer_state().tensors.items()
+                }
                 torch.save(
                     {
                         "begun": begun,
@@ -118,7 +120,7 @@ def odd_shapes(names: list[str], dtype: str, report: str) -> None:
                         "average": {key: whole(value) for key, value in average.tensors().items()},
                         "losses": [*losses, loss],
                         "moments": saved,
-                        "size": strategy.size,
+                        "size": engine.num_parameters,
                     },
                     f"{report}.{name}.{world.rank}",
                 )
@@ -126,30 +128,30 @@ def odd_shapes(names: list[str], dtype: str, report: str) -> None:
         Path(report).write_text(json.dumps(found))
 
 
-def neutral(strategy: Engine) -> dict[str, Tensor]:
+def to_checkpoint(engine: Engine) -> dict[str, Tensor]:
     """Return every weight whole."""
-    return {name: whole(strategy.neutral(name, part)).clone() for name, part in strategy.parts()}
+    return {name: whole(engine.to_checkpoint(name, part)).clone() for name, part in engine.local_shards()}
 
 
-def step(strategy: Engine, world: World) -> float:
+def step(engine: Engine, world: World) -> float:
     """Take a step on data that differs by rank."""
-    loss = forward(strategy, world)
-    strategy.update(1e-2, 1.0)
+    loss = forward(engine, world)
+    engine.step(1e-2, 1.0)
     return loss
 
 
-def step_without_update(strategy: Engine, world: World) -> float:
+def step_without_update(engine: Engine, world: World) -> float:
     """Return the loss alone."""
-    with torch.no_grad(), strategy.drawing():
-        return strategy.module(inputs(strategy, world)).square().mean().item()
+    with torch.no_grad(), engine.inference():
+        return engine.module(inputs(engine, world)).square().mean().item()
 
 
-def forward(strategy: Engine, world: World) -> float:
-    with strategy.forward_pass(True):
-        loss = strategy.model(inputs(strategy, world)).square().mean()
-        strategy.backward(loss)
+def forward(engine: Engine, world: World) -> float:
+    with engine.micro_batch(True):
+        loss = engine.model(inputs(engine, world)).square().mean()
+        engine.backward(loss)
     return loss.item()
 
 
-def inputs(strategy: Engine, world: World) -> Tensor:
+def inputs(engine: Engine, world: World) -> Tensor:
     return torch.full((4, 5), 1.0 + world.rank) * torch.arange(1.0, 6.0)
