@@ -20,7 +20,7 @@ from interleaved import print_table, ratio, seconds_in_turns
 from torch import Tensor, nn
 
 from simpletuner.caches.texts import TextCache
-from simpletuner.data.batch_sampler import GlobalBatchSampler
+from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.data.discovery import Sample
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, SampleReader
@@ -28,6 +28,7 @@ from simpletuner.data.version import VERSION
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import Family
 from simpletuner.models.tiny import build_tiny
+from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Plan, Prepared
 from simpletuner.report import Report
@@ -35,12 +36,13 @@ from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.sections import Model, Training
 from simpletuner.system.signals import StopRequest
-from simpletuner.training.loop import Run, train
-from simpletuner.training.metrics import metrics_of
+from simpletuner.training.engines import open_engine
+from simpletuner.training.metrics import open_metrics
 from simpletuner.training.optimizers import make_optimizer
 from simpletuner.training.schedule import Schedule
-from simpletuner.training.state import TrainingState
-from simpletuner.worker import compose, open_engine
+from simpletuner.training.state import Checkpointer, TrainingState
+from simpletuner.training.trainer import Trainer
+from simpletuner.worker import build_trainer
 
 ROUNDS, STEPS, BATCH_SIZE, SAMPLES = 30, 4, 4, 64
 GOAL = 1.05
@@ -73,17 +75,23 @@ def data_in_memory(family: Family, settings: Settings) -> Prepared:
     return Prepared(plan, source, cast(TextCache, None))  # only validation asks for more text
 
 
-class Ours:
-    """Our loop, called for some steps at a time; it neither draws nor saves."""
+class Nowhere(Checkpointer):
+    """A checkpointer that writes nothing."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = replace(run, draw=lambda step: None, save=lambda step, position: None)
-        self.step = 0
+    def save(self, step: int, sampler_state: SamplerState) -> None:
+        """Do not save."""
+
+
+class Ours:
+    """Our loop, called for some steps at a time; it neither validates nor saves."""
+
+    def __init__(self, session: Session, trainer: Trainer, state: TrainingState) -> None:
+        self.trainer = replace(trainer, validator=None, checkpointer=Nowhere(session, state), max_steps=0)
 
     def __call__(self) -> None:
         """Train for the next steps."""
-        train(replace(self.run, max_steps=self.step + STEPS), self.step)
-        self.step += STEPS
+        self.trainer.max_steps += STEPS
+        self.trainer.train()
 
 
 class Plain:
@@ -127,17 +135,17 @@ def measure(world: World, folder: Path) -> None:
     settings = settings_in(folder)
     build_tiny(SDXL, folder / "base")
     session, family = (
-        Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest()),
+        Session(Loaded(settings, {}), Mesh(world), Report(quiet=True), StopRequest()),
         Family(SDXL, folder / "base", settings),
     )
     prepared = data_in_memory(family, settings)
     engine = open_engine(session, family, None)
     state = TrainingState(engine, None, {}, "", VERSION, Schedule(STEPS), 0, prepared.plan.order.start(BATCH_SIZE))
-    with metrics_of(settings, 0, world) as metrics:
-        build: Callable[[], Run] = partial(compose, session, family, prepared, state, metrics)
-        batches = [step.passes[0] for step in islice(build().feed, (ROUNDS + 1) * STEPS)]
+    with open_metrics(settings, 0, world) as metrics:
+        build: Callable[[], Trainer] = partial(build_trainer, session, family, prepared, state, metrics)
+        batches = [step.micro_batches[0] for step in islice(build().batches, (ROUNDS + 1) * STEPS)]
         plain = Plain(family, settings, batches)
-        seconds = seconds_in_turns({"ours": Ours(build()), "plain": plain}, ROUNDS)
+        seconds = seconds_in_turns({"ours": Ours(session, build(), state), "plain": plain}, ROUNDS)
     rows = [[name, f"{statistics.median(values) / STEPS * 1000:.1f}"] for name, values in seconds.items()]
     rows.append(["ours / plain", f"{ratio(seconds, 'ours', 'plain'):.3f}"])
     title = f"milliseconds per step (median of {ROUNDS} rounds of {STEPS} steps; goal: ratio <= {GOAL})"

@@ -15,10 +15,11 @@ from simpletuner.models.diffusers_io import build_on_meta
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.malformed import read_json
 from simpletuner.models.tiny import build_tiny
-from simpletuner.parallel.fsdp2 import shard, sharded
+from simpletuner.parallel.fsdp2 import fsdp2_engine, shard
+from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.sections import Optimizer, Parallel
-from simpletuner.training.engines import give_memory
+from simpletuner.training.engines import allocate
 from simpletuner.training.optimizers import make_optimizer
 
 ROUNDS = 30
@@ -42,9 +43,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, joined_world() as world:
         build_tiny(SDXL, Path(folder))
         model = build_on_meta(read_json(Path(folder) / "unet" / "config.json"))
-        shard(model, ("BasicTransformerBlock", "ResnetBlock2D"), Parallel(), torch.float32, world)
-        give_memory(model, world.device)
-        engine = sharded(model, partial(make_optimizer, settings=Optimizer()))
+        shard(model, ("BasicTransformerBlock", "ResnetBlock2D"), Parallel(), torch.float32, mesh := Mesh(world))
+        allocate(model, world.device)
+        engine = fsdp2_engine(model, mesh, partial(make_optimizer, settings=Optimizer()))
         dtensor_optimizer = make_optimizer(list(model.parameters()), Optimizer())
         times: dict[str, list[float]] = {"DTensors": [], "ours": []}
         for parameter in model.parameters():

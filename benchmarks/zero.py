@@ -35,17 +35,19 @@ from simpletuner.models.families.flux import FLUX
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import Family
 from simpletuner.models.tiny import build_tiny
+from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.sections import Launch, Model, Parallel
 from simpletuner.system.signals import StopRequest
-from simpletuner.training.metrics import metrics_of
+from simpletuner.training.engines import open_engine
+from simpletuner.training.metrics import open_metrics
 from simpletuner.training.optimizers import make_optimizer
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
-from simpletuner.worker import compose, open_engine
+from simpletuner.worker import build_trainer
 
 RANKS, ROUNDS, STEPS, GOAL = 2, 10, 4, 1.05
 CONFIG: dict[str, Any] = {"zero_optimization": {"reduce_bucket_size": 5_000_000}}
@@ -103,18 +105,18 @@ class Bare:
 def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
     """Let both loops take turns at a stage, and return a row of the table."""
     settings = settings_of(folder, stage, "sdxl")
-    session = Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest())
+    session = Session(Loaded(settings, {}), build_mesh(settings, world), Report(quiet=True), StopRequest())
     family = Family(SDXL, folder / "sdxl", settings)
     prepared, batch_size = data_in_memory(family, settings), settings.effective_batch_size
     with (
         closing(open_engine(session, family, None)) as engine,
-        metrics_of(settings, 0, world) as metrics,
+        open_metrics(settings, 0, world) as metrics,
     ):
         state = TrainingState(engine, None, {}, "", VERSION, Schedule(STEPS), 0, prepared.plan.order.start(batch_size))
-        build = partial(compose, session, family, prepared, state, metrics)
-        batches = [step.passes[0] for step in islice(build().feed, (ROUNDS + 1) * STEPS)]
+        build = partial(build_trainer, session, family, prepared, state, metrics)
+        batches = [step.micro_batches[0] for step in islice(build().batches, (ROUNDS + 1) * STEPS)]
         bare = Bare(family, settings, batches)
-        seconds = seconds_in_turns({"ours": Ours(build()), "bare": bare}, ROUNDS)
+        seconds = seconds_in_turns({"ours": Ours(session, build(), state), "bare": bare}, ROUNDS)
         bare.engine.destroy()
     medians = [f"{statistics.median(seconds[name]) / STEPS * 1000:.1f}" for name in ("ours", "bare")]
     return [stage, *medians, f"{ratio(seconds, 'ours', 'bare'):.3f}"]
@@ -153,7 +155,7 @@ def measure_memory(stage: str, ours: bool, folder: Path, report: Path) -> None:
         watcher.start()
         if ours:
             family = Family(FLUX, folder / "flux", settings)
-            session = Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest())
+            session = Session(Loaded(settings, {}), build_mesh(settings, world), Report(quiet=True), StopRequest())
             engine: Any = open_engine(session, family, None).model
         else:
             whole: Any = FluxTransformer2DModel.from_pretrained(folder / "flux" / "transformer")

@@ -1,9 +1,10 @@
-"""What every phase of a rank's life is given: the settings, the other ranks, the reporter, and whether to stop."""
+"""What every phase of a rank is given: settings, mesh, report, and whether to stop."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, Settings
@@ -15,11 +16,14 @@ class Session:
     """One rank of one run."""
 
     loaded: Loaded
-    world: World
+    mesh: Mesh
     report: Report
     stop: StopRequest
 
     @property
     def settings(self) -> Settings:
-        """Return the settings of the run."""
         return self.loaded.settings
+
+    @property
+    def world(self) -> World:
+        return self.mesh.world

@@ -62,15 +62,15 @@ def fill(job: Job, wanted: Sequence[Wanted], world: World, report: Report, stop:
     missing = {item.name for item in absent}
     chunks = [chunk for chunk in chunks_of(wanted, job.chunk) if any(item.name in missing for item in chunk)]
     queue = short_hash([job.folder, [item.name for item in absent]])
-    world.meet(f"{queue}/read", stop)  # all see the same queue only if none writes before all have read
+    world.store_barrier(f"{queue}/read", stop)  # all see the same queue only if none writes before all have read
     with report.progress(job.title, len(absent)) as progress, ShardWriter(job.folder, world.rank) as writer:
-        while (ticket := world.claim(queue)) < len(chunks):
+        while (ticket := world.next_chunk(queue)) < len(chunks):
             stop()
             made = [(item, result) for item, result in job.make(chunks[ticket]) if item.name in missing]
             for item, result in made:
                 write(writer, item, result)
-            progress.update(world.done(queue, len(made)))
-        world.wait_for(queue, len(absent), stop, progress.update)
+            progress.update(world.add_progress(queue, len(made)))
+        world.wait_for_count(queue, len(absent), stop, progress.update)
     return ShardReader(job.folder)
 
 

@@ -45,8 +45,8 @@ class Batch:
 class StepBatch:
     """One optimizer step of one rank: its forward passes, and the position in the data after it."""
 
-    passes: list[Batch]
-    after: SamplerState
+    micro_batches: list[Batch]
+    next_state: SamplerState
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class SampleReader:
 class RankSlice:
     """Which part of each global batch is this rank's, and what decides its randomness."""
 
-    rank: int
-    world_size: int
+    data_rank: int
+    data_size: int
     accumulation: int
     seed: int
     caption_dropout: float
@@ -93,7 +93,7 @@ def prefetch(
 
 def prepare(source: SampleReader, batch: GlobalBatch, after: SamplerState, step: int, share: RankSlice) -> StepBatch:
     """Read and draw one rank's part of a global batch; `step` counts optimizer steps before this one."""
-    slices = rank_slices(batch, share.rank, share.world_size, share.accumulation)
+    slices = rank_slices(batch, share.data_rank, share.data_size, share.accumulation)
     return StepBatch([assemble(source, batch, places, step, share) for places in slices], after)
 
 

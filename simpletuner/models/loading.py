@@ -43,7 +43,7 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> F
                 replace_folder(unfinished(folder), folder)
     else:
         folder = local_folder(model) or (downloaded(model) if world.is_first else None)
-    world.meet("base model", stop, DOWNLOAD_SECONDS)
+    world.store_barrier("base model", stop, DOWNLOAD_SECONDS)
     folder = folder or downloaded(model)
     with opening(folder):
         refuse_special_files(folder)

@@ -1,9 +1,9 @@
-"""What the loop asks of an engine, and the one place that chooses and wraps.
+"""The Engine protocol: all that differs between one GPU, DDP, FSDP2 and DeepSpeed ZeRO.
 
-These questions, because they are all that differ between one rank, data-parallel, FSDP2 and ZeRO: what to call, when to
-reduce gradients, how to go backward, how to update, and what the named state is. That has two forms: the slices that an
-engine keeps of its float32 weights, in which EMA follows them at each step, and the one form that checkpoints hold.
-Checkpoints, EMA and validation are built on these and on `module`, so they work with every engine.
+Checkpoints, EMA and validation are built on it, so they work with every engine. A weight has two forms: the shard that
+an engine keeps of it in float32, cut as the engine likes (rows under FSDP2, a slice of a flat buffer under ZeRO), in
+which EMA follows it at each step without communication; and the checkpoint layout, which is the same for all engines:
+the whole tensor, or a DTensor sharded on dim 0. So no engine needs a checkpoint format of its own.
 """
 
 from __future__ import annotations
@@ -21,71 +21,78 @@ from simpletuner.settings.sections import Settings
 
 
 class Engine(Protocol):
-    """One engine around one denoiser and its optimizer."""
+    """A denoiser and its optimizer on this rank."""
 
     @property
     def model(self) -> nn.Module:
-        """What a training step calls."""
+        """The module that a training step calls: the denoiser, or a wrapper such as DistributedDataParallel."""
         ...
 
     @property
     def module(self) -> nn.Module:
-        """The denoiser itself, with its own parameter names; drawing calls it, on all ranks together."""
-        ...
-
-    @property
-    def micro_batch(self) -> Callable[[bool], AbstractContextManager[None]]:
-        """What surrounds forward and backward of one micro-batch; gradients are reduced if it is the last."""
-        ...
-
-    @property
-    def inference(self) -> Callable[[], AbstractContextManager[None]]:
-        """What surrounds calls of `module` outside training."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of one micro-batch."""
-        ...
-
-    def step(self, learning_rate: float, max_grad_norm: float) -> Tensor:
-        """Clip (0: do not), step, clear the gradients; return the global gradient norm before clipping."""
+        """The denoiser itself, with its own parameter names. Calling it is collective, since shards are gathered."""
         ...
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of parameters, over all ranks."""
+        """Number of parameters, over all ranks."""
+        ...
+
+    @property
+    def micro_batch(self) -> Callable[[bool], AbstractContextManager[None]]:
+        """(is_last) -> context of forward and backward of one micro-batch; the last one reduces gradients."""
+        ...
+
+    @property
+    def inference(self) -> Callable[[], AbstractContextManager[None]]:
+        """Context of calls of `module` outside training."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of one micro-batch."""
+        ...
+
+    def step(self, learning_rate: float, max_grad_norm: float) -> Tensor:
+        """Clip (0: do not clip), update the weights, clear the gradients. Collective.
+
+        Returns the gradient norm over all parameters and ranks before clipping, shape ().
+        """
         ...
 
     def local_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of every weight by name, parameters in float32; it is valid until the next one is
-        asked for, since an engine may have to fetch it."""
+        """Yield (name, shard): this rank's float32 shard of every weight, of any shape, empty where it has none.
+
+        A shard is valid until the next one is asked for: an engine may have to fetch it from the CPU or a disk.
+        """
         ...
 
     def update_shards(self, change: ShardUpdate) -> None:
-        """Let `change` write into each of those parts; the weights that compute follow. All ranks take part."""
+        """Call `change(name, shard)` on every local shard, then refresh the compute-dtype weights. Collective."""
         ...
 
-    def to_checkpoint(self, name: str, part: Tensor) -> Tensor:
-        """Return a weight's part, or a tensor of its layout, as checkpoints hold it: sharded by rows over the ranks, as
-        a DTensor on the part's device, or whole. All ranks take part."""
+    def to_checkpoint(self, name: str, shard: Tensor, /) -> Tensor:
+        """Convert a local shard, or a tensor of its shape, to the checkpoint layout. Collective.
+
+        Returns the whole tensor, or a DTensor sharded on dim 0 on the shard's device. May share memory with `shard`.
+        """
         ...
 
-    def from_checkpoint(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part of what `to_checkpoint` returned. All ranks take part."""
+    def from_checkpoint(self, name: str, tensor: Tensor, /) -> Tensor:
+        """Invert `to_checkpoint`. Collective."""
         ...
 
     def optimizer_state(self) -> OptimizerState:
-        """Return the optimizer's state by moment and parameter name, as checkpoints hold it."""
+        """Return the optimizer's state in the checkpoint layout."""
         ...
 
     def load_optimizer_state(
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
     ) -> None:
-        """Put back what `optimizer_state` returned, in this run or another: `read` fills the tensors of one moment."""
+        """Put back what `optimizer_state` returned: `read(moment, tensors)` fills the tensors in place. Collective."""
         ...
 
     def close(self) -> None:
-        """Give back what the process and its disks would keep."""
+        """Release what would outlive the engine in this process or on its disks."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Fully sharded data-parallel: parameters, gradients and optimizer state as DTensors, one unit per block."""
+"""FSDP2: parameters, gradients and optimizer state as DTensors sharded on dim 0, one unit per block."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.blocks import blocks_of, recommended_blocks
+from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.module_stats import parameters_of
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
-from simpletuner.parallel.world import World
 from simpletuner.settings.loading import nearest
 from simpletuner.settings.sections import Parallel
 from simpletuner.system.importing import import_named
 
 
-def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: torch.dtype, world: World) -> None:
-    """Turn a model's parameters into DTensors over all ranks: each unit, then what is left as the root."""
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
-    # Inputs are not cast here: rotary tables, timesteps and SDXL's time ids must stay float32.
+def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: torch.dtype, mesh: Mesh) -> None:
+    """Turn a model's parameters into DTensors sharded on dim 0: each unit, then what is left as the root."""
+    # cast_forward_inputs would round rotary tables, timesteps and SDXL's time ids to bf16, where 999 becomes 1000.
+    # Gradients are reduced in float32: in bf16 a sum over many ranks loses what each of them adds.
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    shards = mesh.shard_mesh(mesh.world.device.type)
     for unit in [*units_of(model, blocks, parallel), model]:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.fsdp_reshard_after_forward)
+        fully_shard(unit, mesh=shards, mp_policy=policy, reshard_after_forward=parallel.fsdp_reshard_after_forward)
 
 
 def units_of(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel) -> list[nn.Module]:
@@ -97,22 +97,22 @@ def imported(path: str):  # noqa: ANN201 - the user's own callable: (model) -> m
         ) from None
 
 
-def sharded(model: nn.Module, make_optimizer: MakeOptimizer) -> TorchEngine:
+def fsdp2_engine(model: nn.Module, mesh: Mesh, make_optimizer: MakeOptimizer) -> TorchEngine:
     """Return the engine of a sharded model: weights are gathered block by block, in the compute dtype."""
     assert isinstance(model, FSDPModule)
 
     @contextmanager
-    def reduce_on(last: bool) -> Iterator[None]:
-        """Keep whole gradients on this rank until the last micro-batch, then reduce and shard them."""
-        model.set_requires_gradient_sync(last)
+    def micro_batch(is_last: bool) -> Iterator[None]:
+        # Until the last micro-batch whole gradients stay on this rank: one reduce-scatter per step, for their memory.
+        model.set_requires_gradient_sync(is_last)
         yield
 
     @contextmanager
-    def then_reshard() -> Iterator[None]:
-        """Free every gathered weight afterwards: without a backward pass nothing else would."""
+    def inference() -> Iterator[None]:
         yield
+        # FSDP2 reshards the root in backward; without a backward its gathered weights would stay in memory.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    return TorchEngine(model, model, make_optimizer, reduce_on, then_reshard)
+    return TorchEngine(model, model, mesh, make_optimizer, micro_batch, inference)

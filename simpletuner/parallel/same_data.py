@@ -64,7 +64,7 @@ def agree_on_data(
     card = {"host": socket.gethostname(), "digests": digests, "datasets": facts_of_datasets(datasets)}
     if world.is_first:
         world.store.set("data/card", json.dumps(card))
-    world.meet("data/found", stop)  # ranks may take minutes to scan: no collective is held open
+    world.store_barrier("data/found", stop)  # ranks may take minutes to scan: no collective is held open
     first = json.loads(world.store.get("data/card"))
     exchange = Exchange(world, world.gather_texts(card["host"]), stop)
     refuse(world, differing_datasets(first["datasets"], card["datasets"], exchange.names), SettingsError)
@@ -83,13 +83,13 @@ def compared(exchange: Exchange, found: Found, chunks: set[int]) -> list[Sample]
         for number, facts in details(found.samples, wanted).items():
             exchange.publish(f"chunk/{number}", facts)
     own = facts_by_id(details(found.samples, chunks).values())
-    world.meet("data/details", stop)
+    world.store_barrier("data/details", stop)
     first = facts_by_id(exchange.read(f"chunk/{number}") for number in sorted(chunks))
     told = first_difference(first, own, exchange.names, found.broken)
     count = exchange.read("samples")
     if told and len(found.samples) != count:
         told = f"{exchange.names[1]} has {len(found.samples)} pictures, {exchange.names[0]} has {count}: {told}"
-    world.meet("data/compared", stop)
+    world.store_barrier("data/compared", stop)
     if world.is_first:
         for number in wanted:
             world.store.delete_key(f"data/chunk/{number}")

@@ -38,10 +38,10 @@ def agree_on_folders(folders: Sequence[tuple[str, Path]], world: World, stop: Ca
         if world.is_first:
             marks = [stack.enter_context(marked(folder)) for _, folder in folders]
             world.store.set(f"{place}/marks", json.dumps(marks))
-        world.meet(f"{place}/marked", stop)
+        world.store_barrier(f"{place}/marked", stop)
         marks = json.loads(world.store.get(f"{place}/marks"))
         missing = [number for number, (_, folder) in enumerate(folders) if not is_seen(folder, marks[number], stop)]
-        world.meet(f"{place}/looked", stop)
+        world.store_barrier(f"{place}/looked", stop)
         told = world.gather_texts(json.dumps([socket.gethostname(), *missing[:1]]))
     hosts = [json.loads(text)[0] for text in told]
     for rank, text in enumerate(told):

@@ -1,8 +1,4 @@
-"""The engine for everything that torch itself trains; how gradients are reduced and cast is passed in.
-
-The optimizer works on this rank's shards as plain tensors. Over DTensors the same fused AdamW and the same clipping
-also pass through torch's sharding rules at every step, which `benchmarks/sharded_update.py` shows the price of.
-"""
+"""The engine around a torch model; how gradients are reduced and cast is passed in by fsdp2.py and ddp.py."""
 
 from __future__ import annotations
 
@@ -12,148 +8,135 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from simpletuner.parallel.blocks import parameters_of
+from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.module_stats import parameters_of
 from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 ShardUpdate = Callable[[str, Tensor], None]
-"""What writes into this rank's part of a weight, given its name."""
+"""(name, shard) -> None: writes into this rank's shard of a weight, in place."""
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A parameter as the model has it, and this rank's part of it as the optimizer sees it, in the same memory."""
+class ShardedParameter:
+    """A parameter of the model (a DTensor under FSDP2), and this rank's shard of it, in the same memory.
+
+    The optimizer works on plain shards: over DTensors the same fused AdamW and clipping pass through torch's sharding
+    rules at every step, which takes several times as long (`benchmarks/sharded_update.py`).
+    """
 
     parameter: nn.Parameter
-    part: nn.Parameter
+    shard: nn.Parameter
 
 
-def shards_of(module: nn.Module) -> dict[str, Shard]:
-    """Return every trainable parameter by name, with this rank's part of it."""
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return {
-        name: Shard(p, nn.Parameter(local_tensor(p.detach())) if isinstance(p, DTensor) else p) for name, p in named
-    }
+def sharded_parameters(module: nn.Module) -> dict[str, ShardedParameter]:
+    """Return every trainable parameter by name."""
+
+    def with_shard(parameter: nn.Parameter) -> ShardedParameter:
+        is_sharded = isinstance(parameter, DTensor)
+        shard = nn.Parameter(local_tensor(parameter.detach())) if is_sharded else parameter
+        return ShardedParameter(parameter, shard)
+
+    return {name: with_shard(each) for name, each in module.named_parameters() if each.requires_grad}
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
+    """Return this rank's part of a tensor: of a DTensor sharded on dim 0 its rows, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TorchEngine:
-    """An Engine around a torch model; `micro_batch` and `inference` are what replicated and sharded engines do
-    differently."""
+    """An Engine whose weights are DTensors of the model, or whole on each rank."""
 
     def __init__(
         self,
         model: nn.Module,
         module: nn.Module,
+        mesh: Mesh,
         make_optimizer: MakeOptimizer,
         micro_batch: Callable[[bool], AbstractContextManager[None]],
         inference: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.model, self.module, self.micro_batch, self.inference = model, module, micro_batch, inference
-        self.shards = shards_of(module)
+        self.model, self.module, self.mesh = model, module, mesh
+        self.micro_batch, self.inference = micro_batch, inference
+        self.parameters = sharded_parameters(module)
         self.weights: dict[str, Tensor] = module.state_dict()
-        sharded = [weight for weight in self.weights.values() if isinstance(weight, DTensor)]
-        self.meshes: dict[str, DeviceMesh] = {weight.device.type: weight.device_mesh for weight in sharded[:1]}
-        self.is_sharded = bool(sharded)
-        self.optimizer = make_optimizer([shard.part for shard in self.shards.values()])
+        self.is_sharded = any(isinstance(weight, DTensor) for weight in self.weights.values())
+        self.num_parameters = parameters_of(module)
+        self.optimizer = make_optimizer([each.shard for each in self.parameters.values()])
 
     def backward(self, loss: Tensor) -> None:
-        """Add gradients."""
         loss.backward()
 
     @torch.no_grad()
     def step(self, learning_rate: float, max_grad_norm: float) -> Tensor:
-        """Clip by the global norm, step, clear; return the norm before clipping."""
-        shards = self.shards.values()
-        for shard in shards:
-            shard.part.grad = local_tensor(shard.parameter.grad) if shard.parameter.grad is not None else None
-        parts = [shard.part for shard in shards if shard.part.grad is not None]
-        grad_norm = self.global_norm([part.grad for part in parts if part.grad is not None])
+        for each in self.parameters.values():
+            each.shard.grad = local_tensor(each.parameter.grad) if each.parameter.grad is not None else None
+        shards = [each.shard for each in self.parameters.values() if each.shard.grad is not None]
+        grad_norm = self.global_norm([shard.grad for shard in shards if shard.grad is not None])
         if max_grad_norm > 0:
-            nn.utils.clip_grads_with_norm_(parts, max_grad_norm, grad_norm)
+            nn.utils.clip_grads_with_norm_(shards, max_grad_norm, grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
-        for shard in shards:
-            shard.parameter.grad = shard.part.grad = None
+        for each in self.parameters.values():
+            each.parameter.grad = each.shard.grad = None
         return grad_norm
 
     def global_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm over all parameters and, where they are sharded, all ranks."""
+        """Return the L2 norm over all parameters, shape (). Collective where they are sharded."""
         norm = nn.utils.get_total_norm(gradients)
-        if not self.is_sharded:
-            return norm
-        square = norm.square()
-        dist.all_reduce(square)
-        return square.sqrt()
-
-    @property
-    def num_parameters(self) -> int:
-        """Return the number of parameters, over all ranks."""
-        return parameters_of(self.module)
+        # squares of shards add up; replicas hold equal gradients, which DDP has averaged already
+        return self.mesh.sum_over_shards(norm.square()).sqrt() if self.is_sharded else norm
 
     def local_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of every weight by name: the live ones."""
         for name, weight in self.weights.items():
             yield name, local_tensor(weight)
 
     @torch.no_grad()
     def update_shards(self, change: ShardUpdate) -> None:
-        """Let `change` write into this rank's part of every weight."""
-        for name, part in self.local_shards():
-            change(name, part)
+        for name, shard in self.local_shards():
+            change(name, shard)
 
-    def to_checkpoint(self, name: str, part: Tensor) -> Tensor:
-        """Return a tensor of the part's layout as what the weight is: a DTensor if that is sharded. No copy."""
+    def to_checkpoint(self, name: str, shard: Tensor) -> Tensor:
         weight = self.weights[name]
         if not isinstance(weight, DTensor):
-            return part
-        kind, shape, stride = part.device.type, weight.shape, weight.stride()
-        if kind not in self.meshes:
-            self.meshes[kind] = init_device_mesh(kind, tuple(weight.device_mesh.shape))
-        mesh = self.meshes[kind]
-        return DTensor.from_local(part, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
+            return shard
+        mesh, shape, stride = self.mesh.shard_mesh(shard.device.type), weight.shape, weight.stride()
+        return DTensor.from_local(shard, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 
     def from_checkpoint(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part of what `to_checkpoint` returned."""
         return local_tensor(tensor)
 
     def optimizer_state(self) -> OptimizerState:
-        """Return the optimizer's state; the moments of a parameter that never had a gradient are zero."""
-        states = [self.optimizer.state.get(shard.part, {}) for shard in self.shards.values()]
+        states = [self.optimizer.state.get(each.shard, {}) for each in self.parameters.values()]
         steps = {int(state["step"]) for state in states if state}
         names = {name for state in states for name in state if name != "step"}
         return OptimizerState(max(steps, default=0), {name: partial(self._moment, name) for name in sorted(names)})
 
     def _moment(self, moment: str) -> NamedTensors:
+        """Return one moment in the checkpoint layout; zero for a parameter that never had a gradient."""
         tensors = {}
-        for name, shard in self.shards.items():
-            part = self.optimizer.state.get(shard.part, {}).get(moment)
-            tensors[name] = self.to_checkpoint(name, torch.zeros_like(shard.part.detach()) if part is None else part)
+        for name, each in self.parameters.items():
+            shard = self.optimizer.state.get(each.shard, {}).get(moment)
+            tensors[name] = self.to_checkpoint(name, torch.zeros_like(each.shard.detach()) if shard is None else shard)
         return tensors
 
     def load_optimizer_state(
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
     ) -> None:
-        """Put the optimizer's state back: `read` fills the tensors of a moment, in their place."""
         if not steps:
             return
-        for shard in self.shards.values():
-            step = torch.tensor(float(steps), device=shard.part.device)
-            tensors = {moment: torch.empty_like(shard.part.detach()) for moment in moments}
-            self.optimizer.state[shard.part] = {"step": step, **tensors}
+        for each in self.parameters.values():
+            step = torch.tensor(float(steps), device=each.shard.device)
+            tensors = {moment: torch.empty_like(each.shard.detach()) for moment in moments}
+            self.optimizer.state[each.shard] = {"step": step, **tensors}
         for moment in moments:
             read(moment, self._moment(moment))
 
     def close(self) -> None:
-        """Hold nothing that needs to be given back."""
+        pass  # memory goes with the process, and nothing lies on a disk

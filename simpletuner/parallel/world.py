@@ -64,16 +64,16 @@ class World:
         dist.all_gather_object(texts, text)
         return texts
 
-    def claim(self, job: str) -> int:
+    def next_chunk(self, job: str) -> int:
         """Return the next ticket of a job, 0 first; each ticket goes to one rank."""
         return self.store.add(f"{job}/tickets", 1) - 1
 
-    def meet(self, place: str, stop: Callable[[], None], patience_seconds: float = STALL_SECONDS) -> None:
+    def store_barrier(self, place: str, stop: Callable[[], None], patience_seconds: float = STALL_SECONDS) -> None:
         """Wait until every rank has come to this place, however long apart."""
-        self.done(place, 1)
-        self.wait_for(place, self.size, stop, patience_seconds=patience_seconds)
+        self.add_progress(place, 1)
+        self.wait_for_count(place, self.size, stop, patience_seconds=patience_seconds)
 
-    def wait_for(
+    def wait_for_count(
         self,
         job: str,
         units: int,
@@ -81,13 +81,13 @@ class World:
         show: Callable[[int], object] = lambda count: None,
         patience_seconds: float = STALL_SECONDS,
     ) -> None:
-        """Wait until all ranks together have done `units` of a job, counted by `done`. No collective is held open.
+        """Wait until all ranks together have done `units` of a job. Polls the store: no collective is held open.
 
         Raises EnvironmentFault when nothing moves for longer than `patience_seconds`.
         """
         self.activity.advance()
         last, moved = -1, time.monotonic()
-        while (count := self.done(job, 0)) < units:
+        while (count := self.add_progress(job, 0)) < units:
             stop()
             if count != last:
                 last, moved = count, time.monotonic()
@@ -100,7 +100,7 @@ class World:
             time.sleep(0.05)
         show(units)
 
-    def done(self, job: str, units: int) -> int:
+    def add_progress(self, job: str, units: int) -> int:
         """Add to what all ranks have done of a job, and return the sum."""
         return self.store.add(f"{job}/done", units)
 

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, in float32, in the slices in which the engine keeps them."""
+"""Exponential moving average (EMA) of the weights, in float32, sharded as the engine shards them."""
 
 from __future__ import annotations
 
@@ -14,54 +14,57 @@ from simpletuner.settings.sections import Ema
 
 
 class EMA:
-    """This rank's part of each averaged weight by name, following the engine's; `updates` warms up the decay."""
+    """This rank's shard of each averaged weight by name, of the shape that `Engine.local_shards` yields.
+
+    A step costs one `lerp_` per shard and no communication, since the shards are cut like the weights themselves.
+    """
 
     def __init__(self, engine: Engine, settings: Ema) -> None:
         self.engine, self.settings, self.updates = engine, settings, 0
-        self.parts = {
-            name: part.detach().to("cpu" if settings.ema_device == "cpu" else None, torch.float32, copy=True)
-            for name, part in engine.local_shards()
-            if part.is_floating_point()
+        self.shards = {
+            name: shard.detach().to("cpu" if settings.ema_device == "cpu" else None, torch.float32, copy=True)
+            for name, shard in engine.local_shards()
+            if shard.is_floating_point()
         }
 
     def decay(self) -> float:
-        """Return min(decay, (1 + n) / (10 + n)), so that a young average is not held back by its start."""
+        """Return min(decay, (1 + n) / (10 + n)) after n updates: a young average would remember its first weights."""
         return min(self.settings.ema_decay, (1 + self.updates) / (10 + self.updates))
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move towards the live weights, when this step is due."""
+        """Move towards the trained weights, if an update is due after this step."""
         if step % self.settings.ema_update_interval:
             return
-        share = 1 - self.decay()
-        for name, part in self.engine.local_shards():
-            if (average := self.parts.get(name)) is not None:
-                average.lerp_(part.to(average), share)
+        weight = 1 - self.decay()
+        for name, shard in self.engine.local_shards():
+            if (average := self.shards.get(name)) is not None:
+                average.lerp_(shard.to(average), weight)
         self.updates += 1
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Exchange the live weights for the average for a while."""
+    def swapped_in(self) -> Iterator[None]:
+        """Exchange the trained weights for the average within the block. Collective."""
         self.engine.update_shards(self._exchange)
         try:
             yield
         finally:
             self.engine.update_shards(self._exchange)
 
-    def _exchange(self, name: str, part: Tensor) -> None:
-        if (average := self.parts.get(name)) is not None:
+    def _exchange(self, name: str, shard: Tensor) -> None:
+        if (average := self.shards.get(name)) is not None:
             kept = average.clone()
-            average.copy_(part)
-            part.copy_(kept)
+            average.copy_(shard)
+            shard.copy_(kept)
 
     def tensors(self) -> NamedTensors:
-        """Return the average as checkpoints hold it. All ranks take part."""
-        return {name: self.engine.to_checkpoint(name, average) for name, average in self.parts.items()}
+        """Return the average in the checkpoint layout. Collective."""
+        return {name: self.engine.to_checkpoint(name, average) for name, average in self.shards.items()}
 
     def restore(self, read: Read, updates: int) -> None:
-        """Take over an average that `read` fills in. All ranks take part."""
+        """Load an average: `read` fills tensors of the checkpoint layout in place. Collective."""
         tensors = self.tensors()
         read(tensors)
-        for name, average in self.parts.items():
+        for name, average in self.shards.items():
             average.copy_(self.engine.from_checkpoint(name, tensors[name]))
         self.updates = updates

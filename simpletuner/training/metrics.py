@@ -1,4 +1,4 @@
-"""What a run leaves to look at: `metrics.jsonl`, a loss curve, and a tracker's files. Only the first rank writes."""
+"""Metrics of a run: `metrics.jsonl`, a loss curve, and a tracker's files. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ALWAYS = ("step", "loss")
 
 
 class Metrics:
-    """Append one object per optimizer step; on resume, forget the steps after the checkpoint."""
+    """Append one JSON object per optimizer step; rows after the checkpoint that a run resumes from are dropped."""
 
     def __init__(self, folder: Path, step: int, tracker_folder: Path | None) -> None:
         self.path, self.curve = folder / METRICS, folder / CURVE
-        forget_later(self.path, step)
+        drop_rows_after(self.path, step)
         self.file = os.fdopen(os.open(self.path, APPEND, 0o666), "a", encoding="utf-8")
         self.tracker = tensorboard_writer(tracker_folder, step) if tracker_folder else None
 
@@ -38,19 +38,19 @@ class Metrics:
             for name, value in row.items():
                 self.tracker.add_scalar(f"train/{name}", value, row["step"])
 
-    def add_picture(self, path: Path, step: int) -> None:
+    def add_image(self, path: Path, step: int) -> None:
         """Show a validation grid in the tracker."""
         if self.tracker is not None:
             import numpy as np
             from PIL import Image
 
-            with Image.open(path) as picture:
-                self.tracker.add_image("validation", np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+            with Image.open(path) as image:
+                self.tracker.add_image("validation", np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
     def close(self) -> None:
-        """Draw the loss curve and close the files."""
+        """Plot the loss and close the files."""
         self.file.close()
-        draw_loss_curve(read_metrics(self.path), self.curve)
+        plot_loss(read_metrics(self.path), self.curve)
         if self.tracker is not None:
             self.tracker.close()
 
@@ -73,8 +73,8 @@ def rows_in(content: bytes) -> list[dict[str, Any]]:
     return rows
 
 
-def forget_later(path: Path, step: int) -> None:
-    """Drop the rows after a step, atomically; a file that holds no other lines is not touched."""
+def drop_rows_after(path: Path, step: int) -> None:
+    """Drop the rows after a step, atomically. A file without such rows is not rewritten."""
     if path.is_symlink():
         raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
     content = read_file(path) if path.exists() else b""
@@ -84,7 +84,7 @@ def forget_later(path: Path, step: int) -> None:
 
 
 def tensorboard_writer(folder: Path, step: int) -> Any:
-    """Return a TensorBoard writer that hides what an earlier run wrote after this step."""
+    """Open a TensorBoard writer that hides what an earlier run wrote after this step."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -93,7 +93,7 @@ def tensorboard_writer(folder: Path, step: int) -> Any:
 
 
 def smoothed(values: list[float], share: float) -> list[float]:
-    """Return the running mean that forgets the start: each value weighs `share`, older ones ever less."""
+    """Return the exponential moving average of values, corrected for its start (as Adam corrects its moments)."""
     means, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = (1 - share) * total + share * value, (1 - share) * weight + share
@@ -101,8 +101,8 @@ def smoothed(values: list[float], share: float) -> list[float]:
     return means
 
 
-def draw_loss_curve(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the loss by step, each value pale and a running mean over it."""
+def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
+    """Plot the loss by step: each value pale, and a running mean over it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -122,8 +122,8 @@ def draw_loss_curve(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 @contextmanager
-def metrics_of(settings: Settings, step: int, world: World) -> Iterator[Metrics | None]:
-    """Open the files that tell how the run goes, on the first rank; close them however it ends."""
+def open_metrics(settings: Settings, step: int, world: World) -> Iterator[Metrics | None]:
+    """Open the files on rank 0, and close them however the run ends; None on other ranks."""
     if not world.is_first:
         yield None
         return

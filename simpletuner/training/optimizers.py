@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,11 @@ MOMENTS = {
     "adagrad": {"sum"},
     "lion": {"exp_avg"},
 }
-"""The state that each optimizer keeps per weight; another optimizer with the same moments can go on with them."""
+"""State tensors that each optimizer keeps per weight. One with the same names can continue with another's."""
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer, fused where torch has it so.
+    """Build the optimizer, fused where torch has a fused one.
 
     Sources: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), Adam (Kingma and Ba 2015, arXiv:1412.6980), Adagrad
     (Duchi et al. 2011), Lion (see there).
@@ -32,12 +33,12 @@ def make_optimizer(parameters: Iterable[nn.Parameter], settings: Optimizer) -> t
         return Lion(parameters, rate, betas, decay)
     if settings.optimizer == "adagrad":
         return torch.optim.Adagrad(parameters, lr=rate, eps=epsilon, weight_decay=decay)
-    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=rate, betas=betas, eps=epsilon, weight_decay=decay, fused=True)
+    cls = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return cls(parameters, lr=rate, betas=betas, eps=epsilon, weight_decay=decay, fused=True)
 
 
 class Lion(torch.optim.Optimizer):
-    """Step by the sign of a mean of gradients (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
+    """Step by the sign of an interpolated gradient mean (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float
@@ -50,6 +51,7 @@ class Lion(torch.optim.Optimizer):
         for group in self.param_groups:
             trained: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            # foreach kernels: one launch per operation instead of one per tensor
             means = [self._mean(parameter) for parameter in trained]
             if trained:
                 signs = torch._foreach_lerp(means, gradients, 1 - group["betas"][0])
@@ -59,7 +61,6 @@ class Lion(torch.optim.Optimizer):
                 torch._foreach_lerp_(means, gradients, 1 - group["betas"][1])
 
     def _mean(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's mean of gradients, and count the step."""
         state = self.state[parameter]
         if not state:
             state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter))
@@ -67,15 +68,23 @@ class Lion(torch.optim.Optimizer):
         return state["exp_avg"]
 
 
-def learning_rate_at(step: int, schedule: Schedule, settings: Optimizer) -> float:
-    """Return the learning rate of the optimizer step that follows `step` finished ones."""
-    peak, end, warm_up = settings.learning_rate, settings.lr_end, settings.lr_warmup_steps
-    if step < warm_up:
-        return peak * (step + 1) / (warm_up + 1)
-    progress = schedule.progress(step, warm_up)
-    remaining = {
-        "linear": 1 - progress,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        "polynomial": (1 - progress) ** settings.lr_power,
-    }.get(settings.lr_scheduler, 1.0)
-    return end + (peak - end) * remaining if settings.lr_scheduler in ("linear", "cosine", "polynomial") else peak
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate as a function of the step."""
+
+    schedule: Schedule
+    settings: Optimizer
+
+    def at(self, step: int) -> float:
+        """Return the learning rate of the optimizer step that follows `step` finished ones."""
+        settings = self.settings
+        peak, end, warm_up = settings.learning_rate, settings.lr_end, settings.lr_warmup_steps
+        if step < warm_up:
+            return peak * (step + 1) / (warm_up + 1)
+        progress = self.schedule.progress(step, warm_up)
+        remaining = {
+            "linear": 1 - progress,
+            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+            "polynomial": (1 - progress) ** settings.lr_power,
+        }.get(settings.lr_scheduler)
+        return peak if remaining is None else end + (peak - end) * remaining

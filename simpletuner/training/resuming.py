@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, whether it fits, and where that is in the data and in the schedule."""
+"""Which checkpoint a run resumes from, whether it fits, and where that is in the data and in the schedule."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def imported_checkpoint(session: Session, family: Family) -> Checkpoint | None:
     if world.is_first:
         shapes = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
         folder = str(import_dump(source.expanduser(), checkpoints_of(session.settings), shapes, family.config))
-    world.meet("import", session.stop.check)
+    world.store_barrier("import", session.stop.check)
     return opened(Path(world.gather_texts(folder)[0]))
 
 
@@ -111,8 +111,8 @@ def set_later_aside(session: Session, step: int) -> None:
         session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")
 
 
-def where_to_begin(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) -> tuple[Schedule, SamplerState]:
-    """Return how far the run goes, and its position in the data: at the start, or where a checkpoint left off.
+def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) -> tuple[Schedule, SamplerState]:
+    """Return the schedule, and where in the data the run starts: at the beginning, or where a checkpoint stopped.
 
     With other data than the checkpoint's, that is the start of the next epoch.
     """

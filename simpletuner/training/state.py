@@ -1,4 +1,4 @@
-"""A run's state between steps: what goes into a checkpoint and how it comes back."""
+"""The state of a run between steps: what a checkpoint holds, and how it comes back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
-from simpletuner.checkpoints.saving import Snapshot
+from simpletuner.checkpoints.saving import Snapshot, save
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.batch_sampler import SamplerState
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.report import Report
+from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import MOMENTS
@@ -23,54 +24,53 @@ from simpletuner.training.schedule import Schedule
 
 @dataclass
 class TrainingState:
-    """The engine, the average, how far the run goes, and where it begins.
-
-    `config` is the denoiser's as it was built: an engine may change the class of the module that it wraps (FSDP2 does).
-    `data` is what positions refer to, `base` stands for the base model's files by name.
-    """
+    """Engine, EMA, schedule, and where in the data the run continues."""
 
     engine: Engine
-    average: EMA | None
+    ema: EMA | None
     config: dict[str, Any]
-    data: str
+    """The denoiser's config as it was built: FSDP2 changes the class of the module that it wraps."""
+    data_digest: str
+    """Sampler states mean something for this data only."""
     data_version: int
     schedule: Schedule
     step: int
-    position: SamplerState
-    base: Mapping[str, str] = field(default_factory=dict)
+    sampler_state: SamplerState
+    base_fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """Of the base model's files, by name."""
 
-    def snapshot(self, step: int, position: SamplerState, facts: Mapping[str, Any]) -> Snapshot:
+    def snapshot(self, step: int, sampler_state: SamplerState, facts: Mapping[str, Any]) -> Snapshot:
         """Return what a checkpoint after `step` holds; `facts` are for people who read its state.json."""
-        moments = self.engine.optimizer_state()
-        groups: dict[str, Callable[[], NamedTensors]] = {"model": self.weights, **moments.tensors}
-        if self.average is not None:
-            groups["ema"] = self.average.tensors
+        optimizer = self.engine.optimizer_state()
+        groups: dict[str, Callable[[], NamedTensors]] = {"model": self.weights, **optimizer.tensors}
+        if self.ema is not None:
+            groups["ema"] = self.ema.tensors
         state = {
             "simpletuner": __version__,
             **facts,
             **self.schedule.as_json(),
-            "position": asdict(position),
-            "data": self.data,
+            "position": asdict(sampler_state),
+            "data": self.data_digest,
             "data_version": self.data_version,
-            "base": dict(self.base),
-            "optimizer": {"steps": moments.steps, "moments": sorted(moments.tensors)},
-            "ema_updates": self.average.updates if self.average is not None else None,
+            "base": dict(self.base_fingerprints),
+            "optimizer": {"steps": optimizer.steps, "moments": sorted(optimizer.tensors)},
+            "ema_updates": self.ema.updates if self.ema is not None else None,
         }
         return Snapshot(step, groups, state, self.config)
 
     def weights(self) -> NamedTensors:
-        """Return the trained weights as checkpoints hold them. All ranks take part."""
-        return {name: self.engine.to_checkpoint(name, part) for name, part in self.engine.local_shards()}
+        """Return the trained weights in the checkpoint layout. Collective."""
+        return {name: self.engine.to_checkpoint(name, shard) for name, shard in self.engine.local_shards()}
 
     def restore(self, checkpoint: Checkpoint, settings: Settings, report: Report) -> None:
-        """Read the optimizer's state and the average; the weights were read when the engine was built.
+        """Read optimizer state and EMA; the weights were read when the engine was built. Collective.
 
-        State of another optimizer is left out, and an average that was not kept starts from the weights, with a word.
+        State of another optimizer is left out with a warning, and an EMA that the checkpoint lacks starts from its
+        weights: a changed setting must not cost the rest of the run.
         """
         saved, updates = checkpoint.state["optimizer"], checkpoint.state["ema_updates"]
 
         def read(group: str, tensors: NamedTensors) -> None:
-            """Fill one group of tensors."""
             read_tensors(checkpoint.files(group), tensors, f"{checkpoint.folder / group}")
 
         if not saved["steps"] or set(saved["moments"]) == MOMENTS[settings.optimizer.optimizer]:
@@ -80,10 +80,25 @@ class TrainingState:
                 f"{checkpoint.folder.name} holds the state of another optimizer ({', '.join(saved['moments'])}): "
                 f"{settings.optimizer.optimizer} starts without state; weights, EMA and data go on"
             )
-        if self.average is not None and updates is not None:
-            self.average.restore(partial(read, "ema"), updates)
-        elif self.average is not None:
+        if self.ema is not None and updates is not None:
+            self.ema.restore(partial(read, "ema"), updates)
+        elif self.ema is not None:
             report.warn(f"{checkpoint.folder.name} holds no EMA: it starts from the weights of step {checkpoint.step}")
         elif updates is not None:
             report.warn(f"use_ema is off: the EMA in {checkpoint.folder.name} is not continued in later checkpoints")
         self.step = checkpoint.step
+
+
+class Checkpointer:
+    """Save the state of a run as numbered checkpoints."""
+
+    def __init__(self, session: Session, state: TrainingState) -> None:
+        self.settings, self.world, self.state = session.settings, session.world, state
+        self.root = self.settings.training.output_dir / "checkpoints"
+
+    def save(self, step: int, sampler_state: SamplerState) -> None:
+        """Save a checkpoint, and remove the oldest above the limit. Collective."""
+        is_full = self.settings.parallel.fsdp_state_dict_type == "FULL_STATE_DICT"
+        facts = {"model_family": self.settings.model.model_family, "world_size": self.world.size}
+        snapshot = self.state.snapshot(step, sampler_state, facts)
+        save(self.root, snapshot, self.world, is_full, self.settings.checkpoints.checkpoints_total_limit)

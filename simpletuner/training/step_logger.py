@@ -1,75 +1,101 @@
-"""The account of steps: the loss over all ranks, whether anyone asked to stop, and how long steps take.
+"""Log each optimizer step: mean loss over the ranks, gradient norm, speed; and count the ranks that want to stop.
 
-A step's numbers are read one step late, when they are long ready, so that reading them never makes the device wait.
+A step's scalars are read one step late, when the device has long computed them, so that reading never makes it wait.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from simpletuner.data.prefetch import StepBatch
 from simpletuner.errors import TrainingError
-from simpletuner.parallel.world import World
-from simpletuner.report import Progress
+from simpletuner.parallel.mesh import Mesh
+from simpletuner.report import Progress, Report
 from simpletuner.system.signals import StopRequest
 from simpletuner.training.metrics import Metrics
-from simpletuner.training.step import Outcome
+
+
+class StopVote:
+    """Let all ranks stop at the same step: each rank's wish travels with the loss, in the same all-reduce."""
+
+    def __init__(self, request: StopRequest) -> None:
+        self.request, self.passed = request, False
+
+    def wish(self, device: torch.device) -> Tensor:
+        """Return 1 where this rank was asked to stop, else 0; shape ()."""
+        return torch.tensor(float(bool(self.request.signal_number)), device=device)
+
+    def count(self, mean: float) -> None:
+        """Take the mean of all wishes: one rank is enough."""
+        self.passed = self.passed or mean > 0
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """One step whose numbers have not been read yet."""
+    """A step whose scalars (loss, wish to stop, gradient norm; shape (3,)) have not been read yet."""
 
     row: dict[str, Any]
-    numbers: torch.Tensor
-    ids: list[str]
+    scalars: Tensor
+    sample_ids: list[str]
 
 
 class StepLogger:
-    """Keep the account; `metrics` is None on ranks that do not write."""
+    """Write metrics and progress; `metrics` is None on ranks that do not write."""
 
-    def __init__(self, world: World, stop: StopRequest, metrics: Metrics | None, batch_size: int) -> None:
-        self.world, self.stop, self.metrics, self.batch_size = world, stop, metrics, batch_size
-        self.open: PendingStep | None = None
-        self.stop_asked = False
+    def __init__(self, mesh: Mesh, stop_vote: StopVote, metrics: Metrics | None, batch_size: int) -> None:
+        self.mesh, self.stop_vote, self.metrics, self.batch_size = mesh, stop_vote, metrics, batch_size
+        self.pending: PendingStep | None = None
+        self.shown: Progress | None = None
+        self.learning_rate = self.data_seconds = 0.0
         self.clock = time.perf_counter()
+
+    @contextmanager
+    def progress(self, report: Report, max_steps: int, step: int) -> Iterator[None]:
+        """Show progress within."""
+        with report.progress("training", max_steps, step) as self.shown:
+            self.restart_clock()
+            yield
 
     def restart_clock(self) -> None:
         """Do not count what happened since the last step, such as a save, as training time."""
         self.clock = time.perf_counter()
 
-    def add(self, step: int, outcome: Outcome, batches: StepBatch, row: dict[str, Any], progress: Progress) -> None:
-        """Enter a step, and settle the one before."""
-        asked = torch.tensor(float(bool(self.stop.signal_number)), device=outcome.loss.device)
-        numbers = self.world.all_mean(torch.stack([outcome.loss, asked]))
-        numbers = torch.cat([numbers, outcome.grad_norm.reshape(1)])
-        ids = [sample for each in batches.passes for sample in each.ids]
-        self.settle(progress)
+    def log(self, step: int, loss: Tensor, grad_norm: Tensor, batch: StepBatch) -> None:
+        """Reduce a step's scalars over the ranks, and write those of the step before. Collective."""
+        reduced = self.mesh.data_mean(torch.stack([loss, self.stop_vote.wish(loss.device)]))
+        scalars = torch.cat([reduced, grad_norm.reshape(1)])  # the norm is over all ranks already
+        self.flush()
         now = time.perf_counter()
-        row["seconds"], self.clock = now - self.clock, now
-        self.open = PendingStep({"step": step, "epoch": batches.after.epoch, **row}, numbers, ids)
+        row = {"step": step, "epoch": batch.next_state.epoch, "learning_rate": self.learning_rate}
+        row |= {"data_seconds": self.data_seconds, "seconds": now - self.clock}
+        self.clock = now
+        self.pending = PendingStep(row, scalars, [sample for each in batch.micro_batches for sample in each.ids])
 
-    def settle(self, progress: Progress) -> None:
-        """Read the open step's numbers. Raises TrainingError on all ranks when the loss is not a number."""
-        if self.open is None:
+    def flush(self) -> None:
+        """Read and write the pending step. Raises TrainingError on all ranks when its loss is not finite."""
+        if self.pending is None:
             return
-        entry, self.open = self.open, None
+        pending, self.pending = self.pending, None
         began = time.perf_counter()
-        loss, asked, grad_norm = entry.numbers.tolist()
-        seconds = entry.row["seconds"] + time.perf_counter() - began
-        self.stop_asked = self.stop_asked or asked > 0
+        loss, wish, grad_norm = pending.scalars.tolist()
+        step, seconds = pending.row["step"], pending.row["seconds"] + time.perf_counter() - began
+        self.stop_vote.count(wish)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingError(
-                f"step {entry.row['step']}: loss is {loss}, gradient norm {grad_norm}; "
-                f"samples of rank {self.world.rank}: {', '.join(entry.ids)}",
+                f"step {step}: loss is {loss}, gradient norm {grad_norm}; "
+                f"samples of rank {self.mesh.world.rank}: {', '.join(pending.sample_ids)}",
                 "lower learning_rate or look at these samples; the same command resumes from the last checkpoint",
             )
-        progress.update(entry.row["step"], f"loss {loss:.4f}  {self.batch_size / seconds:.1f} samples/s")
+        if self.shown is not None:
+            self.shown.update(step, f"loss {loss:.4f}  {self.batch_size / seconds:.1f} samples/s")
         if self.metrics is not None:
             speed = {"samples_per_second": self.batch_size / seconds, "seconds": seconds}
-            self.metrics.write({**entry.row, "loss": loss, "grad_norm": grad_norm, **speed})
+            self.metrics.write({**pending.row, "loss": loss, "grad_norm": grad_norm, **speed})

@@ -1,4 +1,4 @@
-"""What a person is told before and after a run."""
+"""Tables before and after a run: what will run, and what came of it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from simpletuner.training.state import TrainingState
 
 
 def print_plan(session: Session, family: Family, state: TrainingState, plan: Plan) -> None:
-    """Say what is about to run."""
+    """Print what is about to run."""
     settings, world = session.settings, session.world
     parallel, training = settings.parallel, settings.training
     engine = format_engine(settings, world.size)
-    batch = f"{training.train_batch_size} x {world.size} x {training.gradient_accumulation_steps}"
+    batch = f"{training.train_batch_size} x {session.mesh.data_size} x {training.gradient_accumulation_steps}"
     parameters = f"{state.engine.num_parameters:,} parameters"
     rows: list[tuple[str, Any]] = [
         ("model", f"{settings.model.model_family}, {parameters}, mixed precision: {training.mixed_precision}"),
@@ -41,7 +41,7 @@ def print_plan(session: Session, family: Family, state: TrainingState, plan: Pla
 
 
 def format_engine(settings: Settings, world_size: int) -> str:
-    """Return in a few words what trains, and what does not lie beside it."""
+    """Describe the engine in a few words, and what it offloads."""
     if (zero := deepspeed_options(settings)) is not None:
         places = {"cpu": "in the machine's memory", "nvme": "in files"}
         away = (("optimizer", zero.offload_optimizer), ("weights", zero.offload_param))
@@ -52,7 +52,7 @@ def format_engine(settings: Settings, world_size: int) -> str:
 
 
 def print_result(output: Path, report: Report) -> None:
-    """Say how the run went and where everything is."""
+    """Print how the run went and where everything is."""
     rows = read_metrics(output / METRICS) if not report.quiet else []
     if not rows:
         return
@@ -73,5 +73,4 @@ def print_result(output: Path, report: Report) -> None:
 
 
 def mean_loss(rows: list[dict[str, Any]]) -> float:
-    """Return the mean loss of some steps."""
     return sum(row["loss"] for row in rows) / len(rows)

@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.sections import Compile, Optimizer, Parallel, Settings, Training
 from simpletuner.training.engines import build_engine
@@ -64,7 +65,7 @@ def losses_of(backend: str, fsdp: bool, world: World) -> list[float]:
             tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements) if sharded else whole)
 
     optimizer = partial(make_optimizer, settings=Optimizer())
-    engine = build_engine(model, ("Block",), settings, world, load, optimizer)
+    engine = build_engine(model, ("Block",), settings, build_mesh(settings, world), load, optimizer)
     losses = []
     for _ in range(3):
         with engine.micro_batch(True):

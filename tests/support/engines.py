@@ -18,6 +18,7 @@ from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import newest_healthy
 from simpletuner.models.family import Family
 from simpletuner.models.registry import traits_of
+from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Prepared, plan_data, prepare
@@ -26,10 +27,11 @@ from simpletuner.session import Session
 from simpletuner.settings import Loaded
 from simpletuner.settings.sections import Data, Ema, Launch, Model, Optimizer, Parallel, Settings, Training
 from simpletuner.system.signals import StopRequest
-from simpletuner.training.loop import Run
+from simpletuner.training.engines import open_engine
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
-from simpletuner.worker import compose, open_engine, open_state
+from simpletuner.training.trainer import Trainer
+from simpletuner.worker import build_trainer, open_state
 
 GLOBAL_BATCH, SAVED = 4, 2
 
@@ -96,32 +98,34 @@ def prepared_by(world: World, settings: Settings) -> Prepared:
 
 
 def session_of(world: World, settings: Settings) -> tuple[Session, Family]:
-    session = Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest())
+    session = Session(Loaded(settings, {}), build_mesh(settings, world), Report(quiet=True), StopRequest())
     return session, Family(traits_of(settings.model), Path(settings.model.pretrained_model_name_or_path), settings)
 
 
 @contextmanager
 def opened(
     world: World, settings: Settings, prepared: Prepared, checkpoint: Checkpoint | None = None
-) -> Iterator[tuple[Run, TrainingState]]:
+) -> Iterator[tuple[Trainer, TrainingState]]:
     """Yield what trains on an engine, from the start or from a checkpoint."""
     session, family = session_of(world, settings)
     with closing(open_engine(session, family, checkpoint)) as engine:
         state = open_state(session, family, engine, prepared, checkpoint)
         state.schedule = Schedule(100)
-        yield compose(session, family, prepared, state, None), state
+        yield build_trainer(session, family, prepared, state, None), state
 
 
-def steps_of(run: Run, world: World, first: int, count: int) -> list[list[float]]:
+def steps_of(trainer: Trainer, world: World, count: int) -> list[list[float]]:
     """Take some steps, and return each one's mean loss and gradient norm; save after the second of a run."""
     taken = []
-    for step in range(first + 1, first + count + 1):
-        batches = next(run.feed)
-        outcome = run.take_step(batches, run.learning_rate(step))
-        run.after_step(step)
-        taken.append([world.all_mean(outcome.loss.clone()).item(), outcome.grad_norm.item()])
-        if step == SAVED:
-            run.save(step, batches.after)
+    for _ in range(count):
+        batch = trainer.next_batch()
+        output = trainer.train_step(batch)
+        trainer.step += 1
+        if trainer.ema is not None:
+            trainer.ema.update(trainer.step)
+        taken.append([world.all_mean(output.loss.clone()).item(), output.grad_norm.item()])
+        if trainer.step == SAVED:
+            trainer.checkpointer.save(trainer.step, batch.next_state)
     return taken
 
 
@@ -132,8 +136,8 @@ def losses_in_turn(arguments: dict[str, Any], names: list[str], steps: int, repo
         for name in names:
             settings = settings_of(arguments, name, Path(arguments["folder"]) / f"{name}-x{world.size}", world.size)
             prepared = prepared or prepared_by(world, settings)
-            with opened(world, settings, prepared) as (run, _):
-                taken[name] = steps_of(run, world, 0, steps)
+            with opened(world, settings, prepared) as (trainer, _):
+                taken[name] = steps_of(trainer, world, steps)
         write(taken, report, world)
 
 
@@ -145,12 +149,12 @@ def save_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
             folder = Path(arguments["folder"]) / f"{name}-x{world.size}"
             settings = settings_of(arguments, name, folder, world.size)
             prepared = prepared or prepared_by(world, settings)
-            with opened(world, settings, prepared) as (run, state):
-                steps_of(run, world, 0, SAVED)
+            with opened(world, settings, prepared) as (trainer, state):
+                steps_of(trainer, world, SAVED)
                 held = held_by(state)
                 if world.is_first:
                     torch.save(held, folder / "held")
-                taken[folder.name] = steps_of(run, world, SAVED, 2)
+                taken[folder.name] = steps_of(trainer, world, 2)
         write(taken, report, world)
 
 
@@ -165,9 +169,9 @@ def resume_in_turn(arguments: dict[str, Any], names: list[str], saved: list[str]
                 checkpoint, _ = newest_healthy(root / source / "checkpoints", f"checkpoint-{SAVED:06d}", world)
                 settings = settings_of(arguments, name, folder, world.size)
                 prepared = prepared or prepared_by(world, settings)
-                with opened(world, settings, prepared, checkpoint) as (run, state):
+                with opened(world, settings, prepared, checkpoint) as (trainer, state):
                     different = differences(state, torch.load(root / source / "held"), world)
-                    taken[f"{name}-x{world.size} from {source}"] = [different, steps_of(run, world, SAVED, 2)]
+                    taken[f"{name}-x{world.size} from {source}"] = [different, steps_of(trainer, world, 2)]
         write(taken, report, world)
 
 
@@ -186,7 +190,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def groups_of(state: TrainingState) -> Iterator[tuple[str, Iterable[tuple[str, torch.Tensor]]]]:
-    for group, make in state.snapshot(0, state.position, {}).groups.items():
+    for group, make in state.snapshot(0, state.sampler_state, {}).groups.items():
         yield group, make().items()
 
 
@@ -219,8 +223,8 @@ def dump_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
             folder = Path(arguments["folder"]) / name
             settings = settings_of(arguments, name, folder, world.size)
             prepared = prepared or prepared_by(world, settings)
-            with opened(world, settings, prepared) as (run, state):
-                steps_of(run, world, 0, SAVED)
+            with opened(world, settings, prepared) as (trainer, state):
+                steps_of(trainer, world, SAVED)
                 held = held_by(state)
                 if world.is_first:
                     torch.save(held, folder / "held")

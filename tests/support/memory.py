@@ -21,6 +21,7 @@ from simpletuner.models.registry import traits_of
 from simpletuner.models.weights import weights_files
 from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.engine import Engine
+from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.sections import Launch, Model, Parallel, Settings, Training
@@ -71,7 +72,7 @@ def built(family: str, folder: str, world: World, parallel: Parallel) -> Engine:
 
     optimizer = partial(make_optimizer, settings=settings.optimizer)
     model = opened.denoiser()
-    return build_engine(model, recommended_blocks(model), settings, world, load, optimizer)
+    return build_engine(model, recommended_blocks(model), settings, build_mesh(settings, world), load, optimizer)
 
 
 def bytes_of(tensors) -> int:

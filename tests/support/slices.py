@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from simpletuner.deepspeed.row_shards import Rows
 from simpletuner.parallel.engine import Engine
+from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.sections import Ema, Optimizer, Parallel, Settings, Training
 from simpletuner.training.ema import EMA
@@ -91,7 +92,7 @@ def opened(name: str, world: World, dtype: str) -> Engine:
         parallel=Parallel(**ENGINES[name]), training=Training(mixed_precision=dtype, gradient_checkpointing=False)
     )
     optimizer = partial(make_optimizer, settings=Optimizer())
-    return build_engine(model, ("Sequential",), settings, world, load, optimizer)
+    return build_engine(model, ("Sequential",), settings, build_mesh(settings, world), load, optimizer)
 
 
 def odd_shapes(names: list[str], dtype: str, report: str) -> None:
@@ -105,7 +106,7 @@ def odd_shapes(names: list[str], dtype: str, report: str) -> None:
                 losses = [step(engine, world) for _ in range(3)]
                 average.update(1)
                 trained = to_checkpoint(engine)
-                with average.in_place():
+                with average.swapped_in():
                     shown, loss = to_checkpoint(engine), step_without_update(engine, world)
                 back = to_checkpoint(engine)
                 saved = {

@@ -5,8 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.torch_engine import TorchEngine
+from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Ema, Optimizer
 from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import make_optimizer
@@ -14,7 +17,8 @@ from simpletuner.training.optimizers import make_optimizer
 
 def engine(module: torch.nn.Module) -> TorchEngine:
     optimizer = partial(make_optimizer, settings=Optimizer())
-    return TorchEngine(module, module, optimizer, lambda last: nullcontext(), nullcontext)
+    mesh = Mesh(World(0, 1, 0, torch.device("cpu"), HashStore()))
+    return TorchEngine(module, module, mesh, optimizer, lambda is_last: nullcontext(), nullcontext)
 
 
 def average_of(values: list[float], **settings) -> tuple[EMA, torch.Tensor]:
@@ -31,8 +35,8 @@ def move(live: torch.Tensor, values: list[float]) -> None:
 def test_the_average_starts_at_the_weights_and_is_a_copy():
     average, live = average_of([1.0, 2.0])
     move(live, [5.0, 5.0])
-    assert average.parts["w"].tolist() == [1.0, 2.0]
-    assert not average.parts["w"].requires_grad
+    assert average.shards["w"].tolist() == [1.0, 2.0]
+    assert not average.shards["w"].requires_grad
 
 
 def test_the_decay_warms_up_from_a_tenth():
@@ -48,10 +52,10 @@ def test_updates_by_hand():
     average, live = average_of([1.0])
     move(live, [2.0])
     average.update(1)
-    assert average.parts["w"].item() == pytest.approx(0.1 * 1 + 0.9 * 2)  # 1.9
+    assert average.shards["w"].item() == pytest.approx(0.1 * 1 + 0.9 * 2)  # 1.9
     move(live, [4.0])
     average.update(2)
-    assert average.parts["w"].item() == pytest.approx(2 / 11 * 1.9 + 9 / 11 * 4)
+    assert average.shards["w"].item() == pytest.approx(2 / 11 * 1.9 + 9 / 11 * 4)
     assert average.updates == 2
 
 
@@ -60,7 +64,7 @@ def test_a_full_grown_average_decays_as_the_settings_say():
     average.updates = 1000
     move(live, [2.0])
     average.update(1)
-    assert average.parts["w"].item() == pytest.approx(1.1)
+    assert average.shards["w"].item() == pytest.approx(1.1)
 
 
 def test_only_steps_that_are_due_update():
@@ -79,26 +83,26 @@ def test_whole_numbers_are_left_alone():
     module.register_buffer("count", torch.tensor(3))
     average = EMA(engine(module), Ema(use_ema=True))
     average.update(1)
-    assert set(average.parts) == {"w"}
+    assert set(average.shards) == {"w"}
 
 
 def test_in_place_shows_the_average_and_puts_the_weights_back():
     average, live = average_of([1.0, 2.0])
     move(live, [3.0, 4.0])
-    with average.in_place():
+    with average.swapped_in():
         assert live.tolist() == [1.0, 2.0]
-        assert average.parts["w"].tolist() == [3.0, 4.0]
+        assert average.shards["w"].tolist() == [3.0, 4.0]
     assert live.tolist() == [3.0, 4.0]
-    assert average.parts["w"].tolist() == [1.0, 2.0]
+    assert average.shards["w"].tolist() == [1.0, 2.0]
 
 
 def test_in_place_puts_the_weights_back_after_a_failure():
     average, live = average_of([1.0])
     move(live, [3.0])
-    with pytest.raises(RuntimeError, match="drawing failed"), average.in_place():
-        raise RuntimeError("drawing failed")
+    with pytest.raises(RuntimeError, match="validation failed"), average.swapped_in():
+        raise RuntimeError("validation failed")
     assert live.tolist() == [3.0]
-    assert average.parts["w"].tolist() == [1.0]
+    assert average.shards["w"].tolist() == [1.0]
 
 
 def test_the_module_itself_sees_the_exchange():
@@ -107,7 +111,7 @@ def test_the_module_itself_sees_the_exchange():
     before = module(torch.ones(1, 2)).item()
     with torch.no_grad():
         module.weight.add_(1)
-    with average.in_place():
+    with average.swapped_in():
         assert module(torch.ones(1, 2)).item() == pytest.approx(before)
     assert module(torch.ones(1, 2)).item() == pytest.approx(before + 2)
 
@@ -116,7 +120,7 @@ def test_the_average_is_in_float32_whatever_the_weights_are():
     module = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
     average = EMA(engine(module), Ema(use_ema=True))
     average.update(1)
-    assert average.parts["weight"].dtype == torch.float32
+    assert average.shards["weight"].dtype == torch.float32
 
 
 def test_an_average_is_put_back_from_the_form_that_checkpoints_hold():
@@ -129,5 +133,5 @@ def test_an_average_is_put_back_from_the_form_that_checkpoints_hold():
         tensors["w"].copy_(saved["w"])
 
     average.restore(read, 7)
-    assert average.parts["w"].tolist() == [1.0, 2.0] and average.updates == 7
+    assert average.shards["w"].tolist() == [1.0, 2.0] and average.updates == 7
     assert live.tolist() == [5.0, 5.0]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletuner.training.metrics import CURVE, METRICS, Metrics, draw_loss_curve, read_metrics, smoothed
+from simpletuner.training.metrics import CURVE, METRICS, Metrics, plot_loss, read_metrics, smoothed
 
 
 def row(step: int, loss: float = 0.5) -> dict:
@@ -66,7 +66,7 @@ def test_a_missing_file_has_no_rows(tmp_path):
 
 @pytest.mark.parametrize("steps", [1, 2, 200])
 def test_the_loss_curve_is_a_real_picture_with_both_lines(tmp_path, steps):
-    draw_loss_curve([row(step, 1 / step) for step in range(1, steps + 1)], tmp_path / CURVE)
+    plot_loss([row(step, 1 / step) for step in range(1, steps + 1)], tmp_path / CURVE)
     with Image.open(tmp_path / CURVE) as picture:
         assert picture.format == "PNG"
         assert picture.width >= 600

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from simpletuner.settings.sections import Optimizer
-from simpletuner.training.optimizers import learning_rate_at, make_optimizer
+from simpletuner.training.optimizers import LearningRate, make_optimizer
 from simpletuner.training.schedule import Schedule
 
 MAX_STEPS = 14
@@ -18,7 +18,7 @@ MAX_STEPS = 14
 
 def rates(steps: list[int], **values) -> list[float]:
     settings = Optimizer(learning_rate=1.0, **values)
-    return [learning_rate_at(step, Schedule(MAX_STEPS), settings) for step in steps]
+    return [LearningRate(Schedule(MAX_STEPS), settings).at(step) for step in steps]
 
 
 def test_a_constant_rate_stays():
@@ -46,7 +46,7 @@ def test_the_rate_rises_in_equal_steps_and_reaches_its_peak_right_after_the_warm
 )
 def test_each_schedule_at_its_start_quarter_half_and_end(values, wanted):
     settings = Optimizer(learning_rate=1.0, lr_warmup_steps=4, **values)
-    assert [learning_rate_at(4 + done, Schedule(12), settings) for done in (0, 2, 4, 8)] == pytest.approx(wanted)
+    assert [LearningRate(Schedule(12), settings).at(4 + done) for done in (0, 2, 4, 8)] == pytest.approx(wanted)
 
 
 def test_beyond_the_end_the_rate_stays_at_its_end():
@@ -65,7 +65,7 @@ def test_a_warm_up_as_long_as_the_run_never_divides_by_zero():
 @hypothesis_settings(deadline=None)
 def test_after_the_warm_up_the_rate_never_rises_and_never_leaves_its_bounds(schedule, warm_up, more):
     settings = Optimizer(learning_rate=3e-4, lr_end=1e-5, lr_scheduler=schedule, lr_warmup_steps=warm_up)
-    values = [learning_rate_at(step, Schedule(warm_up + more), settings) for step in range(warm_up + more + 3)]
+    values = [LearningRate(Schedule(warm_up + more), settings).at(step) for step in range(warm_up + more + 3)]
     assert all(0 < value <= 3e-4 for value in values)
     assert values[: warm_up + 1] == sorted(values[: warm_up + 1])
     assert values[warm_up:] == sorted(values[warm_up:], reverse=True)

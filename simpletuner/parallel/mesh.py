@@ -1,0 +1,70 @@
+"""The axes along which ranks share work: dp_replicate x dp_shard x cp, the last one varying fastest.
+
+Ranks that differ only in `cp` (context parallel) hold parts of the same sequences, so they see the same samples; data
+is split over the other two axes. Parameters are sharded over dp_shard x cp, and replicated over dp_replicate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from simpletuner.parallel.world import World
+from simpletuner.settings.sections import Settings
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the axes over all ranks of `world`, and this rank's place in the data."""
+
+    world: World
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    shard_meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        assert self.dp_replicate * self.dp_shard * self.cp == self.world.size, self
+
+    @property
+    def data_size(self) -> int:
+        """Number of slices into which each global batch is cut."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of each global batch is this rank's."""
+        return self.world.rank // self.cp
+
+    def data_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a small tensor over the ranks. Collective.
+
+        Ranks of one `cp` group hold equal values, so the mean over all ranks is the mean over the data.
+        """
+        return self.world.all_mean(values)
+
+    def shard_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the 1-D mesh over which parameters are sharded. Collective at the first call for a device type.
+
+        There is one per device type, since EMA and optimizer state may be offloaded: DTensors of a CPU part need a
+        mesh of gloo, those of a GPU part one of NCCL.
+        """
+        if device_type not in self.shard_meshes:
+            self.shard_meshes[device_type] = init_device_mesh(
+                device_type, (self.dp_shard * self.cp,), mesh_dim_names=("dp_shard_cp",)
+            )
+        return self.shard_meshes[device_type]
+
+    def sum_over_shards(self, value: torch.Tensor) -> torch.Tensor:
+        """Add up a tensor, in place, over the ranks that hold shards of one copy of the parameters. Collective."""
+        dist.all_reduce(value)
+        return value
+
+
+def build_mesh(settings: Settings, world: World) -> Mesh:
+    """Return the mesh that the settings ask for: FSDP2 and ZeRO shard over all ranks, else all ranks are replicas."""
+    is_sharded = settings.parallel.fsdp_enable or settings.parallel.zero_stage is not None
+    return Mesh(world, dp_shard=world.size) if is_sharded else Mesh(world, dp_replicate=world.size)

@@ -1,0 +1,26 @@
+"""Prepare a denoiser on the meta device for training: recompute, compile, shard, in the one order that works."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from simpletuner.parallel.compilation import compile_in_place
+from simpletuner.parallel.engine import compute_dtype
+from simpletuner.parallel.fsdp2 import shard
+from simpletuner.parallel.mesh import Mesh
+from simpletuner.settings.sections import Settings
+
+
+def parallelize(model: nn.Module, blocks: tuple[str, ...], settings: Settings, mesh: Mesh) -> None:
+    """Apply what the settings ask for, in place; parameters stay on the meta device.
+
+    Compiling comes before sharding, so that FSDP2's hooks, which gather weights, run between the compiled blocks
+    rather than break their graphs. DeepSpeed shards later, when it takes the model over.
+    """
+    model.train()
+    if settings.training.gradient_checkpointing:
+        model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
+    if settings.compile.dynamo_backend != "no":
+        compile_in_place(model, blocks, settings.compile)
+    if settings.parallel.fsdp_enable:
+        shard(model, blocks, settings.parallel, compute_dtype(settings), mesh)
