@@ -1,0 +1,181 @@
+"""The training loop, driven with a fake engine: what is called when, and what stops it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from simpletuner.data.batch_sampler import SamplerState
+from simpletuner.data.prefetch import Batch, StepBatch
+from simpletuner.errors import Stopped, TrainingError
+from simpletuner.models.objectives import NoisedLatents
+from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.world import joined_world
+from simpletuner.report import Report
+from simpletuner.settings.sections import Optimizer
+from simpletuner.system.signals import StopRequest
+from simpletuner.training.metrics import METRICS, Metrics
+from simpletuner.training.optimizers import LearningRate
+from simpletuner.training.schedule import Schedule
+from simpletuner.training.step_logger import StepLogger, StopVote
+from simpletuner.training.trainer import Trainer
+
+
+class FakeEngine:
+    """An engine without weights: it notes what it is asked for."""
+
+    model = None
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    @contextmanager
+    def micro_batch(self, is_last: bool):
+        self.calls.append("last micro-batch" if is_last else "micro-batch")
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.calls.append(f"backward {loss.item():g}")
+
+    def step(self, learning_rate: float, max_grad_norm: float) -> torch.Tensor:
+        self.calls.append(f"step {learning_rate:g}")
+        return torch.tensor(0.5)
+
+
+class FakeModel:
+    """A family and objective in one: the loss is the square of the latents."""
+
+    def corrupt(self, latents: torch.Tensor, noise: torch.Tensor, u: torch.Tensor) -> NoisedLatents:
+        return NoisedLatents(latents, u, noise, torch.ones(len(u)))
+
+    def predict(self, model, noised, timesteps, conditioning) -> torch.Tensor:
+        return noised
+
+
+class Noted:
+    """A checkpointer and a validator in one."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.complete = calls, True
+
+    def save(self, step: int, sampler_state: SamplerState) -> None:
+        assert sampler_state.batch == step, "the state after the step, from which a resumed run takes the next batch"
+        self.calls.append(f"save {step}")
+
+    def generate(self, step: int) -> None:
+        self.calls.append(f"validate {step}")
+
+    def is_complete(self, step: int) -> bool:
+        return self.complete
+
+
+def batches_of(losses: list[float], micro_batches: int, first: int):
+    for step, loss in enumerate(itertools.islice(itertools.cycle(losses), first, None), start=first + 1):
+        latents = torch.full((2, 1, 1, 1), loss) ** 0.5
+        batch = Batch(latents, torch.zeros_like(latents), torch.zeros(2), {}, (f"sample {step}",))
+        yield StepBatch([batch] * micro_batches, SamplerState(0, step, 2, {}))
+
+
+@pytest.fixture(scope="module")
+def world():
+    with joined_world() as world:
+        yield world
+
+
+@pytest.fixture
+def build(world, tmp_path):
+    """A function that builds a trainer; `calls` on it is what happened in order."""
+
+    opened = []
+
+    def build(losses=(1.0,), micro_batches: int = 1, step: int = 0, **changes: Any) -> Trainer:
+        calls: list[str] = []
+        stop, noted = changes.pop("stop", StopRequest()), Noted(calls)
+        metrics = Metrics(tmp_path, step, None)
+        opened.append(metrics)
+        values = {
+            "engine": FakeEngine(calls),
+            "family": FakeModel(),
+            "objective": FakeModel(),
+            "batches": batches_of(list(losses), micro_batches, step),
+            "learning_rate": LearningRate(Schedule(4), Optimizer(learning_rate=1.0, lr_scheduler="linear")),
+            "ema": None,
+            "logger": StepLogger(Mesh(world), StopVote(stop), metrics, 2),
+            "checkpointer": noted,
+            "validator": noted,
+            "device": world.device,
+            "activity": world.activity,
+            "stop": stop,
+            "report": Report(quiet=True),
+            "step": step,
+            "max_steps": 4,
+            "checkpoint_every": 2,
+            "validate_every": 100,
+            "max_grad_norm": 1.0,
+            "dtype": torch.float32,
+            "seed": 0,
+        }
+        trainer = Trainer(**{**values, **changes})
+        trainer.calls = calls
+        return trainer
+
+    yield build
+    for metrics in opened:
+        metrics.close()
+
+
+def rows_in(tmp_path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+
+
+def test_a_step_accumulates_its_micro_batches_and_only_the_last_one_reduces(build):
+    trainer = build(losses=[4.0], micro_batches=2)
+    output = trainer.train_step(trainer.next_batch())
+    assert trainer.calls == ["micro-batch", "backward 2", "last micro-batch", "backward 2", "step 1"]
+    assert output.loss.item() == 4.0 and output.grad_norm.item() == 0.5
+
+
+def test_checkpoints_are_due_by_step_and_at_the_end_and_validation_follows_them(build, tmp_path):
+    trainer = build(max_steps=3, validate_every=2)
+    trainer.train()
+    assert [call for call in trainer.calls if call.startswith(("save", "validate", "step"))] == [
+        *("validate 0", "step 1", "step 0.75", "save 2", "validate 2", "step 0.5", "save 3", "validate 3")
+    ]
+    assert [row["step"] for row in rows_in(tmp_path)] == [1, 2, 3]
+    assert [row["learning_rate"] for row in rows_in(tmp_path)] == [1.0, 0.75, 0.5]
+
+
+def test_a_resumed_run_goes_on_with_the_next_step_and_makes_up_for_lost_images(build):
+    trainer = build(step=2, validate_every=2)
+    trainer.train()
+    assert [call for call in trainer.calls if "micro" not in call and "back" not in call] == [
+        *("step 0.5", "step 0.25", "save 4", "validate 4")
+    ]
+    trainer = build(step=2, validate_every=2)
+    trainer.validator.complete = False
+    trainer.train()
+    assert trainer.calls[0] == "validate 2", "it was killed between its checkpoint and its images"
+
+
+def test_a_run_that_is_asked_to_stop_saves_first(build, tmp_path):
+    stop = StopRequest()
+    trainer = build(stop=stop, checkpoint_every=100, max_steps=10)
+    stop.signal_number = signal.SIGTERM
+    with pytest.raises(Stopped, match="stopped by SIGTERM at step 2; its checkpoint is saved"):
+        trainer.train()  # the wish is read one step late, as the loss is
+    assert trainer.calls[-1] == "save 2"
+    assert [row["step"] for row in rows_in(tmp_path)] == [1, 2]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(build, tmp_path):
+    trainer = build(losses=[1.0, float("nan")])
+    with pytest.raises(TrainingError, match=r"step 2: loss is nan.*samples of rank 0: sample 2"):
+        trainer.train()
+    assert "save 2" not in trainer.calls
+    assert [row["step"] for row in rows_in(tmp_path)] == [1]
