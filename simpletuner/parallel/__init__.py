@@ -1,1 +1,1 @@
-"""One rank's view of the others, and the engines that train a model on all of them."""
+"""Process groups, the mesh of ranks, sharding, and the engines that torch itself provides."""

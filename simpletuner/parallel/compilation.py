@@ -1,4 +1,4 @@
-"""torch.compile in place: modules keep their parameters' names, and are compiled when they are first called."""
+"""torch.compile in place (`module.compile`): parameter names do not change, as they would in a wrapper."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from simpletuner.parallel.fsdp2 import units_by_class
 from simpletuner.settings.sections import Compile
 
 RECOMPILE_LIMIT = 1024
-"""Variants of one block's code before torch gives up on it: one per picture size, shape of block, and of drawing."""
+"""Variants of one block's code before torch gives up: one per image size, block shape, and one for inference."""
 
 LINES_OF_A_REASON, LETTERS_OF_A_REASON = 2, 300
 
 
 def compile_in_place(model: nn.Module, blocks: tuple[str, ...], settings: Compile) -> None:
-    """Let the blocks, or the whole denoiser, be compiled at their first call; blocks that are equal share the code."""
-    # torch's own limit of 8 is soon reached where blocks of many widths have one `forward`; then it stops compiling.
+    """Compile the blocks, or the whole denoiser, at their first call; equal blocks share one compilation."""
+    # torch's default of 8 is soon reached where blocks of many widths share one `forward`; then it silently runs eager.
     dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = RECOMPILE_LIMIT
     for module in units_by_class(model, blocks) if settings.dynamo_use_regional_compilation else [model]:
         module.compile(
@@ -34,7 +34,7 @@ def compile_in_place(model: nn.Module, blocks: tuple[str, ...], settings: Compil
 
 @contextmanager
 def compiler_explained() -> Iterator[None]:
-    """Turn what the compiler refuses, at a first call or later, into a TrainingError."""
+    """Turn what the compiler raises, at a first call or a recompilation, into a TrainingError."""
     try:
         yield
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -43,13 +43,13 @@ def compiler_explained() -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Return the first lines of a compiler's long story."""
+    """Return the first lines of the compiler's report, which may have hundreds."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:LINES_OF_A_REASON])[:LETTERS_OF_A_REASON] or type(error).__name__
 
 
 def described(settings: Compile) -> str:
-    """Return in a few words how the denoiser is compiled."""
+    """Describe in a few words how the denoiser is compiled."""
     mode = f" ({settings.dynamo_mode})" if settings.dynamo_mode != "default" else ""
     extent = "block by block" if settings.dynamo_use_regional_compilation else "as a whole"
     shapes = "once for all sizes" if settings.dynamo_dynamic else "once per size"

@@ -33,7 +33,7 @@ def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: 
 
 
 def units_of(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel) -> list[nn.Module]:
-    """Return the modules that are gathered and freed as one, innermost first, as the wrap policy says."""
+    """Return the modules that are gathered and freed as one, innermost first, by the wrap policy."""
     policy = parallel.fsdp_auto_wrap_policy
     if policy == "NO_WRAP":
         return []
@@ -58,7 +58,7 @@ def units_by_class(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
 
 
 def format_units(model: nn.Module, parallel: Parallel) -> str:
-    """Return in a few words what becomes sharding units of a model that is not sharded yet, and who says so."""
+    """Describe the sharding units of a model that is not sharded yet, and who chose them."""
     units = units_of(model, recommended_blocks(model), parallel)
     counts = Counter(type(unit).__name__ for unit in units)
     sizes = {parameter: parameter.numel() for unit in units for parameter in unit.parameters()}
@@ -75,7 +75,6 @@ def units_by_size(model: nn.Module, min_parameters: int) -> list[nn.Module]:
     units: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        """Collect units below a module and return its parameters outside them."""
         free = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
         if free < min_parameters or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
             return free

@@ -1,4 +1,4 @@
-"""The optimizer's state as every engine gives and takes it."""
+"""Optimizer state in the layout of checkpoints, the same for every engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 NamedTensors = Mapping[str, Tensor]
 
 Read = Callable[[NamedTensors], None]
-"""What fills tensors by name; each rank reads only its own slices."""
+"""Fills tensors by name, in place; each rank reads only its own rows."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """`steps` taken so far, and what makes the tensors of each moment (`exp_avg`, ...) when it is their turn.
+    """`steps` taken so far, and a function per moment (`exp_avg`, ...) that returns its tensors by parameter name.
 
-    One moment at a time, because an engine may have to make them: then no more than one is there twice.
+    Functions, so that one moment at a time is converted: an engine may have to copy it, and all would not fit twice.
     """
 
     steps: int = 0

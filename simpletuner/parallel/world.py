@@ -1,4 +1,4 @@
-"""Which rank this is, on which device, and how it meets the others."""
+"""The ranks of a run: joining them, small collectives, work queues in the key-value store, and failing together."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from simpletuner.system.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 JOIN_SECONDS = 300
-"""How long a rank waits for the others when it joins them."""
+"""How long a rank waits for the others to join."""
 ABORT_SECONDS = 5
 """How long a failed rank may take to abort its communicators, which frees the others from their collectives."""
 LAUNCHER_SECONDS = 10
-"""How long a rank that lost another waits to be ended by the launcher, which knows what happened."""
+"""How long a rank that lost another one waits for the launcher, which knows what happened, to end it."""
 STALL_SECONDS = 1800
-"""How long a waiting rank sees no progress of the others before it gives up."""
+"""How long a waiting rank tolerates no progress of the others."""
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a run, seen from one of them; `store` holds small keys that need no collective."""
+    """All ranks of a run, seen from one of them; `store` holds counters and small values without a collective."""
 
     rank: int
     size: int
@@ -43,33 +43,35 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this rank speaks for all."""
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every rank is here; only where all arrive at about the same time."""
+        """Wait for every rank. Collective, with torch's timeout: only where all arrive at about the same time."""
         self.activity.advance()
         dist.all_reduce(torch.zeros(1))  # on the CPU: over NCCL the call would return before the others are here
 
     def all_mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a small tensor over the ranks."""
+        """Return the mean of a small tensor over the ranks; `values` is overwritten. Collective."""
         self.activity.advance()
         dist.all_reduce(values)
         return values / self.size
 
     def gather_texts(self, text: str) -> list[str]:
-        """Return every rank's text, in order of rank."""
+        """Return every rank's text, in order of rank. Collective."""
         self.activity.advance()
         texts: list[str] = [""] * self.size
         dist.all_gather_object(texts, text)
         return texts
 
     def next_chunk(self, job: str) -> int:
-        """Return the next ticket of a job, 0 first; each ticket goes to one rank."""
+        """Take the next number of a job's chunks, from 0; each number goes to one rank only."""
         return self.store.add(f"{job}/tickets", 1) - 1
 
     def store_barrier(self, place: str, stop: Callable[[], None], patience_seconds: float = STALL_SECONDS) -> None:
-        """Wait until every rank has come to this place, however long apart."""
+        """Wait until every rank has called this with the same `place`, however far apart in time.
+
+        Unlike a collective it has no timeout of torch's while ranks read or encode for minutes.
+        """
         self.add_progress(place, 1)
         self.wait_for_count(place, self.size, stop, patience_seconds=patience_seconds)
 
@@ -83,7 +85,7 @@ class World:
     ) -> None:
         """Wait until all ranks together have done `units` of a job. Polls the store: no collective is held open.
 
-        Raises EnvironmentFault when nothing moves for longer than `patience_seconds`.
+        Raises EnvironmentNotReady when nothing moves for longer than `patience_seconds`.
         """
         self.activity.advance()
         last, moved = -1, time.monotonic()
@@ -101,7 +103,7 @@ class World:
         show(units)
 
     def add_progress(self, job: str, units: int) -> int:
-        """Add to what all ranks have done of a job, and return the sum."""
+        """Add to the units that all ranks together have done of a job, and return the sum."""
         return self.store.add(f"{job}/done", units)
 
 
@@ -112,9 +114,9 @@ def joined_world(
     stop: StopRequest | None = None,
     activity: Activity | None = None,
 ) -> Iterator[World]:
-    """Join the ranks that the launcher started, or be a world of one; leave it at the end.
+    """Join the ranks that the launcher started, or be a world of one; leave at the end. Collective.
 
-    Raises EnvironmentFault when the others cannot be joined; a signal meanwhile ends the process.
+    Raises EnvironmentNotReady when the others cannot be joined; a signal meanwhile ends the process.
     """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank = int(environment.get("LOCAL_RANK", 0))
@@ -122,7 +124,6 @@ def joined_world(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
     def join() -> dist.Store:
-        """Open the store, and connect to all other ranks."""
         store = open_store(environment, rank, size) if size > 1 else dist.HashStore()
         torch_store = dist.PrefixStore("torch", store)
         dist.init_process_group(backend, store=torch_store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
@@ -143,11 +144,10 @@ def joined_world(
 
 
 def joined(join: Callable[[], dist.Store], rank: int, stop: StopRequest) -> dist.Store:
-    """Return the store once all have joined. torch waits where no signal can reach it, so a thread does that."""
+    """Return the store once all have joined. torch blocks where no signal reaches Python, so a thread joins."""
     results: list[dist.Store | Exception] = []
 
     def attempt() -> None:
-        """Leave the result, or why there is none."""
         try:
             results.append(join())
         except (RuntimeError, ValueError, OSError) as error:  # gloo, NCCL and the store raise these
@@ -163,7 +163,8 @@ def joined(join: Callable[[], dist.Store], rank: int, stop: StopRequest) -> dist
         return results[0]
     reason = str(results[0]).splitlines()[0] if results else "see above"
     raise EnvironmentNotReady(
-        f"rank {rank} cannot join the other ranks: {reason}", "see what the others say, and look at the network"
+        f"rank {rank} cannot join the other ranks: {reason}",
+        "look at the output of the other ranks, and at the network",
     )
 
 
@@ -178,7 +179,7 @@ def abort(device: torch.device) -> None:
 
 
 def device_of(local_rank: int, use_cpu: bool = False) -> torch.device:
-    """Return this rank's GPU, or the CPU where there is none. Raises EnvironmentFault when there are too few GPUs."""
+    """Return this rank's GPU, or the CPU on a machine without. Raises EnvironmentNotReady if there are too few GPUs."""
     if use_cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= (count := torch.cuda.device_count()):
@@ -204,7 +205,7 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
 
 @contextmanager
 def report_first_failure(world: World, stop: StopRequest, heart: Heartbeat) -> Iterator[None]:
-    """Let only the first rank of a machine that fails say why; the others leave with the same exit code."""
+    """Print the error of the first rank of a machine that fails; the others exit with the same code, without a word."""
     try:
         yield
     except SimpleTunerError as error:
@@ -222,7 +223,7 @@ def report_first_failure(world: World, stop: StopRequest, heart: Heartbeat) -> I
 
 
 def was_told_to_end(stop: StopRequest, heart: Heartbeat) -> bool:
-    """Wait for the launcher to end this rank, as it does once another died: then it is the launcher who says why."""
+    """Wait for the launcher to end this rank, as it does once another one died: then the launcher prints why."""
     heart.tell(lost=True)
     end = time.monotonic() + LAUNCHER_SECONDS
     while not stop.signal_number and time.monotonic() < end:
@@ -231,9 +232,9 @@ def was_told_to_end(stop: StopRequest, heart: Heartbeat) -> bool:
 
 
 def is_first_failure(world: World, heart: Heartbeat, error: SimpleTunerError) -> bool:
-    """Return whether no other rank of this machine has failed before; the first tells the launcher why.
+    """Return whether no other rank of this machine has failed before; the first one sends the launcher the reason.
 
-    A store that is gone was the first rank's, which has failed.
+    A store that cannot be reached was served by the first rank, which has failed.
     """
     try:
         if world.store.add(f"failures/{world.machine}/count", 1) > 1:

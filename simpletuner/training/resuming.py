@@ -24,7 +24,7 @@ SHOWN = 3
 
 
 def checkpoint_to_resume(session: Session) -> Checkpoint | None:
-    """Return the checkpoint that the settings ask for, or the newest healthy one. Collective.
+    """Return the checkpoint that the settings ask for, or the newest undamaged one. Collective.
 
     Raises SettingsError when it is of another model family.
     """
@@ -46,7 +46,6 @@ def checkpoint_to_resume(session: Session) -> Checkpoint | None:
 
 
 def checkpoints_of(settings: Settings) -> Path:
-    """Return the folder of a run's checkpoints."""
     return settings.training.output_dir / "checkpoints"
 
 
@@ -68,8 +67,8 @@ def check_fits(checkpoint: Checkpoint, family: Family) -> None:
 
 
 def base_fingerprints(family: Family) -> dict[str, str]:
-    """Return what stands for the base model's files that a resumed run still reads, by name: all but the weights of the
-    denoiser, which are in the checkpoint."""
+    """Return fingerprints of the base model's files by name, except the denoiser's weights: a resumed run reads those
+    from the checkpoint."""
     files = [path for path in sorted(family.folder.glob("*/*")) if path.is_file()]
     weights = f"{family.denoiser_name}/"
     names = {path.relative_to(family.folder).as_posix(): path for path in files if path.parent.name in family.index}
@@ -81,7 +80,7 @@ def base_fingerprints(family: Family) -> dict[str, str]:
 
 
 def warn_of_changed_base(session: Session, checkpoint: Checkpoint, base: Mapping[str, str]) -> None:
-    """Say which files of the base model are others than those that the checkpoint was trained with."""
+    """Warn of files of the base model that changed since the checkpoint was saved."""
     before = checkpoint.state.get("base")
     if not before or before == base:
         return
@@ -91,7 +90,7 @@ def warn_of_changed_base(session: Session, checkpoint: Checkpoint, base: Mapping
 
 
 def imported_checkpoint(session: Session, family: Family) -> Checkpoint | None:
-    """Return a checkpoint made from one of DeepSpeed's own, if the settings name one. Collective."""
+    """Convert the DeepSpeed checkpoint that the settings name, if any. Collective."""
     source, world = session.settings.checkpoints.import_deepspeed_checkpoint, session.world
     if source is None:
         return None
@@ -105,7 +104,7 @@ def imported_checkpoint(session: Session, family: Family) -> Checkpoint | None:
 
 
 def set_later_aside(session: Session, step: int) -> None:
-    """Move checkpoints after `step` away on rank 0, so that a run that goes back does not mix with them."""
+    """Move checkpoints after `step` aside, on rank 0: a run that goes back must not mix with them."""
     root = checkpoints_of(session.settings)
     if session.world.is_first and (moved := set_aside(root, step)):
         session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")
@@ -124,21 +123,21 @@ def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) 
 
 
 def data_version(checkpoint: Checkpoint | None) -> int:
-    """Return the version of buckets and order with which a run goes on: its own."""
+    """Return the data version that a run keeps: buckets and order must not change in the middle of it."""
     if checkpoint is None or not checkpoint.state["data"]:  # imported: it never had one
         return VERSION
     return int(checkpoint.state.get("data_version", 1))
 
 
 def has_same_data(plan: Plan, checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint's position means something in this plan."""
+    """Return whether a checkpoint's sampler state refers to the data of this plan."""
     return checkpoint.state["data"] == plan.digest
 
 
 def resumed_position(
     order: GlobalBatchSampler, checkpoint: Checkpoint, same_data: bool, batch_size: int
 ) -> SamplerState:
-    """Return where to go on: exactly there for the same data, at the start of the next epoch for other data.
+    """Return the state to continue with: the saved one for the same data, the start of the next epoch for other data.
 
     Raises EnvironmentFault for a position that is not in the data, which only damage explains.
     """

@@ -1,4 +1,4 @@
-"""How far a run goes, and how far its learning rate schedule has come."""
+"""Length of a run in steps, and progress of its learning rate schedule across resumes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from simpletuner.settings import Settings
 class Schedule:
     """The last step, and the epochs that it comes from (None: max_train_steps).
 
-    A resumed run whose number of steps changed with its effective batch or its data goes on from the progress that it
-    had at `start_step`, so that the learning rate does not jump.
+    When the number of steps changes at a resume, with the effective batch or the data, progress continues from what it
+    was at `start_step`, so that the learning rate does not jump.
     """
 
     max_steps: int
@@ -25,7 +25,7 @@ class Schedule:
     start_progress: float = 0.0
 
     def progress(self, step: int, warmup_steps: int) -> float:
-        """Return how much of the schedule after the warm-up lies behind a step, from 0 to 1."""
+        """Return the share of the schedule after warm-up that is done before a step, from 0 to 1."""
         if self.start_step > warmup_steps:
             done = (step - self.start_step) / max(1, self.max_steps - self.start_step)
             return min(1.0, self.start_progress + (1 - self.start_progress) * done)
@@ -38,7 +38,7 @@ class Schedule:
 
 
 def new_schedule(settings: Settings, order: GlobalBatchSampler) -> Schedule:
-    """Return the schedule of a run from its beginning. Raises DataError when there is nothing to train."""
+    """Return the schedule of a new run. Raises DataError when there is nothing to train."""
     training = settings.training
     if training.max_train_steps is not None:
         return Schedule(training.max_train_steps)
@@ -51,9 +51,9 @@ def new_schedule(settings: Settings, order: GlobalBatchSampler) -> Schedule:
 def resumed_schedule(
     settings: Settings, order: GlobalBatchSampler, saved: Mapping[str, Any], position: SamplerState
 ) -> Schedule:
-    """Return the schedule of a run that goes on at `position`; `saved` is its checkpoint's state.
+    """Return the schedule of a resumed run; `saved` is its checkpoint's state.
 
-    Epochs that lie behind stay behind: the rest of them is counted in the present effective batch.
+    Finished epochs stay finished; what is left of them is counted in steps of the present effective batch.
     """
     training, step = settings.training, int(saved["step"])
     if training.max_train_steps is not None:

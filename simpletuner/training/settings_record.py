@@ -23,9 +23,9 @@ Changes = dict[str, list[Any]]
 
 
 def record_settings(session: Session, step: int) -> None:
-    """Write the settings of a run that begins to train at `step`, and say what changed since its last start.
+    """Write the settings of a run that starts to train at `step`, and report what changed since its last start.
 
-    A start that does not come to train leaves the files as they are. Only rank 0 writes.
+    A start that ends before training leaves the files as they are. Only rank 0 writes.
     """
     if not session.world.is_first:
         return
@@ -41,7 +41,7 @@ def record_settings(session: Session, step: int) -> None:
 
 
 def read_settings(path: Path) -> dict[str, Any] | None:
-    """Return the settings of the last start; None where there are none, or they cannot be read."""
+    """Return the settings of the last start; None if there are none or they are damaged."""
     try:
         settings = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
@@ -55,14 +55,13 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def as_text(changes: Changes) -> str:
-    """Return changes in one line."""
     shown = [f"{name} {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in list(changes.items())[:SHOWN]]
     more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
     return ", ".join(shown) + more
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Append one line; a link of that name is not followed. Raises EnvironmentFault for one."""
+    """Append one line; a link of that name is not followed. Raises EnvironmentNotReady for one."""
     if path.is_symlink():
         raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
     descriptor = os.open(path, APPEND, 0o666)
