@@ -20,7 +20,7 @@ from simpletuner.launch.heartbeat import beating
 from simpletuner.launch.node_info import node_info
 from simpletuner.launch.registration import Group, verify_same_config
 from simpletuner.launch.signing import message_signer
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.loading import load_family
 from simpletuner.models.weights import weights_files
 from simpletuner.parallel.blocks import recommended_blocks
@@ -166,7 +166,7 @@ def pipelines_of(settings: Settings) -> list[Path]:
     return [settings.training.output_dir / name for name in names]
 
 
-def check_denoiser(settings: Settings, family: Family) -> None:
+def check_denoiser(settings: Settings, family: ModelFamily) -> None:
     """Find what is wrong with weights or sharding units before anything is encoded."""
     weights_files(family.folder / family.denoiser_name, settings.model.variant)
     if settings.parallel.fsdp_enable:
@@ -183,7 +183,7 @@ def check_engine(session: Session) -> None:
 
 
 def open_state(
-    session: Session, family: Family, engine: Engine, prepared: Prepared, checkpoint: Checkpoint | None
+    session: Session, family: ModelFamily, engine: Engine, prepared: Prepared, checkpoint: Checkpoint | None
 ) -> TrainingState:
     """Begin at the start, or restore what a checkpoint holds."""
     settings, plan = session.settings, prepared.plan
@@ -203,7 +203,7 @@ def open_state(
     return state
 
 
-def open_engine(session: Session, family: Family, checkpoint: Checkpoint | None) -> Engine:
+def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | None) -> Engine:
     """Build the engine with weights from the checkpoint, or else from the base model."""
     settings = session.settings
     folder = checkpoint.folder if checkpoint else family.folder / family.denoiser_name
@@ -218,7 +218,9 @@ def open_engine(session: Session, family: Family, checkpoint: Checkpoint | None)
     return build_engine(model, recommended_blocks(model), settings, session.world, load_weights, optimizer)
 
 
-def compose(session: Session, family: Family, prepared: Prepared, state: TrainingState, metrics: Metrics | None) -> Run:
+def compose(
+    session: Session, family: ModelFamily, prepared: Prepared, state: TrainingState, metrics: Metrics | None
+) -> Run:
     """Bind everything that the loop calls."""
     settings, world, plan = session.settings, session.world, prepared.plan
     training, objective, dtype = settings.training, family.objective(), compute_dtype(settings)
@@ -269,7 +271,7 @@ def save_checkpoint(session: Session, state: TrainingState, step: int, position:
     save(root, state.snapshot(step, position, facts), session.world, full, keep)
 
 
-def export(session: Session, family: Family, state: TrainingState) -> None:
+def export(session: Session, family: ModelFamily, state: TrainingState) -> None:
     """Write the trained pipeline, and the averaged one; the plain one last, since it tells that all is done."""
     output, steps = session.settings.training.output_dir, state.schedule.max_steps
     sets = {PIPELINE_EMA: state.average.tensors} if state.average is not None else {}

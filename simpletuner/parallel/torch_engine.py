@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from simpletuner.parallel.blocks import parameters_of
+from simpletuner.parallel.module_stats import count_parameters
 from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -100,7 +100,7 @@ class TorchEngine:
     @property
     def num_parameters(self) -> int:
         """Return the number of parameters, over all ranks."""
-        return parameters_of(self.module)
+        return count_parameters(self.module)
 
     def local_shards(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of every weight by name: the live ones."""

@@ -14,7 +14,7 @@ from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.data.version import VERSION
 from simpletuner.deepspeed.import_checkpoint import import_dump
 from simpletuner.errors import EnvironmentNotReady, SettingsError
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.preparation import Plan
 from simpletuner.session import Session
 from simpletuner.settings import Settings
@@ -50,7 +50,7 @@ def checkpoints_of(settings: Settings) -> Path:
     return settings.training.output_dir / "checkpoints"
 
 
-def check_fits(checkpoint: Checkpoint, family: Family) -> None:
+def check_fits(checkpoint: Checkpoint, family: ModelFamily) -> None:
     """Raise EnvironmentFault when a checkpoint's weights are not those of the denoiser. Reads headers only."""
     wanted = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
     found = shapes_in(checkpoint.files("model"), str(checkpoint.folder))
@@ -67,7 +67,7 @@ def check_fits(checkpoint: Checkpoint, family: Family) -> None:
         )
 
 
-def base_fingerprints(family: Family) -> dict[str, str]:
+def base_fingerprints(family: ModelFamily) -> dict[str, str]:
     """Return what stands for the base model's files that a resumed run still reads, by name: all but the weights of the
     denoiser, which are in the checkpoint."""
     files = [path for path in sorted(family.folder.glob("*/*")) if path.is_file()]
@@ -90,7 +90,7 @@ def warn_of_changed_base(session: Session, checkpoint: Checkpoint, base: Mapping
     session.report.warn(f"the base model changed since the checkpoint: {', '.join(names[:SHOWN])}{more}")
 
 
-def imported_checkpoint(session: Session, family: Family) -> Checkpoint | None:
+def imported_checkpoint(session: Session, family: ModelFamily) -> Checkpoint | None:
     """Return a checkpoint made from one of DeepSpeed's own, if the settings name one. Collective."""
     source, world = session.settings.checkpoints.import_deepspeed_checkpoint, session.world
     if source is None:

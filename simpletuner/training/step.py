@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.data.prefetch import Batch
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import Objective, sample_losses
 from simpletuner.parallel.engine import Engine
 
@@ -24,7 +24,7 @@ class Outcome:
 
 def take_step(
     engine: Engine,
-    family: Family,
+    family: ModelFamily,
     objective: Objective,
     passes: Sequence[Batch],
     dtype: torch.dtype,
@@ -34,10 +34,10 @@ def take_step(
     """Accumulate the gradients of all passes and update the weights. Nothing here waits for the device."""
     losses = []
     for number, batch in enumerate(passes, start=1):
-        problem = objective.corrupt(batch.latents, batch.noise, batch.u)
+        noised = objective.add_noise(batch.latents, batch.noise, batch.u)
         with engine.micro_batch(number == len(passes)):
-            answer = family.predict(engine.model, problem.noisy.to(dtype), problem.timesteps, batch.conditioning)
-            loss = sample_losses(answer, problem.target, problem.weights).mean()
+            prediction = family.predict(engine.model, noised.noised.to(dtype), noised.timesteps, batch.conditioning)
+            loss = sample_losses(prediction, noised.target, noised.weights).mean()
             engine.backward(loss / len(passes))
         losses.append(loss.detach())
     grad_norm = engine.step(learning_rate, max_grad_norm)

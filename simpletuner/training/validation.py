@@ -13,7 +13,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from simpletuner.models.family import Conditioning, Family, SamplingParams
+from simpletuner.models.family import ModelFamily, SamplingParams
+from simpletuner.models.text_encoding import Conditioning
 from simpletuner.models.vae import Vae
 from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.world import World
@@ -32,7 +33,7 @@ VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained"
 class Validator:
     """What every round draws with; `prompts` and `negative` are already embedded."""
 
-    family: Family
+    family: ModelFamily
     engine: Engine
     world: World
     vae: Vae
@@ -91,7 +92,7 @@ class Validator:
             {name: self._placed(value) for name, value in conditioning.items()}
             for conditioning in (self.prompts[number][1], self.negative)
         )
-        return self.family.draw(self.engine.module, self.vae, sampling, positive, negative)
+        return self.family.sample(self.engine.module, self.vae, sampling, positive, negative)
 
     def _placed(self, value: Tensor) -> Tensor:
         """Return one prompt's tensor as a batch on the device; masks stay what they are."""
@@ -151,7 +152,7 @@ def shortened(text: str, length: Callable[[str], float], width_px: float) -> str
     return text + "…"
 
 
-def open_validator(session: Session, family: Family, state: TrainingState, prepared: Prepared) -> Validator | None:
+def open_validator(session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared) -> Validator | None:
     """Return what draws validation pictures, or None without prompts."""
     settings, validation = session.settings, session.settings.validation
     if not validation.validation_prompt:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.app import main
-from simpletuner.models.registry import FAMILIES, flavours_of
+from simpletuner.models.registry import flavours_of, presets
 from simpletuner.system.cache_files import block_cache_paths
 
 PAGE = Path(__file__).parents[2] / "docs" / "blocks.md"
@@ -161,7 +161,7 @@ def test_cache_list_counts_what_is_remembered_and_clear_forgets_it(typed, folder
 def test_models_lists_every_family_and_flavour_without_torch(run):
     listed = json.loads(run("models", "--json").stdout)
     assert {family["model_family"]: [item["model_flavour"] for item in family["flavours"]] for family in listed} == {
-        key: list(flavours_of(key)) for key in FAMILIES
+        key: list(flavours_of(key)) for key in presets()
     }
     done = run("models", python=("-X", "importtime"))
     lines = done.stdout.splitlines()

@@ -6,14 +6,14 @@ import pytest
 from torch import nn
 
 from simpletuner.models.diffusers_io import build_on_meta
-from simpletuner.models.registry import FAMILIES, flavours_of
+from simpletuner.models.registry import flavours_of, presets
 from simpletuner.parallel.blocks import blocks_of, detect_blocks, recommended_blocks
 from simpletuner.parallel.fsdp2 import format_units, units_by_class
 from simpletuner.settings.sections import Parallel
 
 ARCHITECTURES = {
     f"{key}-{flavour.architecture.source}": flavour.architecture
-    for key in FAMILIES
+    for key in presets()
     for flavour in flavours_of(key).values()
 }
 MUST_HOLD_ENOUGH = ("flux-", "sdxl-", "sd3-", "wan-", "sana-")

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import newest_healthy
-from simpletuner.models.family import Family
-from simpletuner.models.registry import traits_of
+from simpletuner.models.family import ModelFamily
+from simpletuner.models.registry import family_class
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Prepared, plan_data, prepare
@@ -95,9 +95,9 @@ def prepared_by(world: World, settings: Settings) -> Prepared:
     return prepare(session, plan_data(session), family)
 
 
-def session_of(world: World, settings: Settings) -> tuple[Session, Family]:
+def session_of(world: World, settings: Settings) -> tuple[Session, ModelFamily]:
     session = Session(Loaded(settings, {}), world, Report(quiet=True), StopRequest())
-    return session, Family(traits_of(settings.model), Path(settings.model.pretrained_model_name_or_path), settings)
+    return session, family_class(settings.model).open(Path(settings.model.pretrained_model_name_or_path), settings)
 
 
 @contextmanager
