@@ -24,13 +24,13 @@ SETTING = "fsdp_transformer_layer_cls_to_wrap"
 SHOWN = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revision", "model_families")
 """The settings that name the model: the flags of this command."""
 
-Refresh = Annotated[bool, typer.Option("--refresh", help="Detect anew, whatever is remembered.")]
+Refresh = Annotated[bool, typer.Option("--refresh", help="Detect again, even if the result is cached.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Apply = Annotated[Path | None, typer.Option("--apply", metavar="FILE", help=f"Write {SETTING} into this config file.")]
 
 WIDTH = 80
 LONGEST_NAME = 41
-OUTSIDE_SHOWN = 4
+MAX_OUTSIDE_SHOWN = 4
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -63,7 +63,7 @@ def apply_to(file: Path, found: Detection, report: Report) -> None:
         raise SettingsError(f"{found.denoiser} has no blocks to wrap: nothing is written", "set fsdp_auto_wrap_policy")
     value = ",".join(found.blocks.recommended)
     changed = set_in_file(file, SETTING, value)
-    report.say(f"{file}: {SETTING} = {value}" if changed else f"{file} says so already")
+    report.say(f"{file}: {SETTING} = {value}" if changed else f"{file} has that value already")
 
 
 def print_detection(report: Report, found: Detection) -> None:
@@ -72,24 +72,24 @@ def print_detection(report: Report, found: Detection) -> None:
     model = " ".join((found.model_family, found.model_flavour)).strip() or found.pretrained_model
     report.line(f"{model}: {found.denoiser}", style="bold")
     report.line(f"{total:,} parameters, {decimal(2 * total)} in bf16, {decimal(4 * total)} in fp32")
-    shown = [
+    rows = [
         item for item in found.blocks.classes if item.recommended or item.is_block or item.no_split or item.repeated
     ]
-    name_width = max((len(item.class_name) for item in shown), default=0)
-    for style, line in format_table(shown, min(name_width, LONGEST_NAME)):
+    name_width = max((len(item.class_name) for item in rows), default=0)
+    for style, line in format_table(rows, min(name_width, LONGEST_NAME)):
         report.line(line, style=style)
-    for name, text in summary(found, len(found.blocks.classes) - len(shown)):
+    for name, text in summary(found, len(found.blocks.classes) - len(rows)):
         for line in wrap_text(text, WIDTH - 12):
             report.line(f"{name:<12}{line}")
             name = ""
 
 
-def format_table(shown: list[BlockClass], name_width: int) -> Iterator[tuple[str, str]]:
+def format_table(items: list[BlockClass], name_width: int) -> Iterator[tuple[str, str]]:
     """Yield (style, line) of the table: a row of numbers with a bar, and below it the reason."""
     numbers = f"{'count':>6}{'weights':>9}{'in bf16':>10}{'share':>8}"
     yield "dim", f"\n  {'class':<{name_width}}{numbers}"
     bar_width = WIDTH - len(numbers) - name_width - 4
-    for item in shown:
+    for item in items:
         size = f"{item.count:>6}{format_count(item.parameters):>9}{decimal(2 * item.parameters):>10}{item.share:>8.1%}"
         name = item.class_name if len(item.class_name) <= name_width else item.class_name[: name_width - 1] + "…"
         row = f"{'*' if item.recommended else ' '} {name:<{name_width}}{size}  {bar(item.share, bar_width)}"
@@ -102,10 +102,10 @@ def format_table(shown: list[BlockClass], name_width: int) -> Iterator[tuple[str
 def why(item: BlockClass) -> str:
     """Why a class is taken or left, and diffusers' own hints for it."""
     hints = [hint for hint, given in (("no_split", item.no_split), ("repeated", item.repeated)) if given]
-    said = f"; diffusers' hints: {', '.join(hints)}" if hints else ""
+    hinted = f"; diffusers' hints: {', '.join(hints)}" if hints else ""
     if item.recommended:
-        return f"taken: {item.reason}; one gathering brings in up to {decimal(2 * item.largest)}{said}"
-    return f"left: {item.reason} ({item.sample_paths[0]}{', ...' * (item.count > 1)}){said}"
+        return f"taken: {item.reason}; one gathering brings in up to {decimal(2 * item.largest)}{hinted}"
+    return f"left: {item.reason} ({item.sample_paths[0]}{', ...' * (item.count > 1)}){hinted}"
 
 
 def summary(found: Detection, hidden: int) -> Iterator[tuple[str, str]]:
@@ -123,10 +123,10 @@ def summary(found: Detection, hidden: int) -> Iterator[tuple[str, str]]:
         )
     else:
         yield "recommended", "nothing: no class repeats in a ModuleList"
-    named = [f"{path} {format_count(size)}" for path, size in list(blocks.outside.items())[:OUTSIDE_SHOWN]]
+    named = [f"{path} {format_count(size)}" for path, size in list(blocks.outside.items())[:MAX_OUTSIDE_SHOWN]]
     more = [f"{len(blocks.outside) - len(named)} more"] if len(blocks.outside) > len(named) else []
     yield "outside", f"{format_count(outside)} ({outside / total:.1%}): {', '.join(named + more)}"
-    yield "from", f"{found.source}, {'remembered from' if found.cached else 'detected'} {found.detected_at}"
+    yield "from", f"{found.source}, {'cached, detected' if found.cached else 'detected'} {found.detected_at}"
     if hidden:
         yield "not shown", f"{hidden} classes that are no blocks: --json has them"
 

@@ -139,7 +139,7 @@ class ModelFamily(ABC):
         return empty
 
     def size_conditioning(self, geometry: Geometry) -> Conditioning:
-        """What the denoiser is told about the size and crop of one image; no batch axis."""
+        """Conditioning on the size and crop of one image; no batch axis."""
         return {}
 
     def unused_parameters(self) -> tuple[str, ...]:

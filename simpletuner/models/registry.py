@@ -191,10 +191,10 @@ def family_class(model: Model) -> type[ModelFamily]:
     return cls
 
 
-def import_object(path: str, said: str, form: str) -> Any:
-    """Import `package.module:name`. Raises SettingsError, which begins with `said`, if that is not possible."""
+def import_object(path: str, subject: str, form: str) -> Any:
+    """Import `package.module:name`. Raises SettingsError, which begins with `subject`, if that is not possible."""
     module, _, name = path.partition(":")
     try:
         return getattr(import_named(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SettingsError(f"{said}: {error}", f"it must be importable, as {form}") from None
+        raise SettingsError(f"{subject}: {error}", f"it must be importable, as {form}") from None

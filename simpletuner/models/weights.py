@@ -83,7 +83,7 @@ def check_weight_map(path: Path, weight_map: Any) -> None:
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
             raise EnvironmentNotReady(
-                f"{path} names {name!r} for {tensor}: weights are read only from safetensors files beside it",
+                f"{path} names {name!r} for {tensor}: weights are read only from safetensors files in its folder",
                 "convert the model once to safetensors with a tool that you trust",
             )
 

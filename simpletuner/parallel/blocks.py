@@ -146,7 +146,7 @@ def reason(name: str, stats: Mapping[str, ClassStats], taken: Collection[str], t
         return "only a list of other modules"
     if inside:
         wholly = sum(own.within[other] for other in inside) == len(own.paths)
-        return f"lies {'' if wholly else 'partly '}within {', '.join(inside)}"
+        return f"{'' if wholly else 'partly '}inside {', '.join(inside)}"
     if holds:
         return f"holds {', '.join(holds)}; one is up to {own.largest / total:.1%} of the model"
     if not own.lists:

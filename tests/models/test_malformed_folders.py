@@ -151,7 +151,7 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     "pickle of capitals": (lambda folder: (folder / TEXT_WEIGHTS).rename(folder / "text_encoder/model.BIN"), "pickle"),
     "weights of a parent": (
         replaced("vae/a.safetensors.index.json", '{"weight_map": {"x": "../unet/x.safetensors"}}'),
-        "read only from safetensors files beside it",
+        "read only from safetensors files in its folder",
     ),
     "adapter": (replaced("text_encoder/adapter_config.json", "{}"), "holds an adapter"),
 }

@@ -24,6 +24,11 @@ from simpletuner.models.family import ModelFamily
 class Own(ModelFamily):
     def predict(self, model, noised_BCHW, timesteps_B, conditioning):
         return noised_BCHW
+
+class NoTiny(Own):
+    pipelines = ("SomePipeline",)
+    objective = encode_prompts = Own.predict
+    tiny_pipeline = "incomplete:nothing"
 """
 
 
@@ -81,6 +86,7 @@ def test_an_installed_package_registers_a_family_by_an_entry_point(folder, shape
         (f"{NAME}=my_family:build_tiny", NAME, "it is of type function, but must be a subclass of ModelFamily"),
         (f"{NAME}=my_family:PixArtAlphaPipeline", NAME, "it is the class PixArtAlphaPipeline, but must be a subclass"),
         (f"{NAME}=incomplete:Own", NAME, "Own does not define pipelines, encode_prompts, objective"),
+        (f"{NAME}=incomplete:NoTiny", NAME, "NoTiny.tiny_pipeline = incomplete:nothing: "),
         (f"{NAME}=my_family:PixArtAlpha", "pixart_alfa", "Unknown model_family 'pixart_alfa'; did you mean `pixart_a"),
     ],
 )

@@ -62,8 +62,8 @@ def test_a_block_is_taken_and_what_lies_within_is_not():
     model = Root(*(Outer(inner(), inner()) for _ in range(30)))
     assert taken(model) == ("Outer",)
     assert why(model, "Outer") == "repeats in parts"
-    assert why(model, "Inner") == "lies within Outer"
-    assert why(model, "Linear") == "lies within Outer"
+    assert why(model, "Inner") == "inside Outer"
+    assert why(model, "Linear") == "inside Outer"
 
 
 def test_large_blocks_give_way_to_those_within():
@@ -83,7 +83,7 @@ def test_a_class_that_stands_within_another_and_outside_is_never_wrapped_twice()
     assert taken(mostly_outside) == ("Inner",)
     mostly_within = Root(*(Outer(inner(), nn.Linear(30, 30)) for _ in range(30)), inner(), inner())
     assert taken(mostly_within) == ("Outer",)
-    assert why(mostly_within, "Inner") == "lies partly within Outer"
+    assert why(mostly_within, "Inner") == "partly inside Outer"
 
 
 def test_blocks_that_do_not_contain_one_another_are_all_taken_largest_first():
