@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from interleaved import print_table
 
-from simpletuner.models.registry import FAMILIES, flavours_of
+from simpletuner.models.registry import flavours_of, presets
 
 ROUNDS = 3
 GOAL_RATIO, GOAL_SECONDS, GOAL_MB = 1.15, 0.5, 600
@@ -44,7 +44,7 @@ def timed(*arguments: str, environment: Mapping[str, str]) -> Ended:
 
 def architectures(families: list[str]) -> Iterator[tuple[str, str, str]]:
     """Yield family, flavour and class of each distinct architecture."""
-    for family in families or FAMILIES:
+    for family in families or presets():
         seen: list[object] = []
         for name, flavour in flavours_of(family).items():
             if flavour.architecture not in seen:

@@ -26,8 +26,8 @@ from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, SampleReader
 from simpletuner.data.version import VERSION
 from simpletuner.models.families.sdxl import SDXL
-from simpletuner.models.family import Family
-from simpletuner.models.tiny import build_tiny
+from simpletuner.models.family import ModelFamily
+from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Plan, Prepared
@@ -56,7 +56,7 @@ def settings_in(folder: Path) -> Settings:
     return Settings(model=Model(prediction_type="epsilon"), training=training)
 
 
-def data_in_memory(family: Family, settings: Settings) -> Prepared:
+def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
     """Return random latents and embeddings that take no time to read."""
     square = (64, 64)
     geometry = Geometry(square, square, (0, 0), square)
@@ -66,7 +66,7 @@ def data_in_memory(family: Family, settings: Settings) -> Prepared:
     source = SampleReader(
         samples=samples,
         latents=lambda sample: latents[sample.id],
-        picture=lambda sample: family.picture_conditioning(sample.geometry),
+        picture=lambda sample: family.size_conditioning(sample.geometry),
         text=lambda caption: text,
         no_caption={name: torch.zeros_like(value) for name, value in text.items()},
     )
@@ -97,7 +97,7 @@ class Ours:
 class Plain:
     """The shortest loop that trains alike."""
 
-    def __init__(self, family: Family, settings: Settings, batches: Sequence[Batch]) -> None:
+    def __init__(self, family: ModelFamily, settings: Settings, batches: Sequence[Batch]) -> None:
         from diffusers import DDPMScheduler, UNet2DConditionModel
 
         self.model: nn.Module = UNet2DConditionModel.from_pretrained(family.folder / "unet").train()
@@ -136,7 +136,7 @@ def measure(world: World, folder: Path) -> None:
     build_tiny(SDXL, folder / "base")
     session, family = (
         Session(Loaded(settings, {}), Mesh(world), Report(quiet=True), StopRequest()),
-        Family(SDXL, folder / "base", settings),
+        SDXL.open(folder / "base", settings),
     )
     prepared = data_in_memory(family, settings)
     engine = open_engine(session, family, None)

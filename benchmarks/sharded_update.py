@@ -14,7 +14,7 @@ from torch import nn
 from simpletuner.models.diffusers_io import build_on_meta
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.malformed import read_json
-from simpletuner.models.tiny import build_tiny
+from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.fsdp2 import fsdp2_engine, shard
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from simpletuner.data.version import VERSION
 from simpletuner.deepspeed.build import engine_config
 from simpletuner.deepspeed.readiness import import_deepspeed
-from simpletuner.models.families.flux import FLUX
+from simpletuner.models.families.flux import Flux
 from simpletuner.models.families.sdxl import SDXL
-from simpletuner.models.family import Family
-from simpletuner.models.tiny import build_tiny
+from simpletuner.models.family import ModelFamily
+from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.report import Report
@@ -81,7 +81,7 @@ def bare_engine(model: nn.Module, settings: Settings) -> Any:
 class Bare:
     """The shortest loop over a DeepSpeed engine; all batches are in memory already."""
 
-    def __init__(self, family: Family, settings: Settings, batches: list[Any]) -> None:
+    def __init__(self, family: ModelFamily, settings: Settings, batches: list[Any]) -> None:
         from diffusers import DDPMScheduler, UNet2DConditionModel
 
         unet: Any = UNet2DConditionModel.from_pretrained(family.folder / "unet")
@@ -106,7 +106,7 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
     """Let both loops take turns at a stage, and return a row of the table."""
     settings = settings_of(folder, stage, "sdxl")
     session = Session(Loaded(settings, {}), build_mesh(settings, world), Report(quiet=True), StopRequest())
-    family = Family(SDXL, folder / "sdxl", settings)
+    family = SDXL.open(folder / "sdxl", settings)
     prepared, batch_size = data_in_memory(family, settings), settings.effective_batch_size
     with (
         closing(open_engine(session, family, None)) as engine,
@@ -154,7 +154,7 @@ def measure_memory(stage: str, ours: bool, folder: Path, report: Path) -> None:
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         if ours:
-            family = Family(FLUX, folder / "flux", settings)
+            family = Flux.open(folder / "flux", settings)
             session = Session(Loaded(settings, {}), build_mesh(settings, world), Report(quiet=True), StopRequest())
             engine: Any = open_engine(session, family, None).model
         else:
@@ -180,7 +180,7 @@ def build_flux(folder: Path) -> None:
     """Write a Flux of 60 million parameters, bare but for what loading its transformer needs."""
     from diffusers import FluxTransformer2DModel
 
-    build_tiny(FLUX, folder)
+    build_tiny(Flux, folder)
     FluxTransformer2DModel(
         in_channels=64, num_layers=2, num_single_layers=3, attention_head_dim=64, num_attention_heads=10,
         axes_dims_rope=(16, 24, 24), joint_attention_dim=768, pooled_projection_dim=768, guidance_embeds=True,

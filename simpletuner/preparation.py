@@ -18,7 +18,7 @@ from simpletuner.data.discovery import Found, Sample, counted, discover, listed
 from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.data.prefetch import SampleReader
 from simpletuner.data.version import VERSION
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.same_data import agree_on_data
 from simpletuner.parallel.world import World
@@ -81,7 +81,7 @@ def plan_of(
     return Plan(datasets, samples, buckets, text_folder, order, short_hash(identity), version)
 
 
-def prepare(session: Session, plan: Plan, family: Family) -> Prepared:
+def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
     """Encode captions and pictures on all ranks, whatever is not cached yet."""
     settings, world, report, stop = session.settings, session.world, session.report, session.stop.check
     prompts = [*settings.validation.validation_prompt, settings.validation.validation_negative_prompt, ""]
@@ -100,7 +100,7 @@ def prepare(session: Session, plan: Plan, family: Family) -> Prepared:
     source = SampleReader(
         samples=whole,
         latents=lambda sample: caches[sample.dataset].read(sample),
-        picture=lambda sample: family.picture_conditioning(sample.geometry),
+        picture=lambda sample: family.size_conditioning(sample.geometry),
         text=text.read,
         no_caption={key: value[0] for key, value in no_caption.items()},
     )
@@ -108,7 +108,7 @@ def prepare(session: Session, plan: Plan, family: Family) -> Prepared:
 
 
 def latents_cache(
-    dataset: ImageDataset, settings: Settings, samples: Sequence[Sample], family: Family, world: World
+    dataset: ImageDataset, settings: Settings, samples: Sequence[Sample], family: ModelFamily, world: World
 ) -> LatentsCache:
     """Return the cache of one dataset's latents."""
     own = [sample for sample in samples if sample.dataset == dataset.id]

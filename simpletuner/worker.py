@@ -14,7 +14,7 @@ from simpletuner.launch.heartbeat import beating
 from simpletuner.launch.node_info import node_info
 from simpletuner.launch.registration import Group, verify_same_config
 from simpletuner.launch.signing import message_signer
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.loading import load_family
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import Engine, compute_dtype
@@ -113,7 +113,7 @@ def fine_tune_on(session: Session, plan: Plan, checkpoint: Checkpoint | None) ->
 
 
 def open_state(
-    session: Session, family: Family, engine: Engine, prepared: Prepared, checkpoint: Checkpoint | None
+    session: Session, family: ModelFamily, engine: Engine, prepared: Prepared, checkpoint: Checkpoint | None
 ) -> TrainingState:
     """Return the state of a new run, or restore what a checkpoint holds. Collective."""
     settings, plan = session.settings, prepared.plan
@@ -136,7 +136,7 @@ def open_state(
 
 
 def build_trainer(
-    session: Session, family: Family, prepared: Prepared, state: TrainingState, metrics: Metrics | None
+    session: Session, family: ModelFamily, prepared: Prepared, state: TrainingState, metrics: Metrics | None
 ) -> Trainer:
     """Connect what the training loop works with."""
     settings, mesh, training = session.settings, session.mesh, session.settings.training

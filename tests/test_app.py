@@ -11,7 +11,7 @@ from simpletuner import __version__
 from simpletuner.app import main
 from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.errors import ExitCode
-from simpletuner.models.registry import FAMILIES
+from simpletuner.models.registry import presets
 from simpletuner.settings.loading import knobs
 
 HEAVY = ("torch", "numpy", "accelerate", "diffusers", "transformers", "deepspeed", "PIL")
@@ -66,7 +66,9 @@ def test_a_tab_is_answered_without_heavy_imports(tmp_path, monkeypatch):
     monkeypatch.setenv(LINE, "simpletuner train --model_family=")
     done = start(sys.executable, "-c", IMPORTED, ",".join(HEAVY), "train", "--seed=x", folder=tmp_path)
     assert done.stderr == "exit 0 imported []\n"
-    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == [f"--model_family={name}" for name in FAMILIES]
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == [
+        f"--model_family={name}" for name in presets()
+    ]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

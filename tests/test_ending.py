@@ -150,15 +150,13 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
 
 OWN_FAMILY = """
 import os, time
-from dataclasses import replace
 from simpletuner.models.families.sdxl import SDXL
 
-def encode(family, pipeline, captions):
-    if os.environ.get("RANK") == "1" and os.environ.get("HANG"):
-        time.sleep(1000)
-    return SDXL.encode(family, pipeline, captions)
-
-OWN = replace(SDXL, encode=encode)
+class Own(SDXL):
+    def encode_prompts(self, pipeline, captions):
+        if os.environ.get("RANK") == "1" and os.environ.get("HANG"):
+            time.sleep(1000)
+        return super().encode_prompts(pipeline, captions)
 """
 
 
@@ -167,7 +165,7 @@ def test_a_rank_that_hangs_while_caching_is_named_and_nothing_is_imported_by_acc
     (tmp_path / "own.py").write_text(OWN_FAMILY)
     for library in ("queue", "imagesize"):
         (tmp_path / f"{library}.py").write_text("raise SystemExit('imported by accident')")
-    family = ("--model_families=own=own:OWN", "--model_family=own", f"--pretrained_model_name_or_path={sdxl}")
+    family = ("--model_families=own=own:Own", "--model_family=own", f"--pretrained_model_name_or_path={sdxl}")
     flags = (*family, f"--instance_data_dir={shapes}", "--text_encoder_batch_size=2", "--max_train_steps=1")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HANG": "1", "OMP_NUM_THREADS": "1"}

@@ -1,6 +1,6 @@
-"""Every family trains, plain and sharded alike, resumes, draws, and leaves a pipeline that diffusers opens.
+"""Every family trains, plain and sharded alike, resumes, samples, and leaves a pipeline that diffusers opens.
 
-Nothing here names a family: a new row of the registry is tested by being there.
+Nothing here names a family: a new preset is tested by being there.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import pytest
 from conftest import base
 from PIL import Image
 
-from simpletuner.models.registry import FAMILIES
+from simpletuner.models.registry import presets
 
-TRAINABLE = [key for key, entry in FAMILIES.items() if entry.traits]
+TRAINABLE = [key for key, preset in presets().items() if preset.family_class]
 
 
 @pytest.mark.parametrize("key", TRAINABLE)

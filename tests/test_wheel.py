@@ -74,7 +74,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
     packed = set(zipfile.ZipFile(wheel).namelist())
     files = {path for path in (ROOT / "simpletuner").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert {path.relative_to(ROOT).as_posix() for path in files} - packed == set()
-    assert "simpletuner/models/tiny_vae/diffusion_pytorch_model.safetensors" in packed
+    assert "simpletuner/models/tiny/vae/diffusion_pytorch_model.safetensors" in packed
     assert {name.split("/")[0] for name in packed} == {"simpletuner", f"simpletuner-{__version__}.dist-info"}
 
 

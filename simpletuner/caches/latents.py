@@ -15,7 +15,7 @@ from simpletuner.caches.keys import folder_fingerprint, latents_parts
 from simpletuner.caches.shards import ShardReader
 from simpletuner.data.discovery import Sample
 from simpletuner.data.images import BROKEN, read_rgb, resized_and_cropped
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.vae import Vae
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
@@ -26,7 +26,9 @@ DECODING_THREADS = 2
 class LatentsCache:
     """The latents of some samples, in one folder."""
 
-    def __init__(self, folder: Path, samples: Sequence[Sample], family: Family, world: World, vae_dtype: str) -> None:
+    def __init__(
+        self, folder: Path, samples: Sequence[Sample], family: ModelFamily, world: World, vae_dtype: str
+    ) -> None:
         vae = folder_fingerprint([family.folder / "vae"])
         self.folder, self.family, self.world = folder, family, world
         self.samples = {sample.id: sample for sample in samples}

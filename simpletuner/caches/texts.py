@@ -13,7 +13,8 @@ from simpletuner.caches.filling import Job, Wanted, fill
 from simpletuner.caches.keys import folder_fingerprint, short_hash, text_parts
 from simpletuner.caches.shards import ShardReader
 from simpletuner.models.diffusers_io import text_folders
-from simpletuner.models.family import Conditioning, Family, TextEncoder
+from simpletuner.models.family import ModelFamily
+from simpletuner.models.text_encoding import Conditioning, TextEncoder
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 
@@ -21,7 +22,9 @@ from simpletuner.report import Report
 class TextCache:
     """The embeddings of some captions, in one folder."""
 
-    def __init__(self, folder: Path, captions: Iterable[str], family: Family, world: World, dtype: torch.dtype) -> None:
+    def __init__(
+        self, folder: Path, captions: Iterable[str], family: ModelFamily, world: World, dtype: torch.dtype
+    ) -> None:
         self.folder, self.family, self.world, self.dtype = folder, family, world, dtype
         self.parts = text_parts(folder_fingerprint(text_folders(family.folder)), str(dtype), family.max_length)
         self.captions = {short_hash(caption): caption for caption in sorted(set(captions))}

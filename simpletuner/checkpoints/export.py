@@ -17,7 +17,7 @@ from simpletuner.checkpoints.saving import WEIGHTS_STEM, prepare, together
 from simpletuner.checkpoints.tensors import NamedTensors, write_full
 from simpletuner.checkpoints.verification import checksums
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
 from simpletuner.parallel.world import World
 from simpletuner.system.checksums import is_intact, signed
@@ -36,7 +36,7 @@ class MarkerFields(BaseModel):
 
 
 def export_pipeline(
-    family: Family, target: Path, config: dict[str, Any], weights: NamedTensors, world: World, steps: int
+    family: ModelFamily, target: Path, config: dict[str, Any], weights: NamedTensors, world: World, steps: int
 ) -> None:
     """Write the pipeline to `target`. Collective: all ranks write weights, rank 0 copies the rest.
 
@@ -68,7 +68,7 @@ def nothing() -> None:
     """Do what ranks above 0 do while rank 0 writes."""
 
 
-def copy_other_components(family: Family, target: Path) -> None:
+def copy_other_components(family: ModelFamily, target: Path) -> None:
     """Copy model_index.json and the components that it names, but not the denoiser, and bring them to the disk."""
     for name, source in files_to_copy(family):
         copy = target / name
@@ -79,7 +79,7 @@ def copy_other_components(family: Family, target: Path) -> None:
         flush_to_disk(folder)
 
 
-def files_to_copy(family: Family) -> list[tuple[str, Path]]:
+def files_to_copy(family: ModelFamily) -> list[tuple[str, Path]]:
     """Return what an export copies from the base model, as (name below it, file).
 
     Raises EnvironmentFault for what is no regular file, and for a link that leads out of the model's folders: whoever
@@ -126,7 +126,7 @@ def hub_blobs(base: Path) -> list[Path]:
     return [base.parent.parent.resolve() / "blobs"] if base.parent.name == "snapshots" else []
 
 
-def check_export(family: Family, targets: list[Path]) -> None:
+def check_export(family: ModelFamily, targets: list[Path]) -> None:
     """Find what would fail, or harm, at the end of a run before it begins. Raises EnvironmentFault."""
     for target in targets:
         if family.folder.resolve() == target.resolve():

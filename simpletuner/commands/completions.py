@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from simpletuner.commands.parse_state import ParseState, is_switch, names_of, takes_value
-from simpletuner.models.registry import FAMILIES, TINY, flavours_of
+from simpletuner.models.registry import TINY, flavours_of, load_preset, presets
 from simpletuner.settings.loading import canonical_name, knobs
 from simpletuner.settings.rules import UNSUPPORTED_VALUES
 from simpletuner.settings.spelling import SYNONYMS, choices_of, normalize_name
@@ -115,10 +115,10 @@ def values(position: ParseState, parameter: TyperOption | TyperArgument, word: s
 def values_of_knob(name: str, family: str) -> list[Completion]:
     """Return a knob's choices; flavours are those of the family, or of all if none is typed yet."""
     if name == "model_family":
-        hubs = {key: [flavour.hub for flavour in flavours_of(key).values()] for key in FAMILIES}
-        return [Completion(key, next(iter(hubs[key]), "")) for key in FAMILIES]
+        hubs = {key: [flavour.hub for flavour in preset.flavours.values()] for key, preset in presets().items()}
+        return [Completion(key, next(iter(hubs[key]), "")) for key in hubs]
     if name == "model_flavour":
-        known = [normalize_name(family)] if normalize_name(family) in FAMILIES else FAMILIES
+        known = [normalize_name(family)] if load_preset(normalize_name(family)) else presets()
         published = {name: flavour.hub for key in known for name, flavour in flavours_of(key).items()}
         return [Completion(*item) for item in (published | {TINY: "small, with random weights"}).items()]
     field = knobs()[name]

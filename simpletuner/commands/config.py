@@ -99,10 +99,10 @@ def check_pictures(datasets: Sequence[ImageDataset]) -> None:
 
 def schema() -> None:
     """Print the JSON Schema of config files, for editors."""
-    from simpletuner.models.registry import FAMILIES
+    from simpletuner.models.registry import presets
     from simpletuner.settings.schema import json_schema
 
-    Report().json(json_schema(FAMILIES))
+    Report().json(json_schema(presets()))
 
 
 def docs() -> None:

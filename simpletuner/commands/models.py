@@ -1,4 +1,4 @@
-"""`simpletuner models`: what can be trained, what can be looked at, and what each needs."""
+"""`simpletuner models`: the model families and flavours, and which of them can be trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from simpletuner.report import Report
 
 if TYPE_CHECKING:
-    from simpletuner.models.registry import Flavour
+    from simpletuner.models.registry import Flavour, Preset
 
 WIDTH = 80
 
@@ -19,41 +19,36 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 def models(as_json: AsJson = False) -> None:
     """List model families and flavours: size, objective, what they need."""
-    from simpletuner.models.registry import FAMILIES, installed_families
+    from simpletuner.models.registry import installed_families, presets
 
     report = Report()
-    families = [described(key) for key in FAMILIES]
+    families = [family_as_json(name, preset) for name, preset in presets().items()]
     installed = installed_families()
     if as_json:
-        report.json(families + [{"model_family": key, "traits": path} for key, path in installed.items()])
+        # The key `traits` is from before families were classes; scripts may read it.
+        report.json(families + [{"model_family": name, "traits": path} for name, path in installed.items()])
         return
     for family in families:
-        show(report, family)
-    for key, path in installed.items():
-        report.line(key, style="bold")
+        print_family(report, family)
+    for name, path in installed.items():
+        report.line(name, style="bold")
         report.line(f"  from an installed package: {path}", style="dim")
     report.say(
         "hint: every family that can be trained has a flavour `tiny`, built here with random weights", style="dim"
     )
 
 
-def described(key: str) -> dict[str, Any]:
-    """Return what there is to say of a family."""
-    from simpletuner.models.registry import FAMILIES, flavours_of
-
-    entry = FAMILIES[key]
-    flavours = flavours_of(key)
+def family_as_json(name: str, preset: Preset) -> dict[str, Any]:
     return {
-        "model_family": key,
-        "trainable": bool(entry.traits),
-        "objective": entry.objective,
-        "text_encoders": entry.text_encoders,
-        "flavours": [flavour_as_json(name, flavour) for name, flavour in flavours.items()],
+        "model_family": name,
+        "trainable": bool(preset.family_class),
+        "objective": preset.objective,
+        "text_encoders": preset.text_encoders,
+        "flavours": [flavour_as_json(flavour, published) for flavour, published in preset.flavours.items()],
     }
 
 
 def flavour_as_json(name: str, flavour: Flavour) -> dict[str, Any]:
-    """Return what there is to say of a flavour."""
     return {
         "model_flavour": name,
         "hub": flavour.hub,
@@ -63,26 +58,26 @@ def flavour_as_json(name: str, flavour: Flavour) -> dict[str, Any]:
     }
 
 
-def show(report: Report, family: dict[str, Any]) -> None:
+def print_family(report: Report, family: dict[str, Any]) -> None:
     """Print a family and below it its flavours, the default first."""
-    traits = [
+    facts = [
         family["objective"],
         f"text by {family['text_encoders']}",
         *["blocks can be detected, no training yet"] * (not family["trainable"]),
     ]
     report.line(family["model_family"], style="bold")
-    show_indented(report, "; ".join(traits))
+    print_indented(report, "; ".join(facts))
     flavours = family["flavours"]
     name_width = max((len(flavour["model_flavour"]) for flavour in flavours), default=0)
     for flavour in flavours:
-        report.line(line_of(flavour, name_width, "*" if flavour is flavours[0] else " "))
+        report.line(format_flavour(flavour, name_width, "*" if flavour is flavours[0] else " "))
     for why in dict.fromkeys(flavour["untrainable"] for flavour in flavours if flavour["untrainable"]):
         names = [flavour["model_flavour"] for flavour in flavours if flavour["untrainable"] == why]
-        show_indented(report, f"no training of {', '.join(names)}: {why}")
+        print_indented(report, f"no training of {', '.join(names)}: {why}")
 
 
-def line_of(flavour: dict[str, Any], name_width: int, mark: str) -> str:
-    """Return a flavour's name, size and hub id; a long id on a line of its own."""
+def format_flavour(flavour: dict[str, Any], name_width: int, mark: str) -> str:
+    """Format a flavour's name, size and hub id; a long id is on its own line."""
     from simpletuner.system.numbers import format_count
 
     size = format_count(flavour["parameters"]) if flavour["parameters"] else "?"
@@ -91,7 +86,6 @@ def line_of(flavour: dict[str, Any], name_width: int, mark: str) -> str:
     return f"{start}  {flavour['hub']}" if fits else f"{start}\n      {flavour['hub']}"
 
 
-def show_indented(report: Report, text: str) -> None:
-    """Print text in lines below a family's name."""
+def print_indented(report: Report, text: str) -> None:
     for line in textwrap.wrap(text, WIDTH - 2, break_on_hyphens=False):
         report.line(f"  {line}", style="dim")

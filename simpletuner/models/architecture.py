@@ -1,4 +1,4 @@
-"""Which denoiser settings mean, without building or downloading it: diffusers' class, and its config; no torch."""
+"""The denoiser that settings name, without building or downloading it: diffusers' class and its config; no torch."""
 
 from __future__ import annotations
 
@@ -15,42 +15,44 @@ from simpletuner.settings.sections import Model
 from simpletuner.system.files import read_file
 
 CONFIGS = (*(f"{name}/config.json" for name in DENOISERS), "config.json")
-"""Where a pipeline's folder, or the denoiser's own, says what the denoiser is."""
+"""Paths of the denoiser's config in a pipeline's folder, or in the denoiser's own."""
 
 
 def architecture_of(model: Model, warn: Callable[[str], None]) -> Architecture:
-    """Return the denoiser: as the folder has it, else the local hub cache, else as published with the flavour.
+    """The denoiser as the folder has it, else the local hub cache, else as published with the flavour.
 
-    Raises SettingsError for a model that is not known or no folder, EnvironmentFault for a folder without a denoiser.
+    Raises SettingsError for a model that is not known or no folder, EnvironmentNotReady for a folder with no denoiser.
     """
     name = model.pretrained_model_name_or_path
     if name and (folder := Path(name).expanduser()).is_dir():
-        return in_folder(folder)
+        return architecture_in_folder(folder)
     if is_path(name):
         raise SettingsError(f"{name} is no folder", "check pretrained_model_name_or_path")
     if not name:
         check_named(model)
     flavour = flavour_of(model)
-    return in_hub_cache(name or (flavour.hub if flavour else ""), model.revision) or published(model, warn)
+    return architecture_in_hub_cache(
+        name or (flavour.hub if flavour else ""), model.revision
+    ) or published_architecture(model, warn)
 
 
 def folder_of(model: Model) -> str:
-    """Return the folder that the settings name, in full; else what they name."""
+    """The absolute path of the folder that the settings name, or what they name if it is none."""
     name = model.pretrained_model_name_or_path
     folder = Path(name).expanduser()
     return str(folder.resolve()) if name and folder.is_dir() else name
 
 
 def is_path(name: str) -> bool:
-    """Say whether a name can only be a path: hub ids are NAME or OWNER/NAME."""
+    """Whether a name can only be a path: hub ids are NAME or OWNER/NAME."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
 
 
-def in_folder(folder: Path) -> Architecture:
-    """Return the denoiser of a pipeline's folder, or of the denoiser's own."""
+def architecture_in_folder(folder: Path) -> Architecture:
+    """The denoiser in a pipeline's folder, or in its own. Raises EnvironmentNotReady if there is none."""
     for path in (folder / name for name in CONFIGS):
         if path.is_file():
-            return in_config(path)
+            return architecture_in_config(path)
     raise EnvironmentNotReady(
         f"{folder} holds neither {', nor '.join(CONFIGS)}",
         "pretrained_model_name_or_path must be a pipeline's or a denoiser's folder in diffusers format",
@@ -67,24 +69,24 @@ def check_named(model: Model) -> None:
     check_model(model)
 
 
-def in_hub_cache(name: str, revision: str | None) -> Architecture | None:
-    """Return the denoiser as what was once downloaded from the hub has it; None if that cannot tell."""
+def architecture_in_hub_cache(name: str, revision: str | None) -> Architecture | None:
+    """The denoiser of an earlier download from the hub; None if there is none, or if it cannot tell."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     if not name or not (Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir():
-        return None  # most often; the import below takes 0.1 s
+        return None  # the usual case; the import below takes 0.1 s
     from huggingface_hub import try_to_load_from_cache
 
     for config in CONFIGS:
         path = try_to_load_from_cache(name, config, revision=revision)
         if isinstance(path, str):
             with suppress(EnvironmentNotReady):  # such as the config.json of another library
-                return in_config(Path(path))
+                return architecture_in_config(Path(path))
     return None
 
 
-def in_config(path: Path) -> Architecture:
-    """Return the denoiser that a config.json describes. Raises EnvironmentFault if it describes none."""
+def architecture_in_config(path: Path) -> Architecture:
+    """The denoiser that a config.json describes. Raises EnvironmentNotReady if it describes none."""
     try:
         config: Any = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -98,13 +100,14 @@ def in_config(path: Path) -> Architecture:
 
 
 def plain_class_name(name: str) -> str:
-    """Return a denoiser's class in diffusers; FSDP2 puts a prefix before the class of a module that it wraps, and
-    version 0.1.0 wrote that name (`FSDPUNet2DConditionModel`) into config.json."""
+    """A denoiser's class in diffusers, without the prefix of FSDP2."""
+    # FSDP2 renames the class of a module that it wraps, and an early version of ours wrote that name
+    # (`FSDPUNet2DConditionModel`) into config.json.
     return name.removeprefix("FSDP")
 
 
-def published(model: Model, warn: Callable[[str], None]) -> Architecture:
-    """Return the denoiser of the flavour that has this hub id, else of the chosen one, else of the family's default.
+def published_architecture(model: Model, warn: Callable[[str], None]) -> Architecture:
+    """The denoiser of the flavour that has this hub id, else of the chosen one, else of the family's default.
 
     Raises SettingsError where nothing is published.
     """

@@ -1,7 +1,7 @@
-"""The block cache: one JSON file that remembers, by model, what was detected in it.
+"""The block cache: one JSON file with the detected blocks of each model.
 
-Each entry carries the fingerprint of all that it was made from. Who writes holds the lock, writes beside and renames,
-so whoever reads, without a lock, sees a whole file. Nothing that is wrong with this cache ever stops a command.
+Each entry has a fingerprint of everything that it was made from. A writer holds the lock, writes a temporary file and
+renames it, so readers need no lock to see a whole file. A problem with this cache never stops a command.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Warn = Callable[[str], None]
 def look_up(
     key: str, fingerprint: str, warn: Warn, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any] | None:
-    """Return the entry of a model, or None if there is none, or if what it was made from has changed."""
+    """The entry of a model; None if there is none, or if its fingerprint differs."""
     for path in block_cache_paths(environment):
         entry = entries_of(path, warn).get(key)
         if isinstance(entry, dict) and entry.get("fingerprint") == fingerprint:
@@ -32,24 +32,24 @@ def look_up(
 
 
 def put(key: str, entry: Mapping[str, Any], warn: Warn, environment: Mapping[str, str] = os.environ) -> None:
-    """Remember an entry; where the user's home cannot be written, in the system's folder for caches."""
-    home, elsewhere = block_cache_paths(environment)
+    """Write an entry, to the system's folder for caches where the user's home cannot be written."""
+    home, fallback = block_cache_paths(environment)
     why = failure_to_add(home, key, entry, warn)
-    if why and not failure_to_add(elsewhere, key, entry, warn):
-        warn(f"cannot write {home} ({why}): the block cache is {elsewhere}")
+    if why and not failure_to_add(fallback, key, entry, warn):
+        warn(f"cannot write {home} ({why}): the block cache is {fallback}")
     elif why:
-        warn(f"cannot write {home} ({why}), nor {elsewhere}: the answer is not remembered")
+        warn(f"cannot write {home} ({why}), nor {fallback}: the result is not cached")
 
 
 def failure_to_add(path: Path, key: str, entry: Mapping[str, Any], warn: Warn) -> str:
-    """Add an entry to a file and return nothing; or why that cannot be done."""
+    """Add an entry to a file. Returns why that is not possible, or an empty text."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(lock_of(path)):
-            entries = parsed(path)
+            entries = parse(path)
             if entries is None:
                 set_aside(path, warn)
-            replace_file(path, in_lines({**(entries or {}), key: entry}))
+            replace_file(path, to_lines({**(entries or {}), key: entry}))
     except OSError as error:
         return error.strerror or str(error)
     except EnvironmentNotReady as error:
@@ -58,12 +58,12 @@ def failure_to_add(path: Path, key: str, entry: Mapping[str, Any], warn: Warn) -
 
 
 def entries_of(path: Path, warn: Warn) -> dict[str, Any]:
-    """Return all entries of a file; none if there is no file. A damaged one is moved aside."""
+    """All entries of a file; none if there is no file. A damaged one is moved aside."""
     try:
-        entries = parsed(path)
+        entries = parse(path)
         if entries is None:
             with exclusive_lock(lock_of(path)):
-                entries = parsed(path)  # another process may have made it anew meanwhile
+                entries = parse(path)  # another process may have replaced it meanwhile
                 if entries is None:
                     set_aside(path, warn)
     except OSError as error:
@@ -72,8 +72,8 @@ def entries_of(path: Path, warn: Warn) -> dict[str, Any]:
     return entries or {}
 
 
-def parsed(path: Path) -> dict[str, Any] | None:
-    """Return what a file holds, nothing if it is not there; None if it is damaged. Raises OSError."""
+def parse(path: Path) -> dict[str, Any] | None:
+    """Entries of a file; empty if it does not exist, None if it is damaged. Raises OSError."""
     try:
         entries = json.loads(read_file(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -83,13 +83,14 @@ def parsed(path: Path) -> dict[str, Any] | None:
     return entries if isinstance(entries, dict) else None
 
 
-def in_lines(entries: Mapping[str, Any]) -> bytes:
-    """Return JSON with an entry per line; json's own `indent` is ten times slower, and others wait."""
+def to_lines(entries: Mapping[str, Any]) -> bytes:
+    """Format as JSON with one entry per line."""
+    # json's own `indent` is ten times slower, and other processes wait for the lock meanwhile.
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
     return f"{{\n{lines}\n}}\n".encode()
 
 
 def set_aside(path: Path, warn: Warn) -> None:
-    """Move a damaged file aside, and say so. Raises OSError."""
+    """Move a damaged file aside, with a warning. Raises OSError."""
     path.replace(damaged_of(path))
-    warn(f"{path} was damaged: it is set aside as {damaged_of(path).name}, and made anew")
+    warn(f"{path} was damaged: it is set aside as {damaged_of(path).name}, and written again")

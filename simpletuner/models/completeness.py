@@ -1,8 +1,8 @@
-"""Find what a base model's folder lacks before anything is encoded: libraries would make it up at random.
+"""Check a base model's folder before anything is encoded: what it lacks, libraries would replace at random.
 
-transformers and diffusers initialise weights that a file does not hold, and a tokenizer without its vocabulary maps
-every caption to the same ids. Models are read onto the meta device, so their own loading code decides which names are
-missing (renamed, tied and ignored weights included) while only the headers of the weights are read: 20 ms for a model.
+transformers and diffusers initialize weights that a file does not hold, and a tokenizer without its vocabulary maps
+every caption to the same ids. Models are loaded onto the meta device, so their own code decides which names are missing
+(renamed, tied and ignored weights included) while only the headers of the weights are read: 20 ms for a model.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any
 from safetensors import safe_open
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.diffusers_io import TEXT_PARTS, class_named, require_packages
-from simpletuner.models.family import Family
+from simpletuner.models.diffusers_io import TEXT_PARTS, component_class, require_packages
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.malformed import CHECK_COPY, opening, read_config
 from simpletuner.models.weights import any_weights_files, variant_of, weights_files
 
-NAMES_TO_SAY = 3
+MAX_NAMES_SHOWN = 3
 
-UNLIKE_CAPTIONS = ("a red circle", "two blue stars on a hill")
-"""Captions that every tokenizer with a vocabulary tells apart."""
+DIFFERENT_CAPTIONS = ("a red circle", "two blue stars on a hill")
+"""Captions that every tokenizer with a vocabulary encodes differently."""
 
 
-def check_complete(family: Family) -> None:
-    """Raise EnvironmentFault that names the component and what is missing or damaged in it."""
+def check_complete(family: ModelFamily) -> None:
+    """Raise an EnvironmentNotReady that names the component and what is missing or damaged in it."""
     with opening(family.folder / "scheduler"):
         family.objective()
     check_denoiser_weights(family)
     with opening(family.folder / "vae"):
-        check_model(family.folder / "vae", class_named(family.index, "vae", family.folder), None)
+        check_model(family.folder / "vae", component_class(family.index, "vae", family.folder), None)
     for name in text_parts(family):
         with opening(family.folder / name):
             check_text_part(family, name)
 
 
-def check_denoiser_weights(family: Family) -> None:
+def check_denoiser_weights(family: ModelFamily) -> None:
     """Compare the names and shapes in the headers of the denoiser's weights with those of its config."""
     folder = family.folder / family.denoiser_name
     with opening(folder):
@@ -54,10 +54,10 @@ def check_denoiser_weights(family: Family) -> None:
                 )
 
 
-def text_parts(family: Family) -> list[str]:
-    """Return the names of the tokenizers and text encoders that the pipeline is made of.
+def text_parts(family: ModelFamily) -> list[str]:
+    """Names of the tokenizers and text encoders of the pipeline.
 
-    Raises EnvironmentFault where one half of a pair is missing, or all are.
+    Raises EnvironmentNotReady where one half of a pair is missing, or all are.
     """
     named = [name for name in family.index if name.startswith(TEXT_PARTS)]
     present = [name for name in named if family.index[name] != [None, None]]
@@ -70,20 +70,20 @@ def text_parts(family: Family) -> list[str]:
     return present
 
 
-def check_text_part(family: Family, name: str) -> None:
-    """Check one tokenizer or text encoder."""
-    cls, folder = class_named(family.index, name, family.folder), family.folder / name
+def check_text_part(family: ModelFamily, name: str) -> None:
+    cls, folder = component_class(family.index, name, family.folder), family.folder / name
     require_packages([family.index[name]])
     if name.startswith("tokenizer"):
         check_tokenizer(folder, cls)
     else:
-        wished = family.settings.model.variant
+        # A variant is often published of some components only.
+        wanted = family.settings.model.variant
         present = {variant_of(path) for path in any_weights_files(folder)}
-        check_model(folder, cls, wished if wished in present else None)
+        check_model(folder, cls, wanted if wanted in present else None)
 
 
 def check_model(folder: Path, cls: Any, variant: str | None) -> None:
-    """Read a model's weights as far as their headers, and refuse what its class would make up."""
+    """Load a model onto the meta device; raise EnvironmentNotReady for weights that its class would initialize."""
     from diffusers import ModelMixin
     from transformers import PreTrainedModel
 
@@ -104,24 +104,22 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
 
 
 def refuse_missing(folder: Path, missing: Iterable[str], unknown: Iterable[str]) -> None:
-    """Raise EnvironmentFault that names the first tensors that are missing, and an unknown one, if there is any.
-
-    Weights that are merely not known are let pass: published files often hold more than one class reads.
-    """
+    """Raise an EnvironmentNotReady that names the first missing tensors, and an unknown one, if there is any."""
+    # Unknown weights alone are accepted: published files often hold more than their class reads.
     if names := sorted(missing):
-        more = f" and {len(names) - NAMES_TO_SAY} more" if len(names) > NAMES_TO_SAY else ""
+        more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
         strange = next((f"; what it holds as {name} is not known" for name in sorted(unknown)), "")
         raise EnvironmentNotReady(
-            f"{folder} lacks {', '.join(names[:NAMES_TO_SAY])}{more}{strange}: nothing is made up for it", CHECK_COPY
+            f"{folder} lacks {', '.join(names[:MAX_NAMES_SHOWN])}{more}{strange}: nothing is made up for it", CHECK_COPY
         )
 
 
 def check_tokenizer(folder: Path, cls: Any) -> None:
-    """Refuse a tokenizer that knows nothing but its special tokens, or cannot tell two captions apart."""
-    read = cls.from_pretrained(folder)
-    tokenizer = getattr(read, "tokenizer", read)  # of a processor, which also reads pictures
+    """Raise EnvironmentNotReady for a tokenizer without a vocabulary, or that encodes two captions alike."""
+    loaded = cls.from_pretrained(folder)
+    tokenizer = getattr(loaded, "tokenizer", loaded)  # of a processor, which also handles images
     words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab())
-    one, other = (tokenizer(caption)["input_ids"] for caption in UNLIKE_CAPTIONS)
+    one, other = (tokenizer(caption)["input_ids"] for caption in DIFFERENT_CAPTIONS)
     if not words or one == other:
         raise EnvironmentNotReady(
             f"{folder} has no vocabulary: {type(tokenizer).__name__} knows {len(words)} words, and every caption would "

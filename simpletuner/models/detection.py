@@ -1,4 +1,4 @@
-"""Detect a denoiser's blocks on the meta device, or remember what was detected before; then no torch is needed."""
+"""Detect a denoiser's blocks on the meta device, or read them from the block cache; then no torch is needed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from simpletuner.models.registry import Architecture, flavours_of
 from simpletuner.parallel.blocks import BlockClass, Blocks, detect_blocks
 from simpletuner.settings.sections import Model
 
-FORM = 1
-"""Of what is remembered, and of how units are chosen: a new number makes everything be detected anew."""
+CACHE_VERSION = 1
+"""Version of the cached form and of how units are chosen: a new number makes all cached entries invalid."""
 
 
 @dataclass(frozen=True)
 class Detection:
-    """What a denoiser consists of, and where the answer comes from: `source` is the path of a config.json, or where the
-    architecture is published; `fingerprint` stands for the config's content and the version of diffusers."""
+    """The blocks of a denoiser. `source` is the path of a config.json, or the URL where the architecture is published;
+    `fingerprint` is a hash of the config's content and the version of diffusers."""
 
     model_family: str
     model_flavour: str
@@ -37,7 +37,7 @@ class Detection:
     cached: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Return what scripts see, and what is remembered."""
+        """The form of `--json` and of the block cache."""
         return {
             "model_family": self.model_family,
             "model_flavour": self.model_flavour,
@@ -55,16 +55,15 @@ class Detection:
 
 
 def class_as_json(item: BlockClass) -> dict[str, Any]:
-    """Return a class with its bytes."""
     sizes = {f"bytes_{name}": size * item.parameters for name, size in (("bf16", 2), ("fp32", 4))}
     return asdict(item) | sizes
 
 
-def of_json(entry: Mapping[str, Any]) -> Detection | None:
-    """Return a detection that is remembered, or None if the entry is not one."""
+def from_json(entry: Mapping[str, Any]) -> Detection | None:
+    """Read a cached detection; None if the entry is not one."""
     names = [field.name for field in fields(BlockClass)]
     try:
-        classes = tuple(BlockClass(**{name: frozen(item[name]) for name in names}) for item in entry["classes"])
+        classes = tuple(BlockClass(**{name: to_tuple(item[name]) for name in names}) for item in entry["classes"])
         recommended = tuple(entry["recommended"])
         blocks = Blocks(entry["total_parameters"], classes, recommended, dict(entry["outside"]))
         own = {field.name: entry[field.name] for field in fields(Detection) if field.name not in ("blocks", "cached")}
@@ -73,49 +72,48 @@ def of_json(entry: Mapping[str, Any]) -> Detection | None:
         return None
 
 
-def frozen(value: Any) -> Any:
-    """Return a list of JSON as a tuple."""
+def to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
 def detect(model: Model, refresh: bool, warn: Callable[[str], None]) -> Detection:
-    """Return what the denoiser of these settings consists of, from the block cache unless `refresh`.
+    """Find the blocks of the denoiser that the settings name, in the block cache unless `refresh`.
 
-    Raises SettingsError or EnvironmentFault for a model that cannot be found or built.
+    Raises SettingsError or EnvironmentNotReady for a model that cannot be found or built.
     """
     architecture = architecture_of(model, warn)
-    mark, place = fingerprint_of(architecture), folder_of(model)
-    flavour = model.model_flavour or ("" if place else next(iter(flavours_of(model.model_family)), ""))
-    key = " ".join((model.model_family or "-", flavour or "-", place)).rstrip()
-    entry = None if refresh else look_up(key, mark, warn)
-    if entry is not None and (remembered := of_json(entry)) is not None:
-        return remembered
+    fingerprint, folder = fingerprint_of(architecture), folder_of(model)
+    flavour = model.model_flavour or ("" if folder else next(iter(flavours_of(model.model_family)), ""))
+    key = " ".join((model.model_family or "-", flavour or "-", folder)).rstrip()
+    entry = None if refresh else look_up(key, fingerprint, warn)
+    if entry is not None and (cached := from_json(entry)) is not None:
+        return cached
     detection = Detection(
         model_family=model.model_family,
         model_flavour=flavour,
-        pretrained_model=place,
+        pretrained_model=folder,
         denoiser=architecture.class_name,
         source=architecture.source,
-        blocks=built_blocks(architecture),
+        blocks=build_and_detect(architecture),
         detected_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        fingerprint=mark,
+        fingerprint=fingerprint,
     )
     put(key, detection.as_json(), warn)
     return detection
 
 
 def fingerprint_of(architecture: Architecture) -> str:
-    """Return what changes with the config, with diffusers, and with how we look."""
-    parts = [FORM, version("diffusers"), architecture.class_name, dict(architecture.config)]
+    """A hash that changes with the config, the version of diffusers, and our rules."""
+    parts = [CACHE_VERSION, version("diffusers"), architecture.class_name, dict(architecture.config)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def built_blocks(architecture: Architecture) -> Blocks:
-    """Build a denoiser on the meta device and look at it. Raises EnvironmentFault if its config does not build one."""
+def build_and_detect(architecture: Architecture) -> Blocks:
+    """Build a denoiser on the meta device and find its blocks. Raises EnvironmentNotReady if it cannot be built."""
     from simpletuner.models.diffusers_io import build_on_meta
-    from simpletuner.models.malformed import RAISED, reason, refuse_endless
+    from simpletuner.models.malformed import RAISED, reason, refuse_too_many_modules
 
-    refuse_endless(architecture.config, architecture.source)
+    refuse_too_many_modules(architecture.config, architecture.source)
     try:
         return detect_blocks(build_on_meta({**architecture.config, "_class_name": architecture.class_name}))
     except RAISED as error:

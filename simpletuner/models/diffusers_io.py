@@ -1,9 +1,9 @@
-"""Components of a pipeline folder in diffusers format: their classes, and models on the meta device."""
+"""What we need of diffusers: classes of a pipeline's components, models on the meta device, casting of inputs."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,16 @@ from simpletuner.models.architecture import plain_class_name
 from simpletuner.models.malformed import CHECK_COPY
 
 TEXT_PARTS = ("tokenizer", "text_encoder")
-"""How the names of components begin that turn captions into tensors."""
-
-FLOAT32_INPUTS = (
-    *("timestep", "t", "guidance"),
-    *("time_ids", "resolution", "aspect_ratio"),
-    *("txt_ids", "img_ids", "video_coords"),
-)
-"""What a denoiser is told in numbers that bf16 would round."""
+"""Prefixes of the components that turn captions into tensors."""
 
 
 def text_folders(folder: Path) -> list[Path]:
-    """Return the folders that decide what a caption's embedding is: tokenizers and text encoders."""
+    """The folders that decide what a caption's embedding is."""
     return sorted(path for path in folder.iterdir() if path.name.startswith(TEXT_PARTS))
 
 
 def refuse_second_denoiser(folder: Path, index: Mapping[str, Any], name: str) -> None:
-    """Raise SettingsError for a pipeline in which another denoiser takes over where little noise is left."""
+    """Raise SettingsError for a pipeline of two denoisers, each for its own range of noise (Wan 2.2 A14B)."""
     if any(index.get(f"{name}_2") or ()):
         raise SettingsError(
             f"{folder} has two denoisers, {name} and {name}_2, each for its own noise levels",
@@ -40,8 +33,8 @@ def refuse_second_denoiser(folder: Path, index: Mapping[str, Any], name: str) ->
         )
 
 
-def class_of_diffusers(name: str) -> Any:
-    """Return a class of diffusers. Raises EnvironmentFault when the installed version does not have it."""
+def diffusers_class(name: str) -> Any:
+    """Raises EnvironmentNotReady when the installed version of diffusers does not have the class."""
     import diffusers
 
     try:
@@ -53,11 +46,10 @@ def class_of_diffusers(name: str) -> Any:
         ) from None
 
 
-def class_named(index: Mapping[str, Any], name: str, folder: Path) -> Any:
-    """Return the class that a pipeline's index names for a component: one of diffusers or of transformers.
+def component_class(index: Mapping[str, Any], name: str, folder: Path) -> Any:
+    """The class of diffusers or transformers that model_index.json names for a component.
 
-    Raises EnvironmentFault for an entry that names none. Other libraries are not imported: a model's folder must not
-    choose what runs here.
+    Raises EnvironmentNotReady for an entry that names none, and for other libraries.
     """
     entry = index.get(name)
     if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)):
@@ -67,8 +59,9 @@ def class_named(index: Mapping[str, Any], name: str, folder: Path) -> Any:
         )
     library, cls = entry
     if library == "diffusers":
-        return class_of_diffusers(cls)
+        return diffusers_class(cls)
     if library != "transformers":
+        # Importing whatever module a downloaded index names would run its code.
         raise EnvironmentNotReady(
             f"{folder / 'model_index.json'} takes {name} from {library!r:.60}, which is not read",
             "only components of diffusers and transformers are",
@@ -84,16 +77,15 @@ def class_named(index: Mapping[str, Any], name: str, folder: Path) -> Any:
 
 
 def require_packages(components: Iterable[Sequence[str]]) -> None:
-    """Raise EnvironmentFault if a (library, class) of a pipeline needs a package that is not installed.
-
-    transformers names the package; diffusers, which would load the class, does not.
-    """
+    """Raise EnvironmentNotReady if a (library, class) of a pipeline needs a package that is not installed."""
     import transformers
 
     for library, name in components:
         try:
             if library == "transformers":
-                getattr(transformers, name).from_pretrained  # noqa: B018 - what stands in for the class raises here
+                # In place of a class whose package is missing transformers has a dummy, which raises here and names the
+                # package. diffusers, which would load the class later, does not name it.
+                getattr(transformers, name).from_pretrained  # noqa: B018
         except ImportError as error:
             sentence = str(error).strip().partition(".")[0]
             raise EnvironmentNotReady(
@@ -102,12 +94,12 @@ def require_packages(components: Iterable[Sequence[str]]) -> None:
 
 
 def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
-    """Return a model as its config.json has it: parameters on the meta device, buffers real."""
+    """Build a model from its config.json: parameters on the meta device, buffers with their values."""
     from accelerate import init_empty_weights
     from diffusers import ModelMixin
 
     name = plain_class_name(config["_class_name"])
-    cls = class_of_diffusers(name)
+    cls = diffusers_class(name)
     if not (isinstance(cls, type) and issubclass(cls, ModelMixin)):
         raise EnvironmentNotReady(f"{name} is no model of diffusers", "name a denoiser's folder")
     with init_empty_weights(include_buffers=False):
@@ -115,26 +107,22 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
 
 
 @contextmanager
-def inputs_cast(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Cast a denoiser's floating inputs while a pipeline calls it, all but FLOAT32_INPUTS.
-
-    Pipelines cast prompts to `model.dtype`. Of a sharded model that is the float32 of its masters, but it computes in
-    `dtype`.
-    """
+def cast_inputs(model: nn.Module, dtype: torch.dtype, except_for: Collection[str]) -> Iterator[None]:
+    """Cast the floating-point inputs of a denoiser's calls, by their names in `forward` or in a dict among them."""
+    # Pipelines cast prompts to `model.dtype`. Of a sharded model that is float32, the dtype of its master weights, but
+    # it computes in `dtype`.
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     def cast(value: Any, name: str = "") -> Any:
-        """Cast a tensor, or the tensors in a list or dict."""
         if isinstance(value, dict):
             return {key: cast(each, key) for key, each in value.items()}
         if isinstance(value, list):
             return [cast(each, name) for each in value]
         floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if floating and name not in FLOAT32_INPUTS else value
+        return value.to(dtype) if floating and name not in except_for else value
 
-    def before_forward(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        """Cast positional and named inputs."""
-        return tuple(cast(value, name) for name, value in zip(names, arguments, strict=False)), cast(named)
+    def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(cast(value, name) for name, value in zip(names, args, strict=False)), cast(kwargs)
 
     hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
     try:

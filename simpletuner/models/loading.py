@@ -1,4 +1,4 @@
-"""Find the pipeline to start from: a folder, a hub download, or the tiny one built here."""
+"""Find the pipeline to start from: a local folder, a download from the hub, or the tiny one that is built here."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, system_errors_explained
 from simpletuner.models.completeness import check_complete
-from simpletuner.models.family import Family, Traits
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.malformed import opening, read_json
-from simpletuner.models.registry import FAMILIES, TINY, flavour_of, traits_of
-from simpletuner.models.tiny import build_tiny
+from simpletuner.models.registry import TINY, family_class, flavour_of, presets
+from simpletuner.models.tiny.build import build_tiny
 from simpletuner.models.weights import COMPONENT_SUFFIXES, refuse_pickles, refuse_special_files
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Model, Settings
@@ -22,66 +22,71 @@ DOWNLOAD_SECONDS = 12 * 3600
 """How long the other ranks wait while the first downloads a model."""
 
 INDEX = "model_index.json"
-OF_A_VARIANT = "*/*.*.safetensors"
+VARIANT_WEIGHTS = "*/*.*.safetensors"
 """Weights with a variant's name in theirs, such as model.fp16.safetensors."""
 
 
-def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> Family:
-    """Return the model family with its pipeline folder, which the first rank builds or downloads if need be.
+def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> ModelFamily:
+    """Collective: open the base model's folder, which the first rank builds or downloads if need be.
 
-    Raises EnvironmentFault for a folder that is malformed or lacks anything that would be made up.
+    Raises EnvironmentNotReady for a folder that is malformed or lacks anything that would be made up.
     """
     model = settings.model
-    traits = traits_of(model)
-    if needs_building(model):
+    cls = family_class(model)
+    if model.model_flavour == TINY and not model.pretrained_model_name_or_path:
         folder = settings.training.output_dir / f"base-{model.model_family}-tiny"
         if world.is_first and not folder.exists():
             # Saving a pipeline imports DeepSpeed where it is installed, which would print what it detects to stdout.
             os.environ.setdefault("DS_ACCELERATOR", world.device.type)
             with system_errors_explained(folder):
-                build_tiny(traits, unfinished(folder))
+                build_tiny(cls, unfinished(folder))
                 replace_folder(unfinished(folder), folder)
     else:
-        folder = local_folder(model) or (downloaded(model) if world.is_first else None)
+        folder = local_folder(model) or (download(model) if world.is_first else None)
     world.store_barrier("base model", stop, DOWNLOAD_SECONDS)
-    folder = folder or downloaded(model)
+    folder = folder or download(model)  # on the other ranks: from the hub's cache, if they share it with the first
     with opening(folder):
         refuse_special_files(folder)
         refuse_pickles(folder)
-        refuse_other_family(folder, traits, model)
-        family = Family(traits, folder, settings)
-        check_complete(family)  # on every rank: each finds the same in the same second, so none encodes
+        refuse_other_family(folder, cls, model)
+        family = cls.open(folder, settings)
+        # Not collective, but on every rank: all find the same within a second, so none begins to encode.
+        check_complete(family)
     return family
 
 
-def refuse_other_family(folder: Path, traits: Traits, model: Model) -> None:
-    """Raise SettingsError for a pipeline of another family, EnvironmentFault for a folder without a denoiser."""
+def refuse_other_family(folder: Path, cls: type[ModelFamily], model: Model) -> None:
+    """Raise SettingsError for a pipeline of another family, EnvironmentNotReady for a folder without a denoiser."""
     named = read_json(folder / INDEX).get("_class_name")
-    if any(named in each.pipelines for each in (traits, *traits.siblings)):
+    if opens(cls, named):
         return
-    for name in (name for name, entry in FAMILIES.items() if entry.traits):
-        other = traits_of(Model(model_family=name))
-        if any(named in each.pipelines for each in (other, *other.siblings)):
+    for name in (name for name, preset in presets().items() if preset.family_class):
+        if opens(family_class(Model(model_family=name)), named):
             raise SettingsError(
                 f"{folder} is a {named}, which is not of model_family={model.model_family}", f"set model_family={name}"
             )
-    if not (folder / traits.denoiser_name).is_dir():
+    if not (folder / cls.denoiser_name).is_dir():
         raise EnvironmentNotReady(
-            f"{folder} has no {traits.denoiser_name}: {INDEX} says that it is a {named}",
+            f"{folder} has no {cls.denoiser_name}: {INDEX} says that it is a {named}",
             f"give a pipeline of model_family={model.model_family}, or another family",
         )
 
 
+def opens(cls: type[ModelFamily], pipeline: object) -> bool:
+    """Whether a family has this pipeline class, in one of its variants."""
+    return any(pipeline in each.pipelines for each in (cls, *cls.variants()))
+
+
 def local_folder(model: Model) -> Path | None:
-    """Return the pipeline folder if it is on this machine: a path that the user gave. None: it is on the hub."""
+    """The pipeline folder that the user named, or None if the model is on the hub."""
     path = Path(model.pretrained_model_name_or_path).expanduser()
     return path if model.pretrained_model_name_or_path and path.is_dir() else None
 
 
-def downloaded(model: Model) -> Path:
-    """Return the folder of a published pipeline, downloading what is missing.
+def download(model: Model) -> Path:
+    """Fetch what is missing of a published pipeline and return its folder.
 
-    Raises EnvironmentFault when the hub does not have it or cannot be reached.
+    Raises EnvironmentNotReady when the hub does not have it or cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -93,8 +98,8 @@ def downloaded(model: Model) -> Path:
         index = read_json(Path(fetch(allow_patterns=[INDEX])) / INDEX)
         components = [part for part, value in index.items() if isinstance(value, list) and value[0]]
         wanted = [INDEX, *(f"{part}/*{suffix}" for part in components for suffix in COMPONENT_SUFFIXES)]
-        # Many repositories hold the whole model once more, as one file and in other precisions.
-        return Path(fetch(allow_patterns=wanted, ignore_patterns=None if model.variant else [OF_A_VARIANT]))
+        # Many repositories also hold the whole model as a single file and in other precisions.
+        return Path(fetch(allow_patterns=wanted, ignore_patterns=None if model.variant else [VARIANT_WEIGHTS]))
     except HFValidationError:
         raise SettingsError(f"{name} is neither a folder nor a hub id", "check pretrained_model_name_or_path") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -103,8 +108,3 @@ def downloaded(model: Model) -> Path:
             f"cannot fetch {name} from the hub: {reason}",
             "give a local folder with --pretrained_model_name_or_path, or try --model_flavour=tiny, built here",
         ) from None
-
-
-def needs_building(model: Model) -> bool:
-    """Return whether the model is the locally built tiny one."""
-    return model.model_flavour == TINY and not model.pretrained_model_name_or_path

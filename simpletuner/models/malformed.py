@@ -1,4 +1,4 @@
-"""Malformed model folders: what libraries raise about them becomes one sentence that names the component."""
+"""Malformed model folders: every error of a library becomes one sentence that names the component."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ RAISED = (
     *(RuntimeError, ImportError, AssertionError, MemoryError),  # RecursionError is a RuntimeError
     *(SafetensorError, StrictDataclassError),
 )
-"""What json, diffusers, transformers, safetensors and torch raise about a folder that is not as they expect."""
+"""What json, diffusers, transformers, safetensors and torch raise for a folder that is not as they expect."""
 
-COUNTS_MODULES = re.compile(r"(^|_)(layers?|blocks|depth)(_|$)")
-"""Names of settings in a config that say how many modules are built."""
+MODULE_COUNT = re.compile(r"(^|_)(layers?|blocks|depth)(_|$)")
+"""Keys of a config that say how many modules are built."""
 
-MOST_MODULES = 10_000
-"""The deepest published models have some hundreds of layers; a loop over 1e9 would not end."""
+MAX_MODULES = 10_000
+"""The deepest published models have some hundreds of layers; a loop over 1e9 would never end."""
 
-LETTERS_OF_A_REASON = 300
+MAX_REASON_LENGTH = 300
 CHECK_COPY = "copy or download the model again, or check pretrained_model_name_or_path"
 
 
 @contextmanager
 def opening(component: Path) -> Iterator[None]:
-    """Raise EnvironmentFault that names the component for whatever a library raises about it."""
+    """Turn whatever a library raises within the block into an EnvironmentNotReady that names the component."""
     try:
         yield
     except Exception as error:
-        # tokenizers raises plain Exception, of no class of its own; what is in neither list is a bug of ours.
+        # tokenizers raises plain Exception, without a class of its own. Any other error is a bug of ours.
         if type(error) is not Exception and not isinstance(error, RAISED):
             raise
         raise EnvironmentNotReady(f"{component} cannot be opened: {reason(error)}", CHECK_COPY) from error
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of what a library says."""
+    """The first line of a library's message."""
     if isinstance(error, KeyError):
         return f"there is no `{error.args[0] if error.args else ''}`"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:LETTERS_OF_A_REASON]
+    return (lines[0] if lines else type(error).__name__)[:MAX_REASON_LENGTH]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a component's JSON file. Raises EnvironmentFault when it is missing, damaged, or holds no object."""
+    """Read a component's JSON file. Raises EnvironmentNotReady when it is missing, damaged, or holds no object."""
     hint = "pretrained_model_name_or_path must be a pipeline folder in diffusers format"
     try:
         content = json.loads(read_file(path))
@@ -65,21 +65,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a model's config.json. Raises EnvironmentFault also where it asks for more modules than any model has."""
+    """Read a model's config.json. Raises EnvironmentNotReady also where it asks for more modules than any model has."""
     config = read_json(path)
-    refuse_endless(config, path)
+    refuse_too_many_modules(config, path)
     return config
 
 
-def refuse_endless(config: Mapping[str, Any], source: object) -> None:
-    """Raise EnvironmentFault for a config that asks for so many modules that building them would not end."""
+def refuse_too_many_modules(config: Mapping[str, Any], source: object) -> None:
+    """Raise EnvironmentNotReady for a config with so many modules that building them would never end."""
     for name, value in numbers_in(config):
-        if COUNTS_MODULES.search(name) and value > MOST_MODULES:
+        if MODULE_COUNT.search(name) and value > MAX_MODULES:
             raise EnvironmentNotReady(f"{source} is damaged: {name} = {value:g} is more than any model has", CHECK_COPY)
 
 
 def numbers_in(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every number in a config at any depth, with the name that it stands under."""
+    """Yield every number in a config at any depth, with its key."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from numbers_in(item, str(key))

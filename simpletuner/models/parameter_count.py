@@ -1,4 +1,4 @@
-"""How many parameters a denoiser has, from the headers of its weights or as published; no torch."""
+"""Count a denoiser's parameters from the headers of its weights, or take the published number; no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DENOISERS = ("transformer", "unet")
 
 
 def parameters_of(model: Model) -> tuple[int, str] | None:
-    """Return a denoiser's parameters and who counted them; None where nobody can say without loading it."""
+    """The number of parameters and where it is from; None if it cannot be known without loading the denoiser."""
     base = Path(model.pretrained_model_name_or_path)
     if model.pretrained_model_name_or_path and base.is_dir():
         folder = next((base / name for name in DENOISERS if (base / name).is_dir()), base)
@@ -27,13 +27,13 @@ def parameters_of(model: Model) -> tuple[int, str] | None:
 
 
 def weights_of_variant(files: Iterable[Path], variant: str | None) -> list[Path]:
-    """Return the files of one variant; the plain one has no dot in its stem."""
+    """Files of one variant; without a variant, those that have no dot in their stem."""
     marked = f".{variant}" if variant else ""
     return [path for path in files if (marked in path.stem if marked else "." not in path.stem)]
 
 
 def parameters_in(path: Path) -> int:
-    """Return how many numbers a safetensors file holds: its header lists every shape. 0 for a damaged file."""
+    """Count the numbers of a safetensors file by its header, which lists every shape; 0 for a damaged file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

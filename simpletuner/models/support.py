@@ -1,50 +1,53 @@
-"""What `train` refuses or warns about before a rank is started, from the settings and the registry alone; no torch."""
+"""What `train` refuses or warns about before a rank is started, from the settings and presets alone; no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.architecture import is_path
-from simpletuner.models.registry import FAMILIES, check_trainable
+from simpletuner.models.registry import Preset, check_trainable, load_preset
 from simpletuner.settings import Loaded
 from simpletuner.settings.rules import refuse_unsupported
 from simpletuner.settings.sections import SECTION_OF, Model, Settings, knobs
 
-DIFFUSION = frozenset(name for name, entry in FAMILIES.items() if entry.objective in ("epsilon", "v_prediction"))
-FLOW = frozenset(name for name, entry in FAMILIES.items() if entry.objective == "flow")
-FIXED_LENGTH = frozenset({"sdxl", "sd1x", "sd2x"})
-"""Families whose text encoders read a fixed number of tokens."""
-
 
 @dataclass(frozen=True)
 class Scope:
-    """The families in which a setting does something, what they have in common, and whether it harms elsewhere."""
+    """The families in which a setting has an effect, what they have in common, and whether it does harm in others."""
 
-    families: frozenset[str]
+    includes: Callable[[Preset], bool]
     what: str
     harms: bool = False
 
 
+def is_diffusion(preset: Preset) -> bool:
+    return preset.is_diffusion
+
+
+def is_flow(preset: Preset) -> bool:
+    return preset.objective == "flow"
+
+
 SCOPES = {
-    "prediction_type": Scope(DIFFUSION, "diffusion", harms=True),  # the exported scheduler would draw with it
-    "snr_gamma": Scope(DIFFUSION, "diffusion"),
-    "flow_schedule_shift": Scope(FLOW, "flow matching"),
-    "flow_sigmoid_scale": Scope(FLOW, "flow matching"),
-    "flow_use_uniform_schedule": Scope(FLOW, "flow matching"),
-    "flux_guidance_value": Scope(frozenset({"flux", "flux2"}), "models that embed the guidance scale"),
-    "tokenizer_max_length": Scope(FLOW | DIFFUSION - FIXED_LENGTH, "text encoders of variable length"),
+    # Harmful: it would be exported with the scheduler of a flow, which would then sample with it.
+    "prediction_type": Scope(is_diffusion, "diffusion", harms=True),
+    "snr_gamma": Scope(is_diffusion, "diffusion"),
+    "flow_schedule_shift": Scope(is_flow, "flow matching"),
+    "flow_sigmoid_scale": Scope(is_flow, "flow matching"),
+    "flow_use_uniform_schedule": Scope(is_flow, "flow matching"),
+    "flux_guidance_value": Scope(lambda preset: preset.embeds_guidance, "models that embed the guidance scale"),
+    "tokenizer_max_length": Scope(lambda preset: not preset.fixed_prompt_length, "text encoders of variable length"),
 }
-"""Where settings count that do not count everywhere."""
+"""The settings that do not have an effect in every family."""
 
 SINGLE_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 
 
 def check_runnable(loaded: Loaded) -> Loaded:
-    """Return settings that can be run, with a warning for each that has no effect in its family.
+    """Add a warning to the settings for each that has no effect in its family.
 
     Raises SettingsError for what this version cannot run.
     """
@@ -52,33 +55,27 @@ def check_runnable(loaded: Loaded) -> Loaded:
     check_trainable(settings.model)
     check_path(settings.model)
     refuse_unsupported(settings)
-    idle = list(settings_without_effect(settings))
-    if harmful := [sentence for sentence, harms in idle if harms]:
+    without_effect = list(settings_without_effect(settings))
+    if harmful := [sentence for sentence, harms in without_effect if harms]:
         raise SettingsError("\n  ".join(harmful), "leave it out")
-    return replace(loaded, warnings=(*loaded.warnings, *(sentence for sentence, _ in idle)))
+    return replace(loaded, warnings=(*loaded.warnings, *(sentence for sentence, _ in without_effect)))
 
 
 def settings_without_effect(settings: Settings) -> Iterator[tuple[str, bool]]:
-    """Yield a sentence for each setting that was changed and does nothing in its family, and whether it harms.
-
-    Of a user's own family nothing is known here; opening it checks its objective.
-    """
+    """Yield a sentence for each setting that was changed and has no effect in its family, and whether it does harm."""
     family = settings.model.model_family
-    if family not in FAMILIES or family in (settings.model.model_families or {}):
+    preset = load_preset(family)
+    # Of a user's own family nothing is known before it is imported; opening it checks its objective.
+    if preset is None or family in (settings.model.model_families or {}):
         return
     for name, scope in SCOPES.items():
-        value = value_of(settings, name)
-        if family not in scope.families and value != knobs()[name].default:
+        value = getattr(getattr(settings, SECTION_OF[name]), name)
+        if not scope.includes(preset) and value != knobs()[name].default:
             yield f"{name} = {value} has no effect with model_family={family}: it is for {scope.what}", scope.harms
 
 
-def value_of(settings: Settings, name: str) -> Any:
-    """Return the value of a setting by its name."""
-    return getattr(getattr(settings, SECTION_OF[name]), name)
-
-
 def check_path(model: Model) -> None:
-    """Raise SettingsError for a path that is a file, or that is not there."""
+    """Raise SettingsError for a path that is a file, or that does not exist."""
     name = model.pretrained_model_name_or_path
     path = Path(name).expanduser()
     if not name or path.is_dir():

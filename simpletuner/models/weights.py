@@ -1,4 +1,4 @@
-"""Files of weights in a pipeline folder: safetensors of one variant; a pickle is never read, whatever its name."""
+"""Weights files in a pipeline folder: safetensors of one variant. A pickle is never read, whatever its name."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.malformed import CHECK_COPY, read_json
 
 COMPONENT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
-"""Endings of a component's configs, weights, vocabularies and chat templates: all that is fetched, read or exported."""
+"""Suffixes of configs, weights, vocabularies and chat templates: all that is fetched, read or exported."""
 
 PICKLE_STARTS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
-"""How files begin that `torch.load` or `pickle.load` would read: torch's archives, and pickles since protocol 2."""
+"""First bytes of what `torch.load` or `pickle.load` would read: torch's zip archives, and pickles since protocol 2."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def weights_files(folder: Path, variant: str | None = None) -> list[Path]:
-    """Return the safetensors of one component, of one variant.
-
-    Raises EnvironmentFault when there are none; a pickle is named and refused, since loading it can run code.
-    """
+    """List the safetensors of one component, of one variant. Raises EnvironmentNotReady when there are none."""
     every = sorted(folder.glob("*.safetensors"))
     files = [path for path in every if variant_of(path) == variant]
     if files:
@@ -40,22 +37,22 @@ def weights_files(folder: Path, variant: str | None = None) -> list[Path]:
 
 
 def is_pickle(path: Path) -> bool:
-    """Return whether a file is a pickle by its name or by its first bytes; safetensors are read as such only."""
+    """Whether a file is a pickle by its name or by its first bytes."""
     if path.suffix.lower() in PICKLE_SUFFIXES:
         return True
     if path.suffix == ".safetensors" or not path.is_file():
-        return False
+        return False  # a file of that name is read by safetensors alone, which runs no code
     with path.open("rb") as file:
         return file.read(4).startswith(PICKLE_STARTS)
 
 
 def belongs_to_component(path: Path) -> bool:
-    """Return whether a file is one that a component's folder may hold when it is published: never a pickle."""
+    """Whether a file may be part of a published component: never a pickle."""
     return path.suffix in COMPONENT_SUFFIXES and not is_pickle(path)
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Raise EnvironmentFault for a FIFO, a device or a link that leads nowhere in a component: libraries would wait."""
+    """Raise EnvironmentNotReady for a FIFO, a device or a broken link in a component: libraries would wait for them."""
     components = [folder / name for name in read_json(folder / "model_index.json")]
     for path in sorted(path for component in components if component.is_dir() for path in component.iterdir()):
         if not (path.is_file() or path.is_dir()):
@@ -64,42 +61,40 @@ def refuse_special_files(folder: Path) -> None:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raise EnvironmentFault if any component of a pipeline has its weights in pickles only, or names one.
-
-    Libraries read whatever file an index, or `transformers_weights` in a config, names.
-    """
+    """Raise EnvironmentNotReady if any component of a pipeline has its weights in pickles only, or names one."""
+    # Libraries read whatever file an index, or `transformers_weights` in a config, names.
     for component in sorted(path for path in folder.iterdir() if path.is_dir()):
         if any(is_pickle(path) for path in component.iterdir()):
             any_weights_files(component)
         for index in sorted(component.rglob("*.index.json")):
-            refuse_strange_weights(index, read_json(index).get("weight_map"))
+            check_weight_map(index, read_json(index).get("weight_map"))
         if (component / "adapter_config.json").exists():
             raise EnvironmentNotReady(f"{component} holds an adapter, which is not read", "merge it into the weights")
         config = component / "config.json"
         named = read_json(config).get("transformers_weights") if config.is_file() else None
         if named is not None and not str(named).endswith(".index.json"):  # that index is among those above
-            refuse_strange_weights(config, {"transformers_weights": named})
+            check_weight_map(config, {"transformers_weights": named})
 
 
-def refuse_strange_weights(path: Path, weight_map: Any) -> None:
-    """Raise EnvironmentFault unless every file that an index names is a safetensors file beside it."""
+def check_weight_map(path: Path, weight_map: Any) -> None:
+    """Raise EnvironmentNotReady unless every file that an index names is a safetensors file in the same folder."""
     if not isinstance(weight_map, dict):
         raise EnvironmentNotReady(f"{path} has no weight_map: it is no index of weights", CHECK_COPY)
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
             raise EnvironmentNotReady(
-                f"{path} names {name!r} for {tensor}: weights are read only from safetensors files beside it",
+                f"{path} names {name!r} for {tensor}: weights are read only from safetensors files in its folder",
                 "convert the model once to safetensors with a tool that you trust",
             )
 
 
 def any_weights_files(folder: Path) -> list[Path]:
-    """Return a component's safetensors of no variant, or else of whichever there is."""
+    """List a component's safetensors of no variant, or else of whichever variant there is."""
     variants = [variant_of(path) for path in sorted(folder.glob("*.safetensors"))]
     return weights_files(folder, variants[0] if variants and None not in variants else None)
 
 
 def variant_of(path: Path) -> str | None:
-    """Return the variant in a weights file's name (`model.fp16-00001-of-00002.safetensors` -> fp16), or None."""
+    """The variant in a weights file's name (`model.fp16-00001-of-00002.safetensors` -> fp16), or None."""
     _, dot, rest = path.name.removesuffix(".safetensors").partition(".")
     return rest.partition("-")[0] if dot else None

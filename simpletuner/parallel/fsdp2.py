@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.blocks import blocks_of, recommended_blocks
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.parallel.module_stats import parameters_of
+from simpletuner.parallel.module_stats import count_parameters
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
 from simpletuner.settings.loading import nearest
 from simpletuner.settings.sections import Parallel
@@ -66,7 +66,7 @@ def format_units(model: nn.Module, parallel: Parallel) -> str:
     by_class = parallel.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
     recommended = by_class and not parallel.fsdp_transformer_layer_cls_to_wrap
     who = "recommended" if recommended else "as set" if by_class else parallel.fsdp_auto_wrap_policy
-    share = sum(sizes.values()) / max(1, parameters_of(model))
+    share = sum(sizes.values()) / max(1, count_parameters(model))
     return f"{named or 'the model as one'}: {share if named else 1:.1%} of the weights, {who}"
 
 

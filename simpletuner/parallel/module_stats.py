@@ -1,4 +1,4 @@
-"""What a denoiser consists of, by the names of its modules' classes; from names and shapes alone, and without torch."""
+"""Statistics of a model by class name: paths, parameters, nesting. From names and shapes alone, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTAINERS = ("ModuleList", "Sequential", "ModuleDict")
 
 @dataclass
 class ClassStats:
-    """What is seen of one class on the way through a model; `within` says how many modules have a class above."""
+    """The modules of one class in a model; `within` counts, by class, how many of them lie inside a module of it."""
 
     paths: list[str] = field(default_factory=list)
     parameters: int = 0
@@ -27,39 +27,39 @@ class ClassStats:
 
 
 def class_stats(model: nn.Module) -> dict[str, ClassStats]:
-    """Return what a model consists of, by class name; the model itself is left out."""
-    kinds: dict[str, ClassStats] = {}
+    """Collect the statistics of all modules below a model."""
+    stats: dict[str, ClassStats] = {}
 
     def visit(module: nn.Module, path: str, above: tuple[str, ...]) -> None:
-        """Note the modules below one, and go on below them."""
         repeated, pattern = repeated_in(module), re.sub(r"\b\d+\b", "*", path)
         for child_name, child in module.named_children():
             name, child_path = type(child).__name__, f"{path}.{child_name}".lstrip(".")
-            kind = kinds.setdefault(name, ClassStats())
-            size = parameters_of(child)
-            kind.paths.append(child_path)
-            kind.parameters += 0 if name in above else size
-            kind.largest = max(kind.largest, size)
-            kind.lists += [pattern] * (name in repeated and pattern not in kind.lists)
-            kind.within.update(set(above))
-            kind.has_modules = kind.has_modules or any(True for _ in child.children())
+            own = stats.setdefault(name, ClassStats())
+            size = count_parameters(child)
+            own.paths.append(child_path)
+            # A module inside one of its own class is counted with it already.
+            own.parameters += 0 if name in above else size
+            own.largest = max(own.largest, size)
+            own.lists += [pattern] * (name in repeated and pattern not in own.lists)
+            own.within.update(set(above))
+            own.has_modules = own.has_modules or any(True for _ in child.children())
             visit(child, child_path, (*above, name))
 
     visit(model, "", ())
-    return kinds
+    return stats
 
 
 def repeated_in(module: nn.Module) -> set[str]:
-    """Return the classes of which a container holds two or more; none for other modules."""
+    """The classes of which a container holds two or more; none for other modules."""
     if type(module).__name__ not in CONTAINERS:
         return set()
     counts = Counter(type(child).__name__ for child in module.children())
     return {name for name, count in counts.items() if count > 1}
 
 
-def is_block(name: str, kind: ClassStats) -> bool:
-    """Say whether a class repeats, holds modules, and never lies within itself."""
-    return bool(kind.lists) and kind.has_modules and name not in CONTAINERS and name not in kind.within
+def is_block(name: str, own: ClassStats) -> bool:
+    """Whether a class repeats, holds modules, and is never inside itself."""
+    return bool(own.lists) and own.has_modules and name not in CONTAINERS and name not in own.within
 
 
 def parameters_outside(module: nn.Module, classes: Collection[str], path: str = "") -> Iterator[tuple[str, int]]:
@@ -72,10 +72,9 @@ def parameters_outside(module: nn.Module, classes: Collection[str], path: str = 
             continue
         if any(type(below).__name__ in classes for below in child.modules()):
             yield from parameters_outside(child, classes, child_path)
-        elif size := parameters_of(child):
+        elif size := count_parameters(child):
             yield child_path, size
 
 
-def parameters_of(module: nn.Module) -> int:
-    """Return how many parameters a module has."""
+def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

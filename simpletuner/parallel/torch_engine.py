@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.parallel.module_stats import parameters_of
+from simpletuner.parallel.module_stats import count_parameters
 from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -66,7 +66,7 @@ class TorchEngine:
         self.parameters = sharded_parameters(module)
         self.weights: dict[str, Tensor] = module.state_dict()
         self.is_sharded = any(isinstance(weight, DTensor) for weight in self.weights.values())
-        self.num_parameters = parameters_of(module)
+        self.num_parameters = count_parameters(module)
         self.optimizer = make_optimizer([each.shard for each in self.parameters.values()])
 
     def backward(self, loss: Tensor) -> None:

@@ -14,10 +14,10 @@ from simpletuner.settings.spelling import normalize_name
 
 
 def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
-    """Return where families are, by folded name. Raises ValueError for a place that is no dotted path."""
+    """Return the import paths of families, by folded name. Raises ValueError for what is no import path."""
     for path in (families or {}).values():
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", path):
-            raise ValueError(f"`{path}` is no place of Traits: write package.module:TRAITS")
+            raise ValueError(f"`{path}` is not an import path: write package.module:ClassName")
     return families and {normalize_name(name): path for name, path in families.items()}
 
 
@@ -34,7 +34,7 @@ class Model(Section):
 
     model_family: Annotated[str, AfterValidator(normalize_name)] = knob("", "Which architecture to train, such as sdxl or flux.")
     model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
-    model_families: Annotated[dict[str, str] | None, AfterValidator(paths_by_name)] = knob(None, "Families of your own: name=package.module:TRAITS, or a table of such.")
+    model_families: Annotated[dict[str, str] | None, AfterValidator(paths_by_name)] = knob(None, "Families of your own: name=package.module:ClassName, or a table of such.")
     model_type: Literal["full", "lora"] = knob("full", "Train all weights; `lora` is known by name, and refused by this version.")
     pretrained_model_name_or_path: str = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.", aliases=("model_name",))
     revision: str | None = knob(None, "Hub revision: a branch, tag or commit.")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.weights import weights_files
 from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.ddp import ddp_engine
@@ -26,7 +26,7 @@ from simpletuner.settings.sections import Settings
 from simpletuner.training.optimizers import make_optimizer
 
 
-def check_engine(session: Session, family: Family) -> None:
+def check_engine(session: Session, family: ModelFamily) -> None:
     """Raise for what would stop the engine, before anything is encoded: weights, sharding units, DeepSpeed."""
     settings = session.settings
     weights_files(family.folder / family.denoiser_name, settings.model.variant)
@@ -39,7 +39,7 @@ def check_engine(session: Session, family: Family) -> None:
         make_ready(options, session.world, session.report.say, session.stop.check)
 
 
-def open_engine(session: Session, family: Family, checkpoint: Checkpoint | None) -> Engine:
+def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | None) -> Engine:
     """Build the engine with the weights of the checkpoint, or else of the base model. Collective."""
     settings = session.settings
     folder = checkpoint.folder if checkpoint else family.folder / family.denoiser_name

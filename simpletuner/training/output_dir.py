@@ -9,7 +9,7 @@ from pathlib import Path
 from simpletuner.checkpoints.export import check_targets, export_pipeline, finished_steps
 from simpletuner.checkpoints.layout import clear_unfinished
 from simpletuner.errors import RemoteFailure, SimpleTunerError, system_errors_explained
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.system.files import remove, restore_replaced, sole_user_of
@@ -61,7 +61,7 @@ def exported_steps(session: Session) -> int:
     return finished_steps(session.settings.training.output_dir / PIPELINE, session.world)
 
 
-def export(session: Session, family: Family, state: TrainingState) -> None:
+def export(session: Session, family: ModelFamily, state: TrainingState) -> None:
     """Write the trained pipelines. Collective."""
     session.world.activity.begin("writing the pipeline", watched=False)
     output = session.settings.training.output_dir

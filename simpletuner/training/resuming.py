@@ -14,7 +14,7 @@ from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.data.version import VERSION
 from simpletuner.deepspeed.import_checkpoint import import_dump
 from simpletuner.errors import EnvironmentNotReady, SettingsError
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.preparation import Plan
 from simpletuner.session import Session
 from simpletuner.settings import Settings
@@ -49,7 +49,7 @@ def checkpoints_of(settings: Settings) -> Path:
     return settings.training.output_dir / "checkpoints"
 
 
-def check_fits(checkpoint: Checkpoint, family: Family) -> None:
+def check_fits(checkpoint: Checkpoint, family: ModelFamily) -> None:
     """Raise EnvironmentFault when a checkpoint's weights are not those of the denoiser. Reads headers only."""
     wanted = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
     found = shapes_in(checkpoint.files("model"), str(checkpoint.folder))
@@ -66,7 +66,7 @@ def check_fits(checkpoint: Checkpoint, family: Family) -> None:
         )
 
 
-def base_fingerprints(family: Family) -> dict[str, str]:
+def base_fingerprints(family: ModelFamily) -> dict[str, str]:
     """Return fingerprints of the base model's files by name, except the denoiser's weights: a resumed run reads those
     from the checkpoint."""
     files = [path for path in sorted(family.folder.glob("*/*")) if path.is_file()]
@@ -89,7 +89,7 @@ def warn_of_changed_base(session: Session, checkpoint: Checkpoint, base: Mapping
     session.report.warn(f"the base model changed since the checkpoint: {', '.join(names[:SHOWN])}{more}")
 
 
-def imported_checkpoint(session: Session, family: Family) -> Checkpoint | None:
+def imported_checkpoint(session: Session, family: ModelFamily) -> Checkpoint | None:
     """Convert the DeepSpeed checkpoint that the settings name, if any. Collective."""
     source, world = session.settings.checkpoints.import_deepspeed_checkpoint, session.world
     if source is None:

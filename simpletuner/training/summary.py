@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from simpletuner.checkpoints.layout import numbered
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.compilation import described
 from simpletuner.parallel.fsdp2 import format_units
 from simpletuner.preparation import Plan, pictures_in_buckets
@@ -19,7 +19,7 @@ from simpletuner.training.metrics import CURVE, METRICS, read_metrics
 from simpletuner.training.state import TrainingState
 
 
-def print_plan(session: Session, family: Family, state: TrainingState, plan: Plan) -> None:
+def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan: Plan) -> None:
     """Print what is about to run."""
     settings, world = session.settings, session.world
     parallel, training = settings.parallel, settings.training

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.data.prefetch import StepBatch
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import Objective, sample_losses
 from simpletuner.parallel.engine import Engine
 from simpletuner.report import Report
@@ -40,7 +40,7 @@ class Trainer:
     """
 
     engine: Engine
-    family: Family
+    family: ModelFamily
     objective: Objective
     batches: Iterator[StepBatch]
     learning_rate: LearningRate
@@ -98,10 +98,10 @@ class Trainer:
         losses = []
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             micro_batch = micro_batch.to(self.device)
-            noised = self.objective.corrupt(micro_batch.latents, micro_batch.noise, micro_batch.u)
+            noised = self.objective.add_noise(micro_batch.latents, micro_batch.noise, micro_batch.u)
             with self.engine.micro_batch(number == len(batch.micro_batches)):
                 prediction = self.family.predict(
-                    self.engine.model, noised.noisy.to(self.dtype), noised.timesteps, micro_batch.conditioning
+                    self.engine.model, noised.noised.to(self.dtype), noised.timesteps, micro_batch.conditioning
                 )
                 loss = sample_losses(prediction, noised.target, noised.weights).mean()
                 self.engine.backward(loss / len(batch.micro_batches))

@@ -13,7 +13,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from simpletuner.models.family import Conditioning, Family, SamplingParams
+from simpletuner.models.family import ModelFamily, SamplingParams
+from simpletuner.models.text_encoding import Conditioning
 from simpletuner.models.vae import Vae
 from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.mesh import Mesh
@@ -36,7 +37,7 @@ class Validator:
     Sharded weights are gathered by all ranks together, so every rank calls the denoiser equally often.
     """
 
-    family: Family
+    family: ModelFamily
     engine: Engine
     mesh: Mesh
     vae: Vae
@@ -93,7 +94,7 @@ class Validator:
             {name: self._as_batch(value) for name, value in conditioning.items()}
             for conditioning in (self.prompts[number][1], self.negative)
         )
-        return self.family.draw(self.engine.module, self.vae, sampling, positive, negative)
+        return self.family.sample(self.engine.module, self.vae, sampling, positive, negative)
 
     def _as_batch(self, value: Tensor) -> Tensor:
         """Return one prompt's tensor as a batch of one on the device; masks keep their dtype."""
@@ -153,7 +154,7 @@ def shortened(text: str, length: Callable[[str], float], width_px: float) -> str
 
 
 def open_validator(
-    session: Session, family: Family, state: TrainingState, prepared: Prepared, metrics: Metrics | None
+    session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
 ) -> Validator | None:
     """Build what generates validation images; None without prompts."""
     settings, validation = session.settings, session.settings.validation

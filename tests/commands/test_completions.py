@@ -11,11 +11,11 @@ from typer.main import get_command
 from simpletuner.app import command_of
 from simpletuner.commands.completions import completions_for, words_of
 from simpletuner.commands.scripts import PROGRAMS
-from simpletuner.models.registry import FAMILIES, flavours_of
+from simpletuner.models.registry import flavours_of, presets
 from simpletuner.settings.loading import knobs
 from simpletuner.settings.spelling import choices_of
 
-EVERY_FLAVOUR = dict.fromkeys(flavour for key in FAMILIES for flavour in flavours_of(key))
+EVERY_FLAVOUR = dict.fromkeys(flavour for key in presets() for flavour in flavours_of(key))
 
 
 def offered(line: str, program: str = "simpletuner") -> list[str]:
@@ -99,7 +99,7 @@ def test_every_knob_is_offered_with_what_it_accepts(name):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--model_family=", [f"--model_family={key}" for key in FAMILIES]),
+        ("--model_family=", [f"--model_family={key}" for key in presets()]),
         ("--model-family flux --model_flavour ", [*flavours_of("flux"), "tiny"]),
         (
             "--model_family=SDXL --model_flavour=",

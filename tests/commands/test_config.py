@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.app import main
-from simpletuner.models.registry import FAMILIES, TINY, flavour_of
+from simpletuner.models.registry import TINY, flavour_of, presets
 from simpletuner.settings import load
 from simpletuner.settings.loading import knobs
 from simpletuner.settings.sections import Model
@@ -119,7 +119,7 @@ def test_show_prints_a_table_with_every_setting_on_its_line(run):
 
 def trainable_flavours() -> list[tuple[str, str]]:
     """Return every family with its default flavour, unless that one cannot be trained, and with its tiny one."""
-    defaults = {key: flavour_of(Model(model_family=key)) for key, entry in FAMILIES.items() if entry.traits}
+    defaults = {key: flavour_of(Model(model_family=key)) for key, preset in presets().items() if preset.family_class}
     started = [(key, "") for key, flavour in defaults.items() if flavour and not flavour.untrainable]
     return started + [(key, TINY) for key in defaults]
 

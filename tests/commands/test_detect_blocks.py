@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.app import main
-from simpletuner.models.registry import FAMILIES, flavours_of
+from simpletuner.models.registry import flavours_of, presets
 from simpletuner.system.cache_files import block_cache_paths
 
 PAGE = Path(__file__).parents[2] / "docs" / "blocks.md"
@@ -100,7 +100,7 @@ def test_a_published_model_is_looked_at_remembered_and_applied(run, home):
     assert "57 hold 99.5% of the weights" in cold.stdout
     assert cold.stdout.partition("from  ")[0] in PAGE.read_text(), "docs/blocks.md shows what is printed"
     warm = run("detect-blocks", "--config=run.toml", "--apply=run.toml", python=("-X", "importtime"))
-    assert "remembered from" in warm.stdout
+    assert "cached, detected" in warm.stdout
     assert warm.stdout.partition("from  ")[0] == cold.stdout.partition("from  ")[0]
     imported = {line.rpartition("|")[2].strip() for line in warm.stderr.splitlines()}
     assert "simpletuner.app" in imported and not imported & set(HEAVY)
@@ -110,7 +110,7 @@ def test_a_published_model_is_looked_at_remembered_and_applied(run, home):
         "[deepspeed_config.zero_optimization]\nstage = 2\n"
     )
     again = run("detect-blocks", "--apply", "run.toml", "--json")
-    assert "run.toml says so already" in again.stderr and json.loads(again.stdout)["cached"]
+    assert "run.toml has that value already" in again.stderr and json.loads(again.stdout)["cached"]
 
 
 def test_json_says_everything(typed, folder):
@@ -161,7 +161,7 @@ def test_cache_list_counts_what_is_remembered_and_clear_forgets_it(typed, folder
 def test_models_lists_every_family_and_flavour_without_torch(run):
     listed = json.loads(run("models", "--json").stdout)
     assert {family["model_family"]: [item["model_flavour"] for item in family["flavours"]] for family in listed} == {
-        key: list(flavours_of(key)) for key in FAMILIES
+        key: list(flavours_of(key)) for key in presets()
     }
     done = run("models", python=("-X", "importtime"))
     lines = done.stdout.splitlines()

@@ -8,9 +8,9 @@ import pytest
 import shells
 from shells import ROOT, SCRIPTS, Fish, TypedShell, environment, opened
 
-from simpletuner.models.registry import FAMILIES, flavours_of
+from simpletuner.models.registry import flavours_of, presets
 
-BEGINNING_WITH_B = {name for key in FAMILIES for name in flavours_of(key) if name.startswith("b")}
+BEGINNING_WITH_B = {name for key in presets() for name in flavours_of(key) if name.startswith("b")}
 CHECKED_IN = {"bash": "simpletuner.bash", "zsh": "_simpletuner", "fish": "simpletuner.fish"}
 
 
@@ -44,7 +44,7 @@ def test_the_checked_in_scripts_are_what_the_command_prints(name):
         ("simpletuner train --mixed_precision=", {"no", "bf16"}),
         ("simpletuner-train --mixed_precision=b", {"bf16"}),
         ("simpletuner train --fsdp_enable ", {"true", "false"}),
-        ("simpletuner train --model_family=", set(FAMILIES)),
+        ("simpletuner train --model_family=", set(presets())),
         ("simpletuner train --model_flavour=b", BEGINNING_WITH_B),
         ("simpletuner train --model_family flux --model_flavour ", {*flavours_of("flux"), "tiny"}),
         ("simpletuner completion ", {"bash", "zsh", "fish"}),

@@ -1,4 +1,4 @@
-"""Training in bf16: latents are noised at the level that the denoiser reads from the time that it is told."""
+"""Training in bf16: latents are noised at the sigma that the denoiser computes with, given its timestep in bf16."""
 
 from __future__ import annotations
 
@@ -11,55 +11,56 @@ from torch import Tensor, nn
 
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import stacked
-from simpletuner.models.family import Conditioning, Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import (
     FlowMatching,
-    exactly,
     flow_matching,
-    rounded,
-    rounded_times_1000,
+    keep_float32,
+    round_to_bf16,
+    round_to_bf16_times_1000,
     sample_losses,
 )
-from simpletuner.models.registry import traits_of
+from simpletuner.models.registry import family_class
+from simpletuner.models.text_encoding import Conditioning
 from simpletuner.settings.sections import Model, Settings, Training
 
-FLOWS = [name for name in TRAINABLE if traits_of(Model(model_family=name)).objective is flow_matching]
+FLOWS = [name for name in TRAINABLE if family_class(Model(model_family=name)).objective is flow_matching]
 CPU, COUNT = torch.device("cpu"), 4
 
 
 def gradients(
-    family: Family, model: nn.Module, noisy: Tensor, told: Tensor, target: Tensor, conditioning: Conditioning
+    family: ModelFamily, model: nn.Module, noised: Tensor, timesteps: Tensor, target: Tensor, conditioning: Conditioning
 ) -> Tensor:
-    """Return the gradients of all weights, computed in the dtype of the noisy latents."""
+    """Return the gradients of all weights, computed in the dtype of the noised latents."""
     model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=noisy.dtype == torch.bfloat16):
-        answer = family.predict(model, noisy, told, conditioning)
-    sample_losses(answer, target, torch.ones(COUNT)).mean().backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=noised.dtype == torch.bfloat16):
+        prediction = family.predict(model, noised, timesteps, conditioning)
+    sample_losses(prediction, target, torch.ones(COUNT)).mean().backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of norms in float32 under autocast
 @pytest.mark.parametrize("name", FLOWS)
-def test_gradients_in_bf16_are_nearest_to_float32_at_the_level_that_the_family_names(name, pipelines):
+def test_gradients_in_bf16_are_nearest_to_float32_at_the_rounding_that_the_family_names(name, pipelines):
     family = opened(name, pipelines(name))
     model = type(family.denoiser()).from_pretrained(family.folder / family.denoiser_name).train()
     encoded = family.text_encoder(CPU, torch.float32).encode(["a red circle", "a blue star", "two rings", "a"])
-    picture = family.picture_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
-    rows = [{key: value[n] for key, value in encoded.items()} | picture for n in range(COUNT)]
+    size = family.size_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
+    rows = [{key: value[n] for key, value in encoded.items()} | size for n in range(COUNT)]
     conditioning = stacked(rows)
     channels = family.vae(CPU).encode(torch.zeros(1, 3, 64, 64)).shape[1:]
     generator = torch.Generator().manual_seed(0)
     latents, noise = (torch.randn(COUNT, *channels, generator=generator) for _ in range(2))
     sigmas, objective = torch.rand(COUNT, generator=generator), family.objective()
-    assert isinstance(objective, FlowMatching) and objective.seen is family.traits.level_in_bf16
+    assert isinstance(objective, FlowMatching) and objective.round_sigmas is family.round_sigmas_in_bf16
     errors: dict[Callable[[Tensor], Tensor], float] = {}
-    for seen in (exactly, rounded, rounded_times_1000):
-        level = seen(sigmas)
-        problem = FlowMatching().at(latents, noise, level)
-        exact = gradients(family, model, problem.noisy, level, problem.target, conditioning)
-        found = gradients(family, model, problem.noisy.bfloat16(), sigmas, problem.target, conditioning)
-        errors[seen] = ((found - exact).norm() / exact.norm()).item()
+    for rounding in (keep_float32, round_to_bf16, round_to_bf16_times_1000):
+        rounded = rounding(sigmas)
+        example = FlowMatching().at(latents, noise, rounded)
+        exact = gradients(family, model, example.noised, rounded, example.target, conditioning)
+        found = gradients(family, model, example.noised.bfloat16(), sigmas, example.target, conditioning)
+        errors[rounding] = ((found - exact).norm() / exact.norm()).item()
     best = min(errors.values())
-    assert errors[objective.seen] < 1.2 * best and best < 0.03, errors
-    exact = family.__class__(family.traits, family.folder, Settings(training=Training(mixed_precision="no")))
-    assert exact.objective().seen is exactly  # pyright: ignore[reportAttributeAccessIssue]
+    assert errors[objective.round_sigmas] < 1.2 * best and best < 0.03, errors
+    exact = type(family)(family.folder, Settings(training=Training(mixed_precision="no")))
+    assert exact.objective().round_sigmas is keep_float32  # pyright: ignore[reportAttributeAccessIssue]

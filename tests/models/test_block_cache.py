@@ -11,7 +11,7 @@ import time
 import detecting
 import pytest
 
-from simpletuner.models.block_cache import look_up, parsed, put
+from simpletuner.models.block_cache import look_up, parse, put
 from simpletuner.system import locks
 from simpletuner.system.cache_files import block_cache_paths, lock_of
 
@@ -52,7 +52,7 @@ def test_a_home_that_cannot_be_written_falls_back_with_a_warning(places, warning
     elsewhere.unlink()
     elsewhere.mkdir()
     put("b", ENTRY, warnings.append)
-    assert "the answer is not remembered" in warnings[-1] and look_up("b", "1", [].append) is None
+    assert "the result is not cached" in warnings[-1] and look_up("b", "1", [].append) is None
 
 
 @pytest.mark.parametrize("damage", ["", '{"a": ', "[1]", "\0\0", "[" * 100_000])
@@ -95,7 +95,7 @@ def test_who_dies_writing_leaves_a_whole_file_and_a_free_lock(places, warnings, 
     assert process.exitcode == -signal.SIGKILL
     assert look_up("a", "1", warnings.append) == ENTRY
     put("b", ENTRY, warnings.append)
-    assert list(parsed(places[0])) == ["a", "b"] and warnings == []
+    assert list(parse(places[0])) == ["a", "b"] and warnings == []
 
 
 def test_of_32_processes_some_killed_none_loses_what_it_finished(places, tmp_path, fork_server):
@@ -117,17 +117,17 @@ def test_of_32_processes_some_killed_none_loses_what_it_finished(places, tmp_pat
     end = time.monotonic() + 180
     while not all((folder / "finished").exists() for folder in folders[:KILLED]):
         assert time.monotonic() < end
-        assert parsed(places[0]) is not None
+        assert parse(places[0]) is not None
         time.sleep(0.01)
     for process in processes[:KILLED]:
         time.sleep(chance.random() / 20)
         assert process.is_alive()
         os.kill(process.pid, signal.SIGKILL)
-        assert parsed(places[0]) is not None, "readers see a whole file at any time"
+        assert parse(places[0]) is not None, "readers see a whole file at any time"
     for process in processes:
         process.join(max(0, end - time.monotonic()))
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * KILLED + [0] * (PROCESSES - KILLED)
-    entries = parsed(places[0])
+    entries = parse(places[0])
     assert sorted(entries) == sorted(f"- - {folder.resolve()}" for folder in folders)
     for number, folder in enumerate(folders):
         counts = {item["class_name"]: item["count"] for item in entries[f"- - {folder.resolve()}"]["classes"]}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.diffusers_io import inputs_cast, text_folders
+from simpletuner.models.diffusers_io import cast_inputs, text_folders
 from simpletuner.models.malformed import read_json
 from simpletuner.models.weights import variant_of, weights_files
 
@@ -108,10 +108,10 @@ class Noting(nn.Module):
         }
 
 
-def test_floating_inputs_are_cast_while_a_pipeline_draws_and_not_after():
+def test_floating_inputs_are_cast_while_a_pipeline_samples_and_not_after():
     model = Noting()
     extra = {"text_embeds": torch.zeros(1), "time_ids": torch.zeros(1), "count": torch.zeros(1, dtype=torch.int64)}
-    with inputs_cast(model, torch.bfloat16):
+    with cast_inputs(model, torch.bfloat16, except_for=("timestep", "time_ids")):
         seen = model(torch.zeros(1), timestep=torch.zeros(1), extra=extra)
     assert seen == {
         "sample": torch.bfloat16,

@@ -5,7 +5,8 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from models.test_inputs import expect_same_inputs, expect_same_picture, opened
 
-from simpletuner.models.families.flux import TINY_TRANSFORMER, packed, position_ids, unpacked
+from simpletuner.models.families.flux import pack, position_ids, unpack
+from simpletuner.models.tiny.flux import TRANSFORMER
 
 SHAPES = [(1, 4, 2, 2), (2, 16, 8, 6), (3, 4, 6, 10)]
 
@@ -18,21 +19,21 @@ def numbered(shape: tuple[int, int, int, int]) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_latents_are_packed_as_the_pipeline_packs_them(shape):
     latents = numbered(shape)
-    assert torch.equal(packed(latents), FluxPipeline._pack_latents(latents, *shape))
+    assert torch.equal(pack(latents), FluxPipeline._pack_latents(latents, *shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_unpacking_undoes_packing_and_agrees_with_the_pipeline(shape):
     latents = numbered(shape)
     _, _, height, width = shape
-    assert torch.equal(unpacked(packed(latents), (height, width)), latents)
-    theirs = FluxPipeline._unpack_latents(packed(latents), height * 8, width * 8, vae_scale_factor=8)
-    assert torch.equal(unpacked(packed(latents), (height, width)), theirs)
+    assert torch.equal(unpack(pack(latents), (height, width)), latents)
+    theirs = FluxPipeline._unpack_latents(pack(latents), height * 8, width * 8, vae_scale_factor=8)
+    assert torch.equal(unpack(pack(latents), (height, width)), theirs)
 
 
 def test_a_token_holds_a_patch_with_channels_outermost():
     # two channels of 2x4: the first token is the left 2x2 patch of channel 0, then that of channel 1
-    tokens = packed(numbered((1, 2, 2, 4)))
+    tokens = pack(numbered((1, 2, 2, 4)))
     assert tokens[0].tolist() == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
 
 
@@ -47,7 +48,7 @@ def test_position_ids_name_row_and_column():
 
 
 def test_schnell_is_shown_256_tokens_of_text_and_no_guidance(flux, tmp_path):
-    transformer = FluxTransformer2DModel(**(TINY_TRANSFORMER | {"guidance_embeds": False}))
+    transformer = FluxTransformer2DModel(**(TRANSFORMER | {"guidance_embeds": False}))
     FluxPipeline.from_pretrained(flux, transformer=transformer).save_pretrained(tmp_path)
     family = opened("flux", tmp_path)
     assert family.max_length == 256

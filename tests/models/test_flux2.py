@@ -11,23 +11,24 @@ from models.test_inputs import CPU, expect_same_inputs, expect_same_picture, ope
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, PixtralVisionConfig
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.families.flux2 import TINY_TEXT, TINY_TRANSFORMER, from_tokens, positions
+from simpletuner.models.families.flux2 import position_ids, unpack
+from simpletuner.models.tiny.flux2 import TEXT, TRANSFORMER
 
 MESSAGES = "{%- for message in messages -%}{{ message.role + ' ' + message.content[0].text }}{%- endfor -%}"
 
 
 @pytest.fixture(scope="module")
 def dev(pipelines, tmp_path_factory):
-    """FLUX.2-dev in miniature. Its processor needs torchvision; here a tokenizer does the same."""
+    """A tiny FLUX.2-dev. Its processor needs torchvision; here a tokenizer does the same."""
     klein = Flux2KleinPipeline.from_pretrained(pipelines("flux2"))
     klein.tokenizer.chat_template = MESSAGES
-    text = MistralConfig(vocab_size=len(klein.tokenizer), **(TINY_TEXT | {"num_hidden_layers": 31}))
+    text = MistralConfig(vocab_size=len(klein.tokenizer), **(TEXT | {"num_hidden_layers": 31}))
     seeing = PixtralVisionConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         mistral = Mistral3ForConditionalGeneration(Mistral3Config(vision_config=seeing, text_config=text))
         mistral.get_input_embeddings().weight.data.normal_(std=0.3)
-        transformer = Flux2Transformer2DModel(**(TINY_TRANSFORMER | {"guidance_embeds": True}))
+        transformer = Flux2Transformer2DModel(**(TRANSFORMER | {"guidance_embeds": True}))
     parts = {"scheduler": klein.scheduler, "vae": klein.vae, "tokenizer": klein.tokenizer}
     folder = tmp_path_factory.mktemp("dev")
     Flux2Pipeline(text_encoder=mistral, transformer=transformer, **parts).save_pretrained(folder)
@@ -48,11 +49,11 @@ def test_dev_is_shown_a_scale_even_if_its_config_is_older_than_the_question(dev)
     expect_same_inputs(family)
 
 
-def test_the_pipeline_that_a_folder_names_decides_how_it_is_told(dev, pipelines):
+def test_the_pipeline_that_a_folder_names_decides_its_arguments(dev, pipelines):
     text = {"prompt_embeds": torch.zeros(1, 2, 3)}
     families = [opened("flux2", folder) for folder in (dev, pipelines("flux2"))]
-    told = [family.traits.draw_arguments(text, text, sampling(guidance=1.0)) for family in families]
-    assert ["negative_prompt_embeds" in each for each in told] == [False, True]
+    kwargs = [family.pipeline_kwargs(text, text, sampling(guidance=1.0)) for family in families]
+    assert ["negative_prompt_embeds" in each for each in kwargs] == [False, True]
 
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
@@ -67,13 +68,13 @@ def test_a_package_that_the_published_processor_needs_is_named(dev, tmp_path):
 
 def test_positions_are_those_of_the_pipeline():
     latents, words = torch.zeros(2, 16, 6, 4), torch.zeros(2, 7, 8)
-    assert torch.equal(positions(2, 6, 4, 1, CPU), Flux2KleinPipeline._prepare_latent_ids(latents))
-    assert torch.equal(positions(2, 1, 1, 7, CPU), Flux2KleinPipeline._prepare_text_ids(words))
+    assert torch.equal(position_ids(2, 6, 4, 1, CPU), Flux2KleinPipeline._prepare_latent_ids(latents))
+    assert torch.equal(position_ids(2, 1, 1, 7, CPU), Flux2KleinPipeline._prepare_text_ids(words))
 
 
 def test_tokens_are_packed_as_the_pipeline_packs_them():
     latents = torch.arange(2 * 16 * 6 * 4.0).view(2, 16, 6, 4)
-    assert torch.equal(from_tokens(Flux2KleinPipeline._pack_latents(latents), (6, 4)), latents)
+    assert torch.equal(unpack(Flux2KleinPipeline._pack_latents(latents), (6, 4)), latents)
 
 
 def test_latents_are_patches_normalised_as_the_pipeline_normalises_pictures(pipelines):

@@ -1,6 +1,6 @@
-"""Every family shows its denoiser, and draws, what diffusers' own pipeline does; its target brings latents back.
+"""Every family gives its denoiser, and samples, what diffusers' own pipeline does; its target brings latents back.
 
-Nothing here names a family: a new row of the registry is tested by being there.
+Nothing here names a family: a new preset is tested by being there.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import pytest
 import torch
 
 from simpletuner.data.geometry import Geometry
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import FlowMatching
-from simpletuner.models.registry import FAMILIES, traits_of
+from simpletuner.models.registry import family_class, presets
 from simpletuner.settings.sections import Model, Settings
 
-TRAINABLE = [key for key, entry in FAMILIES.items() if entry.traits]
+TRAINABLE = [key for key, preset in presets().items() if preset.family_class]
 PROMPT, STEPS, CPU = "a red circle", 3, torch.device("cpu")
 SIZE = (96, 64)
 """Width and height in px, different from one another and from a multiple of no family's cell."""
 
 
-def opened(key: str, folder: Path) -> Family:
+def opened(key: str, folder: Path) -> ModelFamily:
     model = Model(model_family=key)
-    return Family(traits_of(model), folder, Settings(model=model))
+    return family_class(model).open(folder, Settings(model=model))
 
 
-def diffusers_pipeline(family: Family) -> Any:
+def diffusers_pipeline(family: ModelFamily) -> Any:
     """Return the whole pipeline as a user of diffusers opens it."""
     from diffusers import DiffusionPipeline
 
@@ -74,12 +74,12 @@ def flattened(given: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def latents_shown(family: Family, given: dict[str, Any]) -> torch.Tensor:
-    """Return the latents (1CHW) that a pipeline showed its denoiser, as the VAE made them."""
+def latents_shown(family: ModelFamily, given: dict[str, Any]) -> torch.Tensor:
+    """Return the latents (1CHW) that a pipeline gave its denoiser, as the VAE made them."""
     latents = next(given[name] for name in ("sample", "hidden_states", "x[0]") if name in given)
     downscale = family.vae(CPU).downscale
-    latents = latents.transpose(0, 1) if "x[0]" in given else latents  # one of a list is CFHW, a film of one frame
-    return family.traits.drawn_latents(latents, (SIZE[1] // downscale, SIZE[0] // downscale))
+    latents = latents.transpose(0, 1) if "x[0]" in given else latents  # one of a list is CFHW, a video of one frame
+    return family.unpack_latents(latents, (SIZE[1] // downscale, SIZE[0] // downscale))
 
 
 def same(ours: Any, theirs: Any, name: str) -> None:
@@ -96,21 +96,21 @@ def test_a_denoiser_sees_what_diffusers_own_pipeline_shows_it(key, pipelines):
     expect_same_inputs(opened(key, pipelines(key)))
 
 
-def expect_same_inputs(family: Family, **told: Any) -> None:
-    """Compare the second call of three, the pipeline being told these, too. Tests of single checkpoints call this."""
+def expect_same_inputs(family: ModelFamily, **kwargs: Any) -> None:
+    """Compare the second call of three; the pipeline also gets these arguments."""
     pipeline = diffusers_pipeline(family)
     denoiser = getattr(pipeline, family.denoiser_name)
-    asked = family.traits.draw_arguments({}, {}, sampling(guidance=1.0)) | told
-    theirs = recorded_call(denoiser, lambda: pipeline(prompt=PROMPT, **asked), number=2)
+    arguments = family.pipeline_kwargs({}, {}, sampling(guidance=1.0)) | kwargs
+    theirs = recorded_call(denoiser, lambda: pipeline(prompt=PROMPT, **arguments), number=2)
 
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
     geometry = Geometry(SIZE, SIZE, (0, 0), SIZE)
-    conditioning |= {name: value[None] for name, value in family.picture_conditioning(geometry).items()}
+    conditioning |= {name: value[None] for name, value in family.size_conditioning(geometry).items()}
     scheduler = pipeline.scheduler
     flow = isinstance(family.objective(), FlowMatching)
     times = scheduler.timesteps[1:2] / (scheduler.config.num_train_timesteps if flow else 1)
-    noisy = latents_shown(family, theirs)
-    ours = recorded_call(denoiser, lambda: family.predict(denoiser, noisy, times, conditioning))
+    noised = latents_shown(family, theirs)
+    ours = recorded_call(denoiser, lambda: family.predict(denoiser, noised, times, conditioning))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         same(ours[name], value, name)
@@ -123,26 +123,26 @@ def sampling(guidance: float):
 
 
 @pytest.mark.parametrize("key", TRAINABLE)
-def test_recomputing_activations_changes_neither_answer_nor_gradients(key, pipelines):
+def test_gradient_checkpointing_changes_neither_prediction_nor_gradients(key, pipelines):
     family = opened(key, pipelines(key))
     denoiser = getattr(diffusers_pipeline(family), family.denoiser_name)
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
     geometry = Geometry(SIZE, SIZE, (0, 0), SIZE)
-    conditioning |= {name: value[None] for name, value in family.picture_conditioning(geometry).items()}
+    conditioning |= {name: value[None] for name, value in family.size_conditioning(geometry).items()}
     clean = family.vae(CPU).encode(torch.zeros(1, 3, SIZE[1], SIZE[0]))
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
-    problem = family.objective().corrupt(clean, noise, torch.full((1,), 0.5))
+    example = family.objective().add_noise(clean, noise, torch.full((1,), 0.5))
 
-    def answer() -> list[torch.Tensor]:
-        predicted = family.predict(denoiser, problem.noisy, problem.timesteps, conditioning)
+    def predict() -> list[torch.Tensor]:
+        predicted = family.predict(denoiser, example.noised, example.timesteps, conditioning)
         predicted.square().mean().backward()
         gradients = [parameter.grad for parameter in denoiser.parameters() if parameter.grad is not None]
         denoiser.zero_grad()
         return [predicted.detach(), *gradients]
 
-    kept = answer()
+    kept = predict()
     denoiser.enable_gradient_checkpointing()
-    torch.testing.assert_close(answer(), kept)
+    torch.testing.assert_close(predict(), kept)
 
 
 @pytest.mark.parametrize("key", TRAINABLE)
@@ -150,20 +150,20 @@ def test_a_picture_is_the_one_that_diffusers_own_pipeline_draws(key, pipelines):
     expect_same_picture(opened(key, pipelines(key)))
 
 
-def expect_same_picture(family: Family, **told: Any) -> None:
-    """Compare the whole drawing, with guidance, the pipeline being told these, too."""
+def expect_same_picture(family: ModelFamily, **kwargs: Any) -> None:
+    """Compare sampling as a whole, with guidance; the pipeline also gets these arguments."""
     pipeline, vae = diffusers_pipeline(family), family.vae(CPU)
-    asked = family.traits.draw_arguments({}, {}, sampling(guidance=4.0)) | told
-    if "true_cfg_scale" in asked:  # such a pipeline guides only where it is told what to lead away from
-        asked["negative_prompt"] = ""
-    theirs = pipeline(prompt=PROMPT, **(asked | {"output_type": "pt"}))[0]
+    arguments = family.pipeline_kwargs({}, {}, sampling(guidance=4.0)) | kwargs
+    if "true_cfg_scale" in arguments:  # such a pipeline guides only if there is a negative prompt
+        arguments["negative_prompt"] = ""
+    theirs = pipeline(prompt=PROMPT, **(arguments | {"output_type": "pt"}))[0]
     theirs = theirs[:, 0] if theirs.ndim == 5 else theirs
 
     encoder = family.text_encoder(CPU, torch.float32)
     no_caption = family.unconditional(encoder.encode([""]))
     denoiser = getattr(pipeline, family.denoiser_name)
     with torch.no_grad():
-        latents = family.draw(denoiser, vae, sampling(guidance=4.0), encoder.encode([PROMPT]), no_caption)
+        latents = family.sample(denoiser, vae, sampling(guidance=4.0), encoder.encode([PROMPT]), no_caption)
     ours = (vae.decode(latents) + 1) / 2
     assert ours.shape == theirs.shape
     assert float(theirs.std()) > 0.01, "a picture of one colour proves nothing"
@@ -173,23 +173,23 @@ def expect_same_picture(family: Family, **told: Any) -> None:
 @pytest.mark.parametrize("key", TRAINABLE)
 def test_the_scheduler_s_step_brings_back_clean_latents_from_the_target(key, pipelines):
     family = opened(key, pipelines(key))
-    objective, scheduler = family.objective(), family.pipeline(vae=None).scheduler
+    objective, scheduler = family.objective(), family.load_pipeline(vae=None).scheduler
     dynamic = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}
     scheduler.set_timesteps(STEPS, **dynamic)
     clean, noise = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(0)).unbind()
     time = scheduler.timesteps[-1:]
     if isinstance(objective, FlowMatching):
         sigma = scheduler.sigmas[STEPS - 1]
-        problem = objective.at(clean, noise, sigma[None])
+        example = objective.at(clean, noise, sigma[None])
     else:
-        problem = objective.at(clean, noise, time.long())
+        example = objective.at(clean, noise, time.long())
     scheduler.set_begin_index(STEPS - 1)
     mixed = scheduler.scale_noise if hasattr(scheduler, "scale_noise") else scheduler.add_noise
     arguments = (clean, time, noise) if hasattr(scheduler, "scale_noise") else (clean, noise, time)
     sample = mixed(*arguments)
     shown = scheduler.scale_model_input(sample, time[0]) if hasattr(scheduler, "scale_model_input") else sample
-    torch.testing.assert_close(shown, problem.noisy, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(scheduler.step(problem.target, time[0], sample).prev_sample, clean, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(shown, example.noised, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(scheduler.step(example.target, time[0], sample).prev_sample, clean, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("key", TRAINABLE)
@@ -209,8 +209,8 @@ def test_latents_come_back_as_the_vae_alone_would_bring_them(key, pipelines):
     torch.testing.assert_close(vae.decode(latents), alone, atol=1e-4, rtol=0)
 
 
-def test_sdxl_is_told_sizes_as_the_pipeline_orders_them(sdxl):
+def test_sdxl_is_given_sizes_as_the_pipeline_orders_them(sdxl):
     geometry = Geometry((1920, 1081), (1280, 721), (128, 7), (1024, 707))
-    ids = opened("sdxl", sdxl).picture_conditioning(geometry)["time_ids"]
+    ids = opened("sdxl", sdxl).size_conditioning(geometry)["time_ids"]
     assert ids.dtype == torch.float32
     assert ids.tolist() == [1081, 1920, 7, 128, 707, 1024]

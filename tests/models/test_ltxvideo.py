@@ -7,7 +7,7 @@ import torch
 from models import test_inputs
 from models.test_inputs import CPU, PROMPT, diffusers_pipeline, latents_shown, opened, recorded_call, sampling
 
-from simpletuner.models.families.ltxvideo import cell_px, places_of_cells
+from simpletuner.models.families.ltxvideo import video_coords
 
 VAE_OF_0_9_0 = {
     "latent_channels": 8,
@@ -35,7 +35,7 @@ def first(pipelines, tmp_path_factory) -> Path:
     """Return a pipeline as that of 0.9.0: an LTXPipeline, a VAE without a timestep, a scheduler with a shift."""
     from diffusers import AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXPipeline
 
-    from simpletuner.models.tiny import fixed_seed
+    from simpletuner.models.tiny.build import fixed_seed
 
     folder = tmp_path_factory.mktemp("ltx-0.9.0")
     with fixed_seed():
@@ -45,10 +45,10 @@ def first(pipelines, tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_denoiser_answers_as_to_ltxpipeline_which_tells_places_in_other_words(first):
+def test_the_denoiser_predicts_as_for_ltxpipeline_which_gives_positions_in_another_form(first):
     family = opened("ltxvideo", first)
     pipeline = diffusers_pipeline(family)
-    asked = family.traits.draw_arguments({}, {}, sampling(guidance=1.0))
+    asked = family.pipeline_kwargs({}, {}, sampling(guidance=1.0))
     theirs = recorded_call(pipeline.transformer, lambda: pipeline(prompt=PROMPT, **asked), number=2)
     assert theirs["rope_interpolation_scale"][1:] == (8, 8)
 
@@ -57,7 +57,7 @@ def test_the_denoiser_answers_as_to_ltxpipeline_which_tells_places_in_other_word
     with torch.no_grad():
         answer = pipeline.transformer(**theirs, return_dict=False)[0]
         ours = family.predict(pipeline.transformer, noisy, theirs["timestep"] / 1000, conditioning)
-    answer = family.traits.drawn_latents(answer, (noisy.shape[2], noisy.shape[3]))
+    answer = family.unpack_latents(answer, (noisy.shape[2], noisy.shape[3]))
     torch.testing.assert_close(ours, answer, atol=1e-5, rtol=1e-5)
 
 
@@ -76,10 +76,10 @@ def test_latents_of_a_vae_without_a_timestep_come_back(first):
 def test_a_cell_is_as_wide_as_the_vae_says(pipelines, first):
     for folder in (pipelines("ltxvideo"), first):
         family = opened("ltxvideo", folder)
-        assert cell_px(family) == family.vae(CPU).downscale == 8
+        assert family.cell_px() == family.vae(CPU).downscale == 8
     family.vae_config |= {"patch_size": 4, "spatio_temporal_scaling": [True, True, True, False]}
     family.vae_config["spatial_compression_ratio"] = None
-    assert cell_px(family) == 32
+    assert family.cell_px() == 32
 
 
 def test_prompts_are_as_long_as_the_pipeline_takes_them(pipelines, first):
@@ -87,5 +87,5 @@ def test_prompts_are_as_long_as_the_pipeline_takes_them(pipelines, first):
     assert opened("ltxvideo", first).max_length == 128
 
 
-def test_places_name_second_top_and_left():
-    assert places_of_cells(2, 3, 32).tolist() == [[0] * 6, [0, 0, 0, 32, 32, 32], [0, 32, 64, 0, 32, 64]]
+def test_coords_are_second_top_and_left():
+    assert video_coords(2, 3, 32).tolist() == [[0] * 6, [0, 0, 0, 32, 32, 32], [0, 32, 64, 0, 32, 64]]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.loading import load_family
-from simpletuner.models.registry import FAMILIES
+from simpletuner.models.registry import presets
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Data, Model, Settings
 
@@ -151,7 +151,7 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     "pickle of capitals": (lambda folder: (folder / TEXT_WEIGHTS).rename(folder / "text_encoder/model.BIN"), "pickle"),
     "weights of a parent": (
         replaced("vae/a.safetensors.index.json", '{"weight_map": {"x": "../unet/x.safetensors"}}'),
-        "read only from safetensors files beside it",
+        "read only from safetensors files in its folder",
     ),
     "adapter": (replaced("text_encoder/adapter_config.json", "{}"), "holds an adapter"),
 }
@@ -170,7 +170,7 @@ def test_a_malformed_folder_is_one_sentence_that_names_the_component(case, sdxl,
     assert "\n" not in caught.value.message and len(caught.value.message) < 500
 
 
-@pytest.mark.parametrize("family", [key for key, entry in FAMILIES.items() if entry.traits])
+@pytest.mark.parametrize("family", [key for key, preset in presets().items() if preset.family_class])
 def test_every_family_s_whole_pipeline_is_accepted(family, pipelines):
     assert opened(pipelines(family), family).objective()
 
@@ -184,11 +184,11 @@ SOLVER = {"_class_name": "DPMSolverMultistepScheduler"}
 @pytest.mark.parametrize(
     ("family", "scheduler", "sentence"),
     [
-        ("sdxl", EDM, "draws with EDMDPMSolverMultistepScheduler .*wrong target"),
-        ("sdxl", FLOW, "draws with FlowMatchEulerDiscreteScheduler, but model_family=sdxl trains only epsilon or"),
+        ("sdxl", EDM, "samples with EDMDPMSolverMultistepScheduler .*wrong target"),
+        ("sdxl", FLOW, "samples with FlowMatchEulerDiscreteScheduler, but model_family=sdxl trains only epsilon or"),
         ("sdxl", SOLVER | {"prediction_type": "flow_prediction"}, "prediction_type flow_prediction"),
         ("sdxl", EULER | {"prediction_type": "sample"}, "prediction_type sample"),
-        ("flux", EULER | {"prediction_type": "epsilon"}, "draws with EulerDiscreteScheduler .*trains flow matching"),
+        ("flux", EULER | {"prediction_type": "epsilon"}, "samples with EulerDiscreteScheduler .*trains flow matching"),
         ("flux", EDM, "trains flow matching"),
     ],
 )

@@ -29,7 +29,7 @@ def close(got: torch.Tensor, wanted: list[float], atol: float = 1e-6) -> None:
     torch.testing.assert_close(got.flatten(), torch.tensor(wanted), atol=atol, rtol=1e-6)
 
 
-def random_problem(batch: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def random_latents(batch: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     latents, noise = (torch.randn(batch, 4, 8, 8, generator=generator) for _ in range(2))
     return latents, noise, torch.rand(batch, generator=generator)
@@ -121,32 +121,32 @@ def test_the_scheduler_brings_back_clean_latents_from_the_target(prediction, zer
         rescale_betas_zero_snr=zero_terminal_snr,
     )
     scheduler.set_timesteps(1000)
-    latents, noise, u = random_problem()
+    latents, noise, u = random_latents()
     if prediction == "v_prediction":
         u[0] = 1 - 1e-7  # the last timestep, where epsilon says nothing about the picture
-    problem = Diffusion(scheduler.alphas_cumprod, prediction).corrupt(latents, noise, u)
-    for row, t in enumerate(problem.timesteps.tolist()):
-        step = scheduler.step(problem.target[row], t, problem.noisy[row])
+    noised = Diffusion(scheduler.alphas_cumprod, prediction).add_noise(latents, noise, u)
+    for row, t in enumerate(noised.timesteps.tolist()):
+        step = scheduler.step(noised.target[row], t, noised.noised[row])
         torch.testing.assert_close(step.pred_original_sample, latents[row], atol=2e-3, rtol=1e-3)
 
 
 def test_noisy_latents_are_those_of_the_scheduler():
     scheduler = DDIMScheduler(beta_schedule="scaled_linear")
-    latents, noise, u = random_problem()
-    problem = Diffusion(scheduler.alphas_cumprod, "v_prediction").corrupt(latents, noise, u)
-    torch.testing.assert_close(problem.noisy, scheduler.add_noise(latents, noise, problem.timesteps))
-    torch.testing.assert_close(problem.target, scheduler.get_velocity(latents, noise, problem.timesteps))
+    latents, noise, u = random_latents()
+    noised = Diffusion(scheduler.alphas_cumprod, "v_prediction").add_noise(latents, noise, u)
+    torch.testing.assert_close(noised.noised, scheduler.add_noise(latents, noise, noised.timesteps))
+    torch.testing.assert_close(noised.target, scheduler.get_velocity(latents, noise, noised.timesteps))
 
 
 def test_diffusion_timesteps_are_uniform_over_the_table():
     table = torch.linspace(0.99, 0.01, 10)
     u = torch.tensor([0.0, 0.0999, 0.1, 0.55, 0.999999, 1.0])
     latents = torch.zeros(6, 1, 2, 2)
-    problem = Diffusion(table, "epsilon").corrupt(latents, torch.ones_like(latents), u)
-    assert problem.timesteps.tolist() == [0, 0, 1, 5, 9, 9]
-    assert problem.timesteps.dtype == torch.int64
-    assert torch.equal(problem.target, torch.ones_like(latents))
-    assert torch.equal(problem.weights, torch.ones(6))
+    noised = Diffusion(table, "epsilon").add_noise(latents, torch.ones_like(latents), u)
+    assert noised.timesteps.tolist() == [0, 0, 1, 5, 9, 9]
+    assert noised.timesteps.dtype == torch.int64
+    assert torch.equal(noised.target, torch.ones_like(latents))
+    assert torch.equal(noised.weights, torch.ones(6))
 
 
 @pytest.mark.parametrize(("prediction", "weights"), [("epsilon", [5 / 9, 1.0, 1.0]), ("v_prediction", [0.5, 0.5, 0.0])])
@@ -154,22 +154,22 @@ def test_diffusion_weighs_by_min_snr_on_request(prediction, weights):
     # a = 0.9, 0.5, 0: SNR = 9, 1, 0
     latents = torch.zeros(3, 1, 2, 2)
     objective = Diffusion(torch.tensor([0.9, 0.5, 0.0]), prediction, snr_gamma=5.0)
-    close(objective.corrupt(latents, latents, torch.tensor([0.0, 0.4, 0.9])).weights, weights)
+    close(objective.add_noise(latents, latents, torch.tensor([0.0, 0.4, 0.9])).weights, weights)
 
 
 def test_flow_matching_brings_back_clean_latents_and_noise_from_the_target():
-    latents, noise, u = random_problem()
-    problem = FlowMatching().corrupt(latents, noise, u)
-    s = problem.timesteps.view(-1, 1, 1, 1)
-    torch.testing.assert_close(problem.noisy - s * problem.target, latents, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(problem.noisy + (1 - s) * problem.target, noise, atol=1e-5, rtol=1e-5)
-    assert torch.equal(problem.weights, torch.ones(6))
+    latents, noise, u = random_latents()
+    noised = FlowMatching().add_noise(latents, noise, u)
+    s = noised.timesteps.view(-1, 1, 1, 1)
+    torch.testing.assert_close(noised.noised - s * noised.target, latents, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(noised.noised + (1 - s) * noised.target, noise, atol=1e-5, rtol=1e-5)
+    assert torch.equal(noised.weights, torch.ones(6))
 
 
 def test_a_step_of_the_scheduler_that_draws_undoes_flow_matching():
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(sigmas=[0.6])
-    latents, noise, _ = random_problem(1)
+    latents, noise, _ = random_latents(1)
     sigma = scheduler.sigmas[:1]
     noisy = interpolated(latents, noise, sigma)
     step = scheduler.step(noise - latents, scheduler.timesteps[0], noisy)
@@ -180,8 +180,8 @@ def test_a_step_of_the_scheduler_that_draws_undoes_flow_matching():
 def test_flow_matching_noise_levels_by_hand():
     latents = torch.zeros(2, 1, 2, 2)
     u = torch.tensor([0.5, 0.8413447])
-    close(FlowMatching(3.0, uniform=True).corrupt(latents, latents, torch.tensor([0.5, 0.25])).timesteps, [0.75, 0.5])
+    close(FlowMatching(3.0, uniform=True).add_noise(latents, latents, torch.tensor([0.5, 0.25])).timesteps, [0.75, 0.5])
     one = 1 / (1 + math.exp(-1))
-    close(FlowMatching(1.0).corrupt(latents, latents, u).timesteps, [0.5, one])
-    close(FlowMatching(3.0).corrupt(latents, latents, u).timesteps, [0.75, 3 * one / (1 + 2 * one)])
-    close(FlowMatching(1.0, sigmoid_scale=2.0).corrupt(latents, latents, u).timesteps, [0.5, 1 / (1 + math.exp(-2))])
+    close(FlowMatching(1.0).add_noise(latents, latents, u).timesteps, [0.5, one])
+    close(FlowMatching(3.0).add_noise(latents, latents, u).timesteps, [0.75, 3 * one / (1 + 2 * one)])
+    close(FlowMatching(1.0, sigmoid_scale=2.0).add_noise(latents, latents, u).timesteps, [0.5, 1 / (1 + math.exp(-2))])

@@ -13,12 +13,23 @@ from conftest import ROOT, SMALL
 from flags import last_wins
 from models.test_inputs import expect_same_inputs, expect_same_picture
 
-from simpletuner.models.family import Family
-from simpletuner.models.registry import traits_of
+from simpletuner.models.registry import family_class
 from simpletuner.settings.sections import Model, Settings
 
 PAGE = ROOT / "docs" / "families.md"
 NAME = "pixart_alpha"
+INCOMPLETE = """
+from simpletuner.models.family import ModelFamily
+
+class Own(ModelFamily):
+    def predict(self, model, noised_BCHW, timesteps_B, conditioning):
+        return noised_BCHW
+
+class NoTiny(Own):
+    pipelines = ("SomePipeline",)
+    objective = encode_prompts = Own.predict
+    tiny_pipeline = "incomplete:nothing"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +38,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (folder / "my_family.py").write_text(code, encoding="utf-8")
+    (folder / "incomplete.py").write_text(INCOMPLETE, encoding="utf-8")
     return folder
 
 
@@ -44,11 +56,11 @@ def train(folder: Path, output: Path, shapes: Path, *flags: str) -> subprocess.C
 
 
 def test_the_page_s_family_trains_by_a_setting_as_well_as_a_built_in_one(folder, shapes, tmp_path, monkeypatch):
-    done = train(folder, tmp_path / "run", shapes, f"--model_families={NAME}=my_family:PIXART_ALPHA")
+    done = train(folder, tmp_path / "run", shapes, f"--model_families={NAME}=my_family:PixArtAlpha")
     assert done.returncode == 0, done.stderr
     monkeypatch.syspath_prepend(folder)
-    model = Model(model_family=NAME, model_families={NAME: "my_family:PIXART_ALPHA"})
-    family = Family(traits_of(model), tmp_path / "run" / "pipeline", Settings(model=model))
+    model = Model(model_family=NAME, model_families={NAME: "my_family:PixArtAlpha"})
+    family = family_class(model).open(tmp_path / "run" / "pipeline", Settings(model=model))
     expect_same_inputs(family)
     expect_same_picture(family)
 
@@ -59,7 +71,7 @@ def test_an_installed_package_registers_a_family_by_an_entry_point(folder, shape
     metadata.mkdir(parents=True)
     (package / "my_family.py").write_text((folder / "my_family.py").read_text())
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-family\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[simpletuner.families]\n{NAME} = my_family:PIXART_ALPHA\n")
+    (metadata / "entry_points.txt").write_text(f"[simpletuner.families]\n{NAME} = my_family:PixArtAlpha\n")
     done = train(package, tmp_path / "run", shapes)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "pipeline" / "model_index.json").exists()
@@ -70,8 +82,12 @@ def test_an_installed_package_registers_a_family_by_an_entry_point(folder, shape
     [
         (f"{NAME}=my_family:NOTHING", NAME, f"model_families: {NAME} = my_family:NOTHING: "),
         (f"{NAME}=no_such_module:X", NAME, "No module named 'no_such_module'"),
-        (f"{NAME}=my_family.PIXART", NAME, "`my_family.PIXART` is no place of Traits: write package.module:TRAITS"),
-        (f"{NAME}=my_family:PIXART_ALPHA", "pixart_alfa", "Unknown model_family 'pixart_alfa'; did you mean `pixart_a"),
+        (f"{NAME}=my_family.PixArt", NAME, "`my_family.PixArt` is not an import path: write package.module:ClassName"),
+        (f"{NAME}=my_family:build_tiny", NAME, "it is of type function, but must be a subclass of ModelFamily"),
+        (f"{NAME}=my_family:PixArtAlphaPipeline", NAME, "it is the class PixArtAlphaPipeline, but must be a subclass"),
+        (f"{NAME}=incomplete:Own", NAME, "Own does not define pipelines, encode_prompts, objective"),
+        (f"{NAME}=incomplete:NoTiny", NAME, "NoTiny.tiny_pipeline = incomplete:nothing: "),
+        (f"{NAME}=my_family:PixArtAlpha", "pixart_alfa", "Unknown model_family 'pixart_alfa'; did you mean `pixart_a"),
     ],
 )
 def test_a_family_that_cannot_be_found_is_a_sentence(families, family, message, folder, shapes, tmp_path):

@@ -13,22 +13,20 @@ from simpletuner.data.geometry import Geometry
 
 @pytest.fixture(scope="module")
 def alpha(pipelines, tmp_path_factory) -> Path:
-    """Return a pipeline as that of PixArt Alpha for 1024 px: its transformer is told sizes."""
+    """Return a pipeline as that of PixArt Alpha for 1024 px: its transformer is conditioned on sizes."""
     from diffusers import PixArtAlphaPipeline, PixArtTransformer2DModel
 
-    from simpletuner.models.families.pixart_sigma import TINY_TRANSFORMER
-    from simpletuner.models.tiny import fixed_seed
+    from simpletuner.models.tiny.build import fixed_seed
+    from simpletuner.models.tiny.pixart_sigma import TRANSFORMER
 
     folder = tmp_path_factory.mktemp("alpha")
     with fixed_seed():
-        transformer = PixArtTransformer2DModel(
-            **TINY_TRANSFORMER | {"sample_size": 128, "use_additional_conditions": None}
-        )
+        transformer = PixArtTransformer2DModel(**TRANSFORMER | {"sample_size": 128, "use_additional_conditions": None})
     PixArtAlphaPipeline.from_pretrained(pipelines("pixart_sigma"), transformer=transformer).save_pretrained(folder)
     return folder
 
 
-def test_alpha_reads_120_tokens_and_is_told_sizes_as_its_pipeline_does(alpha):
+def test_alpha_reads_120_tokens_and_is_given_sizes_as_its_pipeline_does(alpha):
     family = opened("pixart_sigma", alpha)
     assert family.max_length == 120
     expect_same_inputs(family)
@@ -38,19 +36,19 @@ def test_a_picture_of_alpha_is_the_one_that_its_pipeline_draws(alpha):
     expect_same_picture(opened("pixart_sigma", alpha))
 
 
-def test_alpha_is_told_the_original_size_and_the_aspect_of_the_crop(alpha):
+def test_alpha_is_given_the_original_size_and_the_aspect_of_the_crop(alpha):
     geometry = Geometry((1920, 1081), (1280, 721), (128, 7), (1024, 512))
-    told = opened("pixart_sigma", alpha).picture_conditioning(geometry)
-    assert {name: (value.tolist(), value.dtype) for name, value in told.items()} == {
+    sizes = opened("pixart_sigma", alpha).size_conditioning(geometry)
+    assert {name: (value.tolist(), value.dtype) for name, value in sizes.items()} == {
         "resolution": ([1081.0, 1920.0], torch.float32),
         "aspect_ratio": ([0.5], torch.float32),
     }
 
 
-def test_sigma_reads_300_tokens_and_is_told_no_sizes(pipelines):
+def test_sigma_reads_300_tokens_and_is_given_no_sizes(pipelines):
     family = opened("pixart_sigma", pipelines("pixart_sigma"))
     assert family.max_length == 300
-    assert family.picture_conditioning(Geometry((9, 9), (9, 9), (0, 0), (8, 8))) == {}
+    assert family.size_conditioning(Geometry((9, 9), (9, 9), (0, 0), (8, 8))) == {}
 
 
 def test_a_checkpoint_that_names_the_class_as_it_was_once_called_is_the_same(pipelines, tmp_path):

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from simpletuner.models.diffusers_io import class_of_diffusers
-from simpletuner.models.registry import FAMILIES, Architecture, flavours_of
+from simpletuner.models.diffusers_io import diffusers_class
+from simpletuner.models.registry import Architecture, flavours_of, presets
 
 ARCHITECTURES = {
     f"{key}/{name}": flavour.architecture
-    for key in FAMILIES
+    for key in presets()
     for name, flavour in reversed(flavours_of(key).items())
     if flavour.architecture
 }
@@ -23,12 +23,12 @@ DISTINCT = {(a.class_name, json.dumps(a.config, sort_keys=True)): name for name,
 def test_an_architecture_has_as_many_parameters_as_were_published(name):
     architecture: Architecture = ARCHITECTURES[name]
     with torch.device("meta"):
-        model = class_of_diffusers(architecture.class_name)(**architecture.config)
+        model = diffusers_class(architecture.class_name)(**architecture.config)
     assert sum(parameter.numel() for parameter in model.parameters()) == architecture.parameters
     assert architecture.source.startswith("https://")
 
 
-@pytest.mark.parametrize("key", [key for key, entry in FAMILIES.items() if entry.traits])
+@pytest.mark.parametrize("key", [key for key, preset in presets().items() if preset.family_class])
 def test_the_miniature_is_of_the_published_class(key, pipelines):
     name = "unet" if (pipelines(key) / "unet").exists() else "transformer"
     config = json.loads((pipelines(key) / name / "config.json").read_text())

@@ -3,8 +3,7 @@ from __future__ import annotations
 import torch
 from models.test_inputs import CPU, diffusers_pipeline, opened, recorded_call, sampling
 
-from simpletuner.models.family import Family
-from simpletuner.models.registry import traits_of
+from simpletuner.models.registry import family_class
 from simpletuner.settings.sections import Data, Model, Settings
 
 
@@ -16,9 +15,9 @@ def test_of_the_prompt_around_a_caption_only_its_end_is_left(pipelines):
 def test_a_prompt_longer_than_the_pipeline_s_own_limit_is_drawn_as_it_was_encoded(pipelines):
     model = Model(model_family="qwen_image")
     settings = Settings(model=model, data=Data(tokenizer_max_length=600))
-    family = Family(traits_of(model), pipelines("qwen_image"), settings)
+    family = family_class(model).open(pipelines("qwen_image"), settings)
     text = family.text_encoder(CPU, torch.float32).encode(["red " * 700])
     assert text["prompt_embeds"].shape[1] == 600
     denoiser = diffusers_pipeline(family).transformer
-    drawn = recorded_call(denoiser, lambda: family.draw(denoiser, family.vae(CPU), sampling(1.0), text, text))
+    drawn = recorded_call(denoiser, lambda: family.sample(denoiser, family.vae(CPU), sampling(1.0), text, text))
     assert torch.equal(drawn["encoder_hidden_states"], text["prompt_embeds"])

@@ -3,26 +3,34 @@ from __future__ import annotations
 import pytest
 
 from simpletuner.errors import ExitCode, SettingsError
-from simpletuner.models.family import Traits
-from simpletuner.models.registry import FAMILIES, TINY, check_model, check_trainable, flavour_of, flavours_of, traits_of
+from simpletuner.models.family import ModelFamily
+from simpletuner.models.registry import (
+    TINY,
+    check_model,
+    check_trainable,
+    family_class,
+    flavour_of,
+    flavours_of,
+    presets,
+)
 from simpletuner.settings.sections import Model
 
 
-@pytest.mark.parametrize("key", FAMILIES)
-def test_a_row_leads_to_traits_and_to_published_flavours(key):
-    if FAMILIES[key].traits:
-        assert isinstance(traits_of(Model(model_family=key)), Traits)
+@pytest.mark.parametrize("key", presets())
+def test_a_preset_leads_to_a_class_and_to_published_flavours(key):
+    if presets()[key].family_class:
+        assert issubclass(family_class(Model(model_family=key)), ModelFamily)
     assert flavours_of(key)
 
 
-@pytest.mark.parametrize("key", FAMILIES)
+@pytest.mark.parametrize("key", presets())
 def test_every_flavour_and_the_tiny_one_are_known(key):
     for flavour in ("", TINY, *flavours_of(key)):
         check_model(Model(model_family=key, model_flavour=flavour))
 
 
 def test_no_flavour_is_called_as_the_tiny_one():
-    assert not any(TINY in flavours_of(key) for key in FAMILIES)
+    assert not any(TINY in flavours_of(key) for key in presets())
 
 
 @pytest.mark.parametrize(
@@ -51,7 +59,7 @@ def test_an_unknown_family_or_flavour_names_the_nearest(model, message, hint):
     assert caught.value.exit_code == ExitCode.USAGE
 
 
-UNTRAINABLE = [(key, name) for key in FAMILIES for name, each in flavours_of(key).items() if each.untrainable]
+UNTRAINABLE = [(key, name) for key in presets() for name, each in flavours_of(key).items() if each.untrainable]
 
 
 @pytest.mark.parametrize(("key", "name"), UNTRAINABLE)
@@ -77,7 +85,7 @@ def test_a_family_is_understood_in_any_case():
     check_trainable(Model(model_family="SDXL"))
 
 
-@pytest.mark.parametrize("key", [key for key, entry in FAMILIES.items() if not entry.traits])
+@pytest.mark.parametrize("key", [key for key, preset in presets().items() if not preset.family_class])
 def test_a_family_known_by_its_architecture_alone_cannot_be_trained(key):
     with pytest.raises(SettingsError, match=f"^{key} cannot be trained yet"):
         check_trainable(Model(model_family=key))
@@ -85,9 +93,9 @@ def test_a_family_known_by_its_architecture_alone_cannot_be_trained(key):
 
 UNTRAINABLE = [
     (key, name, each.untrainable)
-    for key, entry in FAMILIES.items()
+    for key, preset in presets().items()
     for name, each in flavours_of(key).items()
-    if entry.traits and each.untrainable
+    if preset.family_class and each.untrainable
 ]
 
 

@@ -11,13 +11,13 @@ def older(pipelines, tmp_path_factory) -> Path:
     """Return a pipeline as of Sana 1.0 (queries and keys as they are), for 2K (positions), with Euler's scheduler."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
 
-    from simpletuner.models.families.sana import TINY_TRANSFORMER
-    from simpletuner.models.tiny import fixed_seed
+    from simpletuner.models.tiny.build import fixed_seed
+    from simpletuner.models.tiny.sana import TRANSFORMER
 
     folder = tmp_path_factory.mktemp("older")
     with fixed_seed():
         transformer = SanaTransformer2DModel(
-            **TINY_TRANSFORMER | {"qk_norm": None, "interpolation_scale": 1.0, "timestep_scale": 0.001}
+            **TRANSFORMER | {"qk_norm": None, "interpolation_scale": 1.0, "timestep_scale": 0.001}
         )
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     SanaPipeline.from_pretrained(pipelines("sana"), transformer=transformer, scheduler=scheduler).save_pretrained(

@@ -9,8 +9,7 @@ import torch
 from conftest import base
 from safetensors.torch import load_file, save_file
 
-from simpletuner.models.family import Family
-from simpletuner.models.registry import traits_of
+from simpletuner.models.registry import family_class
 from simpletuner.settings.sections import Data, Model, Settings
 
 WEIGHTS = Path("transformer") / "diffusion_pytorch_model.safetensors"
@@ -24,7 +23,7 @@ def test_the_longest_prompt_is_counted_in_t5_tokens_after_those_of_clip(asked, t
 
     model = Model(model_family="sd3")
     settings = Settings(model=model, data=Data(tokenizer_max_length=asked))
-    family = Family(traits_of(model), pipelines("sd3"), settings)
+    family = family_class(model).open(pipelines("sd3"), settings)
     ours = family.text_encoder(torch.device("cpu"), torch.float32).encode(["a red circle"])
     pipeline = DiffusionPipeline.from_pretrained(pipelines("sd3"))
     theirs, _, pooled, _ = pipeline.encode_prompt("a red circle", None, None, max_sequence_length=tokens)

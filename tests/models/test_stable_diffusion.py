@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.models.family import Family, SamplingParams
+from simpletuner.models.family import ModelFamily, SamplingParams
 from simpletuner.models.objectives import Diffusion
-from simpletuner.models.registry import traits_of
+from simpletuner.models.registry import family_class
 from simpletuner.settings.sections import Model, Settings
 
 PUBLISHED = [
@@ -34,15 +34,15 @@ def with_scheduler(folder: Path, target: Path, changes: dict[str, Any]) -> Path:
     return target
 
 
-def opened(key: str, folder: Path) -> Family:
+def opened(key: str, folder: Path) -> ModelFamily:
     model = Model(model_family=key)
-    return Family(traits_of(model), folder, Settings(model=model))
+    return family_class(model).open(folder, Settings(model=model))
 
 
 @pytest.mark.parametrize(("key", "changes"), PUBLISHED)
 def test_the_objective_is_that_of_the_published_scheduler(key, changes, pipelines, tmp_path):
     family = opened(key, with_scheduler(pipelines(key), tmp_path / key, changes))
-    scheduler, objective = family.pipeline(vae=None).scheduler, family.objective()
+    scheduler, objective = family.load_pipeline(vae=None).scheduler, family.objective()
     assert isinstance(objective, Diffusion)
     assert type(scheduler).__name__ == changes["_class_name"]
     assert objective.prediction == {"sd1x": "epsilon", "sd2x": "v_prediction"}[key]
@@ -62,5 +62,5 @@ def test_the_published_scheduler_draws_as_in_diffusers(key, changes, pipelines, 
     theirs.set_progress_bar_config(disable=True)
     encoder = family.text_encoder(cpu, torch.float32)
     positive, negative = encoder.encode(["a red circle"]), encoder.encode([""])
-    ours = family.draw(theirs.unet, family.vae(cpu), sampling, positive, negative)
-    torch.testing.assert_close(ours, theirs("a red circle", **sampling.arguments())[0], atol=1e-4, rtol=1e-4)
+    ours = family.sample(theirs.unet, family.vae(cpu), sampling, positive, negative)
+    torch.testing.assert_close(ours, theirs("a red circle", **sampling.kwargs())[0], atol=1e-4, rtol=1e-4)

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.families.flux import FLUX
-from simpletuner.models.family import Family, Traits
+from simpletuner.models.families.flux import Flux
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import diffusion, flow_matching
-from simpletuner.models.registry import FAMILIES, traits_of
-from simpletuner.models.support import DIFFUSION, FLOW, SCOPES, check_runnable
+from simpletuner.models.registry import family_class, presets
+from simpletuner.models.support import SCOPES, check_runnable
 from simpletuner.settings.loading import load
 from simpletuner.settings.sections import Model, Settings
 
-TRAINABLE = [name for name, entry in FAMILIES.items() if entry.traits]
+TRAINABLE = [name for name, preset in presets().items() if preset.family_class]
 
 
 def checked(family: str, **flags: str):
@@ -21,13 +21,14 @@ def checked(family: str, **flags: str):
 
 
 @pytest.mark.parametrize("family", TRAINABLE)
-def test_the_table_of_scopes_says_what_traits_say(family):
-    traits: Traits = traits_of(Model(model_family=family))
-    assert (traits.objective is diffusion) == (family in DIFFUSION)
-    assert (traits.objective is flow_matching) == (family in FLOW)
-    assert (traits.max_length is not None) == (family in SCOPES["tokenizer_max_length"].families)
-    source = Path(str(__import__(FAMILIES[family].traits.partition(":")[0], fromlist=["x"]).__file__)).read_text()
-    assert ("embedded_guidance" in source) == (family in SCOPES["flux_guidance_value"].families)
+def test_a_preset_says_what_its_class_says(family):
+    preset, cls = presets()[family], family_class(Model(model_family=family))
+    assert (cls.objective is diffusion) == SCOPES["snr_gamma"].includes(preset)
+    assert (cls.objective is flow_matching) == SCOPES["flow_schedule_shift"].includes(preset)
+    variable = cls.default_max_length is not ModelFamily.default_max_length
+    assert variable == SCOPES["tokenizer_max_length"].includes(preset)
+    source = Path(str(__import__(preset.family_class.partition(":")[0], fromlist=["x"]).__file__)).read_text()
+    assert ("guidance_scale(" in source) == SCOPES["flux_guidance_value"].includes(preset)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_a_prediction_type_of_a_flow_is_refused_whoever_made_the_family(pipeline
     assert checked("sdxl", prediction_type="v_prediction").warnings == ()
     model = Model(model_family="flux", prediction_type="epsilon")
     with pytest.raises(SettingsError, match="prediction_type=epsilon has no meaning for the flow"):
-        Family(FLUX, pipelines("flux"), Settings(model=model)).objective()
+        Flux.open(pipelines("flux"), Settings(model=model)).objective()
 
 
 def test_a_single_file_and_a_path_to_nothing_are_called_what_they_are(tmp_path):

@@ -4,6 +4,10 @@ import pytest
 import torch
 from models.test_inputs import CPU, opened
 
+from simpletuner.errors import SettingsError
+from simpletuner.models.families.stable_diffusion import SD1
+from simpletuner.settings.sections import Model, Settings
+
 
 @pytest.mark.parametrize("key", ["sana", "lumina2"])
 def test_the_empty_caption_is_what_the_pipeline_takes_for_none_wherever_it_stands_in_a_batch(key, pipelines):
@@ -19,3 +23,13 @@ def test_the_empty_caption_is_what_the_pipeline_takes_for_none_wherever_it_stand
         assert torch.equal(together["prompt_attention_mask"][place], negative_mask[0])
     torch.testing.assert_close(together["prompt_embeds"][1], instructed["prompt_embeds"][0])
     assert torch.equal(together["prompt_attention_mask"][1], instructed["prompt_attention_mask"][0])
+
+
+def test_a_family_that_returns_no_prompt_embeds_is_refused_with_what_it_returns(pipelines):
+    class Own(SD1):
+        def encode_prompts(self, pipeline, captions):
+            return {"text": super().encode_prompts(pipeline, captions)["prompt_embeds"]}
+
+    encoder = Own(pipelines("sd1x"), Settings(model=Model(model_family="sd1x"))).text_encoder(CPU, torch.float32)
+    with pytest.raises(SettingsError, match="^Own.encode_prompts returns text, but no prompt_embeds$"):
+        encoder.encode(["a red circle"])

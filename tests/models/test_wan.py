@@ -18,12 +18,12 @@ def ti2v(pipelines, tmp_path_factory) -> Path:
     """Return a pipeline as that of Wan 2.2 TI2V-5B: a time for every token, a VAE of 16 px cells."""
     from diffusers import AutoencoderKLWan, WanPipeline
 
-    from simpletuner.models.families.wan import TINY_VAE
-    from simpletuner.models.tiny import fixed_seed
+    from simpletuner.models.tiny.build import fixed_seed
+    from simpletuner.models.tiny.wan import VAE
 
     folder = tmp_path_factory.mktemp("ti2v")
     with fixed_seed():
-        vae = AutoencoderKLWan(**TINY_VAE | VAE_OF_2_2)
+        vae = AutoencoderKLWan(**VAE | VAE_OF_2_2)
     WanPipeline.from_pretrained(pipelines("wan"), vae=vae, expand_timesteps=True).save_pretrained(folder)
     return folder
 

@@ -6,14 +6,14 @@ import pytest
 from torch import nn
 
 from simpletuner.models.diffusers_io import build_on_meta
-from simpletuner.models.registry import FAMILIES, flavours_of
+from simpletuner.models.registry import flavours_of, presets
 from simpletuner.parallel.blocks import blocks_of, detect_blocks, recommended_blocks
 from simpletuner.parallel.fsdp2 import format_units, units_by_class
 from simpletuner.settings.sections import Parallel
 
 ARCHITECTURES = {
     f"{key}-{flavour.architecture.source}": flavour.architecture
-    for key in FAMILIES
+    for key in presets()
     for flavour in flavours_of(key).values()
 }
 MUST_HOLD_ENOUGH = ("flux-", "sdxl-", "sd3-", "wan-", "sana-")
@@ -62,8 +62,8 @@ def test_a_block_is_taken_and_what_lies_within_is_not():
     model = Root(*(Outer(inner(), inner()) for _ in range(30)))
     assert taken(model) == ("Outer",)
     assert why(model, "Outer") == "repeats in parts"
-    assert why(model, "Inner") == "lies within Outer"
-    assert why(model, "Linear") == "lies within Outer"
+    assert why(model, "Inner") == "inside Outer"
+    assert why(model, "Linear") == "inside Outer"
 
 
 def test_large_blocks_give_way_to_those_within():
@@ -83,7 +83,7 @@ def test_a_class_that_stands_within_another_and_outside_is_never_wrapped_twice()
     assert taken(mostly_outside) == ("Inner",)
     mostly_within = Root(*(Outer(inner(), nn.Linear(30, 30)) for _ in range(30)), inner(), inner())
     assert taken(mostly_within) == ("Outer",)
-    assert why(mostly_within, "Inner") == "lies partly within Outer"
+    assert why(mostly_within, "Inner") == "partly inside Outer"
 
 
 def test_blocks_that_do_not_contain_one_another_are_all_taken_largest_first():

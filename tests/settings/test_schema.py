@@ -11,12 +11,12 @@ from hypothesis import settings as hypothesis_settings
 from jsonschema import Draft202012Validator
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.registry import FAMILIES
+from simpletuner.models.registry import presets
 from simpletuner.settings import load, settings_as_json
 from simpletuner.settings.loading import knobs
 from simpletuner.settings.schema import json_schema, options_page
 
-SCHEMA = Draft202012Validator(json_schema(FAMILIES))
+SCHEMA = Draft202012Validator(json_schema(presets()))
 
 
 def mistakes(values: dict) -> list[str]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import newest_healthy
-from simpletuner.models.family import Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.registry import traits_of
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.torch_engine import local_tensor
@@ -97,9 +97,9 @@ def prepared_by(world: World, settings: Settings) -> Prepared:
     return prepare(session, plan_data(session), family)
 
 
-def session_of(world: World, settings: Settings) -> tuple[Session, Family]:
+def session_of(world: World, settings: Settings) -> tuple[Session, ModelFamily]:
     session = Session(Loaded(settings, {}), build_mesh(settings, world), Report(quiet=True), StopRequest())
-    return session, Family(traits_of(settings.model), Path(settings.model.pretrained_model_name_or_path), settings)
+    return session, ModelFamily(traits_of(settings.model), Path(settings.model.pretrained_model_name_or_path), settings)
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.models.family import Family
-from simpletuner.models.registry import traits_of
+from simpletuner.models.registry import family_class
 from simpletuner.models.weights import weights_files
 from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.engine import Engine
@@ -64,7 +63,7 @@ def built(family: str, folder: str, world: World, parallel: Parallel) -> Engine:
         parallel=parallel,
         training=Training(mixed_precision="no", gradient_checkpointing=False),
     )
-    opened = Family(traits_of(settings.model), Path(folder), settings)
+    opened = family_class(settings.model).open(Path(folder), settings)
     files = weights_files(Path(folder) / opened.denoiser_name)
 
     def load(tensors: dict[str, torch.Tensor]) -> None:

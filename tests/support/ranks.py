@@ -49,11 +49,11 @@ def command_line(arguments: list[str]) -> None:
 
 def build_pipeline(family: str, folder: str) -> None:
     """Write the tiny pipeline of a family."""
-    from simpletuner.models.registry import traits_of
-    from simpletuner.models.tiny import build_tiny
+    from simpletuner.models.registry import family_class
+    from simpletuner.models.tiny.build import build_tiny
     from simpletuner.settings.sections import Model
 
-    build_tiny(traits_of(Model(model_family=family)), Path(folder))
+    build_tiny(family_class(Model(model_family=family)), Path(folder))
 
 
 def command_line_at(folders: list[str], arguments: list[str]) -> None:

@@ -51,7 +51,7 @@ class FakeEngine:
 class FakeModel:
     """A family and objective in one: the loss is the square of the latents."""
 
-    def corrupt(self, latents: torch.Tensor, noise: torch.Tensor, u: torch.Tensor) -> NoisedLatents:
+    def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, u: torch.Tensor) -> NoisedLatents:
         return NoisedLatents(latents, u, noise, torch.ones(len(u)))
 
     def predict(self, model, noised, timesteps, conditioning) -> torch.Tensor:

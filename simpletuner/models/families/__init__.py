@@ -1,1 +1,1 @@
-"""One file per model family: what differs from the others, as one `Traits`."""
+"""One file per model family: a subclass of ModelFamily that states what differs from the others."""

@@ -1,6 +1,6 @@
-"""What every family answers: what diffusers' own pipeline goes on with, and to each caption of a batch its own.
+"""What every family predicts: what diffusers' own pipeline goes on with, and for each caption of a batch its own.
 
-Nothing here names a family: a new row of the registry is tested by being there.
+Nothing here names a family: a new preset is tested by being there.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from torch import Tensor
 
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import stacked
-from simpletuner.models.family import Conditioning, Family
+from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import FlowMatching
+from simpletuner.models.text_encoding import Conditioning
 
 CAPTIONS = ("a red circle", "", "a large red circle and two small blue squares on a bright background, in pink")
 
 
-def denoiser_of(family: Family) -> torch.nn.Module:
+def denoiser_of(family: ModelFamily) -> torch.nn.Module:
     return getattr(diffusers_pipeline(family), family.denoiser_name)
 
 
-def told(family: Family, texts: Sequence[Conditioning]) -> Conditioning:
-    """Return what the denoiser is told about some texts and a picture for each, batched as for training."""
-    picture = family.picture_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
-    return stacked([{**text, **picture} for text in texts])
+def conditioning_of(family: ModelFamily, texts: Sequence[Conditioning]) -> Conditioning:
+    """Return the conditioning of some texts and an image for each, batched as for training."""
+    size = family.size_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
+    return stacked([{**text, **size} for text in texts])
 
 
 def rows(encoded: Conditioning) -> list[Conditioning]:
@@ -36,72 +37,72 @@ def rows(encoded: Conditioning) -> list[Conditioning]:
     return [{name: value[n] for name, value in encoded.items()} for n in range(len(encoded["prompt_embeds"]))]
 
 
-def steps_of(family: Family, pipeline: Any, guidance: float = 1.0) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return, for each step of a drawing, time, latents and answer as the family's objective has them."""
+def steps_of(family: ModelFamily, pipeline: Any, guidance: float = 1.0) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return, for each sampling step, time, latents and prediction as the family's objective has them."""
     handed = []
 
     class Listening(type(pipeline.scheduler)):
         def step(self, model_output, timestep, sample, **named):
             scaled = hasattr(self, "scale_model_input")
             shown = self.scale_model_input(sample, timestep) if scaled else sample
-            # Told a time for each token, the scheduler counts steps upwards, and pipelines turn their answer round.
-            answer = -model_output if named.get("per_token_timesteps") is not None else model_output
-            handed.append((timestep, shown, answer))
+            # Given a time for each token, the scheduler counts steps upwards, and pipelines negate the prediction.
+            prediction = -model_output if named.get("per_token_timesteps") is not None else model_output
+            handed.append((timestep, shown, prediction))
             return super().step(model_output, timestep, sample, **named)
 
     pipeline.scheduler = Listening.from_config(pipeline.scheduler.config)
-    pipeline(prompt=PROMPT, **family.traits.draw_arguments({}, {}, sampling(guidance)))
+    pipeline(prompt=PROMPT, **family.pipeline_kwargs({}, {}, sampling(guidance)))
     downscale = family.vae(CPU).downscale
     size = (SIZE[1] // downscale, SIZE[0] // downscale)
     flow = isinstance(family.objective(), FlowMatching)
     count = pipeline.scheduler.config.num_train_timesteps if flow else 1
-    return [(time[None] / count, *(family.traits.drawn_latents(each, size) for each in both)) for time, *both in handed]
+    return [(time[None] / count, *(family.unpack_latents(each, size) for each in both)) for time, *both in handed]
 
 
 @pytest.mark.parametrize("key", TRAINABLE)
-def test_an_answer_is_what_diffusers_own_pipeline_hands_its_scheduler(key, pipelines):
+def test_a_prediction_is_what_diffusers_own_pipeline_hands_its_scheduler(key, pipelines):
     family = opened(key, pipelines(key))
     pipeline = diffusers_pipeline(family)
     time, noisy, theirs = steps_of(family, pipeline)[1]
     text = family.text_encoder(CPU, torch.float32).encode([PROMPT])
     with torch.no_grad():
-        ours = family.predict(getattr(pipeline, family.denoiser_name), noisy, time, told(family, rows(text)))
+        ours = family.predict(getattr(pipeline, family.denoiser_name), noisy, time, conditioning_of(family, rows(text)))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("key", TRAINABLE)
-def test_captions_of_any_length_in_one_batch_give_each_the_answer_it_gets_alone(key, pipelines):
+def test_captions_of_any_length_in_one_batch_give_each_the_prediction_it_gets_alone(key, pipelines):
     family = opened(key, pipelines(key))
     denoiser, encoder = denoiser_of(family), family.text_encoder(CPU, torch.float32)
     pixels = torch.rand(1, 3, SIZE[1], SIZE[0], generator=torch.Generator().manual_seed(0)) * 2 - 1
-    noisy = family.vae(CPU).encode(pixels)
+    latents = family.vae(CPU).encode(pixels)
     time = torch.tensor([0.5 if isinstance(family.objective(), FlowMatching) else 500])
 
-    def answers(texts: Sequence[Conditioning]) -> Tensor:
+    def predictions(texts: Sequence[Conditioning]) -> Tensor:
         with torch.no_grad():
-            count = len(texts)
-            return family.predict(denoiser, noisy.expand(count, -1, -1, -1), time.expand(count), told(family, texts))
+            noised, times = latents.expand(len(texts), -1, -1, -1), time.expand(len(texts))
+            return family.predict(denoiser, noised, times, conditioning_of(family, texts))
 
     alone = [row for caption in CAPTIONS for row in rows(encoder.encode([caption]))]
-    expected = torch.cat([answers([text]) for text in alone])
+    expected = torch.cat([predictions([text]) for text in alone])
     together = rows(encoder.encode(CAPTIONS))
-    assert (expected - expected.roll(1, 0)).flatten(1).abs().amax(1).min() > 1e-3, "equal answers prove nothing"
+    assert (expected - expected.roll(1, 0)).flatten(1).abs().amax(1).min() > 1e-3, "equal predictions prove nothing"
     for texts in (alone, together):
-        torch.testing.assert_close(answers(texts), expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(answers(together[:1]), expected[:1], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(predictions(texts), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(predictions(together[:1]), expected[:1], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("key", TRAINABLE)
-def test_a_weight_gets_a_gradient_unless_the_family_calls_it_idle(key, pipelines):
+def test_a_weight_gets_a_gradient_unless_the_family_calls_it_unused(key, pipelines):
     family = opened(key, pipelines(key))
     denoiser, encoder = denoiser_of(family), family.text_encoder(CPU, torch.float32)
     clean = family.vae(CPU).encode(torch.zeros(len(CAPTIONS), 3, SIZE[1], SIZE[0]))
-    problem = family.objective().corrupt(clean, torch.randn_like(clean), torch.full((len(CAPTIONS),), 0.5))
+    noised = family.objective().add_noise(clean, torch.randn_like(clean), torch.full((len(CAPTIONS),), 0.5))
     texts = rows(encoder.encode(CAPTIONS))
-    family.predict(denoiser, problem.noisy, problem.timesteps, told(family, texts)).square().mean().backward()
+    family.predict(denoiser, noised.noised, noised.timesteps, conditioning_of(family, texts)).square().mean().backward()
     trained = {name for name, parameter in family.denoiser().named_parameters() if parameter.requires_grad}
     for name, parameter in denoiser.named_parameters():
         if name in trained:
-            assert parameter.grad is not None, f"{name} is idle"
+            assert parameter.grad is not None, f"{name} is unused"
         else:
-            assert parameter.grad is None or not parameter.grad.any(), f"{name} is not idle"
+            assert parameter.grad is None or not parameter.grad.any(), f"{name} is not unused"

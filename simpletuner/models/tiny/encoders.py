@@ -1,0 +1,140 @@
+"""What tiny pipelines share: the small trained VAE of this package, and text encoders with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simpletuner.models.tiny.tokenizers import CLIP_MAX_LENGTH
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL
+    from transformers import (
+        CLIPTextModel,
+        CLIPTokenizer,
+        Gemma2Model,
+        GemmaTokenizer,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2Tokenizer,
+        Qwen3Model,
+        T5EncoderModel,
+        T5Tokenizer,
+        UMT5EncoderModel,
+    )
+
+VAE_FOLDER = Path(__file__).parent / "vae"
+
+QWEN_WIDTH = 64
+
+QWEN_TEXT: dict[str, Any] = {
+    "hidden_size": QWEN_WIDTH,
+    "intermediate_size": 2 * QWEN_WIDTH,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+# No image ever reaches the vision part of Qwen2.5-VL here, so it is as small as its class allows.
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": QWEN_WIDTH,
+    "fullatt_block_indexes": [0],
+}
+
+
+def spread_embeddings(encoder: Any) -> Any:
+    """Initialise word embeddings with a deviation of 0.3 and return the encoder."""
+    # At the usual 0.02 attention averages the words away, and all captions get nearly the same embedding.
+    encoder.get_input_embeddings().weight.data.normal_(std=0.3)
+    return encoder
+
+
+def load_vae() -> AutoencoderKL:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL.from_pretrained(VAE_FOLDER)
+
+
+def build_clip(tokenizer: CLIPTokenizer, width: int, projection: bool = False) -> CLIPTextModel:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        projection_dim=width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CLIP_MAX_LENGTH,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return spread_embeddings((CLIPTextModelWithProjection if projection else CLIPTextModel)(config))
+
+
+def build_t5(tokenizer: T5Tokenizer, width: int) -> T5EncoderModel:
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=width,
+        d_kv=width // 4,
+        d_ff=2 * width,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+    )
+    return T5EncoderModel(config)
+
+
+def build_umt5(tokenizer: T5Tokenizer, width: int) -> UMT5EncoderModel:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    config = UMT5Config(
+        vocab_size=len(tokenizer), d_model=width, d_kv=width // 4, d_ff=2 * width, num_layers=2, num_heads=4
+    )
+    return UMT5EncoderModel(config)
+
+
+def build_gemma(tokenizer: GemmaTokenizer, width: int) -> Gemma2Model:
+    from transformers import Gemma2Config, Gemma2Model
+
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        query_pre_attn_scalar=width // 4,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return spread_embeddings(Gemma2Model(config))
+
+
+def build_qwen3(tokenizer: Qwen2Tokenizer) -> Qwen3Model:
+    from transformers import Qwen3Config, Qwen3Model
+
+    return spread_embeddings(Qwen3Model(Qwen3Config(vocab_size=len(tokenizer), head_dim=QWEN_WIDTH // 4, **QWEN_TEXT)))
+
+
+def build_qwen25_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    text = QWEN_TEXT | {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rope_parameters": rope,
+    }
+    return spread_embeddings(
+        Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=QWEN_VISION))
+    )
