@@ -22,7 +22,7 @@ from interleaved import Rounds, print_table, ratio, seconds_in_turns
 from torch import Tensor
 
 from simpletuner.caches.shards import ShardReader, ShardWriter
-from simpletuner.data.prefetch import stacked
+from simpletuner.data.prefetch import stack_conditioning
 
 ROUNDS, BATCH_SIZE = 9, 4
 PARTS = {"file": "1-1", "VAE": "0123456789abcdef"}
@@ -117,7 +117,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             rows.append(row_of(kind, "written", writing_seconds(Path(name), record, count), count))
             rows.append(row_of(kind, "read", reading_seconds(Path(name), record, count, touched), count))
-            rows.append(row_of(kind, "read and stacked", reading_seconds(Path(name), record, count, stacked), count))
+            rows.append(
+                row_of(kind, "read and stacked", reading_seconds(Path(name), record, count, stack_conditioning), count)
+            )
     title = f"records per second, page cache warm (median of {ROUNDS} rounds in turns; goal: reading at least 2x)"
     print_table(title, ["record", f"our {OURS}", f"one {PLAIN[:-1]} each", "times faster"], rows)
 

@@ -18,11 +18,11 @@ import safetensors.torch
 import torch
 from interleaved import Rounds, print_table, ratio, seconds_in_turns
 
-from simpletuner.caches.shards import Place, ShardReader, ShardWriter
-from simpletuner.checkpoints.layout import Checkpoint, folder_of_step
+from simpletuner.caches.shards import RecordLocation, ShardReader, ShardWriter
+from simpletuner.checkpoints.layout import Checkpoint, checkpoint_folder
 from simpletuner.checkpoints.saving import write_state
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.checkpoints.verification import checksums, damage
+from simpletuner.checkpoints.verification import compute_checksums, find_damage
 from simpletuner.parallel.world import World, joined_world
 
 ROUNDS, TENSORS, ELEMENTS = 7, 16, 4_000_000
@@ -42,13 +42,13 @@ def forget(folder: Path) -> None:
 
 def checkpoint_seconds(root: Path, world: World) -> Rounds:
     """Read a checkpoint's weights, with and without checking it before."""
-    folder = folder_of_step(root, 1)
+    folder = checkpoint_folder(root, 1)
     (folder / "model").mkdir(parents=True)
     weights = {f"layer{number}.weight": torch.randn(ELEMENTS) for number in range(TENSORS)}
     safetensors.torch.save_file(weights, folder / "model" / "a.safetensors")
     position = {"epoch": 0, "batch": 1, "batch_size": 4, "consumed": {}}
     state = {"step": 1, "position": position, "data": "d", "optimizer": {"steps": 1, "moments": []}}
-    write_state(folder, {**state, "ema_updates": None}, checksums(folder, world))
+    write_state(folder, {**state, "ema_updates": None}, compute_checksums(folder, world))
     target = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
 
     def read() -> None:
@@ -57,7 +57,7 @@ def checkpoint_seconds(root: Path, world: World) -> Rounds:
 
     def check_and_read() -> None:
         """Compare all checksums, then read the weights."""
-        assert damage(folder, world) == ""
+        assert find_damage(folder, world) == ""
         read()
 
     return seconds_in_turns({"plain": read, "checked": check_and_read}, ROUNDS, lambda _: forget(folder))
@@ -69,10 +69,10 @@ def record_seconds(folder: Path) -> Rounds:
         for number in range(RECORDS):
             writer.write(str(number), PARTS, RECORD)
 
-    def read(change: Callable[[Place], Place]) -> None:
+    def read(change: Callable[[RecordLocation], RecordLocation]) -> None:
         """Read all records in an order of chance."""
         reader = ShardReader(folder)
-        places = [change(place) for place in reader.places.values()]
+        places = [change(place) for place in reader.locations.values()]
         for place in random.Random(0).sample(places, len(places)):
             for tensor in reader.read(place).values():
                 tensor.view(-1).clone()

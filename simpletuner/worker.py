@@ -223,12 +223,14 @@ def compose(session: Session, family: Family, prepared: Prepared, state: Trainin
     settings, world, plan = session.settings, session.world, prepared.plan
     training, objective, dtype = settings.training, family.objective(), compute_dtype(settings)
     accumulation, dropout = training.gradient_accumulation_steps, settings.data.caption_dropout_probability
-    share = RankSlice(world.rank, world.size, accumulation, training.seed, dropout, pin=world.device.type == "cuda")
+    rank_slice = RankSlice(
+        world.rank, world.size, accumulation, training.seed, dropout, pin=world.device.type == "cuda"
+    )
     painter = open_validator(session, family, state, prepared)
 
     def step_taken(batches: StepBatch, learning_rate: float) -> Outcome:
         """Train on one step's batches."""
-        passes = [batch.to(world.device) for batch in batches.passes]
+        passes = [batch.to(world.device) for batch in batches.micro_batches]
         clip = settings.optimizer.max_grad_norm
         return take_step(state.engine, family, objective, passes, dtype, learning_rate, clip)
 
@@ -237,7 +239,7 @@ def compose(session: Session, family: Family, prepared: Prepared, state: Trainin
         stop=session.stop,
         begin=session.world.activity.begin,
         feed=prefetch(
-            prepared.source, plan.order, state.position, state.step, share, settings.data.dataloader_prefetch_qlen
+            prepared.source, plan.order, state.position, state.step, rank_slice, settings.data.dataloader_prefetch_qlen
         ),
         take_step=step_taken,
         after_step=state.average.update if state.average is not None else lambda step: None,

@@ -63,7 +63,7 @@ def train(run: Run, step: int) -> None:
                 run.ledger.settle(progress)  # a loss that is not a number is found before it is saved
             if save_due:
                 run.begin(f"saving step {step}", unsaved=True, watched=False)
-                run.save(step, batches.after)
+                run.save(step, batches.next_state)
             if run.ledger.stop_asked and save_due:
                 raise run.stop.stopped(f"at step {step}; its checkpoint is saved")
             if draw_due:

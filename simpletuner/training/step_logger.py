@@ -48,11 +48,11 @@ class StepLogger:
         asked = torch.tensor(float(bool(self.stop.signal_number)), device=outcome.loss.device)
         numbers = self.world.all_mean(torch.stack([outcome.loss, asked]))
         numbers = torch.cat([numbers, outcome.grad_norm.reshape(1)])
-        ids = [sample for each in batches.passes for sample in each.ids]
+        ids = [sample for each in batches.micro_batches for sample in each.ids]
         self.settle(progress)
         now = time.perf_counter()
         row["seconds"], self.clock = now - self.clock, now
-        self.open = PendingStep({"step": step, "epoch": batches.after.epoch, **row}, numbers, ids)
+        self.open = PendingStep({"step": step, "epoch": batches.next_state.epoch, **row}, numbers, ids)
 
     def settle(self, progress: Progress) -> None:
         """Read the open step's numbers. Raises TrainingError on all ranks when the loss is not a number."""

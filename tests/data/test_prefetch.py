@@ -12,6 +12,7 @@ from simpletuner.data.batch_sampler import GlobalBatchSampler
 from simpletuner.data.discovery import Sample
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, RankSlice, SampleReader, StepBatch, prefetch
+from simpletuner.data.storage import LocalStorage
 
 CHANNELS, TEXT = 4, 3
 SHAPES = {"64x64": (8, 8), "128x64": (8, 16)}
@@ -22,7 +23,7 @@ def sample(number: int) -> Sample:
     target = (64, 64) if number < 16 else (128, 64)
     captions = tuple(f"caption {number}.{line}" for line in range(1 + number % 3))
     geometry = Geometry(target, target, (0, 0), target)
-    return Sample(f"d/{number:02d}", "d", Path(f"{number}.png"), "1", geometry, captions)
+    return Sample(f"d/{number:02d}", "d", LocalStorage(Path()), f"{number}.png", "1", geometry, captions)
 
 
 def latents(each: Sample) -> torch.Tensor:
@@ -38,7 +39,7 @@ def source(**changes) -> SampleReader:
     values = {
         "samples": [sample(number) for number in range(COUNT)],
         "latents": latents,
-        "picture": lambda each: {"size": torch.tensor(each.geometry.target)},
+        "image": lambda each: {"size": torch.tensor(each.geometry.target)},
         "text": text,
         "no_caption": {"prompt_embeds": torch.full((2, TEXT), -1.0)},
     }
@@ -52,8 +53,8 @@ def order() -> GlobalBatchSampler:
 def steps_of(
     rank: int = 0, ranks: int = 1, accumulation: int = 1, batch: int = 8, dropout: float = 0.0, **changes
 ) -> Iterator[StepBatch]:
-    share = RankSlice(rank, ranks, accumulation, seed=5, caption_dropout=dropout)
-    return prefetch(source(**changes), order(), order().start(batch), 0, share, ahead=2)
+    rank_slice = RankSlice(rank, ranks, accumulation, seed=5, caption_dropout=dropout)
+    return prefetch(source(**changes), order(), order().start(batch), 0, rank_slice, steps_ahead=2)
 
 
 def joined(passes: list[Batch]) -> dict[str, torch.Tensor]:
@@ -64,7 +65,7 @@ def joined(passes: list[Batch]) -> dict[str, torch.Tensor]:
 
 def test_a_batch_has_the_shapes_that_a_step_expects():
     for step in islice(steps_of(), 6):
-        (batch,) = step.passes
+        (batch,) = step.micro_batches
         height, width = SHAPES["64x64" if batch.ids[0] < "d/16" else "128x64"]
         assert batch.latents.shape == batch.noise.shape == (8, CHANNELS, height, width)
         assert batch.latents.dtype == batch.noise.dtype == batch.u.dtype == torch.float32
@@ -75,7 +76,7 @@ def test_a_batch_has_the_shapes_that_a_step_expects():
 
 def test_everything_in_a_row_belongs_to_the_same_sample():
     for step in islice(steps_of(), 6):
-        (batch,) = step.passes
+        (batch,) = step.micro_batches
         numbers = torch.tensor([float(name[2:]) for name in batch.ids])
         assert torch.equal(batch.latents[:, 0, 0, 0], numbers)
         assert torch.equal(batch.conditioning["prompt_embeds"][:, 0, 0].floor(), numbers)
@@ -84,8 +85,8 @@ def test_everything_in_a_row_belongs_to_the_same_sample():
 def test_steps_follow_the_order_and_tell_the_position_after_them():
     expected = list(islice(order().batches(order().start(8)), 7))
     for step, (batch, after) in zip(steps_of(), expected, strict=False):
-        assert step.passes[0].ids == tuple(f"d/{number:02d}" for number in batch.samples)
-        assert step.after == after
+        assert step.micro_batches[0].ids == tuple(f"d/{number:02d}" for number in batch.samples)
+        assert step.next_state == after
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (2, 4), (4, 2)])
@@ -93,27 +94,27 @@ def test_any_number_of_ranks_and_passes_sees_the_same_global_batch(ranks, accumu
     alone = list(islice(steps_of(dropout=0.3), 5))
     shares = [list(islice(steps_of(rank, ranks, accumulation, dropout=0.3), 5)) for rank in range(ranks)]
     for number, whole in enumerate(alone):
-        pieces = [share[number].passes[at] for at in range(accumulation) for share in shares]
+        pieces = [share[number].micro_batches[at] for at in range(accumulation) for share in shares]
         assert {len(piece.ids) for piece in pieces} == {8 // ranks // accumulation}
         for name, tensor in joined(pieces).items():
-            assert torch.equal(tensor, joined(whole.passes)[name]), name
-        assert {share[number].after.batch for share in shares} == {whole.after.batch}
+            assert torch.equal(tensor, joined(whole.micro_batches)[name]), name
+        assert {share[number].next_state.batch for share in shares} == {whole.next_state.batch}
 
 
 def test_a_resumed_feed_goes_on_as_if_it_had_not_stopped():
     straight = list(islice(steps_of(dropout=0.5), 9))
-    share = RankSlice(0, 1, 1, seed=5, caption_dropout=0.5)
-    resumed = prefetch(source(), order(), straight[3].after, 4, share, ahead=2)
+    rank_slice = RankSlice(0, 1, 1, seed=5, caption_dropout=0.5)
+    resumed = prefetch(source(), order(), straight[3].next_state, 4, rank_slice, steps_ahead=2)
     for one, two in zip(straight[4:], resumed, strict=False):
-        for name, tensor in joined(two.passes).items():
-            assert torch.equal(tensor, joined(one.passes)[name]), name
+        for name, tensor in joined(two.micro_batches).items():
+            assert torch.equal(tensor, joined(one.micro_batches)[name]), name
 
 
 def test_noise_differs_between_steps_and_between_repeats_in_one_batch():
     twice = GlobalBatchSampler({"64x64": [0, 0]}, seed=1)
-    share = RankSlice(0, 1, 1, seed=5, caption_dropout=0.0)
-    one, two = islice(prefetch(source(), twice, twice.start(2), 0, share, ahead=1), 2)
-    noises = [batch.noise[row] for step in (one, two) for batch in step.passes for row in (0, 1)]
+    rank_slice = RankSlice(0, 1, 1, seed=5, caption_dropout=0.0)
+    one, two = islice(prefetch(source(), twice, twice.start(2), 0, rank_slice, steps_ahead=1), 2)
+    noises = [batch.noise[row] for step in (one, two) for batch in step.micro_batches for row in (0, 1)]
     assert len({float(noise[0, 0, 0]) for noise in noises}) == 4
 
 
@@ -121,7 +122,7 @@ def test_captions_are_drawn_from_all_lines():
     drawn = {
         float(value)
         for step in islice(steps_of(), 120)
-        for value in step.passes[0].conditioning["prompt_embeds"][:, 0, 0]
+        for value in step.micro_batches[0].conditioning["prompt_embeds"][:, 0, 0]
     }
     wanted = {float(f"{number}.{line}") for number in range(COUNT) for line in range(1 + number % 3)}
     assert len(drawn) == len(wanted)
@@ -131,7 +132,7 @@ def test_captions_are_drawn_from_all_lines():
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 1.0])
 def test_captions_are_dropped_at_the_rate_asked_for(dropout):
     steps = islice(steps_of(dropout=dropout), 250)
-    rows = torch.cat([step.passes[0].conditioning["prompt_embeds"][:, 0, 0] for step in steps])
+    rows = torch.cat([step.micro_batches[0].conditioning["prompt_embeds"][:, 0, 0] for step in steps])
     rate = float((rows == -1).float().mean())
     assert rate == dropout if dropout in (0.0, 1.0) else abs(rate - dropout) < 0.03
 
@@ -145,7 +146,7 @@ def test_a_failure_in_a_source_reaches_whoever_trains_on_it():
 
 
 def test_a_failure_comes_in_its_turn_after_the_good_steps():
-    ids = [name for step in islice(steps_of(), 3) for name in step.passes[0].ids]
+    ids = [name for step in islice(steps_of(), 3) for name in step.micro_batches[0].ids]
     bad = next(name for name in ids[16:24] if name not in ids[:16])
 
     def sometimes(each: Sample) -> torch.Tensor:
@@ -175,13 +176,13 @@ def test_no_more_steps_than_asked_for_are_made_ahead():
 def test_closing_a_feed_ends_its_threads():
     steps = steps_of()
     next(steps)
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("feed")]
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
     steps.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("feed")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 def test_on_the_cpu_no_tensor_is_copied():
-    batch = next(steps_of()).passes[0]
+    batch = next(steps_of()).micro_batches[0]
     moved = batch.to(torch.device("cpu"))
     assert moved.ids == batch.ids
     for name, tensor in joined([batch]).items():

@@ -14,7 +14,7 @@ from models.test_inputs import CPU, PROMPT, SIZE, TRAINABLE, diffusers_pipeline,
 from torch import Tensor
 
 from simpletuner.data.geometry import Geometry
-from simpletuner.data.prefetch import stacked
+from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.models.family import Conditioning, Family
 from simpletuner.models.objectives import FlowMatching
 
@@ -28,7 +28,7 @@ def denoiser_of(family: Family) -> torch.nn.Module:
 def told(family: Family, texts: Sequence[Conditioning]) -> Conditioning:
     """Return what the denoiser is told about some texts and a picture for each, batched as for training."""
     picture = family.picture_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
-    return stacked([{**text, **picture} for text in texts])
+    return stack_conditioning([{**text, **picture} for text in texts])
 
 
 def rows(encoded: Conditioning) -> list[Conditioning]:

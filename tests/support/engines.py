@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import Checkpoint
-from simpletuner.checkpoints.verification import newest_healthy
+from simpletuner.checkpoints.verification import find_newest_healthy
 from simpletuner.models.family import Family
 from simpletuner.models.registry import traits_of
 from simpletuner.parallel.torch_engine import local_tensor
@@ -121,7 +121,7 @@ def steps_of(run: Run, world: World, first: int, count: int) -> list[list[float]
         run.after_step(step)
         taken.append([world.all_mean(outcome.loss.clone()).item(), outcome.grad_norm.item()])
         if step == SAVED:
-            run.save(step, batches.after)
+            run.save(step, batches.next_state)
     return taken
 
 
@@ -162,7 +162,7 @@ def resume_in_turn(arguments: dict[str, Any], names: list[str], saved: list[str]
             for source in saved:
                 root = Path(arguments["folder"])
                 folder = root / f"{name}-x{world.size}-from-{source}"
-                checkpoint, _ = newest_healthy(root / source / "checkpoints", f"checkpoint-{SAVED:06d}", world)
+                checkpoint, _ = find_newest_healthy(root / source / "checkpoints", f"checkpoint-{SAVED:06d}", world)
                 settings = settings_of(arguments, name, folder, world.size)
                 prepared = prepared or prepared_by(world, settings)
                 with opened(world, settings, prepared, checkpoint) as (run, state):
