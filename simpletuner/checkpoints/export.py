@@ -77,7 +77,7 @@ def files_to_copy(family: Family) -> list[tuple[str, Path]]:
     """Return what an export copies from the base model, as (name below it, file).
 
     Raises EnvironmentNotReady for what is not a regular file, and for a link that leads out of the model's folders:
-    whoever publishes the pipeline would publish its target.
+    publishing the pipeline would publish its target.
     """
     base = family.folder
     names = [name for name, value in family.index.items() if isinstance(value, list) and any(value)]

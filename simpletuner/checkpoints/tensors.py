@@ -64,7 +64,7 @@ def write_full(folder: Path, tensors: NamedTensors, world: World, stem: str) -> 
 
 
 def assign_owners(tensors: NamedTensors, ranks: int) -> dict[str, int]:
-    """Return which rank writes each tensor: largest first to whoever has least, so that all write about as much."""
+    """Assign tensors to the ranks that write them, largest first to the rank with least, so that loads are equal."""
     loads = [0] * ranks
     owners = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel()):

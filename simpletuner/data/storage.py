@@ -124,7 +124,7 @@ class LocalStorage:
         left_out: list[str],
     ) -> Iterator[StoredFile]:
         this = folder_id(folder)
-        if this is None or this in parents:  # a link to a folder above would be walked for ever
+        if this is None or this in parents:  # a link to a folder above would be walked endlessly
             return
         if this in outputs and parents:
             left_out.append(prefix.removesuffix("/"))
