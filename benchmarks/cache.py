@@ -1,9 +1,9 @@
-"""Our shard store beside one file per sample: records per second, written and read at random.
+"""Our shard store against one file per sample: records per second, written and read at random.
 
 The page cache is warm: this measures the work of the formats, not of the disk. Writing stops at the page cache on both
 sides; ours is brought to the disk when a shard is closed, outside the measurement. Reading counts until every page of a
-record has been touched, so that a store cannot gain by handing out bytes that nobody has seen; and, in another row,
-until records are stacked into batches as the feed does, a copy that both stores have to make.
+record has been touched, so that a store cannot gain by returning bytes that were never read; and, in another row,
+until records are stacked into batches as prefetching does, a copy that both stores have to make.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from interleaved import Rounds, print_table, ratio, seconds_in_turns
 from torch import Tensor
 
 from simpletuner.caches.shards import ShardReader, ShardWriter
-from simpletuner.data.prefetch import stacked
+from simpletuner.data.prefetch import stack_conditioning
 
 ROUNDS, BATCH_SIZE = 9, 4
 PARTS = {"file": "1-1", "VAE": "0123456789abcdef"}
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[Record, int]] = {
 
 
 def writing_seconds(folder: Path, record: Record, count: int) -> Rounds:
-    """Write both stores anew in every round; the last ones stay, on the disk."""
+    """Write both stores again in every round; the last ones stay on the disk."""
     with ExitStack() as open_writers:
 
         def clear(name: str) -> None:
@@ -73,9 +73,9 @@ def reading_seconds(folder: Path, record: Record, count: int, use: Callable[[lis
 
     def from_shards(number: int) -> Record:
         """Find and read one of ours."""
-        place = reader.find(str(number), PARTS)
-        assert place is not None
-        return reader.read(place)
+        location = reader.find(str(number), PARTS)
+        assert location is not None
+        return reader.read(location)
 
     def from_files(number: int) -> Record:
         """Load a file."""
@@ -111,13 +111,15 @@ def row_of(kind: str, what: str, seconds: Rounds, count: int) -> list[str]:
 
 def main() -> None:
     """Measure each kind of record and print the table."""
-    torch.set_num_threads(1)  # as in a feed's thread
+    torch.set_num_threads(1)  # as in a thread that prefetches
     rows = []
     for kind, (record, count) in KINDS.items():
         with tempfile.TemporaryDirectory() as name:
             rows.append(row_of(kind, "written", writing_seconds(Path(name), record, count), count))
             rows.append(row_of(kind, "read", reading_seconds(Path(name), record, count, touched), count))
-            rows.append(row_of(kind, "read and stacked", reading_seconds(Path(name), record, count, stacked), count))
+            rows.append(
+                row_of(kind, "read and stacked", reading_seconds(Path(name), record, count, stack_conditioning), count)
+            )
     title = f"records per second, page cache warm (median of {ROUNDS} rounds in turns; goal: reading at least 2x)"
     print_table(title, ["record", f"our {OURS}", f"one {PLAIN[:-1]} each", "times faster"], rows)
 

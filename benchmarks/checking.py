@@ -1,7 +1,7 @@
 """What checksums cost: a checkpoint and cached records read from the disk, with their checksums compared and without.
 
-Before each turn the files leave the page cache, so that the disk is read, as at the start of a run. Checking a
-checkpoint reads every file once more, but that is the pass which brings it into the page cache.
+Before each turn the files are dropped from the page cache, so that the disk is read, as at the start of a run. Checking
+a checkpoint reads every file once more, but that is the pass that brings it into the page cache.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +19,12 @@ import safetensors.torch
 import torch
 from interleaved import Rounds, print_table, ratio, seconds_in_turns
 
-from simpletuner.caches.shards import Place, ShardReader, ShardWriter
-from simpletuner.checkpoints.layout import Checkpoint, folder_of_step
+from simpletuner.caches.shards import RecordLocation, ShardReader, ShardWriter
+from simpletuner.checkpoints.layout import Checkpoint, checkpoint_folder
 from simpletuner.checkpoints.saving import write_state
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.checkpoints.verification import checksums, damage
+from simpletuner.checkpoints.verification import compute_checksums, find_damage
+from simpletuner.data.prefetch import THREADS
 from simpletuner.parallel.world import World, joined_world
 
 ROUNDS, TENSORS, ELEMENTS = 7, 16, 4_000_000
@@ -42,13 +44,13 @@ def forget(folder: Path) -> None:
 
 def checkpoint_seconds(root: Path, world: World) -> Rounds:
     """Read a checkpoint's weights, with and without checking it before."""
-    folder = folder_of_step(root, 1)
+    folder = checkpoint_folder(root, 1)
     (folder / "model").mkdir(parents=True)
     weights = {f"layer{number}.weight": torch.randn(ELEMENTS) for number in range(TENSORS)}
     safetensors.torch.save_file(weights, folder / "model" / "a.safetensors")
     position = {"epoch": 0, "batch": 1, "batch_size": 4, "consumed": {}}
     state = {"step": 1, "position": position, "data": "d", "optimizer": {"steps": 1, "moments": []}}
-    write_state(folder, {**state, "ema_updates": None}, checksums(folder, world))
+    write_state(folder, {**state, "ema_updates": None}, compute_checksums(folder, world))
     target = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
 
     def read() -> None:
@@ -57,7 +59,7 @@ def checkpoint_seconds(root: Path, world: World) -> Rounds:
 
     def check_and_read() -> None:
         """Compare all checksums, then read the weights."""
-        assert damage(folder, world) == ""
+        assert find_damage(folder, world) == ""
         read()
 
     return seconds_in_turns({"plain": read, "checked": check_and_read}, ROUNDS, lambda _: forget(folder))
@@ -69,23 +71,28 @@ def record_seconds(folder: Path) -> Rounds:
         for number in range(RECORDS):
             writer.write(str(number), PARTS, RECORD)
 
-    def read(change: Callable[[Place], Place]) -> None:
-        """Read all records in an order of chance."""
+    def read(prepare: Callable[[RecordLocation], RecordLocation]) -> None:
+        """Read all records in random order, in as many threads as a run reads them with."""
         reader = ShardReader(folder)
-        places = [change(place) for place in reader.places.values()]
-        for place in random.Random(0).sample(places, len(places)):
-            for tensor in reader.read(place).values():
+        locations = [prepare(location) for location in reader.locations.values()]
+
+        def touch(location: RecordLocation) -> None:
+            for tensor in reader.read(location).values():
                 tensor.view(-1).clone()
 
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(touch, random.Random(0).sample(locations, len(locations))))
+
     contestants = {
-        "plain": lambda: read(lambda place: replace(place, checksum="")),
-        "checked": lambda: read(lambda place: place),
+        "plain": lambda: read(lambda location: replace(location, checksum="")),
+        "checked": lambda: read(lambda location: location),
     }
     return seconds_in_turns(contestants, ROUNDS, lambda _: forget(folder))
 
 
 def main() -> None:
     """Measure both in a temporary folder of the current one, which is on a disk."""
+    torch.set_num_threads(1)  # with more, copies of torch in several threads wait for one another
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name, joined_world() as world:
         found = {
             f"checkpoint, {TENSORS * ELEMENTS * 4 / 2**20:.0f} MiB": checkpoint_seconds(Path(name), world),

@@ -20,11 +20,11 @@ from interleaved import print_table, ratio, seconds_in_turns
 from torch import Tensor, nn
 
 from simpletuner.caches.texts import TextCache
-from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
+from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
 from simpletuner.data.discovery import Sample
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, SampleReader
-from simpletuner.data.version import VERSION
+from simpletuner.data.storage import LocalStorage
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.tiny.build import build_tiny
@@ -60,18 +60,18 @@ def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
     """Return random latents and embeddings that take no time to read."""
     square = (64, 64)
     geometry = Geometry(square, square, (0, 0), square)
-    samples = [Sample(str(n), "drawn", Path(), "", geometry, ("a caption",)) for n in range(SAMPLES)]
+    samples = [Sample(str(n), "drawn", LocalStorage(Path()), "", "", geometry, ("a caption",)) for n in range(SAMPLES)]
     latents = {sample.id: torch.randn(4, 16, 16) for sample in samples}
     text = {"prompt_embeds": torch.randn(77, 96), "pooled_prompt_embeds": torch.randn(64)}
     source = SampleReader(
         samples=samples,
         latents=lambda sample: latents[sample.id],
-        picture=lambda sample: family.size_conditioning(sample.geometry),
+        image=lambda sample: family.size_conditioning(sample.geometry),
         text=lambda caption: text,
         no_caption={name: torch.zeros_like(value) for name, value in text.items()},
     )
     buckets = {"one": list(range(SAMPLES))}
-    plan = Plan([], samples, buckets, Path(), GlobalBatchSampler(buckets, settings.training.seed), "", VERSION)
+    plan = Plan([], samples, buckets, Path(), GlobalBatchSampler(buckets, settings.training.seed), "", DATA_VERSION)
     return Prepared(plan, source, cast(TextCache, None))  # only validation asks for more text
 
 
@@ -140,7 +140,7 @@ def measure(world: World, folder: Path) -> None:
     )
     prepared = data_in_memory(family, settings)
     engine = open_engine(session, family, None)
-    state = TrainingState(engine, None, {}, "", VERSION, Schedule(STEPS), 0, prepared.plan.order.start(BATCH_SIZE))
+    state = TrainingState(engine, None, {}, "", DATA_VERSION, Schedule(STEPS), 0, prepared.plan.order.start(BATCH_SIZE))
     with open_metrics(settings, 0, world) as metrics:
         build: Callable[[], Trainer] = partial(build_trainer, session, family, prepared, state, metrics)
         batches = [step.micro_batches[0] for step in islice(build().batches, (ROUNDS + 1) * STEPS)]

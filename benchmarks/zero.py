@@ -28,7 +28,7 @@ from interleaved import print_table, ratio, seconds_in_turns
 from loop_overhead import Ours, data_in_memory, settings_in
 from torch import Tensor, nn
 
-from simpletuner.data.version import VERSION
+from simpletuner.data.batch_sampler import DATA_VERSION
 from simpletuner.deepspeed.build import engine_config
 from simpletuner.deepspeed.readiness import import_deepspeed
 from simpletuner.models.families.flux import Flux
@@ -112,7 +112,9 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
         closing(open_engine(session, family, None)) as engine,
         open_metrics(settings, 0, world) as metrics,
     ):
-        state = TrainingState(engine, None, {}, "", VERSION, Schedule(STEPS), 0, prepared.plan.order.start(batch_size))
+        state = TrainingState(
+            engine, None, {}, "", DATA_VERSION, Schedule(STEPS), 0, prepared.plan.order.start(batch_size)
+        )
         build = partial(build_trainer, session, family, prepared, state, metrics)
         batches = [step.micro_batches[0] for step in islice(build().batches, (ROUNDS + 1) * STEPS)]
         bare = Bare(family, settings, batches)

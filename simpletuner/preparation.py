@@ -1,4 +1,4 @@
-"""From settings to data that can be trained on: samples, buckets, cached latents and text, the global order."""
+"""From settings to data that can be trained on: samples, buckets, the global order, cached latents and text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 from simpletuner.caches.keys import short_hash
 from simpletuner.caches.latents import LatentsCache
 from simpletuner.caches.texts import TextCache
-from simpletuner.data.batch_sampler import GlobalBatchSampler
+from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler
 from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1
-from simpletuner.data.buckets import Buckets, filled, group
+from simpletuner.data.buckets import Buckets, fill_buckets, make_buckets
 from simpletuner.data.dataset_warnings import dataset_warnings
-from simpletuner.data.datasets import ImageDataset, datasets_of
-from simpletuner.data.discovery import Found, Sample, counted, discover, listed
+from simpletuner.data.datasets import ImageDataset, load_datasets
+from simpletuner.data.discovery import Discovery, Sample, count_noun, discover, format_names
 from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.data.prefetch import SampleReader
-from simpletuner.data.version import VERSION
 from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.same_data import agree_on_data
@@ -37,53 +36,55 @@ class Plan:
     text_folder: Path
     order: GlobalBatchSampler
     digest: str
-    """Identity of seed, buckets and order: a position means something only for the same ones."""
+    """Identity of seed, buckets and order: a saved position is valid only for the same ones."""
     version: int
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that batches are made of; the plan without pictures that could not be decoded."""
+    """Everything that batches are made of; the plan without images that could not be decoded."""
 
     plan: Plan
     source: SampleReader
     text: TextCache
 
 
-def plan_data(session: Session, version: int = VERSION) -> Plan:
-    """Find the pictures, compare them with those of the other ranks, and group them. Collective.
+def plan_data(session: Session, version: int = DATA_VERSION) -> Plan:
+    """Collective: find the images, compare them with those of the other ranks, and group them.
 
     Raises DataError or SettingsError before anything expensive happens.
     """
     settings = session.settings
-    datasets, text_named = datasets_of(settings.data)
-    text, alignment_px = text_folder(settings, text_named), settings.data.aspect_bucket_alignment
-    written = [settings.training.output_dir, text, *(latents_folder(dataset, settings) for dataset in datasets)]
-    found = discover(datasets, alignment_px, settings.training.seed, written, version)
-    tell_left_out(found, session.report)
-    for remark in dataset_warnings(found, datasets, alignment_px):
-        session.report.warn(remark)
+    datasets, configured_text = load_datasets(settings.data)
+    text, alignment_px = text_folder(settings, configured_text), settings.data.aspect_bucket_alignment
+    outputs = [settings.training.output_dir, text, *(latents_folder(dataset, settings) for dataset in datasets)]
+    found = discover(datasets, alignment_px, settings.training.seed, outputs, version)
+    report_left_out(found, session.report)
+    for warning in dataset_warnings(found, datasets, alignment_px):
+        session.report.warn(warning)
     samples = agree_on_data(found, datasets, session.world, session.stop.check)
-    return plan_of(settings, datasets, samples, text, version)
+    return make_plan(settings, datasets, samples, text, version)
 
 
-def plan_of(
+def make_plan(
     settings: Settings, datasets: list[ImageDataset], samples: list[Sample], text_folder: Path, version: int
 ) -> Plan:
     """Group samples into buckets that fill the effective batch, and order them."""
     repeats = {dataset.id: dataset.repeats for dataset in datasets}
     oversubscribe = settings.data.allow_dataset_oversubscription
-    buckets = filled(group(samples, repeats), settings.effective_batch_size, oversubscribe)
+    buckets = fill_buckets(make_buckets(samples, repeats), settings.effective_batch_size, oversubscribe)
     seed = settings.training.seed
+    # Ids, not indices: with another image in the place of one, indices would stay the same.
     contents = {name: [samples[index].id for index in items] for name, items in buckets.items()}
-    identity = [seed, contents] if version == 1 else [version, seed, contents]
+    identity = [seed, contents] if version == 1 else [version, seed, contents]  # 0.1.0 hashed no version
     order = GlobalBatchSamplerV1(buckets, seed) if version == 1 else GlobalBatchSampler(buckets, seed)
     return Plan(datasets, samples, buckets, text_folder, order, short_hash(identity), version)
 
 
 def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
-    """Encode captions and pictures on all ranks, whatever is not cached yet."""
+    """Collective: encode the captions and images that are not cached yet, on all ranks."""
     settings, world, report, stop = session.settings, session.world, session.report, session.stop.check
+    # The empty caption is what dropped captions are replaced by.
     prompts = [*settings.validation.validation_prompt, settings.validation.validation_negative_prompt, ""]
     captions = [caption for sample in plan.samples for caption in sample.captions]
     text = TextCache(plan.text_folder, [*captions, *prompts], family, world, compute_dtype(settings))
@@ -92,15 +93,15 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
     broken: dict[str, str] = {}
     for cache in caches.values():
         broken |= cache.fill(settings.data.vae_batch_size, report, stop)
-    tell_left_out(Found(broken=broken), report)
+    report_left_out(Discovery(broken=broken), report)
     whole = [sample for sample in plan.samples if sample.id not in broken]
-    if broken:
-        plan = plan_of(settings, plan.datasets, whole, plan.text_folder, plan.version)
+    if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
+        plan = make_plan(settings, plan.datasets, whole, plan.text_folder, plan.version)
     no_caption = family.unconditional({key: value[None] for key, value in text.read("").items()})
     source = SampleReader(
         samples=whole,
         latents=lambda sample: caches[sample.dataset].read(sample),
-        picture=lambda sample: family.size_conditioning(sample.geometry),
+        image=lambda sample: family.size_conditioning(sample.geometry),
         text=text.read,
         no_caption={key: value[0] for key, value in no_caption.items()},
     )
@@ -110,27 +111,26 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
 def latents_cache(
     dataset: ImageDataset, settings: Settings, samples: Sequence[Sample], family: ModelFamily, world: World
 ) -> LatentsCache:
-    """Return the cache of one dataset's latents."""
     own = [sample for sample in samples if sample.dataset == dataset.id]
     return LatentsCache(latents_folder(dataset, settings), own, family, world, settings.model.vae_dtype)
 
 
-def tell_left_out(found: Found, report: Report) -> None:
-    """Name pictures that are left out, with the reason; they are never touched."""
-    for folder in found.written:
-        report.say(f"{folder} is left out of the pictures: this run writes there")
+def report_left_out(found: Discovery, report: Report) -> None:
+    """Name images that are left out, with the reason. Their files are never touched."""
+    for address in found.written:
+        report.say(f"{address} is left out of the images: this run writes there")
     if found.unwanted:
-        report.say(f"{counted(found.unwanted, 'picture')} outside the limits of size or aspect left out")
+        report.say(f"{count_noun(found.unwanted, 'image')} outside the limits of size or aspect left out")
     if found.broken:
-        named = listed([f"{name}: {reason}" for name, reason in sorted(found.broken.items())])
-        report.warn(f"{counted(len(found.broken), 'broken picture')} left out:{named}")
+        named = format_names([f"{name}: {reason}" for name, reason in sorted(found.broken.items())])
+        report.warn(f"{count_noun(len(found.broken), 'broken image')} left out:{named}")
 
 
-def pictures_in_buckets(plan: Plan) -> str:
-    """Return how many pictures are in which buckets, and how often an epoch shows those that are repeated."""
+def describe_buckets(plan: Plan) -> str:
+    """Return how many images are in which buckets, and how often an epoch shows those that are repeated."""
     counts = {name: (len(set(items)), len(items)) for name, items in plan.buckets.items()}
-    told = [f"{name}: {own}{f' shown {shown} times' if shown > own else ''}" for name, (own, shown) in counts.items()]
-    return f"{len(plan.samples):,} in {counted(len(counts), 'bucket')} ({', '.join(told)})"
+    each = [f"{name}: {own}{f' shown {shown} times' if shown > own else ''}" for name, (own, shown) in counts.items()]
+    return f"{len(plan.samples):,} in {count_noun(len(counts), 'bucket')} ({', '.join(each)})"
 
 
 def folders_of(settings: Settings, plan: Plan) -> list[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import base
 
-from simpletuner.checkpoints.layout import numbered
+from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.data.batch_sampler import GlobalBatchSampler
 from simpletuner.settings.sections import Data, Launch, Model, Optimizer, Settings, Training
 from simpletuner.training.optimizers import learning_rate_at
@@ -21,7 +21,7 @@ VALIDATION = ("--validation_prompt=a red circle", "--validation_num_inference_st
 
 
 def state_of(output: Path) -> dict:
-    return json.loads((numbered(output / "checkpoints")[0] / "state.json").read_text())
+    return json.loads((list_checkpoints(output / "checkpoints")[0] / "state.json").read_text())
 
 
 @pytest.mark.parametrize("engine", [(1, "--train_batch_size=4"), (2, "--train_batch_size=2", "--fsdp_enable")])
@@ -124,24 +124,24 @@ def settings_of(batch: int, epochs: int, warm_up: int = 0) -> Settings:
 def test_the_learning_rate_does_not_jump_when_the_batch_changes_and_ends_with_the_run(batch, other, at, warm_up):
     epochs = 12
     before, after = settings_of(batch, epochs, warm_up), settings_of(other, epochs, warm_up)
-    total = ORDER.steps_of_epochs(epochs, batch)
+    total = ORDER.count_steps(epochs, batch)
     schedule, positions = Schedule(total, epochs), ORDER.batches(ORDER.start(batch))
     for _ in range(at):
         _, position = next(positions)
     saved = {"step": at, **schedule.as_json()}
-    resumed = resumed_schedule(after, ORDER, saved, ORDER.resized(position, other))
+    resumed = resumed_schedule(after, ORDER, saved, ORDER.with_batch_size(position, other))
     if other == batch:
         assert resumed == schedule
     rates = [learning_rate_at(at, each, before.optimizer) for each in (schedule, resumed)]
     assert rates[1] == pytest.approx(rates[0], abs=1e-12)
     assert learning_rate_at(resumed.max_steps, resumed, after.optimizer) == pytest.approx(0, abs=1e-12)
     left = 0
-    for _, place in ORDER.batches(ORDER.resized(position, other)):
+    for _, place in ORDER.batches(ORDER.with_batch_size(position, other)):
         if place.epoch >= epochs:
             break
         left += 1
     assert resumed.max_steps == at + left
-    again = resumed_schedule(after, ORDER, {"step": at, **resumed.as_json()}, ORDER.resized(position, other))
+    again = resumed_schedule(after, ORDER, {"step": at, **resumed.as_json()}, ORDER.with_batch_size(position, other))
     assert again == resumed
 
 

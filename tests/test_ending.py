@@ -21,7 +21,7 @@ import ranks
 from conftest import SMALL
 from flags import last_wins
 
-from simpletuner.checkpoints.layout import numbered, opened
+from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
 
 
 def launched(program: str, output: Path, *flags: str, log: int | None = None, **options: Any) -> subprocess.Popen:
@@ -71,10 +71,10 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     def trained(steps: int, program: str = "simpletuner", *more: str, **options: Any) -> subprocess.Popen:
         """Start or resume the run, and return once it has trained some steps."""
         (output.parent / f"{output.name}.log").unlink(missing_ok=True)
-        checkpoints = numbered(output / "checkpoints")
+        checkpoints = list_checkpoints(output / "checkpoints")
         (output / "metrics.jsonl").unlink(missing_ok=True)  # it may tell of steps that were not saved
         process = launched(program, output, *flags, *more, **options)
-        wait_for_step(output, process, (opened(checkpoints[0]).step if checkpoints else 0) + steps)
+        wait_for_step(output, process, (load_checkpoint(checkpoints[0]).step if checkpoints else 0) + steps)
         return process
 
     # a terminal is closed: nothing can be shown any more, and then SIGHUP says why
@@ -85,7 +85,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     time.sleep(1)  # progress is shown meanwhile
     process.send_signal(signal.SIGHUP)
     assert process.wait(60) == 129
-    assert len(numbered(output / "checkpoints")) == 1
+    assert len(list_checkpoints(output / "checkpoints")) == 1
 
     # Ctrl-C reaches the whole group, as in a terminal
     process = trained(3, "simpletuner-train")
@@ -93,7 +93,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     time.sleep(0.5)
     assert said(output).count("stopping: saving a checkpoint after this step; press Ctrl-C again") == 1
     assert process.wait(60) == 130, said(output)
-    assert len(numbered(output / "checkpoints")) == 2
+    assert len(list_checkpoints(output / "checkpoints")) == 2
     assert said(output).count("stopped by SIGINT at step") == 1
     assert "error:" not in said(output), "it is what was asked for"
 
@@ -132,13 +132,13 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     assert said(output).count("error:") == 1
 
     # a launcher that is killed: no time to ask its ranks, which save; while they start they have nothing to save
-    newest = opened(numbered(output / "checkpoints")[0]).step
+    newest = load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step
     process = trained(2)
     ranks = ranks_of(process)
     process.kill()
     process.wait()
     expect_nothing_left(output, ranks, 10)
-    assert opened(numbered(output / "checkpoints")[0]).step >= newest + 2
+    assert load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step >= newest + 2
     process = launched("simpletuner", output, *flags)
     while len(psutil.Process(process.pid).children()) < 2:
         time.sleep(0.01)
@@ -218,7 +218,7 @@ def test_one_rank_saves_and_leaves_too(sdxl_flags, starter, tmp_path):
         time.sleep(0.02)
     run.kill(signal.SIGTERM)
     assert run.wait() == [143]
-    opened(numbered(tmp_path / "run" / "checkpoints")[0])
+    load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[0])
 
 
 def test_a_second_run_in_the_same_folder_is_refused(sdxl_flags, starter, train, tmp_path):
@@ -253,9 +253,9 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_a_sentence(form, sdxl_flags
     run = train(output, *flags, world=2, code=3)
     assert "cannot save to" in run.said and "No space left" in run.said
     assert run.said.count("\nerror: ") == 1
-    checkpoints = numbered(output / "checkpoints")
+    checkpoints = list_checkpoints(output / "checkpoints")
     assert [folder.name for folder in checkpoints] == ["checkpoint-000002"]
-    opened(checkpoints[0])
+    load_checkpoint(checkpoints[0])
     assert not list((output / "checkpoints").glob(".*"))
     (small_disk / "ballast").unlink()
     again = train(
@@ -281,5 +281,5 @@ def test_a_loss_that_is_not_a_number_stops_with_step_and_samples(sdxl_flags, tra
     run = train(tmp_path / "run", *flags, "--checkpoint_step_interval=1", code=5)
     assert re.search(r"step \d: loss is (nan|inf)", run.said)
     assert ".png" in run.said
-    for folder in numbered(tmp_path / "run" / "checkpoints"):
-        assert opened(folder).step < int(re.search(r"step (\d): loss is", run.said)[1])
+    for folder in list_checkpoints(tmp_path / "run" / "checkpoints"):
+        assert load_checkpoint(folder).step < int(re.search(r"step (\d): loss is", run.said)[1])

@@ -12,7 +12,7 @@ from PIL import Image
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.discovery import discover
 from simpletuner.errors import SimpleTunerError
-from simpletuner.preparation import tell_left_out
+from simpletuner.preparation import report_left_out
 from simpletuner.report import Report, printable
 
 BAD = "x\x1b[2J\x07\x9b1m\u202ey\r\nerror: forged\ud800.png"
@@ -62,6 +62,6 @@ def test_a_broken_picture_cannot_forge_a_line(tmp_path, capsys):
     Image.new("RGB", (64, 64)).save(tmp_path / "good.png")
     (tmp_path / "a\nerror: no disk\x1b[2J.png").write_text("no picture")
     dataset = ImageDataset(id="d", instance_data_dir=tmp_path, caption_strategy="filename", resolution=64)
-    tell_left_out(discover([dataset], 64, 0), Report())
+    report_left_out(discover([dataset], 64, 0), Report())
     said = capsys.readouterr().err
-    assert "warning: 1 broken picture left out:\n  d/a\n  error: no disk\\x1b[2J.png: " in said
+    assert "warning: 1 broken image left out:\n  d/a\n  error: no disk\\x1b[2J.png: " in said

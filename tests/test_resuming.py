@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from simpletuner.caches.shards import ShardReader
-from simpletuner.checkpoints.layout import numbered, opened
+from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
 
 FSDP2 = ("--fsdp_enable", "--train_batch_size=2")
 
@@ -121,15 +121,15 @@ def test_killed_in_caching_training_and_saving_it_goes_on_and_nothing_is_corrupt
         time.sleep(waits.random() * 0.02)
         run.kill()
         run.wait()
-        for folder in numbered(output / "checkpoints"):
-            opened(folder)
+        for folder in list_checkpoints(output / "checkpoints"):
+            load_checkpoint(folder)
     run = train(output, *flags, world=2)
     assert run.losses == straight.losses
     assert_same_bits(*(each.output / "checkpoints" / "checkpoint-000012" for each in (straight, run)))
     for cache in (output / "cache" / "latents").iterdir():
         reader = ShardReader(cache)
-        assert len(reader.places) == 36
-        for place in reader.places.values():
+        assert len(reader.locations) == 36
+        for place in reader.locations.values():
             assert reader.read(place)["latents"].isfinite().all()
     assert not list(output.glob("checkpoints/.*"))
 
@@ -167,7 +167,7 @@ def test_going_back_sets_later_checkpoints_aside_and_keeps_its_own(sdxl_flags, t
     assert again.losses == first.losses
     anew = train(output, *flags, "--max_train_steps=2", "--resume_from_checkpoint=none", "--learning_rate=1e-4")
     assert len(anew.rows) == 2 and anew.losses[0] == first.losses[0]
-    assert [folder.name for folder in numbered(output / "checkpoints")] == ["checkpoint-000002"]
+    assert [folder.name for folder in list_checkpoints(output / "checkpoints")] == ["checkpoint-000002"]
     aside = output / "checkpoints" / "set-aside"
     assert sorted(folder.name for folder in aside.iterdir()) == ["checkpoint-000004", "checkpoint-000006"]
-    assert all(opened(folder) for folder in aside.iterdir())
+    assert all(load_checkpoint(folder) for folder in aside.iterdir())

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from simpletuner.caches.shards import ShardReader
-from simpletuner.checkpoints.layout import opened
+from simpletuner.checkpoints.layout import load_checkpoint
 
 SHARDED = ("--fsdp_enable", "--train_batch_size=2")
 
@@ -61,7 +61,7 @@ def test_a_rich_run_leaves_a_pipeline_that_diffusers_opens_and_no_pickle(family,
     settings = json.loads((output / "settings.json").read_text())
     assert settings["gradient_accumulation_steps"] == 2 and settings["fsdp_state_dict_type"] == "FULL_STATE_DICT"
 
-    checkpoint = opened(output / "checkpoints" / "checkpoint-000004").folder
+    checkpoint = load_checkpoint(output / "checkpoints" / "checkpoint-000004").folder
     for name, group in (("pipeline", "model"), ("pipeline-ema", "ema")):
         pipeline = DiffusionPipeline.from_pretrained(output / name)
         denoiser = pipeline.unet if family == "sdxl" else pipeline.transformer
@@ -91,7 +91,7 @@ def assert_no_pickle(path: Path) -> None:
         Image.open(path).verify()
     elif suffix == ".shard":
         reader = ShardReader(path.parent)
-        assert all(reader.read(place) for place in reader.places.values())
+        assert all(reader.read(place) for place in reader.locations.values())
     elif path.name.startswith("events.out.tfevents"):
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -272,7 +272,7 @@ def test_a_run_inside_its_own_pictures_never_trains_on_what_it_draws_and_draws_t
     assert "36 in 3 buckets (" in first.said
     assert (output / "validation" / "step-000001" / "trained-00.png").is_file() and (output / "loss.png").is_file()
     second = train(output, *flags, "--validation_prompt=a shape", "--max_train_steps=2")
-    assert f"{output} is left out of the pictures: this run writes there" in second.said
+    assert f"{output} is left out of the images: this run writes there" in second.said
     assert "36 in 3 buckets (" in second.said and "changed since the checkpoint" not in second.said
     names = [path.name for path in sorted((output / "validation" / "step-000002").iterdir())]
     assert names == ["trained-00.png", "trained-01.png"]

@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from terminal import Terminal
 
-from simpletuner.checkpoints.layout import numbered
+from simpletuner.checkpoints.layout import list_checkpoints
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -214,7 +214,7 @@ def test_of_two_runs_on_one_offload_folder_the_killed_one_is_cleaned_up_and_goes
     killed, other = (
         starter.train(1, f"--output_dir={tmp_path / name}", *SMALL, *flags) for name in ("killed", "other")
     )
-    while not numbered(tmp_path / "killed" / "checkpoints"):
+    while not list_checkpoints(tmp_path / "killed" / "checkpoints"):
         assert killed.processes[0].is_alive(), killed.said
         time.sleep(0.01)
     killed.kill()

@@ -1,1 +1,1 @@
-"""Latents and text embeddings, computed once and kept in shards that know when they lie."""
+"""Latents and text embeddings, computed once and stored in shards; records that no longer apply are never read."""

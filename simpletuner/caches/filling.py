@@ -1,4 +1,7 @@
-"""Make what is missing in a cache, on all ranks at once: they take chunks from one queue and write their own shards."""
+"""Compute what is missing in a cache on all ranks at once: they take chunks from one queue and write their own shards.
+
+No collective is held open meanwhile: a chunk may take minutes on one rank, and NCCL gives up after ten.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletuner.caches.keys import Parts, short_hash
+from simpletuner.caches.keys import KeyParts, short_hash
 from simpletuner.caches.shards import ShardReader, ShardWriter
 
 if TYPE_CHECKING:
@@ -18,75 +21,75 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A record to have: its name, what it depends on, and the group within which records are made together."""
+class CacheRequest:
+    """A record that a run needs: its name, what it depends on, and the group within which records share a batch."""
 
     name: str
-    parts: Parts
+    parts: KeyParts
     group: str = ""
 
 
 @dataclass(frozen=True)
-class Job:
-    """A cache to fill: its title, folder, chunk size, and `make`, which computes the records of one chunk: for each its
-    tensors, or why there are none."""
+class CacheJob:
+    """A cache to fill. `make` computes the records of one chunk: for each its tensors, or why there are none."""
 
     title: str
     folder: Path
     chunk: int
-    make: Callable[[Sequence[Wanted]], Iterable[tuple[Wanted, Mapping[str, Tensor] | str]]]
+    make: Callable[[Sequence[CacheRequest]], Iterable[tuple[CacheRequest, Mapping[str, Tensor] | str]]]
 
 
-def chunks_of(wanted: Iterable[Wanted], size: int) -> Iterator[list[Wanted]]:
-    """Yield lists of at most `size` records of one group each."""
-    groups: dict[str, list[Wanted]] = {}
-    for item in wanted:
-        groups.setdefault(item.group, []).append(item)
-    for items in groups.values():
-        for start in range(0, len(items), size):
-            yield items[start : start + size]
+def split_into_chunks(requests: Iterable[CacheRequest], size: int) -> Iterator[list[CacheRequest]]:
+    """Yield lists of at most `size` requests of one group each."""
+    groups: dict[str, list[CacheRequest]] = {}
+    for request in requests:
+        groups.setdefault(request.group, []).append(request)
+    for members in groups.values():
+        for start in range(0, len(members), size):
+            yield members[start : start + size]
 
 
-def fill(job: Job, wanted: Sequence[Wanted], world: World, report: Report, stop: Callable[[], None]) -> ShardReader:
-    """Make the missing records and return a reader that has them all; `stop` raises when the run is to end.
-
-    A chunk is computed whole, even where only some of its records are missing: an encoder's answer depends in its last
-    bits on the batch, so only then does an interrupted run end with the same records as an undisturbed one.
-    """
+def fill_cache(
+    job: CacheJob, requests: Sequence[CacheRequest], world: World, report: Report, stop: Callable[[], None]
+) -> ShardReader:
+    """Compute the missing records and return a reader that has all of them; `stop` raises when the run is to end."""
     reader = ShardReader(job.folder)
-    absent = [item for item in wanted if reader.find(item.name, item.parts) is None]
+    absent = [request for request in requests if reader.find(request.name, request.parts) is None]
     if not absent:
         return reader
-    explain(job, reader, absent, len(wanted), report)
+    report_missing(job, reader, absent, len(requests), report)
     world.activity.begin(f"making {job.title}")
-    missing = {item.name for item in absent}
-    chunks = [chunk for chunk in chunks_of(wanted, job.chunk) if any(item.name in missing for item in chunk)]
-    queue = short_hash([job.folder, [item.name for item in absent]])
+    missing = {request.name for request in absent}
+    # A chunk is computed whole, even where only some of its records are missing: an encoder's output depends in its
+    # last bits on the batch, so only then does an interrupted run end with the same records as an undisturbed one.
+    chunks = [chunk for chunk in split_into_chunks(requests, job.chunk) if any(each.name in missing for each in chunk)]
+    queue = short_hash([job.folder, [request.name for request in absent]])
     world.store_barrier(f"{queue}/read", stop)  # all see the same queue only if none writes before all have read
     with report.progress(job.title, len(absent)) as progress, ShardWriter(job.folder, world.rank) as writer:
         while (ticket := world.next_chunk(queue)) < len(chunks):
             stop()
-            made = [(item, result) for item, result in job.make(chunks[ticket]) if item.name in missing]
-            for item, result in made:
-                write(writer, item, result)
+            made = [(request, result) for request, result in job.make(chunks[ticket]) if request.name in missing]
+            for request, result in made:
+                write_result(writer, request, result)
             progress.update(world.add_progress(queue, len(made)))
         world.wait_for_count(queue, len(absent), stop, progress.update)
     return ShardReader(job.folder)
 
 
-def write(writer: ShardWriter, item: Wanted, result: Mapping[str, Tensor] | str) -> None:
-    """Write one record, or why it could not be made."""
+def write_result(writer: ShardWriter, request: CacheRequest, result: Mapping[str, Tensor] | str) -> None:
     if isinstance(result, str):
-        writer.write_broken(item.name, item.parts, result)
+        writer.write_broken(request.name, request.parts, result)
     else:
-        writer.write(item.name, item.parts, result)
+        writer.write(request.name, request.parts, result)
 
 
-def explain(job: Job, reader: ShardReader, absent: Sequence[Wanted], total: int, report: Report) -> None:
-    """Say how much is made, and which parts changed where older records were found."""
+def report_missing(
+    job: CacheJob, reader: ShardReader, absent: Sequence[CacheRequest], total: int, report: Report
+) -> None:
+    """Say how much is computed, and which parts of the key changed where older records were found."""
     changed: dict[str, int] = {}
-    for item in absent:
-        for part in reader.why_missing(item.name, item.parts):
+    for request in absent:
+        for part in reader.why_missing(request.name, request.parts):
             changed[part] = changed.get(part, 0) + 1
     why = ", ".join(f"{part} changed for {count}" for part, count in changed.items())
     report.say(f"{job.title}: making {len(absent)} of {total}{' (' + why + ')' if why else ''}")

@@ -1,4 +1,4 @@
-"""What a cached record depends on, named part by part, so that a mismatch can say what changed."""
+"""What a cached record depends on, named part by part, so that a cache miss can say what changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from simpletuner.data.discovery import Sample
 
-Parts = dict[str, str]
+KeyParts = dict[str, str]
 
 PROBES, PROBE_BYTES = 64, 4096
 
@@ -20,8 +20,7 @@ def short_hash(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
-def latents_parts(sample: Sample, vae: str, dtype: str) -> Parts:
-    """Return what a sample's latents depend on; the file counts by size and change time, as with `make`."""
+def latents_parts(sample: Sample, vae: str, dtype: str) -> KeyParts:
     g = sample.geometry
     return {
         "file": sample.version,
@@ -31,23 +30,23 @@ def latents_parts(sample: Sample, vae: str, dtype: str) -> Parts:
     }
 
 
-def text_parts(encoders: str, dtype: str, max_length: int | None) -> Parts:
-    """Return what a caption's embedding depends on, besides the caption."""
+def text_parts(encoders: str, dtype: str, max_length: int | None) -> KeyParts:
+    """Return what a caption's embedding depends on, besides the caption, which is the record's name."""
     return {"text encoders": encoders, "dtype": dtype, "maximum length": str(max_length)}
 
 
 def folder_fingerprint(folders: list[Path]) -> str:
-    """Return the identity of model components: their small files whole, their weights by probes.
-
-    Reading 64 evenly spaced blocks of each weights file, with its size, tells apart any two trainings of a model
-    without reading gigabytes at every start.
-    """
+    """Return the identity of model components: their small files whole, their weights by probes."""
     files = sorted(path for folder in folders if folder.is_dir() for path in folder.rglob("*") if path.is_file())
     return short_hash([[path.name, file_fingerprint(path)] for path in files])
 
 
 def file_fingerprint(path: Path) -> str:
-    """Return a hash over a file's size and evenly spaced blocks of it (the whole of a small file)."""
+    """Return a hash over a file's size and evenly spaced blocks of it (the whole of a file up to 256 KiB).
+
+    Training changes every part of a weights file, so 64 blocks tell any two trainings of a model apart without reading
+    gigabytes at every start.
+    """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
     with path.open("rb") as file:
@@ -57,6 +56,6 @@ def file_fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return the names of the parts in which two records differ."""
+def changed_parts(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Return the names of the parts in which two keys differ."""
     return [name for name in new if old.get(name) != new[name]]

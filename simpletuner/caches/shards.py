@@ -1,9 +1,9 @@
 """A store of tensor records in append-only shard files: one writer per rank, no locks, random reads by mmap.
 
-A shard is a row of safetensors records. Its index has one JSON line per record, written after the record: a writer
-killed at any moment leaves at most a record that no line names. A new writer opens new shards and never touches old
-ones. A line holds a checksum over itself and the record's bytes; a record that is found damaged is retracted by a line
-in a new index, so that the next start makes it again.
+A shard is a sequence of safetensors records; its index has one JSON line per record. The line is written after the
+record, so a writer killed at any moment leaves at most a record that no line names. A new writer opens new shards and
+never touches old ones. A line has a checksum over itself and the record's bytes; a damaged record is retracted by a
+line in a new index, so that the next start makes it again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, BinaryIO
 import safetensors.torch
 import torch
 
-from simpletuner.caches.keys import Parts, differing, short_hash
+from simpletuner.caches.keys import KeyParts, changed_parts, short_hash
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.cache_files import INDEX_SUFFIX, index_of, is_plain_file, shard_name, shard_of
 from simpletuner.system.checksums import value_checksum
 
 SHARD_BYTES = 1 << 30
 RETRACTING_RANK = 999
-"""In the name of shards that hold nothing but retractions: readers do not know their rank."""
+"""In the name of shards that hold only retractions: readers do not know their rank."""
 ALIGNMENT_BYTES = 8
 DTYPES = {
     "F32": torch.float32,
@@ -42,7 +42,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordLocation:
     """Where a record is, and what it was made from; `broken` says why a record could not be made.
 
     `checksum` is empty for what older versions wrote.
@@ -52,12 +52,12 @@ class Place:
     offset: int
     length: int
     name: str
-    parts: Parts
+    parts: KeyParts
     broken: str = ""
     checksum: str = ""
 
     def checksum_with(self, record: bytes | memoryview) -> str:
-        """Return what the checksum is if `record` is what was written here."""
+        """Return the checksum that this location would have if `record` is what was written here."""
         return value_checksum({"name": self.name, "parts": self.parts, "broken": self.broken}, record)
 
 
@@ -77,45 +77,46 @@ class ShardWriter:
     ) -> None:
         self.close()
 
-    def write(self, name: str, parts: Parts, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Append one record of DTYPES. Raises EnvironmentFault when the disk is full."""
+    def write(self, name: str, parts: KeyParts, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Append one record of DTYPES. Raises EnvironmentNotReady when the disk is full."""
         assert {tensor.dtype for tensor in tensors.values()} <= {*DTYPES.values()}, "a record that could not be read"
         self._append(name, parts, safetensors.torch.save({key: t.contiguous() for key, t in tensors.items()}))
 
-    def write_broken(self, name: str, parts: Parts, reason: str) -> None:
+    def write_broken(self, name: str, parts: KeyParts, reason: str) -> None:
         """Remember that a record cannot be made from these parts, so that it is not tried at every start."""
         self._append(name, parts, b"", {"broken": reason})
 
-    def retract(self, place: Place) -> None:
-        """Declare a damaged record invalid, so that readers do not find it and it is made again."""
-        self._append(place.name, place.parts, b"", {"retracts": [place.shard.name, place.offset]})
+    def retract(self, location: RecordLocation) -> None:
+        """Declare a damaged record invalid: readers no longer find it, so it is made again."""
+        self._append(location.name, location.parts, b"", {"retracts": [location.shard.name, location.offset]})
 
-    def _append(self, name: str, parts: Parts, blob: bytes, more: Mapping[str, Any] | None = None) -> None:
+    def _append(self, name: str, parts: KeyParts, blob: bytes, more: Mapping[str, Any] | None = None) -> None:
         try:
             shard, index = self._files_with_room(len(blob))
-            shard.write(bytes(-shard.tell() % ALIGNMENT_BYTES))  # views of the mapped file want aligned numbers
+            shard.write(bytes(-shard.tell() % ALIGNMENT_BYTES))  # torch.frombuffer needs aligned numbers
             line = {"name": name, "offset": shard.tell(), "length": len(blob), "parts": parts, **(more or {})}
-            place = Place(Path(shard.name), shard.tell(), len(blob), name, parts, line.get("broken", ""))
+            location = RecordLocation(Path(shard.name), shard.tell(), len(blob), name, parts, line.get("broken", ""))
             shard.write(blob)
+            # Flushed before the line is written: a line must never name bytes that a killed process had buffered.
             shard.flush()
-            index.write(json.dumps({**line, "checksum": place.checksum_with(blob)}).encode() + b"\n")
+            index.write(json.dumps({**line, "checksum": location.checksum_with(blob)}).encode() + b"\n")
             index.flush()
         except OSError as error:
-            self._abandon()
-            raise self._fault(error) from None
+            self._close_quietly()
+            raise self._write_error(error) from None
 
     def _files_with_room(self, length: int) -> tuple[BinaryIO, BinaryIO]:
         """Return the open shard and its index, or the next ones when the shard is full."""
         if self.files is not None and self.files[0].tell() + length > SHARD_BYTES:
             self.close()
         if self.files is None:
-            shard = self._new_shard()
+            shard = self._create_shard()
             index = index_of(Path(shard.name))
             index.unlink(missing_ok=True)  # of a shard that was deleted, or a link
             self.files = shard, index.open("xb")
         return self.files
 
-    def _new_shard(self) -> BinaryIO:
+    def _create_shard(self) -> BinaryIO:
         for number in itertools.count():
             try:
                 return (self.folder / shard_name(self.rank, number)).open("xb")
@@ -124,23 +125,23 @@ class ShardWriter:
         raise AssertionError("unreachable")
 
     def close(self) -> None:
-        """Bring what was written to the disk."""
+        """Flush to the disk and close. Raises EnvironmentNotReady when the disk is full."""
         try:
             for file in self.files or ():
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise self._fault(error) from None
+            raise self._write_error(error) from None
         finally:
-            self._abandon()
+            self._close_quietly()
 
-    def _abandon(self) -> None:
+    def _close_quietly(self) -> None:
         for file in self.files or ():
             with contextlib.suppress(OSError):
                 file.close()
         self.files = None
 
-    def _fault(self, error: OSError) -> EnvironmentNotReady:
+    def _write_error(self, error: OSError) -> EnvironmentNotReady:
         return EnvironmentNotReady(
             f"cannot write to the cache {self.folder}: {error.strerror}",
             "make room or set cache_dir_vae and cache_dir_text elsewhere, then run the same command: it continues",
@@ -152,91 +153,116 @@ class ShardReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.places: dict[tuple[str, str], Place] = {}
-        self.known: dict[str, list[Parts]] = {}
+        self.locations: dict[tuple[str, str], RecordLocation] = {}
+        self.known: dict[str, list[KeyParts]] = {}
         self._maps: dict[Path, mmap.mmap] = {}
-        self._checked: set[str] = set()
-        entries = [entry for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")) for entry in entries_in(index)]
+        self._verified: set[str] = set()
+        entries = [entry for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")) for entry in read_index(index)]
         retracted = {entry.retracts for entry in entries}
-        for place in (entry.place for entry in entries if not entry.retracts):
-            if (place.shard.name, place.offset) not in retracted:
-                self.places[place.name, short_hash(place.parts)] = place
-                self.known.setdefault(place.name, []).append(place.parts)
+        for location in (entry.location for entry in entries if not entry.retracts):
+            if (location.shard.name, location.offset) not in retracted:
+                self.locations[location.name, short_hash(location.parts)] = location
+                self.known.setdefault(location.name, []).append(location.parts)
 
-    def find(self, name: str, parts: Parts) -> Place | None:
-        """Return where a record made from exactly these parts lies, or None."""
-        return self.places.get((name, short_hash(parts)))
+    def find(self, name: str, parts: KeyParts) -> RecordLocation | None:
+        """Return where the record made from exactly these parts is, or None."""
+        return self.locations.get((name, short_hash(parts)))
 
-    def why_missing(self, name: str, parts: Parts) -> list[str]:
+    def why_missing(self, name: str, parts: KeyParts) -> list[str]:
         """Return which parts differ from the nearest record of this name; empty if there never was one."""
-        return min((differing(known, parts) for known in self.known.get(name, [])), key=len, default=[])
+        return min((changed_parts(known, parts) for known in self.known.get(name, [])), key=len, default=[])
 
-    def read(self, place: Place) -> dict[str, torch.Tensor]:
-        """Return a record's tensors as views of the mapped shard; stacking them makes the one copy there is.
+    def read(self, location: RecordLocation) -> dict[str, torch.Tensor]:
+        """Return a record's tensors as views of the mapped shard, so that stacking them is the only copy.
 
-        Raises EnvironmentFault when the record is damaged, which the next start makes again.
+        Raises EnvironmentNotReady when the record is damaged; the next start makes it again.
         """
-        record = memoryview(self._map(place.shard))[place.offset : place.offset + place.length]
+        record = self._record(location)
         try:
-            if place.checksum and place.checksum not in self._checked:  # once: later reads come from memory
-                if place.checksum != place.checksum_with(record):
+            if location.checksum and location.checksum not in self._verified:  # once: later reads come from memory
+                if location.checksum != location.checksum_with(record):
                     raise ValueError("its checksum does not match")
-                self._checked.add(place.checksum)
-            return tensors_in(record)
+                self._verified.add(location.checksum)
+            return parse_tensors(record)
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-            raise self._retracted(place, error) from None
+            raise self._retract(location, error) from None
 
-    def _retracted(self, place: Place, error: Exception) -> EnvironmentNotReady:
-        """Retract a damaged record, and return what to say."""
-        message = f"the cache file {place.shard} is damaged at byte {place.offset}: {error}"
+    def _retract(self, location: RecordLocation, error: Exception) -> EnvironmentNotReady:
+        """Retract a damaged record, and return the error to raise.
+
+        The run ends instead of computing the record again: by now the encoders are freed, and the other ranks train.
+        """
+        where = f"{location.shard} is damaged at byte {location.offset}, in the record {location.name}"
+        message = f"the cache file {where}: {error}"
         try:
             with ShardWriter(self.folder, RETRACTING_RANK) as writer:
-                writer.retract(place)
+                writer.retract(location)
         except EnvironmentNotReady:
-            return EnvironmentNotReady(message, f"delete {place.shard}, and run the same command again")
-        return EnvironmentNotReady(message, "run the same command again: it makes this record again and resumes")
+            return EnvironmentNotReady(message, f"delete {location.shard}, and run the same command again")
+        return EnvironmentNotReady(
+            message, "run the same command again: it makes this record again, then resumes from the newest checkpoint"
+        )
+
+    def _record(self, location: RecordLocation) -> memoryview:
+        return memoryview(self._map(location.shard))[location.offset : location.offset + location.length]
 
     def _map(self, shard: Path) -> mmap.mmap:
         if shard not in self._maps:
             with shard.open("rb") as file:
-                self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants writable memory
+                # ACCESS_COPY: torch.frombuffer wants writable memory, and a write into a tensor must neither crash
+                # the process (ACCESS_READ) nor change the cache (ACCESS_WRITE).
+                self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[shard]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IndexEntry:
     """One line of an index: a record, or the (shard, offset) of one that it retracts."""
 
-    place: Place
+    location: RecordLocation
     retracts: tuple[str, int] | None = None
 
 
-def entries_in(index: Path) -> Iterator[Entry]:
-    """Yield the lines of an index that are whole and sensible, and whose records are within their shard."""
+def read_index(index: Path) -> Iterator[IndexEntry]:
+    """Yield the lines of an index that are complete and valid, and whose records are within their shard.
+
+    Invalid lines are skipped without a word: their records are simply missing, and made again.
+    """
     shard = shard_of(index)
     if not (is_plain_file(index) and is_plain_file(shard)):
         return
     size = shard.stat().st_size
     for line in index.read_bytes().split(b"\n")[:-1]:  # what follows the last newline is a torn line
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError, AttributeError):
-            entry = entry_of(json.loads(line), shard)
-            if 0 <= entry.place.offset <= entry.place.offset + entry.place.length <= size:
+            entry = parse_index_line(json.loads(line), shard)
+            if 0 <= entry.location.offset <= entry.location.offset + entry.location.length <= size:
                 yield entry
 
 
-def entry_of(line: Mapping[str, Any], shard: Path) -> Entry:
-    """Return an index line. Raises ValueError, KeyError or TypeError for what is none."""
+def parse_index_line(line: Mapping[str, Any], shard: Path) -> IndexEntry:
+    """Return an index line. Raises ValueError, KeyError or TypeError for an invalid one."""
     parts = {str(name): str(value) for name, value in line["parts"].items()}
-    numbers = int(line["offset"]), int(line["length"])
-    place = Place(shard, *numbers, str(line["name"]), parts, str(line.get("broken", "")), str(line.get("checksum", "")))
-    if place.broken and place.checksum and place.checksum != place.checksum_with(b""):
+    location = RecordLocation(
+        shard,
+        int(line["offset"]),
+        int(line["length"]),
+        str(line["name"]),
+        parts,
+        str(line.get("broken", "")),
+        str(line.get("checksum", "")),
+    )
+    # A record's checksum is compared when it is read. A broken one has nothing to read, so its line is checked here.
+    if location.broken and location.checksum and location.checksum != location.checksum_with(b""):
         raise ValueError("its checksum does not match")
     name, offset = line.get("retracts", (None, None))
-    return Entry(place, None if name is None else (str(name), int(offset)))
+    return IndexEntry(location, None if name is None else (str(name), int(offset)))
 
 
-def tensors_in(record: memoryview) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors record without a copy; they keep the memory under them alive."""
+def parse_tensors(record: memoryview) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors record without a copy; they keep the memory under them alive.
+
+    `safetensors.torch.load` would copy the bytes: it takes `bytes` only.
+    """
     start = 8 + int.from_bytes(record[:8], "little")
     header = json.loads(bytes(record[8:start]))
     header.pop("__metadata__", None)

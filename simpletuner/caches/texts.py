@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletuner.caches.filling import Job, Wanted, fill
+from simpletuner.caches.filling import CacheJob, CacheRequest, fill_cache
 from simpletuner.caches.keys import folder_fingerprint, short_hash, text_parts
 from simpletuner.caches.shards import ShardReader
 from simpletuner.models.diffusers_io import text_folders
@@ -20,7 +20,7 @@ from simpletuner.report import Report
 
 
 class TextCache:
-    """The embeddings of some captions, in one folder."""
+    """The embeddings of some captions, in one folder; a record is named by the hash of its caption."""
 
     def __init__(
         self, folder: Path, captions: Iterable[str], family: ModelFamily, world: World, dtype: torch.dtype
@@ -31,23 +31,24 @@ class TextCache:
         self.reader: ShardReader | None = None
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> None:
-        """Encode what is missing."""
-        wanted = [Wanted(name, self.parts) for name in self.captions]
-        self.reader = fill(Job("text", self.folder, chunk, self._make), wanted, self.world, report, stop)
-        self.__dict__.pop("_encoder", None)  # its memory is wanted for training
+        """Collective: encode what is missing."""
+        requests = [CacheRequest(name, self.parts) for name in self.captions]
+        job = CacheJob("text", self.folder, chunk, self._encode)
+        self.reader = fill_cache(job, requests, self.world, report, stop)
+        self.__dict__.pop("_encoder", None)  # its memory is needed for training
 
     def read(self, caption: str) -> Conditioning:
-        """Return a caption's embedding; no batch axis."""
+        """Return a caption's embedding, without a batch axis."""
         assert self.reader is not None
-        place = self.reader.find(short_hash(caption), self.parts)
-        assert place is not None, f"{caption!r} is not in {self.folder} after filling it"
-        return self.reader.read(place)
+        location = self.reader.find(short_hash(caption), self.parts)
+        assert location is not None, f"{caption!r} is not in {self.folder} after filling it"
+        return self.reader.read(location)
 
     @cached_property
     def _encoder(self) -> TextEncoder:
         return self.family.text_encoder(self.world.device, self.dtype)
 
-    def _make(self, chunk: Sequence[Wanted]) -> Iterator[tuple[Wanted, Mapping[str, Tensor]]]:
-        encoded = self._encoder.encode([self.captions[item.name] for item in chunk])
-        for number, item in enumerate(chunk):
-            yield item, {key: value[number] for key, value in encoded.items()}
+    def _encode(self, chunk: Sequence[CacheRequest]) -> Iterator[tuple[CacheRequest, Mapping[str, Tensor]]]:
+        encoded = self._encoder.encode([self.captions[request.name] for request in chunk])
+        for number, request in enumerate(chunk):
+            yield request, {key: value[number] for key, value in encoded.items()}

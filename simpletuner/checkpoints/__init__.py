@@ -1,1 +1,1 @@
-"""Named tensors on disk, in one form for every engine and every number of ranks."""
+"""Checkpoints and exported pipelines: named tensors on disk, the same for every engine and number of ranks."""

@@ -1,4 +1,4 @@
-"""Write a complete diffusers pipeline with trained weights: the base pipeline with its denoiser exchanged."""
+"""Write a complete diffusers pipeline with trained weights: the base pipeline with its denoiser replaced."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from simpletuner.checkpoints.layout import sizes
-from simpletuner.checkpoints.saving import WEIGHTS_STEM, prepare, together
+from simpletuner.checkpoints.layout import file_sizes
+from simpletuner.checkpoints.saving import WEIGHTS_STEM, make_empty_folder, run_on_all_ranks, run_on_first_rank
 from simpletuner.checkpoints.tensors import NamedTensors, write_full
-from simpletuner.checkpoints.verification import checksums
+from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
@@ -38,38 +38,32 @@ class MarkerFields(BaseModel):
 def export_pipeline(
     family: ModelFamily, target: Path, config: dict[str, Any], weights: NamedTensors, world: World, steps: int
 ) -> None:
-    """Write the pipeline to `target`. Collective: all ranks write weights, rank 0 copies the rest.
+    """Collective: write the pipeline to `target`; all ranks write weights, rank 0 copies the rest.
 
-    `steps`, after which it was written, tells a later start that nothing is left to do. Raises EnvironmentFault on all
-    ranks when one of them cannot write.
+    `steps`, after which it was written, tells a later start that nothing is left to do. Raises EnvironmentNotReady on
+    all ranks when one of them cannot write.
     """
     hidden, denoiser = unfinished(target), family.denoiser_name
 
     def write_rest() -> None:
-        """Write what is not the denoiser's weights."""
         write_json(hidden / denoiser / "config.json", config)
         copy_other_components(family, hidden)
         write_json(hidden / "scheduler" / "scheduler_config.json", family.scheduler_config)
 
     def finish() -> None:
-        """Write the marker and give the folder its name."""
-        write_json(hidden / FINISHED, signed({"steps": steps, "files": sizes(hidden), "checksums": sums}))
+        write_json(hidden / FINISHED, signed({"steps": steps, "files": file_sizes(hidden), "checksums": sums}))
         keep_foreign_files(target, hidden)
         replace_folder(hidden, target)
 
-    together(world, hidden, lambda: prepare(hidden, world))
-    together(world, hidden, write_full(hidden / denoiser, weights, world, WEIGHTS_STEM))
-    together(world, hidden, write_rest if world.is_first else nothing)
-    sums = checksums(hidden, world)
-    together(world, hidden, finish if world.is_first else nothing)
-
-
-def nothing() -> None:
-    """Do what ranks above 0 do while rank 0 writes."""
+    run_on_first_rank(world, hidden, lambda: make_empty_folder(hidden))
+    run_on_all_ranks(world, hidden, write_full(hidden / denoiser, weights, world, WEIGHTS_STEM))
+    run_on_first_rank(world, hidden, write_rest)
+    sums = compute_checksums(hidden, world)
+    run_on_first_rank(world, hidden, finish)
 
 
 def copy_other_components(family: ModelFamily, target: Path) -> None:
-    """Copy model_index.json and the components that it names, but not the denoiser, and bring them to the disk."""
+    """Copy model_index.json and the components that it names, without the denoiser, and flush them to the disk."""
     for name, source in files_to_copy(family):
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +76,8 @@ def copy_other_components(family: ModelFamily, target: Path) -> None:
 def files_to_copy(family: ModelFamily) -> list[tuple[str, Path]]:
     """Return what an export copies from the base model, as (name below it, file).
 
-    Raises EnvironmentFault for what is no regular file, and for a link that leads out of the model's folders: whoever
-    publishes the pipeline would publish its target.
+    Raises EnvironmentNotReady for what is not a regular file, and for a link that leads out of the model's folders:
+    publishing the pipeline would publish its target.
     """
     base = family.folder
     names = [name for name, value in family.index.items() if isinstance(value, list) and any(value)]
@@ -93,23 +87,23 @@ def files_to_copy(family: ModelFamily) -> list[tuple[str, Path]]:
         if component == family.denoiser_name or Path(component).name != component or not folder.is_dir():
             continue
         roots = (base.resolve(), folder.resolve(), *hub_blobs(base))
-        for path in files_below(folder):
+        for path in walk_files(folder):
             if path.suffix in COMPONENT_SUFFIXES:
-                check_copied(path, roots)
+                check_copyable(path, roots)
             if belongs_to_component(path):
                 found.append((path.relative_to(base).as_posix(), path))
     return found
 
 
-def files_below(folder: Path) -> Iterator[Path]:
-    """Yield what is in a component's folder and is no folder, sorted; links to folders are not entered."""
+def walk_files(folder: Path) -> Iterator[Path]:
+    """Yield everything in a component's folder except folders, sorted; links to folders are not followed."""
     for root, folders, files in os.walk(folder):
         folders.sort()
         yield from (Path(root) / name for name in sorted(files))
 
 
-def check_copied(path: Path, roots: tuple[Path, ...]) -> None:
-    """Raise EnvironmentFault for a file that an export must not copy."""
+def check_copyable(path: Path, roots: tuple[Path, ...]) -> None:
+    """Raise EnvironmentNotReady for a file that an export must not copy."""
     hint = "replace it by a copy of the file, or remove it"
     try:
         real, mode = path.resolve(strict=True), path.stat().st_mode
@@ -122,12 +116,12 @@ def check_copied(path: Path, roots: tuple[Path, ...]) -> None:
 
 
 def hub_blobs(base: Path) -> list[Path]:
-    """Return where the files of a hub download are that its snapshot links to."""
+    """Return the folder that the links of a Hugging Face Hub snapshot lead to."""
     return [base.parent.parent.resolve() / "blobs"] if base.parent.name == "snapshots" else []
 
 
 def check_export(family: ModelFamily, targets: list[Path]) -> None:
-    """Find what would fail, or harm, at the end of a run before it begins. Raises EnvironmentFault."""
+    """Raise EnvironmentNotReady, before a run begins, for what would fail or do harm at its end."""
     for target in targets:
         if family.folder.resolve() == target.resolve():
             raise EnvironmentNotReady(
@@ -142,7 +136,7 @@ def check_export(family: ModelFamily, targets: list[Path]) -> None:
 
 
 def check_targets(targets: list[Path]) -> None:
-    """Raise EnvironmentFault for a folder in a pipeline's place that simpletuner did not write."""
+    """Raise EnvironmentNotReady for a folder that the pipeline would replace and that simpletuner did not write."""
     for target in targets:
         if os.path.lexists(target) and (target.is_symlink() or not (target / FINISHED).is_file()):
             raise EnvironmentNotReady(
@@ -152,18 +146,18 @@ def check_targets(targets: list[Path]) -> None:
 
 
 def keep_foreign_files(old: Path, new: Path) -> None:
-    """Copy what somebody else put into an exported pipeline, such as a README.md, into the one that replaces it."""
-    ours = (marker_of(old) or {}).get("files")
-    if ours is None:  # none, or of an older version, which wrote no list of its files
+    """Copy what others added to an exported pipeline, such as a README.md, into the one that replaces it."""
+    ours = (read_marker(old) or {}).get("files")
+    if ours is None:  # no pipeline, or one of an older version, which wrote no list of its files
         return
-    for name in sizes(old).keys() - ours.keys() - {FINISHED}:
+    for name in file_sizes(old).keys() - ours.keys() - {FINISHED}:
         if not (new / name).exists() and Path(name).suffix != ".safetensors":  # weights would be loaded with ours
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(old / name, new / name)
 
 
-def marker_of(pipeline: Path) -> dict[str, Any] | None:
-    """Return what the marker of an exported pipeline holds; None where there is none, or it is damaged."""
+def read_marker(pipeline: Path) -> dict[str, Any] | None:
+    """Read the marker of an exported pipeline; None where there is none, or it is damaged."""
     try:
         marker = json.loads(read_file(pipeline / FINISHED))
         return MarkerFields.model_validate(marker, strict=True).model_dump() if is_intact(marker) else None
@@ -172,24 +166,24 @@ def marker_of(pipeline: Path) -> dict[str, Any] | None:
 
 
 def finished_steps(pipeline: Path, world: World) -> int:
-    """Return after how many steps a complete pipeline was exported; 0 when there is none, or it is damaged. Collective.
+    """Collective: return after how many steps a complete pipeline was exported; 0 when there is none, or it is damaged.
 
-    Of a pipeline that an older version wrote, which has no checksums, the components must be there.
+    Older versions wrote no checksums; of their pipelines the components must be there.
     """
-    marker = marker_of(pipeline)
-    steps = marker["steps"] if marker and has_its_files(pipeline, marker["files"]) else 0
+    marker = read_marker(pipeline)
+    steps = marker["steps"] if marker and has_all_files(pipeline, marker["files"]) else 0
     if min(int(text) for text in world.gather_texts(str(steps))) == 0 or marker is None:
         return 0
     if wanted := marker["checksums"]:
-        found = checksums(pipeline, world)
+        found = compute_checksums(pipeline, world)
         return steps if all(found.get(name) == value for name, value in wanted.items()) else 0
     return steps
 
 
-def has_its_files(pipeline: Path, files: Mapping[str, int] | None) -> bool:
-    """Return whether the files, or of an older version the components, of a pipeline are there."""
+def has_all_files(pipeline: Path, files: Mapping[str, int] | None) -> bool:
+    """Whether all files of a pipeline are there, or all components of one that an older version wrote."""
     if files is not None:
-        found = sizes(pipeline)
+        found = file_sizes(pipeline)
         return all(found.get(name) == size for name, size in files.items())
     try:
         index = json.loads(read_file(pipeline / "model_index.json"))

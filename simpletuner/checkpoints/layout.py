@@ -1,12 +1,13 @@
-"""Where checkpoints are, which of them are complete, and which is the newest. No torch.
+"""Where checkpoints are, what they hold, which are complete, and which is the newest. No torch.
 
     checkpoints/checkpoint-000100/
       model/         weights (float32), with config.json
       exp_avg/ ...   one folder per optimizer moment
       ema/           averaged weights, when EMA is on
-      state.json     everything that is not a tensor; size and checksum of every file, and of itself: written last
+      state.json     everything that is not a tensor; size and checksum of every file and of itself; written last
 
-A checkpoint is written to a hidden folder next to it and renamed when it is complete.
+A checkpoint is written to a hidden folder next to its final place and renamed when it is complete, so a folder with a
+checkpoint's name is never half written.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ SET_ASIDE = "set-aside"
 
 Count = Annotated[int, Field(ge=0)]
 Group = Annotated[str, StringConstraints(pattern=r"^\w+$")]
-"""A group of tensors; it names a folder."""
+"""A group of tensors. It names a folder, so it must not lead out of the checkpoint."""
 
 
 class PositionFields(BaseModel):
-    """`data.order.Position` in JSON; epoch -1 is before the first one."""
+    """`SamplerState` in JSON; epoch -1 is before the first one, in checkpoints imported from DeepSpeed."""
 
     epoch: int = Field(ge=-1)
     batch: Count
@@ -77,30 +78,27 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Return the number of optimizer steps taken."""
         return int(self.state["step"])
 
     def files(self, group: str) -> list[Path]:
-        """Return the weights files of one group of tensors."""
         return sorted((self.folder / group).glob("*.safetensors"))
 
 
-def folder_of_step(root: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lies."""
+def checkpoint_folder(root: Path, step: int) -> Path:
     return root / f"checkpoint-{step:06d}"
 
 
-def opened(folder: Path) -> Checkpoint:
-    """Return a checkpoint after checking its state and every file's size, but not the content of files.
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Load a checkpoint's state and check it and the size of every file, but not the content of files.
 
-    Raises EnvironmentFault that says what is wrong.
+    Raises EnvironmentNotReady that says what is wrong.
     """
     try:
         state = json.loads(read_file(folder / STATE))
         fields = StateFields.model_validate(state, strict=True)
         if not is_intact(state):
             raise EnvironmentNotReady(f"{folder} is damaged: the checksum of {STATE} does not match")
-        if NAME.fullmatch(folder.name) and fields.step != step_of(folder):
+        if NAME.fullmatch(folder.name) and fields.step != parse_step(folder):
             raise EnvironmentNotReady(f"{folder} is damaged: its {STATE} says step {fields.step}")
         for name, size in fields.files.items():
             found = (folder / name).stat().st_size
@@ -118,26 +116,24 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a checkpoint can be taken."""
     try:
-        opened(folder)
+        load_checkpoint(folder)
     except EnvironmentNotReady:
         return False
     return True
 
 
-def numbered(root: Path) -> list[Path]:
-    """Return the checkpoint folders of a run, newest first."""
+def list_checkpoints(root: Path) -> list[Path]:
+    """Return the checkpoint folders of a run, complete or not, newest first."""
     folders = [path for path in root.glob("checkpoint-*") if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(folders, key=lambda path: -step_of(path))
+    return sorted(folders, key=lambda path: -parse_step(path))
 
 
-def step_of(folder: Path) -> int:
-    """Return the step in a checkpoint folder's name."""
+def parse_step(folder: Path) -> int:
     return int(folder.name.removeprefix("checkpoint-"))
 
 
-def candidates(root: Path, wish: str) -> list[Path]:
+def find_resume_folders(root: Path, wish: str) -> list[Path]:
     """Return the folders that a run may resume from, best first.
 
     `wish` is `latest`, `none`, or a folder (a path, or a name below `root`). Raises SettingsError when that folder is
@@ -146,23 +142,23 @@ def candidates(root: Path, wish: str) -> list[Path]:
     if wish == "none":
         return []
     if wish == "latest":
-        return numbered(root)
+        return list_checkpoints(root)
     folder = next((path for path in (Path(wish), root / wish) if path.is_dir()), None)
     if folder is None:
-        known = ", ".join(path.name for path in numbered(root)) or "none yet"
+        known = ", ".join(path.name for path in list_checkpoints(root)) or "none yet"
         raise SettingsError(f"resume_from_checkpoint = {wish}: there is no such folder", f"checkpoints here: {known}")
     return [folder]
 
 
-def refuse_damaged(root: Path, problems: Sequence[str]) -> EnvironmentNotReady:
-    """Return the error for a run that could only start again from the base model, which must be asked for."""
+def all_damaged_error(root: Path, problems: Sequence[str]) -> EnvironmentNotReady:
+    """Return the error for a run that could only start again from the base model; the user must ask for that."""
     return EnvironmentNotReady(
         f"no checkpoint in {root} can be resumed:" + "".join(f"\n  {problem}" for problem in problems),
         "--resume_from_checkpoint=none starts again from the base model, and keeps these in `set-aside`",
     )
 
 
-def sizes(folder: Path) -> dict[str, int]:
+def file_sizes(folder: Path) -> dict[str, int]:
     """Return every file below a folder with its size in bytes."""
     return {
         path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
@@ -177,24 +173,23 @@ def clear_unfinished(root: Path) -> None:
         restore_replaced(root / path.name.removeprefix(".").removesuffix(".old"))
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest complete checkpoints; each is renamed first, so that a half-removed one is never taken.
-
-    A damaged one is neither counted nor removed.
-    """
-    for folder in [folder for folder in numbered(root) if is_complete(folder)][keep:]:
+def prune_checkpoints(root: Path, keep: int) -> None:
+    """Remove all but the newest complete checkpoints. A damaged one is neither counted nor removed."""
+    for folder in [folder for folder in list_checkpoints(root) if is_complete(folder)][keep:]:
         hidden = unfinished(folder)
         remove(hidden)
+        # Renamed first: a process killed while it removes files must not leave a checkpoint that looks complete.
         folder.rename(hidden)
         remove(hidden)
 
 
 def set_aside(root: Path, step: int) -> list[str]:
-    """Move checkpoints after a step out of the way of a run that goes on from there, and return their names.
+    """Move checkpoints after a step out of the way of a run that continues from there, and return their names.
 
-    Otherwise they would count as the newest: its own would be removed first, and a later start would take them.
+    Left in place they would count as the newest: the run's own would be pruned first, and the next start would resume
+    from them.
     """
-    later = [folder for folder in numbered(root) if step_of(folder) > step]
+    later = [folder for folder in list_checkpoints(root) if parse_step(folder) > step]
     for folder in later:
         (root / SET_ASIDE).mkdir(exist_ok=True)
         replace_folder(folder, root / SET_ASIDE / folder.name)

@@ -1,4 +1,4 @@
-"""Save a run's state on all ranks together, and read it back on any number of them."""
+"""Save a run's state on all ranks together."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.checkpoints.layout import STATE, folder_of_step, prune, sizes
-from simpletuner.checkpoints.tensors import (
-    FILE_FAULTS,
-    NamedTensors,
-    reason,
-    write_full,
-    write_sharded,
-)
-from simpletuner.checkpoints.verification import checksums
+from simpletuner.checkpoints.layout import STATE, checkpoint_folder, file_sizes, prune_checkpoints
+from simpletuner.checkpoints.tensors import FILE_ERRORS, NamedTensors, error_line, write_full, write_sharded
+from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
 from simpletuner.system.checksums import signed
@@ -27,8 +21,10 @@ WEIGHTS_STEM = "diffusion_pytorch_model"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one checkpoint holds: groups of named tensors, each made when it is written, and all the rest; `config` is
-    the denoiser's."""
+    """What one checkpoint holds: groups of named tensors, and the rest as JSON; `config` is the denoiser's.
+
+    A group is made only when it is written, so that no two of them are gathered in memory at once.
+    """
 
     step: int
     groups: Mapping[str, Callable[[], NamedTensors]]
@@ -37,34 +33,43 @@ class Snapshot:
 
 
 def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) -> Path:
-    """Write a checkpoint to a hidden folder, rename it when complete, keep the newest `keep`. Collective.
+    """Collective: write a checkpoint to a hidden folder, rename it when complete, keep the newest `keep`.
 
-    Raises EnvironmentFault on all ranks when any of them cannot write; older checkpoints stay as they are.
+    `full` writes whole tensors as other tools read them, otherwise each rank writes its shards. Raises
+    EnvironmentNotReady on all ranks when one of them cannot write; older checkpoints stay as they are.
     """
-    folder = folder_of_step(root, snapshot.step)
+    folder = checkpoint_folder(root, snapshot.step)
     hidden = unfinished(folder)
-    together(world, hidden, lambda: prepare(hidden, world))
+    run_on_first_rank(world, hidden, lambda: make_empty_folder(hidden))
     for group, make in snapshot.groups.items():
         tensors = make()
         if full:
-            together(world, hidden, write_full(hidden / group, tensors, world, WEIGHTS_STEM))
+            run_on_all_ranks(world, hidden, write_full(hidden / group, tensors, world, WEIGHTS_STEM))
         else:
-            together(world, hidden, lambda group=group, tensors=tensors: write_sharded(hidden / group, tensors))
-    together(world, hidden, lambda: write_config(hidden, snapshot, world))
-    sums = checksums(hidden, world)
-    together(world, hidden, lambda: complete(hidden, folder, snapshot, sums, world))
+            run_on_all_ranks(world, hidden, lambda group=group, tensors=tensors: write_sharded(hidden / group, tensors))
+    run_on_first_rank(world, hidden, lambda: write_json(hidden / "model" / "config.json", snapshot.config))
+    sums = compute_checksums(hidden, world)
+
+    def finish() -> None:
+        write_state(hidden, {"step": snapshot.step, **snapshot.state}, sums)
+        replace_folder(hidden, folder)
+
+    run_on_first_rank(world, hidden, finish)
     if world.is_first:
-        prune(root, keep)
+        prune_checkpoints(root, keep)
     return folder
 
 
-def together(world: World, hidden: Path, action: Callable[[], None]) -> None:
-    """Do something on every rank; if it fails on any, remove the unfinished folder and raise the same fault on all."""
+def run_on_all_ranks(world: World, hidden: Path, action: Callable[[], None]) -> None:
+    """Collective: run `action` on every rank. If it fails on one, remove `hidden` and raise the same error on all.
+
+    Without that, the other ranks would wait in the next collective for a rank that is gone.
+    """
     problem = ""
     try:
         action()
-    except FILE_FAULTS as error:
-        problem = reason(error)
+    except FILE_ERRORS as error:
+        problem = error_line(error)
     problems = sorted({text for text in world.gather_texts(problem) if text})
     if problems:
         if world.is_first:
@@ -75,26 +80,16 @@ def together(world: World, hidden: Path, action: Callable[[], None]) -> None:
         )
 
 
-def prepare(hidden: Path, world: World) -> None:
-    """Make an empty folder to write into."""
-    if world.is_first:
-        shutil.rmtree(hidden, ignore_errors=True)
-        hidden.mkdir(parents=True)
+def run_on_first_rank(world: World, hidden: Path, action: Callable[[], None]) -> None:
+    """Collective: run `action` on rank 0 while the others wait; errors are raised on all, as above."""
+    run_on_all_ranks(world, hidden, action if world.is_first else lambda: None)
 
 
-def write_config(hidden: Path, snapshot: Snapshot, world: World) -> None:
-    """Write the denoiser's config.json."""
-    if world.is_first:
-        write_json(hidden / "model" / "config.json", snapshot.config)
-
-
-def complete(hidden: Path, folder: Path, snapshot: Snapshot, sums: Mapping[str, str], world: World) -> None:
-    """Write the state with every file's size and checksum, and give the folder its name."""
-    if world.is_first:
-        write_state(hidden, {"step": snapshot.step, **snapshot.state}, sums)
-        replace_folder(hidden, folder)
+def make_empty_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def write_state(hidden: Path, state: Mapping[str, Any], sums: Mapping[str, str]) -> None:
-    """Write state.json, which makes a folder a checkpoint."""
-    write_json(hidden / STATE, signed({**state, "files": sizes(hidden), "checksums": dict(sorted(sums.items()))}))
+    """Write state.json, which makes a folder a checkpoint, so it must be written last."""
+    write_json(hidden / STATE, signed({**state, "files": file_sizes(hidden), "checksums": dict(sorted(sums.items()))}))

@@ -1,4 +1,9 @@
-"""Write and read named tensors as safetensors: one file per rank, or one ordinary set; whole or sharded in memory."""
+"""Write and read named tensors as safetensors: one file per rank, or the files that other tools expect.
+
+In memory a tensor of a checkpoint is whole (any shape, the same on all ranks), or a DTensor that is sharded by rows: a
+1-D mesh over all ranks and Shard(0), so that rank r holds rows [r * ceil(n / ranks), (r + 1) * ceil(n / ranks)) of the
+n rows of dim 0. Names are those of the denoiser's state_dict.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +26,33 @@ from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World, lost_a_peer
 from simpletuner.system.files import flush_to_disk, write_json
 
-FILE_FAULTS = (OSError, SafetensorError, CheckpointException)
+FILE_ERRORS = (OSError, SafetensorError, CheckpointException)
 
 
 def write_sharded(folder: Path, tensors: NamedTensors) -> None:
-    """Write every rank's shards into files of its own. All ranks take part; a failure raises on all of them."""
+    """Collective: write every rank's row shards into files of its own; a failure raises on all ranks."""
     dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def write_full(folder: Path, tensors: NamedTensors, world: World, stem: str) -> Callable[[], None]:
-    """Gather tensors one by one, each kept by one rank, and return what writes this rank's file.
+    """Collective: gather tensors one by one, each kept by one rank, and return what writes this rank's file.
 
     No rank ever holds more than its part of the whole and one gathered tensor. The files are what other tools open:
-    `STEM.safetensors`, or several with an index.
+    `STEM.safetensors`, or several with an index. The returned function is not collective, so that it may fail on one
+    rank while no other waits for it.
     """
-    owners = balanced_owners(tensors, world.size)
-    mine: dict[str, Tensor] = {}
+    owners = assign_owners(tensors, world.size)
+    owned: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if owners[name] == world.rank:
-            mine[name] = whole.detach().to("cpu", copy=True).contiguous()
+            owned[name] = whole.detach().to("cpu", copy=True).contiguous()
     files = file_names(stem, world.size)
 
     def write() -> None:
-        """Write this rank's part, and on the first rank the index."""
         folder.mkdir(parents=True, exist_ok=True)
-        if mine:
-            safetensors.torch.save_file(mine, folder / files[world.rank], metadata={"format": "pt"})
+        if owned:
+            safetensors.torch.save_file(owned, folder / files[world.rank], metadata={"format": "pt"})
             flush_to_disk(folder / files[world.rank])
         if world.is_first and world.size > 1:
             total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -58,8 +63,8 @@ def write_full(folder: Path, tensors: NamedTensors, world: World, stem: str) -> 
     return write
 
 
-def balanced_owners(tensors: NamedTensors, ranks: int) -> dict[str, int]:
-    """Return which rank writes each tensor, so that all write about the same number of bytes."""
+def assign_owners(tensors: NamedTensors, ranks: int) -> dict[str, int]:
+    """Assign tensors to the ranks that write them, largest first to the rank with least, so that loads are equal."""
     loads = [0] * ranks
     owners = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel()):
@@ -77,36 +82,37 @@ def file_names(stem: str, count: int) -> list[str]:
 
 
 def read_tensors(files: list[Path], tensors: NamedTensors, what: str) -> None:
-    """Fill tensors from files, whatever the number of ranks that wrote them; each rank reads only its own slices.
+    """Collective: fill tensors from files that any number of ranks wrote; each rank reads only its own rows.
 
-    Raises EnvironmentFault that names what was read when a tensor is missing, has another shape, or a file is damaged.
+    Raises EnvironmentNotReady that names `what` was read when a tensor is missing, has another shape, or a file is
+    damaged.
     """
-    with folder_of(files) as folder:
+    with folder_with_only(files) as folder:
         try:
             dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
-        except (*FILE_FAULTS, RuntimeError, ValueError, KeyError) as error:
+        except (*FILE_ERRORS, RuntimeError, ValueError, KeyError) as error:
             if lost_a_peer(error):
-                raise  # nothing is wrong with the files
+                raise  # the files are not at fault
             hint = "take another checkpoint with --resume_from_checkpoint, or check pretrained_model_name_or_path"
-            raise EnvironmentNotReady(f"cannot read {what}: {reason(error)}", hint) from None
+            raise EnvironmentNotReady(f"cannot read {what}: {error_line(error)}", hint) from None
 
 
-def shapes_in(files: list[Path], what: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every whole tensor in files, by name. Raises EnvironmentFault for a damaged file."""
+def read_shapes(files: list[Path], what: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every whole tensor in files, by name. Raises EnvironmentNotReady for a damaged file."""
     if not files:
         return {}
-    with folder_of(files) as folder:
+    with folder_with_only(files) as folder:
         try:
             metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
-        except (*FILE_FAULTS, RuntimeError, ValueError, KeyError) as error:
-            raise EnvironmentNotReady(f"cannot read {what}: {reason(error)}") from None
+        except (*FILE_ERRORS, RuntimeError, ValueError, KeyError) as error:
+            raise EnvironmentNotReady(f"cannot read {what}: {error_line(error)}") from None
     found = metadata.state_dict_metadata.items()
     return {name: tuple(each.size) for name, each in found if isinstance(each, TensorStorageMetadata)}
 
 
 @contextmanager
-def folder_of(files: list[Path]) -> Iterator[Path]:
-    """Yield a folder that holds these files and no other safetensors, which the reader would read too."""
+def folder_with_only(files: list[Path]) -> Iterator[Path]:
+    """Yield a folder that holds these files and no other safetensors: the reader takes folders, not files."""
     parent = files[0].parent
     if set(parent.glob("*.safetensors")) == set(files):
         yield parent
@@ -117,9 +123,9 @@ def folder_of(files: list[Path]) -> Iterator[Path]:
         yield Path(links)
 
 
-def reason(error: BaseException) -> str:
-    """Return one line that says why, from the rank that failed."""
+def error_line(error: BaseException) -> str:
+    """Return the first line of an error, of the first rank that failed where DCP collected several."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = min(error.failures.items())
-        return f"rank {rank}: {reason(cause)}"
+        return f"rank {rank}: {error_line(cause)}"
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -69,7 +69,7 @@ def show(
 
 def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env file of settings.")]) -> None:
     """Check a config file as `train` would, without running anything."""
-    from simpletuner.data.datasets import datasets_of
+    from simpletuner.data.datasets import load_datasets
     from simpletuner.deepspeed.checks import check_zero
     from simpletuner.models.parameter_count import parameters_of
     from simpletuner.models.support import check_runnable
@@ -77,7 +77,7 @@ def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env
     from simpletuner.settings.sources import of_file_alone
 
     loaded = check_runnable(resolve(of_file_alone(file)))
-    datasets, _ = datasets_of(loaded.settings.data)
+    datasets, _ = load_datasets(loaded.settings.data)
     counted = parameters_of(loaded.settings.model)
     about_zero = check_zero(loaded.settings, counted and counted[0])
     check_pictures(datasets)

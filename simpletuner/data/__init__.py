@@ -1,1 +1,1 @@
-"""Where pictures come from, captions, aspect buckets, the global order, loading."""
+"""Datasets, images, captions, aspect buckets, the global batch sampler, prefetching."""

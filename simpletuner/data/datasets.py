@@ -1,4 +1,4 @@
-"""What a dataset is: from flags, or from `multidatabackend.json` with the keys that users already have."""
+"""Datasets: from flags, or from `multidatabackend.json` with the keys that users already have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from pydantic.fields import FieldInfo
 
 from simpletuner.data.dataset_keys import UNSUPPORTED, VALUES
-from simpletuner.data.identifiers import checked_id, id_of_folder, nested
+from simpletuner.data.folders import check_id, find_nested_ids, id_of_folder
 from simpletuner.errors import SettingsError
 from simpletuner.settings.knob import Section
 from simpletuner.settings.loading import json_in
@@ -26,9 +26,9 @@ TOO_LARGE = "at most 16384x16384 px"
 
 
 class ImageDataset(Pictures):
-    """A folder of pictures and how they are captioned, sized and cropped."""
+    """A folder of images and how they are captioned, resized and cropped."""
 
-    id: Annotated[str, AfterValidator(checked_id)]
+    id: Annotated[str, AfterValidator(check_id)]
     type: Literal["local"] = "local"
     dataset_type: Literal["image"] = "image"
     instance_data_dir: Path
@@ -39,14 +39,12 @@ class ImageDataset(Pictures):
 
     @model_validator(mode="after")
     def check_captions(self) -> ImageDataset:
-        """Ask for the phrase that the caption strategy needs."""
         if self.caption_strategy == "instanceprompt" and not self.instance_prompt:
             raise ValueError("caption_strategy instanceprompt needs instance_prompt")
         return self
 
     @model_validator(mode="after")
     def check_resolution(self) -> ImageDataset:
-        """Refuse pictures that no memory holds."""
         area = self.resolution * 1_000_000 if self.resolution_type == "area" else self.resolution**2
         if area > LARGEST_PIXELS:
             raise ValueError(f"resolution={self.resolution:g} ({self.resolution_type}) is too large: {TOO_LARGE}")
@@ -54,7 +52,7 @@ class ImageDataset(Pictures):
 
 
 class TextEmbeds(Section):
-    """Where text embeddings are cached."""
+    """Where text embeddings are cached: an entry of the dataset file."""
 
     id: str
     type: Literal["local"] = "local"
@@ -66,13 +64,12 @@ class TextEmbeds(Section):
     @field_validator("default")
     @classmethod
     def check_default(cls, default: bool) -> bool:
-        """Refuse a second text cache: there is one, which also holds validation prompts."""
         if not default:
-            raise ValueError("there is one text cache, which holds validation prompts, too: drop this key")
+            raise ValueError("there is one text cache, which also holds validation prompts: drop this key")
         return default
 
 
-def datasets_of(data: Data) -> tuple[list[ImageDataset], Path | None]:
+def load_datasets(data: Data) -> tuple[list[ImageDataset], Path | None]:
     """Return the datasets of a run, and the text cache folder if the dataset file names one.
 
     Raises SettingsError that lists every mistake of the file.
@@ -84,8 +81,8 @@ def datasets_of(data: Data) -> tuple[list[ImageDataset], Path | None]:
         try:
             return [ImageDataset(**{**inherited(data), **values})], data.cache_dir_text
         except ValidationError as error:
-            told = [item["msg"].removeprefix("Value error, ") for item in error.errors()]
-            raise SettingsError("\n  ".join(told), "docs/data.md says what resolution_type means") from None
+            problems = [item["msg"].removeprefix("Value error, ") for item in error.errors()]
+            raise SettingsError("\n  ".join(problems), "docs/data.md says what resolution_type means") from None
     path = data.data_backend_config
     entries = [entry for entry in read_entries(path) if not (entry.get("disabled") or entry.get("disable"))]
     mistakes: list[str] = []
@@ -94,13 +91,14 @@ def datasets_of(data: Data) -> tuple[list[ImageDataset], Path | None]:
     texts = [entry for entry in parsed if isinstance(entry, TextEmbeds)]
     ids = [entry.id for entry in images]
     mistakes += [f"{path}: two datasets share the id `{twice}`" for twice in duplicates(ids)]
-    mistakes += [f"{path}: {told}" for told in nested([entry.id for entry in images if entry.cache_dir_vae is None])]
+    sharing_root = [entry.id for entry in images if entry.cache_dir_vae is None]
+    mistakes += [f"{path}: {problem}" for problem in find_nested_ids(sharing_root)]
     if len(texts) > 1:
         mistakes.append(
             f"{path}: {len(texts)} datasets of type text_embeds: there is one text cache, leave the others out"
         )
     if not images and not mistakes:
-        mistakes.append(f"{path} names no dataset of pictures")
+        mistakes.append(f"{path} names no dataset of images")
     if mistakes:
         raise SettingsError("\n  ".join(mistakes), "docs/data.md lists the keys of a dataset")
     return images, texts[0].cache_dir if texts else data.cache_dir_text

@@ -1,46 +1,69 @@
-"""Where a run caches what it makes of its data."""
+"""Ids of datasets and the cache folders that are named after them: below one folder, each its own, safe to print."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
-from simpletuner.data.datasets import ImageDataset, datasets_of
 from simpletuner.settings.sections import Settings
 
+if TYPE_CHECKING:
+    from simpletuner.data.datasets import ImageDataset
 
-@dataclass(frozen=True)
-class CacheFolders:
-    """The folders that settings name: those of single datasets, and `roots` that may hold several."""
-
-    latents: list[Path]
-    latents_roots: list[Path]
-    text: Path
-
-
-def cache_folders(settings: Settings) -> CacheFolders:
-    """Return the cache folders of settings, which need not name pictures. Raises SettingsError as `datasets_of`."""
-    named = settings.data.data_backend_config is not None or settings.data.instance_data_dir is not None
-    datasets, text = datasets_of(settings.data) if named else ([], settings.data.cache_dir_text)
-    roots = [default_folder(settings, "latents"), settings.data.cache_dir_vae]
-    return CacheFolders(
-        [latents_folder(dataset, settings) for dataset in datasets],
-        [root for root in roots if root is not None],
-        text_folder(settings, text),
-    )
+MAX_NAME_BYTES = 255
+"""Of each part of a path, on the usual file systems."""
 
 
 def latents_folder(dataset: ImageDataset, settings: Settings) -> Path:
-    """Return the folder of one dataset's latents."""
-    root = settings.data.cache_dir_vae or default_folder(settings, "latents")
-    return dataset.cache_dir_vae or root / dataset.id
+    return dataset.cache_dir_vae or latents_root(settings) / dataset.id
 
 
-def text_folder(settings: Settings, named: Path | None) -> Path:
+def latents_root(settings: Settings) -> Path:
+    """Return the folder for the latents of all datasets that do not name one of their own."""
+    return settings.data.cache_dir_vae or default_folder(settings, "latents")
+
+
+def text_folder(settings: Settings, configured: Path | None) -> Path:
     """Return the folder of the text embeddings: the one that flags or the dataset file name, or the run's own."""
-    return named or default_folder(settings, "text")
+    return configured or default_folder(settings, "text")
 
 
 def default_folder(settings: Settings, kind: str) -> Path:
-    """Return where a run caches what no setting sends elsewhere."""
     return settings.training.output_dir / "cache" / kind
+
+
+def check_id(name: str) -> str:
+    """Return a dataset's id. Raises ValueError for one that is not a relative path below a folder."""
+    parts = name.split("/")
+    if not name.strip():
+        raise ValueError("an id cannot be empty")
+    if any(is_control(letter) for letter in name):
+        raise ValueError("an id cannot hold control characters")
+    if any(part in ("", ".", "..") for part in parts):
+        raise ValueError("its cache would not be in a folder of its own: use a plain name, such as `photos`")
+    if any(len(part.encode()) > MAX_NAME_BYTES for part in parts):
+        raise ValueError(f"an id has at most {MAX_NAME_BYTES} bytes")
+    return name
+
+
+def is_control(letter: str) -> bool:
+    """Whether a letter is a control character or a lone surrogate, which stands for an undecodable byte."""
+    return unicodedata.category(letter) in ("Cc", "Cs")
+
+
+def id_of_folder(name: str) -> str:
+    # "pictures" stays: ids of version 0.1.0 are keys of caches and of the sampler.
+    return "".join("_" if is_control(letter) else letter for letter in name) or "pictures"
+
+
+def find_nested_ids(names: Sequence[str]) -> list[str]:
+    """Return a sentence for each id whose folder is inside that of another one."""
+    paths = {name: PurePosixPath(name) for name in names}
+    return [
+        f"the cache of dataset `{inner}` would be inside that of `{outer}`: rename one of them"
+        for outer in paths
+        for inner in paths
+        if inner != outer and paths[inner].is_relative_to(paths[outer])
+    ]

@@ -1,4 +1,4 @@
-"""Turn the global order into batches for one rank, some steps ahead, in threads of their own."""
+"""Make one rank's batches from the global order, some steps ahead of training, in threads."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from simpletuner.data.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, rank_slices
+from simpletuner.data.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, split_for_rank
 from simpletuner.data.discovery import Sample
 from simpletuner.data.sample_rng import sample_noise
+
+THREADS = 2
+"""One reads from the disk while the other hashes and stacks; both release the GIL there."""
 
 Conditioning = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward pass of one rank. Latents and noise are BCHW float32; `u` is B, uniform in [0, 1)."""
+    """One micro batch of one rank. Latents and noise are (B, C, H, W) float32; `u` is (B,), uniform in [0, 1)."""
 
     latents: Tensor
     noise: Tensor
@@ -29,21 +32,21 @@ class Batch:
     ids: tuple[str, ...]
 
     def pinned(self) -> Batch:
-        """Return the batch in memory that a GPU can copy from by itself."""
-        return self._mapped(lambda tensor: tensor.pin_memory())
+        """Return the batch in page-locked memory, from which a GPU copies asynchronously."""
+        return self._map(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device, without waiting for the copy."""
-        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        conditioning = {name: change(value) for name, value in self.conditioning.items()}
-        return Batch(change(self.latents), change(self.noise), change(self.u), conditioning, self.ids)
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
+        conditioning = {name: fn(value) for name, value in self.conditioning.items()}
+        return Batch(fn(self.latents), fn(self.noise), fn(self.u), conditioning, self.ids)
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step of one rank: its forward passes, and the position in the data after it."""
+    """One optimizer step of one rank: its micro batches, and the sampler's state after them."""
 
     micro_batches: list[Batch]
     next_state: SamplerState
@@ -51,18 +54,19 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Where a sample's tensors come from: by sample its latents and picture conditioning, by caption its embedding."""
+    """Where a sample's tensors come from, without batch axis: latents (C, H, W) and image conditioning by sample, text
+    embeddings by caption, and the embedding that takes their place where the caption is dropped."""
 
     samples: Sequence[Sample]
     latents: Callable[[Sample], Tensor]
-    picture: Callable[[Sample], Conditioning]
+    image: Callable[[Sample], Conditioning]
     text: Callable[[str], Conditioning]
     no_caption: Conditioning
 
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Which part of each global batch is this rank's, and what decides its randomness."""
+    """Which part of each global batch belongs to this data rank, and what decides its randomness."""
 
     data_rank: int
     data_size: int
@@ -74,47 +78,60 @@ class RankSlice:
 
 
 def prefetch(
-    source: SampleReader, order: GlobalBatchSampler, position: SamplerState, step: int, share: RankSlice, ahead: int
+    reader: SampleReader,
+    sampler: GlobalBatchSampler,
+    state: SamplerState,
+    step: int,
+    rank_slice: RankSlice,
+    steps_ahead: int,
 ) -> Iterator[StepBatch]:
-    """Yield the steps after `step`, each made while earlier ones train; `ahead` steps are in memory."""
-    steps = enumerate(order.batches(position), start=step)
-    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="feed") as pool:
+    """Yield the batches of the steps after `step`; those of up to `steps_ahead` more are read meanwhile.
+
+    An error in a thread is raised at the step that it belongs to, so the steps before it still train.
+    """
+    steps = enumerate(sampler.batches(state), start=step)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="prefetch") as pool:
         waiting: deque[Future[StepBatch]] = deque()
         try:
             while True:
-                while len(waiting) <= ahead:
-                    number, (batch, after) = next(steps)
-                    waiting.append(pool.submit(prepare, source, batch, after, number, share))
+                while len(waiting) <= steps_ahead:
+                    number, (batch, next_state) = next(steps)
+                    waiting.append(pool.submit(read_step, reader, batch, next_state, number, rank_slice))
                 yield waiting.popleft().result()
-        finally:
+        finally:  # a caller that stops early must not wait for steps that nothing will use
             for future in waiting:
                 future.cancel()
 
 
-def prepare(source: SampleReader, batch: GlobalBatch, after: SamplerState, step: int, share: RankSlice) -> StepBatch:
-    """Read and draw one rank's part of a global batch; `step` counts optimizer steps before this one."""
-    slices = rank_slices(batch, share.data_rank, share.data_size, share.accumulation)
-    return StepBatch([assemble(source, batch, places, step, share) for places in slices], after)
+def read_step(
+    reader: SampleReader, batch: GlobalBatch, next_state: SamplerState, step: int, rank_slice: RankSlice
+) -> StepBatch:
+    """Read one rank's part of a global batch; `step` counts the optimizer steps before it."""
+    parts = split_for_rank(batch, rank_slice.data_rank, rank_slice.data_size, rank_slice.accumulation)
+    return StepBatch([collate(reader, batch, indices, step, rank_slice) for indices in parts], next_state)
 
 
-def assemble(source: SampleReader, batch: GlobalBatch, places: Sequence[int], step: int, share: RankSlice) -> Batch:
-    """Stack the samples at these places of the global batch."""
-    latents, noise, times, conditionings, ids = [], [], [], [], []
-    for place in places:
-        sample = source.samples[batch.samples[place]]
-        clean = source.latents(sample)
-        drawn = sample_noise(share.seed, sample.id, step, batch.occurrences[place], tuple(clean.shape))
-        caption = sample.captions[int(drawn.caption * len(sample.captions))]
-        text = source.no_caption if drawn.dropout < share.caption_dropout else source.text(caption)
+def collate(
+    reader: SampleReader, batch: GlobalBatch, indices: Sequence[int], step: int, rank_slice: RankSlice
+) -> Batch:
+    """Stack the samples at these indices of the global batch."""
+    latents, noise, us, conditionings, ids = [], [], [], [], []
+    for index in indices:
+        sample = reader.samples[batch.samples[index]]
+        clean = reader.latents(sample)
+        random = sample_noise(rank_slice.seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
+        caption = sample.captions[int(random.caption * len(sample.captions))]
+        text = reader.no_caption if random.dropout < rank_slice.caption_dropout else reader.text(caption)
         latents.append(clean)
-        noise.append(torch.from_numpy(drawn.noise))
-        times.append(drawn.time)
-        conditionings.append({**text, **source.picture(sample)})
+        noise.append(torch.from_numpy(random.noise))
+        us.append(random.u)
+        conditionings.append({**text, **reader.image(sample)})
         ids.append(sample.id)
-    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(times), stacked(conditionings), tuple(ids))
-    return made.pinned() if share.pin else made
+    conditioning = stack_conditioning(conditionings)
+    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, tuple(ids))
+    return made.pinned() if rank_slice.pin else made
 
 
-def stacked(conditionings: Sequence[Mapping[str, Tensor]]) -> Conditioning:
-    """Stack each kind of conditioning along a new batch axis; shorter texts are padded with zeros at the end."""
+def stack_conditioning(conditionings: Sequence[Mapping[str, Tensor]]) -> Conditioning:
+    """Stack each kind of conditioning along a new batch axis; shorter sequences are padded with zeros at the end."""
     return {name: pad_sequence([each[name] for each in conditionings], batch_first=True) for name in conditionings[0]}

@@ -1,4 +1,7 @@
-"""The randomness of one sample in one step: it depends on (seed, sample, step) and on nothing else."""
+"""The randomness of one sample in one step: a function of (seed, sample, step, occurrence) and of nothing else.
+
+So no rank, thread or batch size can change what a sample is trained with, and a resumed run repeats it bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SampleNoise:
-    """What is drawn for a sample: noise of the latents' shape, and three uniform numbers in [0, 1)."""
+    """The random numbers of a sample: float32 noise of the latents' shape, and three uniform numbers in [0, 1).
+
+    `u` becomes the timestep, `caption` chooses one of several captions, `dropout` is compared with the dropout rate.
+    """
 
     noise: np.ndarray
-    time: float
+    u: float
     caption: float
     dropout: float
 
 
 def sample_noise(seed: int, sample_id: str, step: int, occurrence: int, shape: tuple[int, ...]) -> SampleNoise:
-    """Return the draw of a sample; `occurrence` tells repeats of it within one global batch apart."""
+    """Return a sample's random numbers. `occurrence` counts its copies in the same global batch: without it in the
+    key, the copies of an oversubscribed bucket would be trained with the same noise, which teaches nothing new."""
     digest = hashlib.blake2b(f"{seed}/{sample_id}/{step}/{occurrence}".encode(), digest_size=16).digest()
     random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest)))
-    time, caption, dropout = random.random(3)
-    return SampleNoise(random.standard_normal(shape, dtype=np.float32), float(time), float(caption), float(dropout))
+    u, caption, dropout = random.random(3)
+    return SampleNoise(random.standard_normal(shape, dtype=np.float32), float(u), float(caption), float(dropout))

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from simpletuner.checkpoints.layout import folder_of_step, sizes
+from simpletuner.checkpoints.layout import checkpoint_folder, file_sizes
 from simpletuner.checkpoints.saving import WEIGHTS_STEM, write_state
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.checksums import file_checksum
@@ -109,7 +109,7 @@ def import_dump(source: Path, root: Path, shapes: Shapes, config: Mapping[str, A
     another model.
     """
     dump = opened_dump(source)
-    folder = folder_of_step(root, dump.steps)
+    folder = checkpoint_folder(root, dump.steps)
     hidden = unfinished(folder)
     prefix = prefix_of([name for name, _ in dump.tensors()], shapes, source)
     moments = dump.moments()
@@ -125,7 +125,7 @@ def import_dump(source: Path, root: Path, shapes: Shapes, config: Mapping[str, A
         "optimizer": {"steps": dump.steps, "moments": moments},
         "ema_updates": None,
     }
-    write_state(hidden, state, {name: file_checksum(hidden / name) for name in sizes(hidden)})
+    write_state(hidden, state, {name: file_checksum(hidden / name) for name in file_sizes(hidden)})
     replace_folder(hidden, folder)
     return folder
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.data.comparison import (
-    Facts,
+    SampleFacts,
+    adopt_versions,
     chunk_digests,
-    details,
-    differing_datasets,
-    facts_of_datasets,
-    first_difference,
-    with_versions,
+    collect_facts,
+    dataset_facts,
+    find_dataset_difference,
+    find_difference,
 )
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.discovery import Found, Sample
+from simpletuner.data.discovery import Discovery, Sample
 from simpletuner.errors import DataError, SettingsError
 from simpletuner.parallel.world import World
 
@@ -52,7 +52,7 @@ class Exchange:
 
 
 def agree_on_data(
-    found: Found, datasets: Sequence[ImageDataset], world: World, stop: Callable[[], None]
+    found: Discovery, datasets: Sequence[ImageDataset], world: World, stop: Callable[[], None]
 ) -> list[Sample]:
     """Return the samples that all ranks train on, with the file versions of rank 0. Collective.
 
@@ -61,18 +61,18 @@ def agree_on_data(
     if world.size == 1:
         return found.samples
     digests = chunk_digests(found.samples)
-    card = {"host": socket.gethostname(), "digests": digests, "datasets": facts_of_datasets(datasets)}
+    card = {"host": socket.gethostname(), "digests": digests, "datasets": dataset_facts(datasets)}
     if world.is_first:
         world.store.set("data/card", json.dumps(card))
     world.store_barrier("data/found", stop)  # ranks may take minutes to scan: no collective is held open
     first = json.loads(world.store.get("data/card"))
     exchange = Exchange(world, world.gather_texts(card["host"]), stop)
-    refuse(world, differing_datasets(first["datasets"], card["datasets"], exchange.names), SettingsError)
+    refuse(world, find_dataset_difference(first["datasets"], card["datasets"], exchange.names), SettingsError)
     chunks = {number for number, digest in enumerate(digests) if digest != first["digests"][number]}
     return compared(exchange, found, chunks)
 
 
-def compared(exchange: Exchange, found: Found, chunks: set[int]) -> list[Sample]:
+def compared(exchange: Exchange, found: Discovery, chunks: set[int]) -> list[Sample]:
     """Compare the chunks that differ from those of rank 0 sample by sample, if any rank has such."""
     world, stop = exchange.world, exchange.stop
     wanted = {number for text in world.gather_texts(json.dumps(sorted(chunks))) for number in json.loads(text)}
@@ -80,12 +80,12 @@ def compared(exchange: Exchange, found: Found, chunks: set[int]) -> list[Sample]
         return found.samples
     if world.is_first:
         exchange.publish("samples", len(found.samples))
-        for number, facts in details(found.samples, wanted).items():
+        for number, facts in collect_facts(found.samples, wanted).items():
             exchange.publish(f"chunk/{number}", facts)
-    own = facts_by_id(details(found.samples, chunks).values())
+    own = facts_by_id(collect_facts(found.samples, chunks).values())
     world.store_barrier("data/details", stop)
     first = facts_by_id(exchange.read(f"chunk/{number}") for number in sorted(chunks))
-    told = first_difference(first, own, exchange.names, found.broken)
+    told = find_difference(first, own, exchange.names, found.broken)
     count = exchange.read("samples")
     if told and len(found.samples) != count:
         told = f"{exchange.names[1]} has {len(found.samples)} pictures, {exchange.names[0]} has {count}: {told}"
@@ -94,12 +94,12 @@ def compared(exchange: Exchange, found: Found, chunks: set[int]) -> list[Sample]
         for number in wanted:
             world.store.delete_key(f"data/chunk/{number}")
     refuse(world, told, DataError)
-    return with_versions(found.samples, first)
+    return adopt_versions(found.samples, first)
 
 
-def facts_by_id(chunks: Any) -> dict[str, Facts]:
+def facts_by_id(chunks: Any) -> dict[str, SampleFacts]:
     """Return the facts of several chunks by the samples' ids."""
-    return {sample_id: Facts(**facts) for chunk in chunks for sample_id, facts in chunk.items()}
+    return {sample_id: SampleFacts(**facts) for chunk in chunks for sample_id, facts in chunk.items()}
 
 
 def refuse(world: World, told: str, kind: type[DataError | SettingsError]) -> None:

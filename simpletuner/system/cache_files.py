@@ -1,4 +1,4 @@
-"""What a cache looks like on disk: the names of our files. A file of any other name is not ours."""
+"""The names of the files that simpletuner writes into cache folders. A file of any other name is never touched."""
 
 from __future__ import annotations
 
@@ -19,22 +19,19 @@ OURS = re.compile(rf"rank\d{{3,}}-\d{{5,}}({re.escape(SHARD_SUFFIX)}|{re.escape(
 
 
 def shard_name(rank: int, number: int) -> str:
-    """Return the name of a rank's shard."""
     return f"rank{rank:03d}-{number:05d}{SHARD_SUFFIX}"
 
 
 def index_of(shard: Path) -> Path:
-    """Return the index that lies beside a shard."""
     return shard.with_name(shard.name.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX)
 
 
 def shard_of(index: Path) -> Path:
-    """Return the shard that an index describes."""
     return index.with_name(index.name.removesuffix(INDEX_SUFFIX) + SHARD_SUFFIX)
 
 
 def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return what lies in a cache folder: our files, and what is not ours; links never are. Empty if there is none."""
+    """Return the files of a cache folder that simpletuner wrote, and all else; links count as written by others."""
     ours: list[Path] = []
     others: list[Path] = []
     for path in entries_of(folder):
@@ -43,7 +40,7 @@ def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def entries_of(folder: Path) -> Iterator[Path]:
-    """Yield what lies in a folder, sorted; nothing if it is not there (any more)."""
+    """Yield the contents of a folder, sorted; nothing if the folder does not exist, or was removed meanwhile."""
     try:
         yield from sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -51,7 +48,7 @@ def entries_of(folder: Path) -> Iterator[Path]:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Return whether this is a file itself, not a link to one."""
+    """Whether this is a regular file, not a link to one."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -59,12 +56,12 @@ def is_plain_file(path: Path) -> bool:
 
 
 def is_plain_folder(path: Path) -> bool:
-    """Return whether this is a folder itself, not a link to one."""
+    """Whether this is a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def bytes_of(path: Path) -> int:
-    """Return the size of a file, or of all files below a folder; links count as nothing, and what vanishes, too."""
+    """Return the size of a file, or of all files below a folder; 0 for links and for what is removed meanwhile."""
     if is_plain_folder(path):
         return sum(bytes_of(child) for child in entries_of(path))
     try:
@@ -88,7 +85,7 @@ def user_home(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def lock_of(block_cache: Path) -> Path:
-    """Return the file to hold (`holds.alone_with`) while a block cache is read, changed and written."""
+    """Return the file to lock (`locks.exclusive_lock`) while a block cache is read, changed and written."""
     return block_cache.with_suffix(".lock")
 
 

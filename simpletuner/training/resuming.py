@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from simpletuner.caches.keys import file_fingerprint
-from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, opened, set_aside
-from simpletuner.checkpoints.tensors import shapes_in
-from simpletuner.checkpoints.verification import newest_healthy
-from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
-from simpletuner.data.version import VERSION
+from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, set_aside
+from simpletuner.checkpoints.tensors import read_shapes
+from simpletuner.checkpoints.verification import find_newest_healthy
+from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
 from simpletuner.deepspeed.import_checkpoint import import_dump
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family import ModelFamily
@@ -30,7 +29,7 @@ def checkpoint_to_resume(session: Session) -> Checkpoint | None:
     """
     settings = session.settings
     root, wish = checkpoints_of(settings), settings.checkpoints.resume_from_checkpoint
-    checkpoint, passed_over = newest_healthy(root, wish, session.world)
+    checkpoint, passed_over = find_newest_healthy(root, wish, session.world)
     for why in passed_over:
         session.report.warn(f"passed over: {why}")
     if checkpoint is None:
@@ -52,7 +51,7 @@ def checkpoints_of(settings: Settings) -> Path:
 def check_fits(checkpoint: Checkpoint, family: ModelFamily) -> None:
     """Raise EnvironmentFault when a checkpoint's weights are not those of the denoiser. Reads headers only."""
     wanted = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
-    found = shapes_in(checkpoint.files("model"), str(checkpoint.folder))
+    found = read_shapes(checkpoint.files("model"), str(checkpoint.folder))
     wrong = [
         f"{name} is {found.get(name, 'missing')} in the checkpoint, {wanted.get(name, 'missing')} in the model"
         for name in sorted(wanted.keys() | found.keys())
@@ -100,7 +99,7 @@ def imported_checkpoint(session: Session, family: ModelFamily) -> Checkpoint | N
         shapes = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
         folder = str(import_dump(source.expanduser(), checkpoints_of(session.settings), shapes, family.config))
     world.store_barrier("import", session.stop.check)
-    return opened(Path(world.gather_texts(folder)[0]))
+    return load_checkpoint(Path(world.gather_texts(folder)[0]))
 
 
 def set_later_aside(session: Session, step: int) -> None:
@@ -125,7 +124,7 @@ def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) 
 def data_version(checkpoint: Checkpoint | None) -> int:
     """Return the data version that a run keeps: buckets and order must not change in the middle of it."""
     if checkpoint is None or not checkpoint.state["data"]:  # imported: it never had one
-        return VERSION
+        return DATA_VERSION
     return int(checkpoint.state.get("data_version", 1))
 
 
@@ -145,10 +144,10 @@ def resumed_position(
     if not same_data:
         return order.start(batch_size, epoch=saved["epoch"] + 1)
     position = SamplerState(**saved)
-    whole_epoch = order.steps_left(replace(position, batch=0), position.epoch + 1)
+    whole_epoch = order.count_steps_left(replace(position, batch=0), position.epoch + 1)
     if position.consumed.keys() != order.buckets.keys() or position.batch > whole_epoch:
         raise EnvironmentNotReady(
             f"{checkpoint.folder} is damaged: there is no batch {position.batch} in epoch {position.epoch}",
             "take an earlier one with --resume_from_checkpoint",
         )
-    return order.resized(position, batch_size)
+    return order.with_batch_size(position, batch_size)

@@ -6,11 +6,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from simpletuner.checkpoints.layout import numbered
+from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.compilation import described
 from simpletuner.parallel.fsdp2 import format_units
-from simpletuner.preparation import Plan, pictures_in_buckets
+from simpletuner.preparation import Plan, describe_buckets
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings, provenance
@@ -31,7 +31,7 @@ def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
         *([("wrapping", format_units(family.denoiser(), parallel))] if parallel.fsdp_enable else []),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
-        ("pictures", pictures_in_buckets(plan)),
+        ("pictures", describe_buckets(plan)),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),
         ("steps", f"{state.step} to {state.schedule.max_steps}"),
         ("output", training.output_dir),
@@ -57,7 +57,7 @@ def print_result(output: Path, report: Report) -> None:
     if not rows:
         return
     grids = sorted((output / "validation").glob("grid-*.png"))
-    checkpoints = numbered(output / "checkpoints")
+    checkpoints = list_checkpoints(output / "checkpoints")
     places = [
         ("checkpoint", checkpoints[0] if checkpoints else "-"),
         ("pictures", grids[-1] if grids else "none: give --validation_prompt"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from simpletuner.caches.filling import Job, Wanted, chunks_of, fill
+from simpletuner.caches.filling import CacheJob, CacheRequest, fill_cache, split_into_chunks
 from simpletuner.caches.shards import ShardReader
 from simpletuner.errors import Stopped
 from simpletuner.parallel.world import World
@@ -22,50 +22,50 @@ def alone() -> World:
     return World(0, 1, 0, torch.device("cpu"), dist.HashStore())
 
 
-def wanted(count: int, vae: str = "a") -> list[Wanted]:
-    return [Wanted(f"r{number}", {"file": "1", "VAE": vae}, f"{number % 2}") for number in range(count)]
+def wanted(count: int, vae: str = "a") -> list[CacheRequest]:
+    return [CacheRequest(f"r{number}", {"file": "1", "VAE": vae}, f"{number % 2}") for number in range(count)]
 
 
-def job(folder: Path, made: list[str], chunk: int = 2) -> Job:
-    def make(items: Sequence[Wanted]) -> Iterator[tuple[Wanted, Mapping[str, torch.Tensor]]]:
+def job(folder: Path, made: list[str], chunk: int = 2) -> CacheJob:
+    def make(items: Sequence[CacheRequest]) -> Iterator[tuple[CacheRequest, Mapping[str, torch.Tensor]]]:
         made.extend(item.name for item in items)
         for item in items:
             yield item, {"t": torch.tensor([float(item.name[1:]), len(items)])}
 
-    return Job("latents", folder, chunk, make)
+    return CacheJob("latents", folder, chunk, make)
 
 
 def names_in(reader: ShardReader) -> set[str]:
-    return {name for name, _ in reader.places}
+    return {name for name, _ in reader.locations}
 
 
 def test_chunks_hold_records_of_one_group_only():
-    items = [Wanted(name, {}, group) for name, group in zip("abcdefg", "xyxxyxx", strict=True)]
-    chunks = [("".join(item.name for item in chunk), chunk[0].group) for chunk in chunks_of(items, 2)]
+    items = [CacheRequest(name, {}, group) for name, group in zip("abcdefg", "xyxxyxx", strict=True)]
+    chunks = [("".join(item.name for item in chunk), chunk[0].group) for chunk in split_into_chunks(items, 2)]
     assert chunks == [("ac", "x"), ("df", "x"), ("g", "x"), ("be", "y")]
 
 
 def test_only_what_is_missing_is_made_and_told(tmp_path, capsys):
     made: list[str] = []
-    reader = fill(job(tmp_path, made), wanted(3), alone(), Report(), GO_ON)
+    reader = fill_cache(job(tmp_path, made), wanted(3), alone(), Report(), GO_ON)
     assert sorted(made) == ["r0", "r1", "r2"]
     assert names_in(reader) == set(made)
     assert "latents: making 3 of 3" in capsys.readouterr().err
     made.clear()
-    reader = fill(job(tmp_path, made), wanted(5), alone(), Report(), GO_ON)
+    reader = fill_cache(job(tmp_path, made), wanted(5), alone(), Report(), GO_ON)
     assert sorted(made) == ["r1", "r3", "r4"], "r1 and r3 are one batch"
-    assert len(reader.places) == 5
+    assert len(reader.locations) == 5
     assert "latents: making 2 of 5" in capsys.readouterr().err
     made.clear()
-    fill(job(tmp_path, made), wanted(5), alone(), Report(), GO_ON)
+    fill_cache(job(tmp_path, made), wanted(5), alone(), Report(), GO_ON)
     assert made == []
     assert capsys.readouterr().err == ""
 
 
 def test_what_changed_is_told_before_it_is_made_again(tmp_path, capsys):
-    fill(job(tmp_path, []), wanted(3), alone(), Report(), GO_ON)
+    fill_cache(job(tmp_path, []), wanted(3), alone(), Report(), GO_ON)
     capsys.readouterr()
-    fill(job(tmp_path, []), wanted(4, vae="b"), alone(), Report(), GO_ON)
+    fill_cache(job(tmp_path, []), wanted(4, vae="b"), alone(), Report(), GO_ON)
     assert "making 4 of 4 (VAE changed for 3)" in capsys.readouterr().err
 
 
@@ -73,7 +73,7 @@ def test_several_ranks_share_the_work_and_all_see_all_of_it(tmp_path):
     store, made = dist.HashStore(), []
     worlds = [World(rank, 3, rank, torch.device("cpu"), store) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        fills = [pool.submit(fill, job(tmp_path, made), wanted(40), w, Report(quiet=True), GO_ON) for w in worlds]
+        fills = [pool.submit(fill_cache, job(tmp_path, made), wanted(40), w, Report(quiet=True), GO_ON) for w in worlds]
         readers = [each.result(timeout=30) for each in fills]
     assert sorted(made) == sorted(item.name for item in wanted(40)), "each record is made once"
     for reader in readers:
@@ -89,18 +89,18 @@ def test_a_request_to_stop_ends_filling_between_chunks_and_keeps_what_is_made(tm
         request.check()
 
     with pytest.raises(Stopped):
-        fill(job(tmp_path, made), wanted(10), alone(), Report(quiet=True), stop_after_two_chunks)
+        fill_cache(job(tmp_path, made), wanted(10), alone(), Report(quiet=True), stop_after_two_chunks)
     assert len(made) == 4
     assert names_in(ShardReader(tmp_path)) == set(made)
 
 
 def test_an_interrupted_batch_is_computed_whole_so_that_its_records_are_those_of_an_undisturbed_run(tmp_path):
-    whole = fill(job(tmp_path / "whole", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
-    fill(job(tmp_path / "parts", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
+    whole = fill_cache(job(tmp_path / "whole", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
+    fill_cache(job(tmp_path / "parts", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
     index = next((tmp_path / "parts").glob("*.index.jsonl"))
     lines = index.read_bytes().splitlines(keepends=True)
     index.write_bytes(b"".join(lines[:2] + lines[4:7]))
-    parts = fill(job(tmp_path / "parts", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
+    parts = fill_cache(job(tmp_path / "parts", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
     for item in wanted(12):
         places = [reader.find(item.name, item.parts) for reader in (whole, parts)]
         assert torch.equal(whole.read(places[0])["t"], parts.read(places[1])["t"]), item.name
@@ -108,7 +108,7 @@ def test_an_interrupted_batch_is_computed_whole_so_that_its_records_are_those_of
 
 def test_two_caches_may_lie_in_one_folder(tmp_path):
     world = alone()
-    fill(job(tmp_path, []), wanted(4), world, Report(quiet=True), GO_ON)
-    others = [Wanted(f"r{number}", {"file": "1"}) for number in range(10, 14)]
-    reader = fill(job(tmp_path, []), others, world, Report(quiet=True), GO_ON)
+    fill_cache(job(tmp_path, []), wanted(4), world, Report(quiet=True), GO_ON)
+    others = [CacheRequest(f"r{number}", {"file": "1"}) for number in range(10, 14)]
+    reader = fill_cache(job(tmp_path, []), others, world, Report(quiet=True), GO_ON)
     assert {item.name for item in others} <= names_in(reader)

@@ -9,7 +9,7 @@ import pytest
 from simpletuner.caches.keys import (
     PROBE_BYTES,
     PROBES,
-    differing,
+    changed_parts,
     file_fingerprint,
     folder_fingerprint,
     latents_parts,
@@ -18,9 +18,10 @@ from simpletuner.caches.keys import (
 )
 from simpletuner.data.discovery import Sample
 from simpletuner.data.geometry import Geometry
+from simpletuner.data.storage import LocalStorage
 
 GEOMETRY = Geometry((100, 80), (80, 64), (8, 0), (64, 64))
-SAMPLE = Sample("d/a.png", "d", Path("a.png"), "123-456", GEOMETRY, ("a caption",))
+SAMPLE = Sample("d/a.png", "d", LocalStorage(Path()), "a.png", "123-456", GEOMETRY, ("a caption",))
 
 
 def component(folder: Path, size: int = 1_000_000) -> Path:
@@ -48,11 +49,11 @@ def component(folder: Path, size: int = 1_000_000) -> Path:
     ],
 )
 def test_each_change_to_a_picture_or_its_encoding_is_named(changed, part):
-    assert differing(latents_parts(SAMPLE, "vae", "fp32"), changed) == [part]
+    assert changed_parts(latents_parts(SAMPLE, "vae", "fp32"), changed) == [part]
 
 
 def test_captions_and_names_do_not_change_latents():
-    other = replace(SAMPLE, captions=("another",), id="d/b.png", path=Path("b.png"))
+    other = replace(SAMPLE, captions=("another",), id="d/b.png", name="b.png")
     assert latents_parts(other, "vae", "fp32") == latents_parts(SAMPLE, "vae", "fp32")
 
 
@@ -65,11 +66,11 @@ def test_captions_and_names_do_not_change_latents():
     ],
 )
 def test_each_change_to_the_text_encoding_is_named(changed, part):
-    assert differing(text_parts("clip", "bf16", 77), changed) == [part]
+    assert changed_parts(text_parts("clip", "bf16", 77), changed) == [part]
 
 
 def test_several_changes_are_all_named():
-    assert differing(text_parts("clip", "bf16", 77), text_parts("t5", "fp32", 77)) == ["text encoders", "dtype"]
+    assert changed_parts(text_parts("clip", "bf16", 77), text_parts("t5", "fp32", 77)) == ["text encoders", "dtype"]
 
 
 def test_the_fingerprint_of_a_folder_repeats_itself_and_does_not_depend_on_where_it_lies(tmp_path):

@@ -32,7 +32,7 @@ from conftest import SMALL, Starter, fork_server_context  # noqa: E402
 from flags import last_wins  # noqa: E402
 
 from simpletuner.caches.shards import ShardReader  # noqa: E402
-from simpletuner.checkpoints.layout import numbered, opened  # noqa: E402
+from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint  # noqa: E402
 
 OLDEST_SECONDS = 15
 """How long a process of a killed run may live on."""
@@ -111,8 +111,8 @@ class Campaign:
             )
             for process in late:
                 process.kill()
-        for checkpoint in numbered(output / "checkpoints"):
-            opened(checkpoint)  # raises when one that can be seen is not whole
+        for checkpoint in list_checkpoints(output / "checkpoints"):
+            load_checkpoint(checkpoint)  # raises when one that can be seen is not whole
 
     def kill_ranks(self, output: Path, after: float, only_one: bool) -> list[psutil.Process]:
         """Kill warm ranks, all or one of them; return those that are to end by themselves."""
@@ -158,7 +158,7 @@ def contents(output: Path) -> dict[str, str]:
             found[name] = READERS.get(path.name, tensors if path.suffix == ".safetensors" else whole)(path)
     for folder in sorted({path.parent for path in output.glob("cache/**/*.shard")}):
         reader = ShardReader(folder)
-        for place in reader.places.values():
+        for place in reader.locations.values():
             record = reader.read(place)
             values = b"".join(record[name].numpy().tobytes() for name in sorted(record))
             found[f"{folder.relative_to(output)}:{place.name}"] = hashlib.sha256(values).hexdigest()

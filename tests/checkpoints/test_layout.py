@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from simpletuner.checkpoints.layout import (
-    candidates,
+    checkpoint_folder,
     clear_unfinished,
-    folder_of_step,
-    numbered,
-    opened,
-    prune,
-    sizes,
+    file_sizes,
+    find_resume_folders,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
 )
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.checksums import signed
@@ -21,11 +21,11 @@ from simpletuner.system.files import unfinished, write_json
 
 
 def checkpoint(root: Path, step: int, content: str = "weights") -> Path:
-    folder = folder_of_step(root, step)
+    folder = checkpoint_folder(root, step)
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "a.safetensors").write_text(content)
     (folder / "model" / "config.json").write_text("{}")
-    write_json(folder / "state.json", {**state_of(step), "files": sizes(folder)})
+    write_json(folder / "state.json", {**state_of(step), "files": file_sizes(folder)})
     return folder
 
 
@@ -40,8 +40,8 @@ def names(root: Path) -> list[str]:
 
 
 def test_a_checkpoint_lies_in_a_folder_numbered_by_its_step(tmp_path):
-    assert folder_of_step(tmp_path, 100).name == "checkpoint-000100"
-    assert folder_of_step(tmp_path, 12_345_678).name == "checkpoint-12345678"
+    assert checkpoint_folder(tmp_path, 100).name == "checkpoint-000100"
+    assert checkpoint_folder(tmp_path, 12_345_678).name == "checkpoint-12345678"
 
 
 def test_checkpoints_are_numbered_newest_first_by_number_not_by_name(tmp_path):
@@ -51,14 +51,14 @@ def test_checkpoints_are_numbered_newest_first_by_number_not_by_name(tmp_path):
     for other in ("checkpoint-abc", "checkpoint-5.old", ".checkpoint-000300.unfinished", "notes"):
         (tmp_path / other).mkdir()
     (tmp_path / "checkpoint-000900").write_text("a file")
-    steps = [int(path.name.removeprefix("checkpoint-")) for path in numbered(tmp_path)]
+    steps = [int(path.name.removeprefix("checkpoint-")) for path in list_checkpoints(tmp_path)]
     assert steps == [9_999_999, 1_000_000, 100, 20, 9]
-    assert numbered(tmp_path / "none") == []
+    assert list_checkpoints(tmp_path / "none") == []
 
 
 def test_an_opened_checkpoint_knows_its_step_state_and_files(tmp_path):
     folder = checkpoint(tmp_path, 7)
-    found = opened(folder)
+    found = load_checkpoint(folder)
     assert (found.step, found.folder) == (7, folder)
     assert found.files("model") == [folder / "model" / "a.safetensors"]
     assert found.files("ema") == []
@@ -89,7 +89,7 @@ def test_a_state_that_cannot_be_is_refused(tmp_path, path, value):
     where[name] = value
     write_json(folder / "state.json", state)
     with pytest.raises(EnvironmentNotReady, match="checkpoint-000007"):
-        opened(folder)
+        load_checkpoint(folder)
 
 
 def test_any_other_bit_of_the_state_is_noticed_by_its_own_checksum(tmp_path):
@@ -102,7 +102,7 @@ def test_any_other_bit_of_the_state_is_noticed_by_its_own_checksum(tmp_path):
             damaged[place] ^= 1 << bit
             (folder / "state.json").write_bytes(damaged)
             try:
-                state = opened(folder).state
+                state = load_checkpoint(folder).state
             except EnvironmentNotReady:
                 continue
             state.pop("checksum", None)  # where the name of the checksum itself is hit, nothing else is
@@ -114,10 +114,10 @@ def test_any_other_bit_of_the_state_is_noticed_by_its_own_checksum(tmp_path):
 def test_prune_keeps_the_newest(tmp_path):
     for step in (100, 200, 300, 1000):
         checkpoint(tmp_path, step)
-    prune(tmp_path, 2)
+    prune_checkpoints(tmp_path, 2)
     assert names(tmp_path) == ["checkpoint-000300", "checkpoint-001000"]
-    prune(tmp_path, 2)
-    prune(tmp_path, 5)
+    prune_checkpoints(tmp_path, 2)
+    prune_checkpoints(tmp_path, 5)
     assert names(tmp_path) == ["checkpoint-000300", "checkpoint-001000"]
 
 
@@ -126,31 +126,31 @@ def test_prune_touches_nothing_that_is_no_checkpoint(tmp_path):
         checkpoint(tmp_path, step)
     (tmp_path / "notes").mkdir()
     (tmp_path / "checkpoint-best").mkdir()
-    prune(tmp_path, 1)
+    prune_checkpoints(tmp_path, 1)
     assert names(tmp_path) == ["checkpoint-000002", "checkpoint-best", "notes"]
 
 
 def test_what_a_killed_save_or_prune_left_is_cleared(tmp_path):
     kept = checkpoint(tmp_path, 100)
-    shutil.copytree(kept, unfinished(folder_of_step(tmp_path, 200)))
+    shutil.copytree(kept, unfinished(checkpoint_folder(tmp_path, 200)))
     (tmp_path / ".other").mkdir()
     clear_unfinished(tmp_path)
     assert names(tmp_path) == [".other", "checkpoint-000100"]
 
 
 def test_an_unfinished_folder_is_never_chosen(tmp_path):
-    checkpoint(tmp_path, 100).rename(unfinished(folder_of_step(tmp_path, 100)))
-    assert candidates(tmp_path, "latest") == []
+    checkpoint(tmp_path, 100).rename(unfinished(checkpoint_folder(tmp_path, 100)))
+    assert find_resume_folders(tmp_path, "latest") == []
 
 
 def test_sizes_name_every_file_below_a_folder(tmp_path):
     folder = checkpoint(tmp_path, 3, "12345")
     state = (folder / "state.json").stat().st_size
-    assert sizes(folder) == {"model/a.safetensors": 5, "model/config.json": 2, "state.json": state}
+    assert file_sizes(folder) == {"model/a.safetensors": 5, "model/config.json": 2, "state.json": state}
 
 
 def test_prune_never_removes_the_newest_complete_checkpoint(tmp_path):
     (checkpoint(tmp_path, 200) / "state.json").unlink()
     checkpoint(tmp_path, 150)
-    prune(tmp_path, 1)
+    prune_checkpoints(tmp_path, 1)
     assert (tmp_path / "checkpoint-000150").is_dir()

@@ -7,9 +7,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from simpletuner.checkpoints.layout import folder_of_step, sizes
+from simpletuner.checkpoints.layout import checkpoint_folder, file_sizes
 from simpletuner.checkpoints.saving import write_state
-from simpletuner.checkpoints.verification import checksums, newest_healthy
+from simpletuner.checkpoints.verification import compute_checksums, find_newest_healthy
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.system.files import write_json
@@ -22,7 +22,7 @@ def world():
 
 
 def checkpoint(root: Path, step: int, world: World, older: bool = False) -> Path:
-    folder = folder_of_step(root, step)
+    folder = checkpoint_folder(root, step)
     (folder / "model").mkdir(parents=True)
     safetensors.torch.save_file({"weight": torch.arange(64.0)}, folder / "model" / "a.safetensors")
     (folder / "model" / "config.json").write_text("{}")
@@ -30,9 +30,9 @@ def checkpoint(root: Path, step: int, world: World, older: bool = False) -> Path
     optimizer = {"steps": step, "moments": ["exp_avg"]}
     state = {"step": step, "position": position, "data": "d", "optimizer": optimizer, "ema_updates": None}
     if older:
-        write_json(folder / "state.json", {**state, "files": sizes(folder)})
+        write_json(folder / "state.json", {**state, "files": file_sizes(folder)})
     else:
-        write_state(folder, state, checksums(folder, world))
+        write_state(folder, state, compute_checksums(folder, world))
     return folder
 
 
@@ -66,30 +66,30 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, world, da
         checkpoint(tmp_path, step, world)
     newer = checkpoint(tmp_path, 200, world)
     harm(newer)
-    found, passed_over = newest_healthy(tmp_path, "latest", world)
+    found, passed_over = find_newest_healthy(tmp_path, "latest", world)
     assert found is not None and found.step == 100
     assert len(passed_over) == 1 and str(newer) in passed_over[0] and said in passed_over[0]
     with pytest.raises(EnvironmentNotReady, match="checkpoint-000200"):
-        newest_healthy(tmp_path, "checkpoint-000200", world)
+        find_newest_healthy(tmp_path, "checkpoint-000200", world)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_again(tmp_path, world):
     for step in (1, 2):
         (checkpoint(tmp_path, step, world) / "state.json").unlink()
     with pytest.raises(EnvironmentNotReady) as caught:
-        newest_healthy(tmp_path, "latest", world)
+        find_newest_healthy(tmp_path, "latest", world)
     assert "checkpoint-000002" in caught.value.message and "checkpoint-000001" in caught.value.message
     assert "--resume_from_checkpoint=none" in caught.value.hint
-    assert newest_healthy(tmp_path, "none", world) == (None, [])
+    assert find_newest_healthy(tmp_path, "none", world) == (None, [])
 
 
 def test_what_an_older_version_wrote_without_checksums_is_taken_and_its_headers_are_read(tmp_path, world):
     checkpoint(tmp_path, 1, world, older=True)
     newer = checkpoint(tmp_path, 2, world, older=True)
-    found, passed_over = newest_healthy(tmp_path, "latest", world)
+    found, passed_over = find_newest_healthy(tmp_path, "latest", world)
     assert found is not None and (found.step, passed_over) == (2, [])
     flip(newer / "model" / "a.safetensors", 8)
-    found, passed_over = newest_healthy(tmp_path, "latest", world)
+    found, passed_over = find_newest_healthy(tmp_path, "latest", world)
     assert found is not None and found.step == 1 and "a.safetensors is damaged" in passed_over[0]
 
 
@@ -99,19 +99,19 @@ def test_checkpoints_are_chosen_by_name_or_by_path_and_an_unknown_one_lists_what
     for step in (100, 1000, 300):
         checkpoint(root, step, world)
     for wish in ("checkpoint-000100", str(root / "checkpoint-000100"), "run/checkpoints/checkpoint-000100"):
-        found, _ = newest_healthy(root, wish, world)
+        found, _ = find_newest_healthy(root, wish, world)
         assert found is not None and found.step == 100
-    found, _ = newest_healthy(tmp_path / "mine", str(root / "checkpoint-000300"), world)
+    found, _ = find_newest_healthy(tmp_path / "mine", str(root / "checkpoint-000300"), world)
     assert found is not None and found.folder == root / "checkpoint-000300"
-    found, passed_over = newest_healthy(root, "latest", world)
+    found, passed_over = find_newest_healthy(root, "latest", world)
     assert found is not None and (found.step, passed_over) == (1000, [])
     with pytest.raises(SettingsError) as caught:
-        newest_healthy(root, "checkpoint-400", world)
+        find_newest_healthy(root, "checkpoint-400", world)
     assert "checkpoint-400" in caught.value.message
     assert "checkpoint-001000, checkpoint-000300, checkpoint-000100" in caught.value.hint
     with pytest.raises(SettingsError, match="no such folder"):
-        newest_healthy(tmp_path / "empty", "checkpoint-300", world)
-    assert newest_healthy(tmp_path / "empty", "latest", world) == (None, [])
+        find_newest_healthy(tmp_path / "empty", "checkpoint-300", world)
+    assert find_newest_healthy(tmp_path / "empty", "latest", world) == (None, [])
 
 
 def test_every_file_has_a_checksum_and_the_state_its_own(tmp_path, world):

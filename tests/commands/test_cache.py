@@ -124,12 +124,12 @@ def test_clear_removes_what_was_asked_for_and_says_where_and_how_many_bytes(cach
         done = cache("clear", "latents", spelling)
         assert f"would remove 1 cache, {bytes_there} bytes" in done.stderr
         assert "output/cache/latents/p" in done.stdout
-    assert len(ShardReader(latents).places) == 1
+    assert len(ShardReader(latents).locations) == 1
     done = cache("clear", "latents", "--yes")
     assert f"removed {bytes_there} bytes" in done.stderr
     assert "output/cache/latents/p" in done.stdout and str(bytes_there) in done.stdout
     assert not latents.exists()
-    assert len(ShardReader(text).places) == 1 and path.exists()
+    assert len(ShardReader(text).locations) == 1 and path.exists()
     cache("clear", "blocks")  # asks nothing: it is made anew in seconds
     assert not path.exists() and text.exists()
     assert json.loads(cache("clear", "text", "blocks", "--yes", "--json").stdout)[0]["kind"] == "text"
@@ -151,7 +151,7 @@ def test_what_is_not_ours_stays_and_is_named(cache, home):
         assert name in done.stderr
     assert sorted(path.name for path in latents.iterdir()) == ["mine.shard", "notes.txt", "rank007-00000.shard"]
     assert outside.read_text() == "precious"
-    assert len(ShardReader(home / "another run").places) == 1
+    assert len(ShardReader(home / "another run").locations) == 1
 
 
 def test_latents_and_text_in_one_folder_are_only_cleared_together(cache, home):
@@ -175,8 +175,8 @@ def test_what_a_run_holds_is_refused_until_it_is_killed(cache, home):
         for how in ("--yes", "--dry_run"):
             done = cache("clear", "all", how, code=3)
             assert "output/cache/latents/p is in use by a run" in done.stderr and "hint:" in done.stderr
-        assert path.exists() and len(ShardReader(text).places) == 1, "all that was asked for, or nothing"
-        assert len(ShardReader(latents).places) == 1
+        assert path.exists() and len(ShardReader(text).locations) == 1, "all that was asked for, or nothing"
+        assert len(ShardReader(latents).locations) == 1
         process.kill()
         process.wait()
         cache("clear", "all", "--yes")
@@ -201,7 +201,7 @@ def test_swap_folders_go_with_their_runs_and_others_are_named(cache, home):
         assert not Path(dead.held).exists() and dead.held in done.stdout
         assert (Path(alive.held) / "zero_stage_3" / "x.swp").stat().st_size == 1000
         assert f"left: {alive.held}: in use by pid {alive.pid}" in done.stderr and alive.held not in done.stdout
-    assert "not ours, left:" in done.stderr and str(nvme / "zero_stage_3") in done.stderr
+    assert "not written by simpletuner, left:" in done.stderr and str(nvme / "zero_stage_3") in done.stderr
     assert "photos" not in done.stderr
     assert (nvme / "zero_stage_3" / "x.swp").exists() and path.exists()
     with holder("file", lock_of(block_cache_paths()[0])):
@@ -245,13 +245,13 @@ def test_mistakes_end_with_2_and_name_what_can_be_said(cache, arguments):
 
 def test_what_vanishes_meanwhile_is_no_error(home):
     from simpletuner.tools.cache import clearing
-    from simpletuner.tools.cache.contents import Kind, find_blocks, find_shards, find_swap
+    from simpletuner.tools.cache.contents import CacheKind, find_blocks, find_shards, find_swap
 
     latents, nvme = shards(home / "latents", "a"), home / "nvme"
     blocks()
     with holder("swap", nvme) as process:
         process.kill()
-    items = [*find_blocks(), *find_shards(Kind.LATENTS, [latents]), *find_swap(nvme)[0]]
+    items = [*find_blocks(), *find_shards(CacheKind.LATENTS, [latents]), *find_swap(nvme)[0]]
     assert [item.kind.value for item in items] == ["blocks", "latents", "deepspeed"]
     for folder in (block_cache_paths()[0].parent, latents, nvme):
         subprocess.run(["rm", "-r", folder], check=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from simpletuner.data.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, rank_slices
+from simpletuner.data.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, split_for_rank
 
 BATCH_SIZES = st.integers(1, 12)
 
@@ -35,7 +35,7 @@ def seen_in(batches: list[GlobalBatch]) -> Counter[int]:
 
 
 def epochs_of(order: GlobalBatchSampler, epochs: int, batch_size: int) -> list[GlobalBatch]:
-    steps = order.steps_of_epochs(epochs, batch_size)
+    steps = order.count_steps(epochs, batch_size)
     return [batch for batch, _ in islice(order.batches(order.start(batch_size)), steps)]
 
 
@@ -102,7 +102,7 @@ def test_steps_of_epochs_counts_the_batches_of_those_epochs():
     order = GlobalBatchSampler({"a": list(range(5)), "b": list(range(5, 12))}, 0)
     for epochs in range(1, 7):
         counted = sum(after.epoch < epochs for _, after in islice(order.batches(order.start(3)), 60))
-        assert order.steps_of_epochs(epochs, 3) == counted
+        assert order.count_steps(epochs, 3) == counted
 
 
 def test_different_seeds_and_epochs_give_different_orders():
@@ -143,7 +143,7 @@ def test_a_batch_may_be_larger_than_several_epochs_of_a_bucket():
 def test_rank_slices_partition_the_batch_for_every_number_of_ranks(ranks, accumulation, per_rank):
     size = ranks * accumulation * per_rank
     batch = GlobalBatch("a", tuple(range(size)), (0,) * size)
-    shares = [rank_slices(batch, rank, ranks, accumulation) for rank in range(ranks)]
+    shares = [split_for_rank(batch, rank, ranks, accumulation) for rank in range(ranks)]
     assert all(len(places) == per_rank for share in shares for places in share)
     assert all(len(share) == accumulation for share in shares)
     by_pass = [place for number in range(accumulation) for share in shares for place in share[number]]
@@ -155,7 +155,7 @@ def test_rank_slices_partition_the_batch_for_every_number_of_ranks(ranks, accumu
 def test_the_same_batch_size_leaves_a_position_as_it_is(buckets, batch_size, seed, steps):
     order = GlobalBatchSampler(buckets, seed)
     _, position = list(islice(order.batches(order.start(batch_size)), steps))[-1]
-    assert order.resized(position, batch_size) is position
+    assert order.with_batch_size(position, batch_size) is position
 
 
 @given(fillable_buckets(), BATCH_SIZES, BATCH_SIZES, st.integers(0, 2**32), st.integers(0, 30))
@@ -163,7 +163,7 @@ def test_the_same_batch_size_leaves_a_position_as_it_is(buckets, batch_size, see
 def test_another_batch_size_in_the_middle_of_an_epoch_loses_and_doubles_nothing(buckets, first, second, seed, steps):
     order = GlobalBatchSampler(buckets, seed)
     before = list(islice(order.batches(order.start(first)), steps))
-    position = again(order.resized(before[-1][1] if before else order.start(first), second))
+    position = again(order.with_batch_size(before[-1][1] if before else order.start(first), second))
     finished = position.epoch + 1
     after = []
     for batch, place in order.batches(position):
@@ -183,7 +183,7 @@ def test_another_batch_size_after_one_step_shows_each_item_once_in_the_epoch():
     for seed in range(8):
         order = GlobalBatchSampler({"a": list(range(12))}, seed)
         first, position = next(order.batches(order.start(3)))
-        rest = [batch for batch, _ in islice(order.batches(order.resized(position, 1)), 9)]
+        rest = [batch for batch, _ in islice(order.batches(order.with_batch_size(position, 1)), 9)]
         shown_twice[seed] = set(first.samples) & set(seen_in(rest))
     assert shown_twice == dict.fromkeys(range(8), set())
 
@@ -243,14 +243,14 @@ def test_batch_sizes_that_change_again_and_again_lose_and_double_nothing(buckets
     order, taken = GlobalBatchSampler(buckets, seed), []
     position = order.start(3)
     for size, steps in sizes:
-        position = order.resized(again(position), size)
+        position = order.with_batch_size(again(position), size)
         for batch, after in islice(order.batches(position), steps):
             taken.append(batch)
             position = after
     seen = seen_in(taken)
-    left = order.steps_left(order.resized(position, 1), position.epoch + 1)
+    left = order.count_steps_left(order.with_batch_size(position, 1), position.epoch + 1)
     assert left + seen.total() == (position.epoch + 1) * sum(map(len, buckets.values()))
-    for batch, _ in islice(order.batches(order.resized(position, 1)), left):
+    for batch, _ in islice(order.batches(order.with_batch_size(position, 1)), left):
         seen.update(batch.samples)
     for items in buckets.values():
         due = Counter(items * (position.epoch + 1))
@@ -263,4 +263,4 @@ def test_steps_left_counts_what_is_still_to_come(buckets, batch_size, seed, step
     order = GlobalBatchSampler(buckets, seed)
     position = list(islice(order.batches(order.start(batch_size)), steps))[-1][1] if steps else order.start(batch_size)
     counted = sum(after.epoch < epochs for _, after in islice(order.batches(position), 600 // batch_size + 60))
-    assert order.steps_left(position, epochs) == counted
+    assert order.count_steps_left(position, epochs) == counted

@@ -32,7 +32,7 @@ def test_a_run_that_version_0_1_began_goes_on_with_the_batches_that_it_would_tak
     for number in (0, 4, 7):
         assert following(SamplerState(**rows[number][2]), 3) == rows[number + 1 : number + 4]
     larger = case["after 5 with a larger batch"]
-    position = order.resized(SamplerState(**rows[4][2]), case["batch_size"] + 1)
+    position = order.with_batch_size(SamplerState(**rows[4][2]), case["batch_size"] + 1)
     assert following(position, len(larger)) == larger
 
 

@@ -7,44 +7,45 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from simpletuner.data.buckets import Buckets, filled, group, sufficient_repeats
+from simpletuner.data.buckets import Buckets, fill_buckets, make_buckets, sufficient_repeats
 from simpletuner.data.discovery import Sample
 from simpletuner.data.geometry import Geometry
+from simpletuner.data.storage import LocalStorage
 from simpletuner.errors import DataError, ExitCode
 
 
 def sample(number: int, target: tuple[int, int] = (64, 64), dataset: str = "d") -> Sample:
     geometry = Geometry(target, target, (0, 0), target)
-    return Sample(f"{dataset}/{number}", dataset, Path(f"{number}.png"), "1", geometry, ("c",))
+    return Sample(f"{dataset}/{number}", dataset, LocalStorage(Path()), f"{number}.png", "1", geometry, ("c",))
 
 
 def shortage(buckets: Buckets, effective_batch_size: int) -> DataError:
     with pytest.raises(DataError) as caught:
-        filled(buckets, effective_batch_size, oversubscribe=False)
+        fill_buckets(buckets, effective_batch_size, oversubscribe=False)
     assert caught.value.exit_code == ExitCode.DATA
     return caught.value
 
 
 def test_samples_of_one_shape_share_a_bucket_named_width_by_height():
     samples = [sample(0, (128, 64)), sample(1), sample(2, (64, 128)), sample(3, (128, 64))]
-    assert group(samples, {"d": 0}) == {"128x64": [0, 3], "64x64": [1], "64x128": [2]}
-    assert list(group(samples, {"d": 0})) == ["128x64", "64x128", "64x64"]
+    assert make_buckets(samples, {"d": 0}) == {"128x64": [0, 3], "64x64": [1], "64x128": [2]}
+    assert list(make_buckets(samples, {"d": 0})) == ["128x64", "64x128", "64x64"]
 
 
 def test_repeats_are_extra_passes_of_their_own_dataset():
     samples = [sample(0), sample(1, dataset="e")]
-    assert group(samples, {"d": 2, "e": 0}) == {"64x64": [0, 0, 0, 1]}
+    assert make_buckets(samples, {"d": 2, "e": 0}) == {"64x64": [0, 0, 0, 1]}
 
 
 def test_buckets_that_fill_the_batch_stay_as_they_are():
     buckets = {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7, 8]}
-    assert filled(buckets, 4, oversubscribe=False) == buckets
-    assert filled(buckets, 4, oversubscribe=True) == buckets
+    assert fill_buckets(buckets, 4, oversubscribe=False) == buckets
+    assert fill_buckets(buckets, 4, oversubscribe=True) == buckets
 
 
 def test_oversubscription_repeats_small_buckets_just_as_often_as_needed():
     buckets = {"a": [0], "b": [1, 2, 3], "c": list(range(8)), "d": list(range(9))}
-    full = filled(buckets, 8, oversubscribe=True)
+    full = fill_buckets(buckets, 8, oversubscribe=True)
     assert full == {"a": [0] * 8, "b": [1, 2, 3] * 3, "c": list(range(8)), "d": list(range(9))}
 
 
@@ -52,7 +53,7 @@ def test_oversubscription_repeats_small_buckets_just_as_often_as_needed():
 @hypothesis_settings(deadline=None)
 def test_oversubscription_fills_the_batch_and_one_pass_less_would_not(sizes, effective_batch_size):
     buckets = {str(number): list(range(size)) for number, size in enumerate(sizes)}
-    for name, items in filled(buckets, effective_batch_size, oversubscribe=True).items():
+    for name, items in fill_buckets(buckets, effective_batch_size, oversubscribe=True).items():
         size = len(buckets[name])
         assert len(items) >= effective_batch_size
         assert len(items) == size or len(items) - size < effective_batch_size
@@ -83,22 +84,22 @@ def test_the_repeats_that_a_bucket_already_has_count():
 @hypothesis_settings(max_examples=300, deadline=None)
 def test_the_repeats_that_the_error_asks_for_suffice(pictures, repeats, effective_batch_size):
     samples = [sample(number) for number in range(pictures)]
-    buckets = group(samples, {"d": repeats})
+    buckets = make_buckets(samples, {"d": repeats})
     size = len(buckets["64x64"])
     if size >= effective_batch_size:
-        assert filled(buckets, effective_batch_size, oversubscribe=False) == buckets
+        assert fill_buckets(buckets, effective_batch_size, oversubscribe=False) == buckets
         return
     advised = sufficient_repeats(buckets["64x64"], effective_batch_size)
     assert f"repeats: {advised}" in shortage(buckets, effective_batch_size).message
-    enough = group(samples, {"d": advised})
-    assert filled(enough, effective_batch_size, oversubscribe=False) == enough
+    enough = make_buckets(samples, {"d": advised})
+    assert fill_buckets(enough, effective_batch_size, oversubscribe=False) == enough
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 9), st.integers(0, 9), st.integers(1, 100))
 @hypothesis_settings(deadline=None)
 def test_advised_repeats_suffice_in_a_bucket_that_two_datasets_share(mine, yours, repeats, other, effective_batch_size):
     samples = [sample(number, dataset="d" if number < mine else "e") for number in range(mine + yours)]
-    items = group(samples, {"d": repeats, "e": other})["64x64"]
+    items = make_buckets(samples, {"d": repeats, "e": other})["64x64"]
     if len(items) >= effective_batch_size:
         return
     advised = sufficient_repeats(items, effective_batch_size)
@@ -112,9 +113,9 @@ def test_the_repeats_that_the_error_asks_for_are_the_smallest():
 
 def test_no_bucket_at_all_is_refused():
     with pytest.raises(DataError):
-        filled({}, 8, oversubscribe=True)
+        fill_buckets({}, 8, oversubscribe=True)
 
 
 def test_an_epoch_that_no_memory_holds_is_refused():
-    with pytest.raises(DataError, match="an epoch would show 1,000,000,000,001 pictures"):
-        group([sample(0)], {"d": 10**12})
+    with pytest.raises(DataError, match="an epoch would show 1,000,000,000,001 images"):
+        make_buckets([sample(0)], {"d": 10**12})

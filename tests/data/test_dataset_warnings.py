@@ -32,7 +32,8 @@ def test_formats_that_are_not_read_are_counted_by_suffix(tmp_path):
     for name in ("x.heic", "y.HEIC", "z.gif", ".hidden.gif"):
         (tmp_path / name).touch()
     (line,) = said(tmp_path)
-    assert line == f"3 files not read: 2 .heic, 1 .gif, such as {tmp_path}/x.heic; JPEG, PNG and WebP are: convert them"
+    such = f"such as {tmp_path}/x.heic"
+    assert line == f"3 files not read: 2 .heic, 1 .gif, {such}; only JPEG, PNG and WebP are read: convert them"
 
 
 def test_enlarged_pictures_are_counted_with_the_worst(tmp_path):
@@ -41,7 +42,7 @@ def test_enlarged_pictures_are_counted_with_the_worst(tmp_path):
     add(tmp_path, "c.png", (1, 1))
     (line,) = said(tmp_path)
     assert line == (
-        "2 pictures of 3 enlarged, up to 64.0 times: d/c.png from 1x1 to 64x64 px; "
+        "2 images of 3 enlarged, up to 64.0 times: d/c.png from 1x1 to 64x64 px; "
         "minimum_image_size leaves small ones out"
     )
 
@@ -51,8 +52,8 @@ def test_extreme_shapes_are_named(tmp_path):
     add(tmp_path, "high.png", (100, 500))
     lines = said(tmp_path, resolution=512)
     assert lines[-1] == (
-        "2 pictures with one side more than 4 times the other: d/long.png (3000x100 px) is trained at 2816x64; "
-        "minimum_aspect_ratio and maximum_aspect_ratio leave such out"
+        "2 images with one side more than 4 times the other: d/long.png (3000x100 px) is trained at 2816x64; "
+        "minimum_aspect_ratio and maximum_aspect_ratio leave such images out"
     )
 
 
@@ -60,7 +61,7 @@ def test_a_resolution_below_the_alignment_is_not_silent(tmp_path):
     add(tmp_path, "a.png")
     (line,) = said(tmp_path, resolution=10)
     assert line == (
-        "1 picture of dataset `d` far from resolution=10 (pixel_area): d/a.png is trained at 64x64, since sides are "
+        "1 image of dataset `d` far from resolution=10 (pixel_area): d/a.png is trained at 64x64, since sides are "
         "multiples of aspect_bucket_alignment=64"
     )
 
@@ -68,7 +69,7 @@ def test_a_resolution_below_the_alignment_is_not_silent(tmp_path):
 def test_captions_longer_than_any_encoder_reads_are_counted(tmp_path):
     add(tmp_path, "a.png", caption="word " * 20_000)
     (line,) = said(tmp_path)
-    assert line.startswith("1 picture with a caption of more than 4,000 letters") and "99,999 letters" in line
+    assert line.startswith("1 image with a caption of more than 4,000 letters") and "99,999 letters" in line
 
 
 def test_of_animated_pictures_the_first_frame_is_used_and_they_are_counted(tmp_path):
@@ -81,4 +82,4 @@ def test_of_animated_pictures_the_first_frame_is_used_and_they_are_counted(tmp_p
     add(tmp_path, "d.png")
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("a caption")
-    assert said(tmp_path) == ["3 pictures with several frames: the first is used (d/a.webp)"]
+    assert said(tmp_path) == ["3 images with several frames: the first is used (d/a.webp)"]

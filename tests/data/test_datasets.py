@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.data.dataset_keys import UNSUPPORTED, VALUES
-from simpletuner.data.datasets import ImageDataset, TextEmbeds, datasets_of
+from simpletuner.data.datasets import ImageDataset, TextEmbeds, load_datasets
 from simpletuner.errors import SettingsError
 from simpletuner.settings.sections import Data, Pictures
 
@@ -23,7 +23,7 @@ def image(**values) -> dict:
 
 def refusal(data: Data) -> str:
     with pytest.raises(SettingsError) as caught:
-        datasets_of(data)
+        load_datasets(data)
     return caught.value.message
 
 
@@ -36,7 +36,7 @@ def test_from_flags_there_is_one_dataset_named_after_its_folder(tmp_path):
         cache_dir_vae=Path("lat"),
         cache_dir_text=Path("txt"),
     )
-    (dataset,), text_folder = datasets_of(data)
+    (dataset,), text_folder = load_datasets(data)
     assert (dataset.id, dataset.instance_data_dir) == ("holiday", tmp_path / "holiday")
     assert (dataset.repeats, dataset.resolution, dataset.caption_strategy) == (2, 512, "filename")
     assert (dataset.cache_dir_vae, text_folder) == (Path("lat"), Path("txt"))
@@ -56,7 +56,7 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
         "minimum_image_size": 100,
     }
     assert given.keys() == Pictures.model_fields.keys()
-    (plain, own), _ = datasets_of(
+    (plain, own), _ = load_datasets(
         data_of(tmp_path, image(), image(id="two", repeats=0, resolution=2, resolution_type="area"), **given)
     )
     assert {name: getattr(plain, name) for name in given} == given
@@ -64,31 +64,31 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
 
 
 def test_a_dataset_without_anything_said_has_the_defaults(tmp_path):
-    (dataset,), text_folder = datasets_of(data_of(tmp_path, image()))
+    (dataset,), text_folder = load_datasets(data_of(tmp_path, image()))
     assert dataset == ImageDataset(id="one", instance_data_dir=Path("pictures"))
     assert text_folder is None
 
 
 def test_text_embeds_names_the_text_cache(tmp_path):
     text = {"id": "t", "type": "local", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache/t"}
-    datasets, folder = datasets_of(data_of(tmp_path, text, image(), cache_dir_text=Path("weaker")))
+    datasets, folder = load_datasets(data_of(tmp_path, text, image(), cache_dir_text=Path("weaker")))
     assert [dataset.id for dataset in datasets] == ["one"]
     assert folder == Path("cache/t")
 
 
 def test_without_text_embeds_the_global_text_cache_holds(tmp_path):
-    assert datasets_of(data_of(tmp_path, image(), cache_dir_text=Path("t")))[1] == Path("t")
+    assert load_datasets(data_of(tmp_path, image(), cache_dir_text=Path("t")))[1] == Path("t")
 
 
 @pytest.mark.parametrize("key", ["disabled", "disable"])
 def test_disabled_entries_are_left_out_whatever_they_hold(tmp_path, key):
-    datasets, _ = datasets_of(data_of(tmp_path, {key: True, "nonsense": 1}, image(), image(**{key: True})))
+    datasets, _ = load_datasets(data_of(tmp_path, {key: True, "nonsense": 1}, image(), image(**{key: True})))
     assert [dataset.id for dataset in datasets] == ["one"]
 
 
 def test_nothing_but_disabled_entries_is_no_data(tmp_path):
-    assert "names no dataset of pictures" in refusal(data_of(tmp_path, image(disabled=True)))
-    assert "names no dataset of pictures" in refusal(data_of(tmp_path))
+    assert "names no dataset of images" in refusal(data_of(tmp_path, image(disabled=True)))
+    assert "names no dataset of images" in refusal(data_of(tmp_path))
 
 
 @pytest.mark.parametrize("key", sorted(UNSUPPORTED))
@@ -98,7 +98,7 @@ def test_a_key_of_other_trainers_is_answered_with_the_reason(tmp_path, key):
 
 
 def test_the_metadata_backend_that_we_are_is_accepted(tmp_path):
-    assert datasets_of(data_of(tmp_path, image(metadata_backend="discovery")))[0][0].id == "one"
+    assert load_datasets(data_of(tmp_path, image(metadata_backend="discovery")))[0][0].id == "one"
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path):
@@ -133,7 +133,7 @@ def test_two_datasets_cannot_share_an_id(tmp_path):
 
 def test_an_instance_prompt_is_asked_for_where_it_is_the_caption(tmp_path):
     assert "needs instance_prompt" in refusal(data_of(tmp_path, image(caption_strategy="instanceprompt")))
-    (dataset,), _ = datasets_of(data_of(tmp_path, image(caption_strategy="instanceprompt"), instance_prompt="a bear"))
+    (dataset,), _ = load_datasets(data_of(tmp_path, image(caption_strategy="instanceprompt"), instance_prompt="a bear"))
     assert dataset.instance_prompt == "a bear"
 
 
@@ -162,7 +162,7 @@ def test_numbers_have_the_bounds_that_flags_have(tmp_path, key, value):
 
 def test_choices_are_spelled_as_freely_as_in_flags(tmp_path):
     entry = image(caption_strategy="Instance-Prompt", instance_prompt="a bear", resolution_type="PIXEL-AREA")
-    (dataset,), _ = datasets_of(data_of(tmp_path, entry))
+    (dataset,), _ = load_datasets(data_of(tmp_path, entry))
     assert (dataset.caption_strategy, dataset.resolution_type) == ("instanceprompt", "pixel_area")
 
 
@@ -206,17 +206,17 @@ def test_an_id_that_leads_out_of_its_folder_or_cannot_be_printed_is_refused(tmp_
 
 
 def test_ids_below_the_folder_go_on_working_but_not_within_one_another(tmp_path):
-    datasets, _ = datasets_of(data_of(tmp_path, *(image(id=name) for name in ("a/b", "a/c", "..a", "x" * 255, "熊"))))
+    datasets, _ = load_datasets(data_of(tmp_path, *(image(id=name) for name in ("a/b", "a/c", "..a", "x" * 255, "熊"))))
     assert len(datasets) == 5
     message = refusal(data_of(tmp_path, image(id="a"), image(id="a/b"), image(id="ab")))
-    assert message.endswith("the cache of dataset `a/b` would lie in that of `a`: rename one of them")
+    assert message.endswith("the cache of dataset `a/b` would be inside that of `a`: rename one of them")
     own = image(id="a/b", cache_dir_vae="elsewhere")
-    assert len(datasets_of(data_of(tmp_path, image(id="a"), own))[0]) == 2
+    assert len(load_datasets(data_of(tmp_path, image(id="a"), own))[0]) == 2
 
 
 def test_a_folder_with_any_name_is_a_dataset(tmp_path):
     folder = tmp_path / "a\nb\x1b"
-    (dataset,), _ = datasets_of(Data(instance_data_dir=folder))
+    (dataset,), _ = load_datasets(Data(instance_data_dir=folder))
     assert dataset.id == "a_b_"
     assert "too large" in refusal(Data(instance_data_dir=folder, resolution=1e6))
 
@@ -242,5 +242,5 @@ def test_json_that_does_not_parse_says_where_and_what_is_usual(tmp_path, text, s
     path = tmp_path / "d.json"
     path.write_text(text)
     with pytest.raises(SettingsError) as caught:
-        datasets_of(Data(data_backend_config=path))
+        load_datasets(Data(data_backend_config=path))
     assert said in caught.value.message and hint in caught.value.hint

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.discovery import Found, discover
-from simpletuner.data.scanning import entries_of
+from simpletuner.data.discovery import Discovery, discover
+from simpletuner.data.storage import scan_folder
 from simpletuner.errors import DataError
 
 
@@ -23,7 +23,7 @@ def add(folder: Path, name: str, caption: str | None = "a caption", size: tuple[
     return path
 
 
-def found_in(folder: Path, name: str = "d", **values) -> Found:
+def found_in(folder: Path, name: str = "d", **values) -> Discovery:
     return discover([ImageDataset(id=name, instance_data_dir=folder, resolution=64, **values)], 64, 0)
 
 
@@ -36,7 +36,9 @@ def test_samples_are_found_in_all_folders_sorted_and_hidden_ones_skipped(tmp_pat
         add(tmp_path, name)
     samples = found_in(tmp_path).samples
     assert [sample.id for sample in samples] == ["d/A.png", "d/sub/b.jpg", "d/sub/deep/a.webp", "d/z.png"]
-    assert [sample.path for sample in samples] == [tmp_path / sample.id[2:] for sample in samples]
+    assert [Path(sample.storage.describe(sample.name)) for sample in samples] == [
+        tmp_path / sample.id[2:] for sample in samples
+    ]
     assert {sample.dataset for sample in samples} == {"d"}
 
 
@@ -121,10 +123,10 @@ def test_captions_that_are_no_text_are_named_with_the_reason_and_never_trained_o
     assert caught.value.message == (
         "dataset `d`: 5 caption files cannot be read as text:"
         "\n  cut.txt is not UTF-16: byte 12 is 0x74"
-        "\n  large.txt has 2,097,152 bytes, which is no caption"
+        "\n  large.txt has 2,097,152 bytes; at most 1,048,576 are read"
         "\n  latin.txt is not UTF-8: byte 3 is 0xe9"
-        "\n  pipe.txt is no regular file"
-        "\n  utf16.txt holds a zero at byte 1: is it UTF-16 without its mark?"
+        "\n  pipe.txt is not a regular file"
+        "\n  utf16.txt has a zero at byte 1: is it UTF-16 without a byte order mark?"
     )
     assert "iconv" in caught.value.hint
     assert len(found_in(tmp_path, caption_strategy="filename").samples) == 5
@@ -145,7 +147,7 @@ def test_only_regular_files_of_bounded_size_are_pictures(tmp_path):
     assert [sample.id for sample in found.samples] == ["d/good.png"]
     reasons = {name.removeprefix("d/"): reason for name, reason in found.broken.items()}
     assert set(reasons) == {"pipe.jpg", "circle.png", "null.webp", "door.png", "sparse.png", "caf\udce9.png"}
-    assert reasons["pipe.jpg"] == reasons["null.webp"] == reasons["door.png"] == "is no regular file"
+    assert reasons["pipe.jpg"] == reasons["null.webp"] == reasons["door.png"] == "is not a regular file"
     assert reasons["sparse.png"] == "has 10,737,418,240 bytes; at most 1,073,741,824 are read"
     assert reasons["caf\udce9.png"] == "its name is not UTF-8: rename it"
 
@@ -159,23 +161,23 @@ def test_what_the_run_writes_below_its_pictures_is_never_trained_on(tmp_path):
     add(tmp_path, "sub/b.png")
     (tmp_path / "link").symlink_to(output)
 
-    def found(folder: Path, *written: Path) -> Found:
+    def found(folder: Path, *written: Path) -> Discovery:
         return discover([ImageDataset(id="d", instance_data_dir=folder, resolution=64)], 64, 0, written)
 
     inside = found(tmp_path, output, latents)
     assert [sample.id for sample in inside.samples] == ["d/a.png", "d/sub/b.png"]
-    assert inside.written == [tmp_path / "link", output, latents]
+    assert inside.written == [str(tmp_path / "link"), str(output), str(latents)]
     add(output, "pictures/c.png")
     assert [sample.id for sample in found(output / "pictures", output).samples] == ["d/c.png"]
     same = found(output, output)
     assert [sample.id for sample in same.samples] == ["d/pictures/c.png"]
-    assert same.written == [output / "loss.png", output / "validation"]
+    assert same.written == [str(output / "loss.png"), str(output / "validation")]
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path):
     add(tmp_path, "a.png")
     with pytest.raises(DataError, match="cannot read the folder .*/nowhere: No such file or directory"):
-        entries_of(tmp_path / "nowhere")
+        scan_folder(tmp_path / "nowhere")
 
 
 def test_a_broken_picture_is_named_with_the_reason_and_left_where_it_is(tmp_path):
@@ -184,8 +186,7 @@ def test_a_broken_picture_is_named_with_the_reason_and_left_where_it_is(tmp_path
     bad.write_text("no picture")
     found = found_in(tmp_path)
     assert [sample.id for sample in found.samples] == ["d/good.png"]
-    assert set(found.broken) == {"d/sub/bad.png"}
-    assert "bad.png" in found.broken["d/sub/bad.png"]
+    assert found.broken == {"d/sub/bad.png": "is not an image in a known format, or is damaged"}
     assert bad.read_text() == "no picture"
 
 
@@ -204,7 +205,7 @@ def test_pictures_without_captions_are_an_error_with_count_and_name(tmp_path):
     with pytest.raises(DataError) as caught:
         found_in(tmp_path)
     assert caught.value.message == (
-        "dataset `d`: 2 pictures without a caption in their .txt file beside them:\n  one.png\n  two.png"
+        "dataset `d`: 2 images without a caption in their .txt file next to them:\n  one.png\n  two.png"
     )
     assert "caption_strategy" in caught.value.hint
 

@@ -8,7 +8,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.geometry import Geometry, aligned, bucket_size, cut_off, geometry_of, is_wanted
+from simpletuner.data.geometry import (
+    Geometry,
+    bucket_size,
+    compute_geometry,
+    cropped_share,
+    is_within_limits,
+    round_to_multiple,
+)
 
 
 def dataset(**values) -> ImageDataset:
@@ -40,7 +47,7 @@ DATASETS = st.one_of(
 @given(DATASETS, SIDES, SIDES, ALIGNMENTS, st.integers(0, 2**40))
 @hypothesis_settings(max_examples=300, deadline=None)
 def test_every_picture_covers_its_bucket_and_is_cropped_inside(data, width, height, alignment_px, seed):
-    g = geometry_of(data, "d/a.jpg", (width, height), alignment_px, seed)
+    g = compute_geometry(data, "d/a.jpg", (width, height), alignment_px, seed)
     assert g.original == (width, height)
     for side in (0, 1):
         assert g.target[side] >= alignment_px
@@ -71,14 +78,14 @@ def test_no_neighbouring_bucket_near_the_area_cuts_less_off(width, height, resol
     for w in (int(ideal[0] // 64) * 64, int(ideal[0] // 64) * 64 + 64):
         for h in (int(ideal[1] // 64) * 64, int(ideal[1] // 64) * 64 + 64):
             if w and h and abs(w * h / resolution**2 - 1) < 0.1:
-                assert cut_off((width, height), target) <= cut_off((width, height), (w, h)) + 1e-9
+                assert cropped_share((width, height), target) <= cropped_share((width, height), (w, h)) + 1e-9
 
 
 def test_half_as_much_is_cut_off_as_by_rounding_each_side():
     aspects = [(1000 + 3 * n, 1600) for n in range(1000)]  # 0.63 to 2.5
-    rounded = [tuple(aligned(1024 * (a / b) ** e, 64) for e in (0.5, -0.5)) for a, b in aspects]
-    before = [cut_off(aspect, size) for aspect, size in zip(aspects, rounded, strict=True)]
-    after = [cut_off(aspect, bucket_size(dataset(), aspect, 64)) for aspect in aspects]
+    rounded = [tuple(round_to_multiple(1024 * (a / b) ** e, 64) for e in (0.5, -0.5)) for a, b in aspects]
+    before = [cropped_share(aspect, size) for aspect, size in zip(aspects, rounded, strict=True)]
+    after = [cropped_share(aspect, bucket_size(dataset(), aspect, 64)) for aspect in aspects]
     assert sum(after) < 0.52 * sum(before)
 
 
@@ -114,18 +121,18 @@ def test_buckets_of_known_pictures(values, original, target):
 
 def test_a_whole_geometry_worked_out_by_hand():
     # 4000x3000: bucket 1216x896; scale = max(0.304, 0.29867) = 0.304, so 1216x912, and 16 px overhang
-    assert geometry_of(dataset(), "d/a", (4000, 3000), 64, 0) == Geometry(
+    assert compute_geometry(dataset(), "d/a", (4000, 3000), 64, 0) == Geometry(
         (4000, 3000), (1216, 912), (0, 8), (1216, 896)
     )
 
 
 @pytest.mark.parametrize(("side", "nearest"), [(1, 64), (31, 64), (95, 64), (96, 128), (97, 128), (128, 128)])
 def test_a_side_is_brought_to_the_nearest_multiple(side, nearest):
-    assert aligned(side, 64) == nearest
+    assert round_to_multiple(side, 64) == nearest
 
 
 def test_a_centred_crop_takes_the_middle():
-    g = geometry_of(dataset(crop=True, resolution=512), "d/a", (1536, 512), 64, 3)
+    g = compute_geometry(dataset(crop=True, resolution=512), "d/a", (1536, 512), 64, 3)
     assert g == Geometry((1536, 512), (1536, 512), (512, 0), (512, 512))
 
 
@@ -133,7 +140,7 @@ def test_a_random_crop_depends_on_seed_and_sample_alone():
     data = dataset(crop=True, crop_style="random", resolution=512)
 
     def place(sample: str, seed: int) -> tuple[int, int]:
-        return geometry_of(data, sample, (3000, 600), 64, seed).crop_left_top
+        return compute_geometry(data, sample, (3000, 600), 64, seed).crop_left_top
 
     assert place("d/a", 1) == place("d/a", 1)
     assert len({place("d/a", seed) for seed in range(20)}) > 15
@@ -143,12 +150,12 @@ def test_a_random_crop_depends_on_seed_and_sample_alone():
 
 def test_random_crops_reach_both_ends():
     data = dataset(crop=True, crop_style="random", resolution=64)
-    lefts = {geometry_of(data, f"d/{number}", (67, 64), 64, 0).crop_left_top[0] for number in range(60)}
+    lefts = {compute_geometry(data, f"d/{number}", (67, 64), 64, 0).crop_left_top[0] for number in range(60)}
     assert lefts == {0, 1, 2, 3}
 
 
 def test_without_crop_a_random_style_changes_nothing():
-    assert geometry_of(dataset(crop_style="random"), "d/a", (4000, 3000), 64, 5).crop_left_top == (0, 8)
+    assert compute_geometry(dataset(crop_style="random"), "d/a", (4000, 3000), 64, 5).crop_left_top == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -168,4 +175,4 @@ def test_without_crop_a_random_style_changes_nothing():
     ],
 )
 def test_limits_of_size_and_aspect_include_the_limit_itself(limits, original, wanted):
-    assert is_wanted(dataset(**limits), original) is wanted
+    assert is_within_limits(dataset(**limits), original) is wanted

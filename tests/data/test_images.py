@@ -7,11 +7,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletuner.data.images import BROKEN, header_of, read_rgb, resized_and_cropped
-from simpletuner.data.scanning import Scan
+from simpletuner.data import images
+from simpletuner.data.discovery import SUFFIXES
+from simpletuner.data.images import DECODE_ERRORS, ImageHeader, resize_and_crop
+from simpletuner.data.storage import LocalStorage
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 SIZE = (64, 32)
+
+
+def read_header(path: Path) -> ImageHeader:
+    with path.open("rb") as file:
+        return images.read_header(file)
+
+
+def read_rgb(path: Path, smallest: tuple[int, int]) -> Image.Image:
+    with path.open("rb") as file:
+        return images.read_rgb(file, smallest)
 
 
 def red_and_blue() -> Image.Image:
@@ -38,9 +50,9 @@ def looks(picture: Image.Image, x: int, y: int, colour: tuple[int, int, int], to
 
 
 def read_whole(path: Path) -> Image.Image:
-    picture = read_rgb(path, header_of(path).size)
+    picture = read_rgb(path, read_header(path).size)
     assert picture.mode == "RGB"
-    assert picture.size == header_of(path).size
+    assert picture.size == read_header(path).size
     return picture
 
 
@@ -56,7 +68,7 @@ def read_whole(path: Path) -> Image.Image:
 )
 def test_size_and_colours_of_each_format(tmp_path, name, options):
     path = saved(red_and_blue(), tmp_path / name, **options)
-    assert header_of(path).size == SIZE
+    assert read_header(path).size == SIZE
     picture = read_whole(path)
     looks(picture, 8, 16, RED)
     looks(picture, 56, 16, BLUE)
@@ -74,7 +86,7 @@ def test_size_and_colours_of_each_format(tmp_path, name, options):
 )
 def test_a_jpeg_is_measured_and_read_as_its_exif_orientation_shows_it(tmp_path, orientation, size, red, blue):
     path = saved(red_and_blue(), tmp_path / "a.jpg", exif=rotated(orientation), quality=95)
-    assert header_of(path).size == size
+    assert read_header(path).size == size
     picture = read_whole(path)
     looks(picture, *red, RED)
     looks(picture, *blue, BLUE)
@@ -84,7 +96,7 @@ def test_a_jpeg_is_measured_and_read_as_its_exif_orientation_shows_it(tmp_path, 
 def test_png_and_webp_are_measured_as_their_exif_orientation_shows_them(tmp_path, name):
     path = saved(red_and_blue(), tmp_path / name, exif=rotated(6), **({"lossless": True} if "webp" in name else {}))
     assert read_rgb(path, SIZE).size == (32, 64)
-    assert header_of(path).size == (32, 64)
+    assert read_header(path).size == (32, 64)
 
 
 def test_grey_stays_grey(tmp_path):
@@ -170,11 +182,11 @@ def test_a_picture_cut_short_is_broken_wherever_it_is_cut(tmp_path, name):
     for length in (0, 1, 3, 11, 20, 29, 60, len(whole) // 2, len(whole) * 3 // 4):
         path = tmp_path / f"cut-{name}"
         path.write_bytes(whole[:length])
-        with pytest.raises(BROKEN):
+        with pytest.raises(DECODE_ERRORS):
             read_rgb(path, (64, 64))
         try:
-            assert header_of(path).size == (64, 64)
-        except BROKEN:
+            assert read_header(path).size == (64, 64)
+        except DECODE_ERRORS:
             assert length < 1000, "the header is whole"
 
 
@@ -189,17 +201,17 @@ def test_damaged_bytes_raise_nothing_but_what_counts_as_broken(tmp_path):
                 blob[place] = random.integers(0, 256)
             path = tmp_path / f"damaged-{name}"
             path.write_bytes(blob)
-            with suppress(BROKEN):
-                assert read_rgb(path, header_of(path).size).mode == "RGB"
+            with suppress(DECODE_ERRORS):
+                assert read_rgb(path, read_header(path).size).mode == "RGB"
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
 def test_a_text_file_called_a_picture_is_broken(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     path.write_text("I am no picture.\n" * 100)
-    with pytest.raises(BROKEN):
-        header_of(path)
-    with pytest.raises(BROKEN):
+    with pytest.raises(DECODE_ERRORS):
+        read_header(path)
+    with pytest.raises(DECODE_ERRORS):
         read_rgb(path, (8, 8))
 
 
@@ -208,7 +220,7 @@ def test_a_png_that_claims_an_absurd_size_is_broken(tmp_path):
     blob[16:24] = (60000).to_bytes(4) * 2
     path = tmp_path / "b.png"
     path.write_bytes(blob)
-    with pytest.raises(BROKEN):
+    with pytest.raises(DECODE_ERRORS):
         read_rgb(path, (8, 8))
 
 
@@ -222,7 +234,7 @@ def test_a_large_jpeg_is_decoded_small_but_never_smaller_than_asked(tmp_path):
 def test_pixels_run_from_minus_one_to_one_and_the_crop_begins_where_it_is_said():
     picture = Image.new("RGB", (4, 2), (0, 0, 0))
     picture.putpixel((2, 1), (255, 51, 0))
-    pixels = resized_and_cropped(picture, (4, 2), (2, 1), (2, 1))
+    pixels = resize_and_crop(picture, (4, 2), (2, 1), (2, 1))
     assert pixels.shape == (1, 2, 3)
     assert pixels.dtype == np.float32
     np.testing.assert_allclose(pixels[0, 0], [1.0, -0.6, -1.0], atol=1e-6)
@@ -230,16 +242,16 @@ def test_pixels_run_from_minus_one_to_one_and_the_crop_begins_where_it_is_said()
 
 
 def test_a_picture_is_resized_before_it_is_cropped():
-    pixels = resized_and_cropped(red_and_blue(), (32, 16), (0, 2), (32, 8))
+    pixels = resize_and_crop(red_and_blue(), (32, 16), (0, 2), (32, 8))
     assert pixels.shape == (8, 32, 3)
     np.testing.assert_allclose(pixels[4, 4], [1, -1, -1], atol=0.02)
     np.testing.assert_allclose(pixels[4, 28], [-1, -1, 1], atol=0.02)
 
 
-def test_a_scan_finds_pictures_in_all_folders_but_hidden_ones(tmp_path):
+def test_a_store_lists_images_in_all_folders_but_hidden_ones(tmp_path):
     for name in ("a.jpg", "b.PNG", "c.txt", ".d.jpg", "sub/e.webp", "sub/deep.png/f.jpeg", ".hidden/g.jpg"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    found = sorted(path.relative_to(tmp_path).as_posix() for path in Scan(tmp_path).pictures())
+    found = [file.name for file in LocalStorage(tmp_path).list_files(SUFFIXES).files]
     assert found == ["a.jpg", "b.PNG", "sub/deep.png/f.jpeg", "sub/e.webp"]

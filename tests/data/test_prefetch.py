@@ -12,6 +12,7 @@ from simpletuner.data.batch_sampler import GlobalBatchSampler
 from simpletuner.data.discovery import Sample
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, RankSlice, SampleReader, StepBatch, prefetch
+from simpletuner.data.storage import LocalStorage
 
 CHANNELS, TEXT = 4, 3
 SHAPES = {"64x64": (8, 8), "128x64": (8, 16)}
@@ -22,7 +23,7 @@ def sample(number: int) -> Sample:
     target = (64, 64) if number < 16 else (128, 64)
     captions = tuple(f"caption {number}.{line}" for line in range(1 + number % 3))
     geometry = Geometry(target, target, (0, 0), target)
-    return Sample(f"d/{number:02d}", "d", Path(f"{number}.png"), "1", geometry, captions)
+    return Sample(f"d/{number:02d}", "d", LocalStorage(Path()), f"{number}.png", "1", geometry, captions)
 
 
 def latents(each: Sample) -> torch.Tensor:
@@ -38,7 +39,7 @@ def source(**changes) -> SampleReader:
     values = {
         "samples": [sample(number) for number in range(COUNT)],
         "latents": latents,
-        "picture": lambda each: {"size": torch.tensor(each.geometry.target)},
+        "image": lambda each: {"size": torch.tensor(each.geometry.target)},
         "text": text,
         "no_caption": {"prompt_embeds": torch.full((2, TEXT), -1.0)},
     }
@@ -52,8 +53,8 @@ def order() -> GlobalBatchSampler:
 def steps_of(
     rank: int = 0, ranks: int = 1, accumulation: int = 1, batch: int = 8, dropout: float = 0.0, **changes
 ) -> Iterator[StepBatch]:
-    share = RankSlice(rank, ranks, accumulation, seed=5, caption_dropout=dropout)
-    return prefetch(source(**changes), order(), order().start(batch), 0, share, ahead=2)
+    rank_slice = RankSlice(rank, ranks, accumulation, seed=5, caption_dropout=dropout)
+    return prefetch(source(**changes), order(), order().start(batch), 0, rank_slice, steps_ahead=2)
 
 
 def joined(passes: list[Batch]) -> dict[str, torch.Tensor]:
@@ -102,8 +103,8 @@ def test_any_number_of_ranks_and_passes_sees_the_same_global_batch(ranks, accumu
 
 def test_a_resumed_feed_goes_on_as_if_it_had_not_stopped():
     straight = list(islice(steps_of(dropout=0.5), 9))
-    share = RankSlice(0, 1, 1, seed=5, caption_dropout=0.5)
-    resumed = prefetch(source(), order(), straight[3].next_state, 4, share, ahead=2)
+    rank_slice = RankSlice(0, 1, 1, seed=5, caption_dropout=0.5)
+    resumed = prefetch(source(), order(), straight[3].next_state, 4, rank_slice, steps_ahead=2)
     for one, two in zip(straight[4:], resumed, strict=False):
         for name, tensor in joined(two.micro_batches).items():
             assert torch.equal(tensor, joined(one.micro_batches)[name]), name
@@ -111,8 +112,8 @@ def test_a_resumed_feed_goes_on_as_if_it_had_not_stopped():
 
 def test_noise_differs_between_steps_and_between_repeats_in_one_batch():
     twice = GlobalBatchSampler({"64x64": [0, 0]}, seed=1)
-    share = RankSlice(0, 1, 1, seed=5, caption_dropout=0.0)
-    one, two = islice(prefetch(source(), twice, twice.start(2), 0, share, ahead=1), 2)
+    rank_slice = RankSlice(0, 1, 1, seed=5, caption_dropout=0.0)
+    one, two = islice(prefetch(source(), twice, twice.start(2), 0, rank_slice, steps_ahead=1), 2)
     noises = [batch.noise[row] for step in (one, two) for batch in step.micro_batches for row in (0, 1)]
     assert len({float(noise[0, 0, 0]) for noise in noises}) == 4
 
@@ -175,9 +176,9 @@ def test_no_more_steps_than_asked_for_are_made_ahead():
 def test_closing_a_feed_ends_its_threads():
     steps = steps_of()
     next(steps)
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("feed")]
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
     steps.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("feed")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 def test_on_the_cpu_no_tensor_is_copied():

@@ -10,7 +10,7 @@ GOLDEN = [0.02060933676521781, 0.07824666393909274, 0.13923594317151666, 1.20810
 
 
 def same(one: SampleNoise, two: SampleNoise) -> bool:
-    numbers = (one.time, one.caption, one.dropout) == (two.time, two.caption, two.dropout)
+    numbers = (one.u, one.caption, one.dropout) == (two.u, two.caption, two.dropout)
     return numbers and np.array_equal(one.noise, two.noise)
 
 
@@ -23,7 +23,7 @@ def test_a_draw_repeats_itself():
 )
 def test_seed_sample_step_and_occurrence_each_change_every_number(other):
     one, two = sample_noise(1, "d/a.png", 5, 0, SHAPE), sample_noise(*other, SHAPE)
-    assert one.time != two.time
+    assert one.u != two.u
     assert one.caption != two.caption
     assert one.dropout != two.dropout
     assert not np.isclose(one.noise, two.noise).any() or np.isclose(one.noise, two.noise).mean() < 0.02
@@ -31,7 +31,7 @@ def test_seed_sample_step_and_occurrence_each_change_every_number(other):
 
 def test_the_uniform_numbers_do_not_depend_on_the_shape_of_the_latents():
     one, two = sample_noise(1, "a", 0, 0, (4, 8, 8)), sample_noise(1, "a", 0, 0, (16, 4, 6))
-    assert (one.time, one.caption, one.dropout) == (two.time, two.caption, two.dropout)
+    assert (one.u, one.caption, one.dropout) == (two.u, two.caption, two.dropout)
     assert two.noise.shape == (16, 4, 6)
 
 
@@ -47,7 +47,7 @@ def test_noise_is_standard_normal_in_float32():
 
 def test_uniform_numbers_fill_zero_to_one_and_do_not_depend_on_each_other():
     draws = [sample_noise(0, "d/a", step, 0, (1,)) for step in range(4000)]
-    numbers = np.array([(each.time, each.caption, each.dropout) for each in draws])
+    numbers = np.array([(each.u, each.caption, each.dropout) for each in draws])
     assert numbers.min() >= 0
     assert numbers.max() < 1
     np.testing.assert_allclose(numbers.mean(0), 0.5, atol=0.02)
@@ -57,5 +57,5 @@ def test_uniform_numbers_fill_zero_to_one_and_do_not_depend_on_each_other():
 
 def test_a_draw_is_the_same_on_every_machine_and_in_every_version():
     drawn = sample_noise(42, "d/a.png", 7, 1, (2,))
-    numbers = [drawn.time, drawn.caption, drawn.dropout, *drawn.noise.tolist()]
+    numbers = [drawn.u, drawn.caption, drawn.dropout, *drawn.noise.tolist()]
     np.testing.assert_allclose(numbers, GOLDEN, rtol=1e-6)

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, SMALL
 from machines import PORT, Command, Machine, tear_down, wire
 
-from simpletuner.checkpoints.layout import numbered, opened
+from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
 
 LONG = "--max_train_steps=100000"
 
@@ -70,7 +70,7 @@ def wait_for_step(output: Path, command: Command, step: int) -> None:
 
 
 def wait_for_more_steps(output: Path, command: Command) -> None:
-    wait_for_step(output, command, opened(numbered(output / "checkpoints")[0]).step + 2)
+    wait_for_step(output, command, load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step + 2)
 
 
 def losses(output: Path) -> list[float]:
@@ -143,7 +143,7 @@ def test_two_machines_train_as_one_and_end_together(machines, sdxl_flags, train,
     run[1].process.send_signal(signal.SIGTERM)
     both_end(run, 143)
     assert losses(output)[:3] == pytest.approx(expected, rel=1e-5)
-    assert opened(numbered(output / "checkpoints")[0]).step >= 4
+    assert load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step >= 4
     for command in run:
         assert errors(command) == [] and command.said.count("stopped by SIGTERM at step") == 1
     assert "stopping: saving a checkpoint after this step; signal again to stop without saving" in run[1].said

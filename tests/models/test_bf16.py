@@ -10,7 +10,7 @@ from models.test_inputs import SIZE, TRAINABLE, opened
 from torch import Tensor, nn
 
 from simpletuner.data.geometry import Geometry
-from simpletuner.data.prefetch import stacked
+from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import (
     FlowMatching,
@@ -47,7 +47,7 @@ def test_gradients_in_bf16_are_nearest_to_float32_at_the_rounding_that_the_famil
     encoded = family.text_encoder(CPU, torch.float32).encode(["a red circle", "a blue star", "two rings", "a"])
     size = family.size_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
     rows = [{key: value[n] for key, value in encoded.items()} | size for n in range(COUNT)]
-    conditioning = stacked(rows)
+    conditioning = stack_conditioning(rows)
     channels = family.vae(CPU).encode(torch.zeros(1, 3, 64, 64)).shape[1:]
     generator = torch.Generator().manual_seed(0)
     latents, noise = (torch.randn(COUNT, *channels, generator=generator) for _ in range(2))

@@ -14,7 +14,7 @@ from models.test_inputs import CPU, PROMPT, SIZE, TRAINABLE, diffusers_pipeline,
 from torch import Tensor
 
 from simpletuner.data.geometry import Geometry
-from simpletuner.data.prefetch import stacked
+from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import FlowMatching
 from simpletuner.models.text_encoding import Conditioning
@@ -29,7 +29,7 @@ def denoiser_of(family: ModelFamily) -> torch.nn.Module:
 def conditioning_of(family: ModelFamily, texts: Sequence[Conditioning]) -> Conditioning:
     """Return the conditioning of some texts and an image for each, batched as for training."""
     size = family.size_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
-    return stacked([{**text, **size} for text in texts])
+    return stack_conditioning([{**text, **size} for text in texts])
 
 
 def rows(encoded: Conditioning) -> list[Conditioning]:

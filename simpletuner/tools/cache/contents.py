@@ -1,13 +1,14 @@
-"""What there is to list and to clear: one item per file or folder that is ours."""
+"""What `cache list` and `cache clear` find: one item per file or folder that simpletuner wrote."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simpletuner.deepspeed.swap_files import PREFIX, owner_of, state_of
 from simpletuner.system.cache_files import (
@@ -23,10 +24,13 @@ from simpletuner.system.cache_files import (
 )
 from simpletuner.system.locks import is_held
 
+if TYPE_CHECKING:
+    from simpletuner.settings import Settings
+
 READ_BYTES = 1 << 20
 
 
-class Kind(StrEnum):
+class CacheKind(StrEnum):
     """What can be cleared."""
 
     BLOCKS = "blocks"
@@ -37,10 +41,10 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Item:
-    """One cache; `kept` says why clearing passes it over, `others` is what lies in it and is not ours."""
+class CacheItem:
+    """One cache; `kept` says why clearing skips it, `others` are files in it that simpletuner did not write."""
 
-    kind: Kind
+    kind: CacheKind
     path: Path
     entries: int
     bytes: int
@@ -49,41 +53,58 @@ class Item:
     others: list[Path] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what scripts see."""
         numbers = {"entries": self.entries, "bytes": self.bytes, "in_use": self.in_use}
         return {"kind": self.kind.value, "path": str(self.path), **numbers}
 
 
-def find_blocks() -> list[Item]:
-    """Return the block caches that there are."""
+def find_blocks() -> list[CacheItem]:
     return [
-        Item(Kind.BLOCKS, path, entries_in_json(path), bytes_of(path), is_held(lock_of(path)))
+        CacheItem(CacheKind.BLOCKS, path, count_json_entries(path), bytes_of(path), is_held(lock_of(path)))
         for path in block_cache_paths()
         if is_plain_file(path)
     ]
 
 
-def find_swap(parent: Path | None) -> tuple[list[Item], list[Path]]:
-    """Return our swap folders below the offload folder, and those there that look like DeepSpeed's but are not ours."""
-    items, strangers = [], []
+def find_swap(parent: Path | None) -> tuple[list[CacheItem], list[Path]]:
+    """Return our swap folders below the offload folder, and those that look like DeepSpeed's but are not ours."""
+    items, foreign = [], []
     for path in entries_of(parent) if parent is not None else ():
         owner = owner_of(path)
         state = state_of(path, owner)
         if state == "foreign":
-            strangers += [path] * path.name.startswith((PREFIX, "zero_stage_"))
+            foreign += [path] * path.name.startswith((PREFIX, "zero_stage_"))
             continue
         kept = {"live": f"in use by {owner}", "elsewhere": f"made by {owner}: clear it there", "dead": ""}[state]
         in_use = {"live": True, "elsewhere": None, "dead": False}[state]
-        items.append(Item(Kind.DEEPSPEED, path, len(list(entries_of(path))) - 1, bytes_of(path), in_use, kept))
-    return items, strangers
+        items.append(
+            CacheItem(CacheKind.DEEPSPEED, path, len(list(entries_of(path))) - 1, bytes_of(path), in_use, kept)
+        )
+    return items, foreign
+
+
+def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem]]:
+    """Return the folders of latents and of text embeddings that settings name; they need not name a dataset.
+
+    Raises SettingsError for mistakes in the dataset file.
+    """
+    # Imported here: `cache list` must know the kinds for its help, but needs datasets only now.
+    from simpletuner.data.datasets import load_datasets
+    from simpletuner.data.folders import default_folder, latents_folder, text_folder
+
+    named = settings.data.data_backend_config is not None or settings.data.instance_data_dir is not None
+    datasets, configured_text = load_datasets(settings.data) if named else ([], settings.data.cache_dir_text)
+    text = text_folder(settings, configured_text)
+    roots = [default_folder(settings, "latents"), *filter(None, [settings.data.cache_dir_vae])]
+    folders = [latents_folder(dataset, settings) for dataset in datasets]
+    return find_shards(CacheKind.LATENTS, folders, roots, not_in=text), find_shards(CacheKind.TEXT, [text])
 
 
 def find_shards(
-    kind: Kind, folders: Iterable[Path], roots: Iterable[Path] = (), not_in: Path | None = None
-) -> list[Item]:
-    """Return the cache folders among `folders`, `roots` and what lies directly in roots; links there lead nowhere.
+    kind: CacheKind, folders: Iterable[Path], roots: Iterable[Path] = (), not_in: Path | None = None
+) -> list[CacheItem]:
+    """Return the cache folders among `folders`, `roots` and what is directly in roots; links in roots are not followed.
 
-    What `not_in` leads to is left out unless it is one of `folders` or `roots` itself.
+    `not_in` is left out, by whatever path, unless it is one of `folders` or `roots` itself.
     """
     named = [*folders, *roots]
     below = [path for root in roots for path in entries_of(root) if is_plain_folder(path)]
@@ -93,32 +114,26 @@ def find_shards(
     return sorted((item for item in items if item is not None), key=lambda item: item.path)
 
 
-def shards_in(kind: Kind, folder: Path) -> Item | None:
-    """Return a cache folder, or None if nothing in it is ours."""
+def shards_in(kind: CacheKind, folder: Path) -> CacheItem | None:
+    """Return a cache folder; None if simpletuner wrote nothing in it."""
     ours, others = files_of(folder)
     if not ours:
         return None
-    entries = sum(lines_in(path) for path in ours if path.name.endswith(INDEX_SUFFIX))
-    loose = [path for path in others if not is_plain_folder(path)]
-    return Item(kind, folder, entries, sum(map(bytes_of, ours)), is_held(folder / IN_USE), others=loose)
+    entries = sum(count_lines(path) for path in ours if path.name.endswith(INDEX_SUFFIX))
+    foreign = [path for path in others if not is_plain_folder(path)]
+    return CacheItem(kind, folder, entries, sum(map(bytes_of, ours)), is_held(folder / IN_USE), others=foreign)
 
 
-def lines_in(path: Path) -> int:
-    """Return the number of whole lines of a file; 0 if it is gone."""
+def count_lines(path: Path) -> int:
+    """Return the number of complete lines of a file; 0 if it was removed meanwhile."""
     try:
         with path.open("rb") as file:
-            return sum(block.count(b"\n") for block in blocks_of(file))
+            return sum(block.count(b"\n") for block in iter(partial(file.read, READ_BYTES), b""))
     except FileNotFoundError:
         return 0
 
 
-def blocks_of(file: Any) -> Iterator[bytes]:
-    """Yield a file's bytes in pieces."""
-    while block := file.read(READ_BYTES):
-        yield block
-
-
-def entries_in_json(path: Path) -> int:
+def count_json_entries(path: Path) -> int:
     """Return how many entries a JSON file has; 0 if it cannot be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,188 @@
+"""Where image and caption files are: the four questions that a store answers, and the stores, one row each.
+
+Everything above knows files by name only, a path relative to the store with slashes. A new store is a class with these
+four methods and a row in `open_storage`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+from simpletuner.errors import DataError
+
+if TYPE_CHECKING:
+    from simpletuner.data.datasets import ImageDataset
+
+OUTPUT_NAMES = frozenset({"cache", "checkpoints", "validation", "logs", "pipeline", "pipeline-ema", "loss.png"})
+"""What a run writes into output_dir, for users who keep images in the same folder."""
+
+FolderId = tuple[int, int]
+"""Device and inode of a folder: the same one whatever path or link leads to it."""
+
+
+class UnreadableFileError(ValueError):
+    """Why a file is not read, as a phrase that follows its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file by name; `version` changes when its content does, `problem` says why it cannot be read."""
+
+    name: str
+    size_bytes: int = 0
+    version: str = ""
+    problem: str = ""
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix.lower()
+
+
+@dataclass
+class Listing:
+    """The files of a store, and the names of what is left out because the run itself writes there; both sorted."""
+
+    files: list[StoredFile] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+class Storage(Protocol):
+    """A place that holds the files of one dataset."""
+
+    def list_files(self, suffixes: Collection[str]) -> Listing:
+        """List all files with these lower-case suffixes, sorted by the parts of their names.
+
+        Raises FileNotFoundError where there is no such place, DataError where it cannot be read.
+        """
+        ...
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for reading and seeking. Raises OSError."""
+        ...
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        """Read a small file whole. Raises FileNotFoundError, or UnreadableFileError also for what is larger."""
+        ...
+
+    def describe(self, name: str = "") -> str:
+        """Return the path or address of the store, or of a file in it, for messages."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalStorage:
+    """A folder with all its subfolders; `outputs` are output_dir and the caches, in which nothing is found."""
+
+    folder: Path
+    outputs: tuple[Path, ...] = ()
+
+    def list_files(self, suffixes: Collection[str]) -> Listing:
+        """List files; hidden ones are left out. Links are followed, but never into a folder that contains them."""
+        if not self.folder.is_dir():
+            raise FileNotFoundError(self.folder)
+        listing = Listing()
+        outputs = frozenset(filter(None, map(folder_id, self.outputs)))
+        listing.files += self._walk(self.folder, "", suffixes, frozenset(), outputs, listing.left_out)
+        # By parts, not by the whole name: sample indices follow this order, and with it every batch of a run that
+        # resumes. "a/z" comes before "a-b/c" in one and after it in the other.
+        listing.files.sort(key=lambda file: file.name.split("/"))
+        listing.left_out.sort(key=lambda name: name.split("/"))
+        return listing
+
+    def open(self, name: str) -> BinaryIO:
+        return (self.folder / name).open("rb")
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        path = self.folder / name
+        try:
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):  # reading a FIFO or a device may never end
+                raise UnreadableFileError("is not a regular file")
+            if found.st_size > limit_bytes:
+                raise UnreadableFileError(f"has {found.st_size:,} bytes; at most {limit_bytes:,} are read")
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise UnreadableFileError(f"cannot be read: {error.strerror}") from None
+
+    def describe(self, name: str = "") -> str:
+        return str(self.folder / name)
+
+    def _walk(
+        self,
+        folder: Path,
+        prefix: str,
+        suffixes: Collection[str],
+        parents: frozenset[FolderId],
+        outputs: frozenset[FolderId],
+        left_out: list[str],
+    ) -> Iterator[StoredFile]:
+        this = folder_id(folder)
+        if this is None or this in parents:  # a link to a folder above would be walked endlessly
+            return
+        if this in outputs and parents:
+            left_out.append(prefix.removesuffix("/"))
+            return
+        # output_dir may be the image folder itself; then only what a run writes into it is left out.
+        output_names = OUTPUT_NAMES if this in outputs else frozenset()
+        for entry in scan_folder(folder):
+            name = prefix + entry.name
+            if entry.name.startswith("."):
+                continue
+            if entry.name in output_names:
+                left_out.append(name)
+            elif is_folder(entry):
+                yield from self._walk(Path(entry.path), f"{name}/", suffixes, parents | {this}, outputs, left_out)
+            elif PurePosixPath(name).suffix.lower() in suffixes:
+                yield stored_file(entry, name)
+
+
+def stored_file(entry: os.DirEntry[str], name: str) -> StoredFile:
+    """Describe a file of a folder. Its version is its size and time of change, as with `make`: hashing the content of
+    every image would read the whole dataset at every start."""
+    try:
+        found = entry.stat()
+    except OSError as error:
+        return StoredFile(name, problem=str(error))
+    if not stat.S_ISREG(found.st_mode):
+        return StoredFile(name, problem="is not a regular file")
+    # Caches and the digests that ranks compare depend on these bytes.
+    return StoredFile(name, found.st_size, f"{found.st_size}-{found.st_mtime_ns}")
+
+
+def folder_id(folder: Path) -> FolderId | None:
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def scan_folder(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a folder. Raises DataError where it cannot be read: training on the rest would go unnoticed."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise DataError(f"cannot read the folder {folder}: {error.strerror}", "check its permissions") from None
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder or links to one; a link that leads to itself is not."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def open_storage(dataset: ImageDataset, outputs: Sequence[Path]) -> Storage:
+    """Return the store of a dataset's files, by its `type`; `outputs` are the folders that the run writes into."""
+    match dataset.type:
+        case "local":
+            return LocalStorage(dataset.instance_data_dir, tuple(outputs))
