@@ -29,8 +29,8 @@ from loop_overhead import Ours, data_in_memory, settings_in
 from torch import Tensor, nn
 
 from simpletuner.data.version import VERSION
-from simpletuner.deepspeed.build import engine_config
-from simpletuner.deepspeed.readiness import import_deepspeed
+from simpletuner.deepspeed.engine import engine_config
+from simpletuner.deepspeed.startup import import_deepspeed
 from simpletuner.models.families.flux import FLUX
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import Family

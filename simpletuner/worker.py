@@ -177,9 +177,9 @@ def check_denoiser(settings: Settings, family: Family) -> None:
 def check_engine(session: Session) -> None:
     """Find what is missing for an engine that is not torch's own before anything is encoded."""
     if (zero := deepspeed_options(session.settings)) is not None:
-        from simpletuner.deepspeed.readiness import make_ready  # DeepSpeed is optional, and takes seconds
+        from simpletuner.deepspeed.startup import start_deepspeed  # DeepSpeed is optional, and takes seconds
 
-        make_ready(zero, session.world, session.report.say, session.stop.check)
+        start_deepspeed(zero, session.world, session.report.say, session.stop.check)
 
 
 def open_state(

@@ -37,7 +37,7 @@ def build_engine(
     if settings.compile.dynamo_backend != "no":
         compile_in_place(model, blocks, settings.compile)
     if parallel.zero_stage is not None:
-        from simpletuner.deepspeed.build import build_deepspeed_engine  # importing DeepSpeed takes seconds
+        from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 
         return build_deepspeed_engine(model, settings, world, dtype, load_weights, make_optimizer)
     if parallel.fsdp_enable:

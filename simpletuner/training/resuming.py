@@ -12,7 +12,7 @@ from simpletuner.checkpoints.tensors import shapes_in
 from simpletuner.checkpoints.verification import newest_healthy
 from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.data.version import VERSION
-from simpletuner.deepspeed.import_checkpoint import import_dump
+from simpletuner.deepspeed.import_checkpoint import import_deepspeed_checkpoint
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family import Family
 from simpletuner.preparation import Plan
@@ -99,7 +99,9 @@ def imported_checkpoint(session: Session, family: Family) -> Checkpoint | None:
     folder = ""
     if world.is_first:
         shapes = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
-        folder = str(import_dump(source.expanduser(), checkpoints_of(session.settings), shapes, family.config))
+        folder = str(
+            import_deepspeed_checkpoint(source.expanduser(), checkpoints_of(session.settings), shapes, family.config)
+        )
     world.meet("import", session.stop.check)
     return opened(Path(world.gather_texts(folder)[0]))
 
