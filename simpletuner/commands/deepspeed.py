@@ -175,4 +175,4 @@ def list_templates(as_json: AsJson = False) -> None:
         Report().json([{"name": each.name, "path": str(each.path), "config": dict(each.config)} for each in templates])
         return
     rows = [(each.name, each.description, "simpletuner" if each.is_shipped else each.path) for each in templates]
-    Report().data_table("", rows, ("name", "what for", "from"))
+    Report().data_table("", rows, ("name", "purpose", "file"))

@@ -76,7 +76,7 @@ class Odd(nn.Module):
 
 
 def opened(name: str, world: World, dtype: str) -> Engine:
-    """Return an engine around an Odd with weights of seed 1."""
+    """Build an engine for an Odd with the weights of seed 1."""
     torch.manual_seed(0)
     from accelerate import init_empty_weights
 
@@ -99,7 +99,7 @@ def opened(name: str, world: World, dtype: str) -> Engine:
 
 
 def odd_shapes(names: list[str], dtype: str, report: str) -> None:
-    """Write what engines make of an Odd in three steps, with an average; and of what another engine saved of it."""
+    """Train an Odd for three steps on each engine, with EMA; write weights, averages, moments and losses."""
     with joined_world() as world:
         found = {}
         for name in names:
