@@ -5,7 +5,8 @@ estimate.py           bytes that a configuration needs, and the lowest stage tha
 template_files.py     named configurations
 startup.py            in a rank: import, compile operators for disks
 swap_files.py         folders for what is offloaded to NVMe
-engine.py             the `Engine`, built from a model on the meta device
+engine.py             the `Engine`, and how it is built
+materialize.py        weights for a model on the meta device, module by module
 partitions.py         the float32 weights and moments that DeepSpeed keeps on this rank
 row_shards.py         all-to-all between those and the row shards of checkpoints
 import_checkpoint.py  DeepSpeed's own checkpoints, converted to ours

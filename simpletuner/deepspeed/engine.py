@@ -8,7 +8,6 @@ master weights from the compute-dtype ones, which in bf16 has rounded them, so t
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -20,6 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from simpletuner.deepspeed.materialize import (
+    materialize_model,
+    move_buffers,
+    return_freed_memory,
+    torch_linear_restored,
+)
 from simpletuner.deepspeed.partitions import (
     FlatBufferPartitions,
     OptimizerPartitions,
@@ -187,7 +192,8 @@ def build_deepspeed_engine(
             rows = weights.pop(name) if name in read_once else weights[name]
             return row_shards.gather(name, rows, world.device).to(dtype)
 
-        deepspeed_engine = initialize(model, compute_weight, config, make_optimizer)
+        materialize_model(model, compute_weight, config)
+        deepspeed_engine = initialize(model, config, make_optimizer)
         stack.callback(deepspeed_engine.destroy)
         partitions = find_partitions(deepspeed_engine, world)
         fixed = {name: weights.pop(name) for name in list(weights) if name not in trained} | buffers
@@ -236,84 +242,10 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def initialize(
-    model: nn.Module, compute_weight: Callable[[str], Tensor], config: dict[str, Any], make_optimizer: MakeOptimizer
-) -> Any:
-    """Collective: give the model its compute-dtype weights, and return DeepSpeed's engine around it."""
+def initialize(model: nn.Module, config: dict[str, Any], make_optimizer: MakeOptimizer) -> Any:
+    """Collective: return DeepSpeed's own engine around a model that has its weights."""
     import deepspeed
 
-    materialized: dict[int, nn.Parameter] = {}
-    partition = make_partition(config) if config["zero_optimization"]["stage"] == 3 else None
-    for prefix, module in model.named_modules():
-        materialize(module, prefix, compute_weight, materialized)
-        if partition is not None:
-            partition(module)
-    return_freed_memory()
-    trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained: Any = list(trainable_parameters(model).values())
     optimizer = make_optimizer(trained)
     return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)[0]
-
-
-def materialize(
-    module: nn.Module, prefix: str, compute_weight: Callable[[str], Tensor], materialized: dict[int, nn.Parameter]
-) -> None:
-    """Collective: replace a module's own meta parameters by whole weights; shared parameters stay shared.
-
-    `materialized` maps the id of each meta parameter that was replaced to the new one.
-    """
-    for name, meta in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-        if id(meta) not in materialized:
-            whole = compute_weight(f"{prefix}.{name}" if prefix else name)
-            materialized[id(meta)] = nn.Parameter(whole, requires_grad=meta.requires_grad)
-        setattr(module, name, materialized[id(meta)])
-
-
-def make_partition(config: dict[str, Any]) -> Callable[[nn.Module], None]:
-    """Return a function that partitions a module's own parameters and frees the whole ones. It is collective."""
-    import deepspeed
-
-    first: list[Any] = []
-
-    def partition(module: nn.Module) -> None:
-        own = list(module.parameters(recurse=False))
-        if own and not first:
-            # Each zero.Init would open its own NVMe swapper with its own buffers, so there is one; the parameters that
-            # it converts carry a method that converts more (0.19.8: `Init._convert_to_deepspeed_param`).
-            deepspeed.zero.Init(module=nn.ParameterList(own), config_dict_or_path=config)
-            first.extend(own[:1])
-        elif own:
-            first[0].convert_to_zero_parameters(param_list=own)  # skips what is partitioned already
-
-    return partition
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system (glibc's malloc_trim).
-
-    glibc keeps freed blocks below 32 MB for itself. Here they come to as much as is in use: 774 MiB, of which 344 were
-    free, for a rank's quarter of a model of 463 MiB.
-    """
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def move_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Move a model's buffers to the device, and return the persistent ones, which checkpoints hold."""
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            module._buffers[name] = buffer.to(device)
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
-
-
-@contextmanager
-def torch_linear_restored() -> Iterator[None]:
-    """Restore torch's linear on exit.
-
-    At stage 3 DeepSpeed replaces `nn.functional.linear` in the whole process, and never restores it (0.19.8:
-    runtime/zero/partition_parameters.py, `_enable_mem_efficient_linear`). Another engine in this process would use it.
-    """
-    linear = nn.functional.linear
-    try:
-        yield
-    finally:
-        nn.functional.linear = linear
