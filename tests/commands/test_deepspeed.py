@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused_with_a_stage_that_does(capsys, tmp_path):
     assert "nothing fits" in refusal(capsys, *model, "--force", "--stage=1", "--gpu_memory=1MiB")
 
 
-def test_a_person_builds_a_configuration_that_a_config_file_can_name(terminal, tmp_path):
+def test_the_wizard_builds_a_configuration_that_a_config_file_can_name(terminal, tmp_path):
     dialogue = terminal("deepspeed", "build", PARAMETERS, "--gpu_memory=24GiB")
     dialogue.answer("How many GPUs in all?", "2")
     compared = dialogue.answer("Partition optimizer state (1)", "2")
@@ -123,7 +123,7 @@ def test_a_person_builds_a_configuration_that_a_config_file_can_name(terminal, t
 
 
 @pytest.mark.parametrize("keys", ["\x04", signal.SIGINT])
-def test_whoever_leaves_in_the_middle_has_written_nothing(terminal, tmp_path, keys):
+def test_interrupting_the_wizard_writes_nothing(terminal, tmp_path, keys):
     dialogue = terminal("deepspeed", "build", "--output=ds.json")
     dialogue.answer("How many GPUs in all?", "2")
     dialogue.wait_for("weights too (3)?")
@@ -136,7 +136,7 @@ def test_whoever_leaves_in_the_middle_has_written_nothing(terminal, tmp_path, ke
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
-def test_a_person_may_write_over_a_file(terminal, tmp_path):
+def test_the_wizard_overwrites_a_file_after_asking(terminal, tmp_path):
     (tmp_path / "old.json").write_text("old")
     flags = ("--num_processes=2", "--max_grad_norm=1", "--lr_warmup_steps=0", "--gradient_accumulation_steps=1")
     dialogue = terminal("deepspeed", "build", *flags, "--optimizer=adamw", "--lr_scheduler=cosine")
@@ -165,7 +165,7 @@ def test_what_is_chosen_already_is_not_asked_for(terminal, tmp_path):
     assert written["bf16"] == {"enabled": False}
 
 
-def test_flags_say_all_of_it_and_data_goes_to_stdout(capsys):
+def test_flags_are_enough_and_data_goes_to_stdout(capsys):
     flags = ("--stage=2", "--offload_optimizer=cpu", "--gpu_memory=24GiB", "--num_processes=8", PARAMETERS)
     config, told = built(capsys, *flags)
     assert config["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -175,7 +175,7 @@ def test_flags_say_all_of_it_and_data_goes_to_stdout(capsys):
     assert "fits: " in told
 
 
-def test_what_was_chosen_is_a_number_and_the_rest_is_auto(capsys):
+def test_chosen_settings_are_values_and_the_rest_is_auto(capsys):
     config, _ = built(capsys, "--stage=1", "--learning_rate=1e-4", "--train_batch_size=2", "--max_grad_norm=0")
     assert config == {
         "train_batch_size": "auto",
@@ -234,7 +234,7 @@ def test_mistakes_are_usage_errors(capsys, arguments, sentence):
     assert sentence in refusal(capsys, *arguments)
 
 
-def test_a_file_that_is_there_stays(capsys):
+def test_an_existing_file_is_kept(capsys):
     Path("ds.json").write_text("mine")
     assert "ds.json is there already" in refusal(capsys, "build", "--stage=1", "--output=ds.json")
     assert Path("ds.json").read_text() == "mine"
@@ -242,7 +242,7 @@ def test_a_file_that_is_there_stays(capsys):
     assert json.loads(Path("ds.json").read_text())["zero_optimization"] == {"stage": 1}
 
 
-def test_a_file_that_is_there_is_refused_before_anybody_is_asked(terminal, tmp_path):
+def test_an_existing_file_is_refused_before_the_first_question(terminal, tmp_path):
     (tmp_path / "ds.json").write_text("mine")
     dialogue = terminal("deepspeed", "build", "--output=ds.json")
     assert dialogue.ended() == ExitCode.USAGE
@@ -250,7 +250,7 @@ def test_a_file_that_is_there_is_refused_before_anybody_is_asked(terminal, tmp_p
 
 
 @pytest.mark.parametrize("name", ["run.toml", "run.json", "run.yaml", "run.env"])
-def test_a_config_file_comes_to_name_what_was_built_with_what_it_says(capsys, name):
+def test_apply_writes_the_result_into_a_config_file(capsys, name):
     written = {
         "run.toml": 'model_family = "sdxl"  # mine\nnum_processes = 4\n',
         "run.json": '{\n  "model_family": "sdxl",\n  "num_processes": 4\n}\n',
@@ -277,7 +277,7 @@ def test_a_config_file_comes_to_name_what_was_built_with_what_it_says(capsys, na
     assert json.loads(Path("config/deepspeed.json").read_text())["zero_optimization"] == {"stage": 2}
 
 
-def test_a_config_file_that_says_otherwise_stays_and_nothing_is_written(capsys, tmp_path):
+def test_a_contradicting_config_file_is_kept_and_nothing_is_written(capsys, tmp_path):
     text = "zero_stage = 1\nlearning_rate = 1e-4\n"
     Path("run.toml").write_text(text)
     said = refusal(capsys, "build", "--stage=2", "--learning_rate=2e-4", "--apply=run.toml")
@@ -291,7 +291,7 @@ def test_a_config_file_that_says_otherwise_stays_and_nothing_is_written(capsys, 
     assert Path("run.toml").read_text() == text and [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
-def test_templates_are_kept_listed_and_started_from(capsys, tmp_path):
+def test_templates_are_saved_listed_and_started_from(capsys, tmp_path):
     flags = ("--stage=2", "--offload_optimizer=cpu", "--max_grad_norm=0.5", "--save_template=mine")
     kept, told = built(capsys, *flags)
     assert f"saved as {tmp_path}/home/deepspeed/mine.toml: --template=mine" in told
@@ -308,7 +308,7 @@ def test_templates_are_kept_listed_and_started_from(capsys, tmp_path):
     assert listed["mine"]["config"] == kept
 
 
-def test_every_shipped_template_builds_what_it_says(capsys):
+def test_every_shipped_template_builds_its_configuration(capsys):
     assert command("deepspeed", "templates", "--json") == ExitCode.OK
     for one in json.loads(capsys.readouterr().out):
         config, _ = built(capsys, f"--template={one['name']}", "--offload_param_path=/tmp")
@@ -327,7 +327,7 @@ def test_a_damaged_template_is_named(capsys, tmp_path):
     assert "DeepSpeed knows no such key; did you mean `stage`?" in refusal(capsys, "build", "--template=bad")
 
 
-def test_validate_shows_what_was_normalised(capsys):
+def test_validate_shows_what_was_normalized(capsys):
     config = {
         "zero_optimization": {"stage": 2, "overlap_comm": True},
         "optimizer": {"type": "CPUAdam", "params": {"lr": 1e-4}},

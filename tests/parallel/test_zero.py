@@ -73,14 +73,14 @@ def test_small_shared_and_frozen_parameters_and_buffers_are_those_of_the_other_e
             assert torch.allclose(value, expected["trained"][key], rtol=1e-4 if dtype == "no" else 0.1, atol=1e-2 * rel)
 
 
-def test_the_engine_is_told_in_a_few_words():
+def test_the_engine_is_described_in_a_few_words():
     offloaded = Parallel(zero_stage=3, offload_optimizer="cpu", offload_param="nvme", offload_param_path=Path("x"))
     told = format_engine(Settings(parallel=offloaded), 2)
     assert told == "ZeRO-3, optimizer in the machine's memory, weights in files"
     assert format_engine(Settings(parallel=Parallel(zero_stage=1)), 2) == "ZeRO-1"
 
 
-def test_only_what_goes_to_files_gets_the_folder_of_this_process():
+def test_only_nvme_offloading_gets_the_folder_of_this_process():
     offloaded = Parallel(zero_stage=3, offload_optimizer="cpu", offload_param="nvme", offload_param_path=Path("x"))
     config = engine_config(Settings(parallel=offloaded), 2, largest_tensor=300_000_000)
     assert not {"optimizer", "scheduler"} & config.keys()
@@ -99,7 +99,7 @@ def test_a_lock_that_a_killed_compilation_left_is_reported(tmp_path):
     assert fault.value.hint.endswith(f"`rm {tmp_path / 'lock'}`")
 
 
-def test_a_compile_that_goes_on_is_waited_for(tmp_path):
+def test_a_running_compilation_is_waited_for(tmp_path):
     lock = tmp_path / "lock"
     code = f"import time; f = open({str(lock)!r}, 'w'); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code]) as compiler:

@@ -95,7 +95,7 @@ def test_float32_accumulation_other_optimizers_and_ema_count():
     assert estimate_inputs(settings, 7) == EstimateInputs(7, 8, 2, num_states=1, ema_device="cpu")
 
 
-def test_machines_hold_what_their_ranks_hold_together():
+def test_host_bytes_are_those_of_all_ranks_of_a_machine():
     one, two = (
         estimate_memory(config(2, "cpu", num_processes=8), EstimateInputs(1000, 8, machines)) for machines in (1, 2)
     )
@@ -104,7 +104,7 @@ def test_machines_hold_what_their_ranks_hold_together():
 
 
 @given(st.integers(10**6, 10**11), st.integers(1, 64), st.sampled_from([1, 2, 3]))
-def test_more_ranks_never_take_more_of_a_gpu(parameters, ranks, stage):
+def test_more_ranks_never_need_more_of_a_gpu(parameters, ranks, stage):
     few, many = (
         estimate_memory(config(stage, num_processes=n), EstimateInputs(parameters, n)) for n in (ranks, 2 * ranks)
     )
@@ -174,7 +174,7 @@ def answered(*arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_deepspeeds_own_estimators_say_about_the_same():
+def test_estimates_agree_with_deepspeeds_own_estimators():
     """They leave the flat copy of the gradients out: at stage 2, 18 P / N where we count 20; at stage 3 as well."""
     parameters, ranks = 10**9, 8
     own = answered("estimators", str(parameters), str(ranks))

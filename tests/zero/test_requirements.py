@@ -36,7 +36,7 @@ def run(folder: Path, *arguments: str, **packages: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
 
 
-def test_torch_for_rocm_is_told_by_its_version_file_without_importing_it(tmp_path):
+def test_torch_for_rocm_is_recognized_without_importing_it(tmp_path):
     done = run(tmp_path, *BUILD, torch=ROCM, deepspeed="")
     assert done.returncode == ExitCode.ENVIRONMENT
     assert done.stderr.startswith("error: DeepSpeed is not supported with torch for ROCm (7.1.25424)")
@@ -44,7 +44,7 @@ def test_torch_for_rocm_is_told_by_its_version_file_without_importing_it(tmp_pat
 
 
 @pytest.mark.parametrize("command", [("config", "validate", "c.toml"), ("deepspeed", "validate", "ds.json")])
-def test_whoever_validates_on_such_a_machine_is_told_too(tmp_path, command):
+def test_validate_commands_refuse_rocm_too(tmp_path, command):
     (tmp_path / "c.toml").write_text('model_family = "sdxl"\ninstance_data_dir = "x"\nzero_stage = 2\n')
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     done = run(tmp_path, *command, torch=ROCM)
@@ -73,7 +73,7 @@ def test_torch_for_cuda_and_deepspeed_are_enough(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_a_missing_libaio_is_said_before_any_rank_is_started(tmp_path, monkeypatch):
+def test_a_missing_libaio_is_reported_before_any_rank_is_started(tmp_path, monkeypatch):
     check_compiler()  # this machine has it
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\n')
@@ -98,11 +98,11 @@ def test_other_systems_are_refused_with_the_reason(platform, name):
     assert "fsdp_enable=true" in caught.value.hint
 
 
-def test_nothing_is_asked_of_a_machine_where_deepspeed_is_off(tmp_path):
+def test_nothing_is_checked_where_deepspeed_is_off(tmp_path):
     assert check_settings(load({}, complete=False, environment=NOWHERE).settings) == []
 
 
-def test_the_folder_is_tried_and_left_as_it_was(tmp_path):
+def test_checking_an_offload_folder_creates_nothing(tmp_path):
     check_disk(tmp_path / "a" / "b", needed_bytes=1)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
@@ -111,17 +111,17 @@ def test_the_folder_is_tried_and_left_as_it_was(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a filesystem in which nothing can be made")
-def test_a_folder_that_cannot_be_written_is_told():
+def test_a_folder_that_cannot_be_created_is_reported():
     with pytest.raises(EnvironmentNotReady, match="offload_param_path = /proc/self/swap cannot be created: "):
         check_disk(Path("/proc/self/swap"), needed_bytes=1)
 
 
-def test_too_little_room_is_told_with_what_is_needed_and_what_is_free(tmp_path):
+def test_too_little_disk_space_is_reported_with_needed_and_free_bytes(tmp_path):
     with pytest.raises(EnvironmentNotReady, match=r"has .* GB free; DeepSpeed needs about 1,000,000,000 GB there"):
         check_disk(tmp_path, needed_bytes=10**18)
 
 
-def test_the_room_is_that_for_what_the_ranks_of_one_machine_offload(tmp_path):
+def test_needed_disk_space_is_that_of_the_ranks_of_one_machine(tmp_path):
     flags = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param_path": str(tmp_path), "num_processes": 4}
     settings = load(flags, complete=False, environment=NOWHERE).settings
     with pytest.raises(EnvironmentNotReady, match=r"DeepSpeed needs about 16,000,000 GB there"):
