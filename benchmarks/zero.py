@@ -1,8 +1,8 @@
-"""What our engine around DeepSpeed costs: each stage of ZeRO beside a bare `deepspeed.initialize` loop, on two ranks.
+"""Overhead of our DeepSpeed engine: each ZeRO stage compared with a bare `deepspeed.initialize` loop, on two ranks.
 
-Seconds are of the tiny SDXL, where everything around the arithmetic weighs most, both loops in turns in one process.
-Memory is of a Flux of 60 million parameters, each loop in processes of its own: the most that a rank held more than
-before, in building and in two steps.
+Seconds are of the tiny SDXL, where everything but arithmetic weighs most; both loops take turns in one process. Memory
+is of a Flux of 60 million parameters, each loop in its own processes: the peak increase of a rank's memory while it
+builds and takes two steps.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from loop_overhead import Ours, data_in_memory, settings_in
 from torch import Tensor, nn
 
 from simpletuner.data.batch_sampler import DATA_VERSION
-from simpletuner.deepspeed.build import engine_config
-from simpletuner.deepspeed.readiness import import_deepspeed
+from simpletuner.deepspeed.engine import engine_config
+from simpletuner.deepspeed.startup import import_deepspeed
 from simpletuner.models.families.flux import Flux
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import ModelFamily
@@ -51,13 +51,12 @@ from simpletuner.worker import build_trainer
 
 RANKS, ROUNDS, STEPS, GOAL = 2, 10, 4, 1.05
 CONFIG: dict[str, Any] = {"zero_optimization": {"reduce_bucket_size": 5_000_000}}
-"""DeepSpeed's default, 2 GB in float32, would hide all else that is held."""
+"""DeepSpeed's default, 2 GB in float32, would hide all other memory."""
 STAGES = {f"ZeRO-{stage}": Parallel(zero_stage=stage, deepspeed_config=CONFIG) for stage in (1, 2, 3)}
 STAGES["ZeRO-3, CPU"] = STAGES["ZeRO-3"].model_copy(update={"offload_optimizer": "cpu", "offload_param": "cpu"})
 
 
 def settings_of(folder: Path, stage: str, family: str) -> Settings:
-    """Return the settings of a float32 run at a stage."""
     plain = settings_in(folder)
     return plain.model_copy(
         update={
@@ -70,7 +69,7 @@ def settings_of(folder: Path, stage: str, family: str) -> Settings:
 
 
 def bare_engine(model: nn.Module, settings: Settings) -> Any:
-    """Return what DeepSpeed's own documentation makes of a model."""
+    """Wrap a model as DeepSpeed's documentation does."""
     import deepspeed
 
     config = engine_config(settings, RANKS, max(parameter.numel() for parameter in model.parameters()))
@@ -78,7 +77,7 @@ def bare_engine(model: nn.Module, settings: Settings) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-class Bare:
+class BareLoop:
     """The shortest loop over a DeepSpeed engine; all batches are in memory already."""
 
     def __init__(self, family: ModelFamily, settings: Settings, batches: list[Any]) -> None:
@@ -91,19 +90,19 @@ class Bare:
         self.waiting = iter([(batch, (batch.u * len(self.alphas)).long()) for batch in batches])
 
     def __call__(self) -> None:
-        """Train for the next steps."""
+        """Train for the next `STEPS` steps."""
         for batch, timesteps in islice(self.waiting, STEPS):
             a = self.alphas[timesteps].view(-1, 1, 1, 1)
             noisy = a.sqrt() * batch.latents + (1 - a).sqrt() * batch.noise
-            told = batch.conditioning
-            added = {"text_embeds": told["pooled_prompt_embeds"], "time_ids": told["time_ids"]}
-            answer = self.engine(noisy, timesteps, told["prompt_embeds"], added_cond_kwargs=added, return_dict=False)[0]
-            self.engine.backward(nn.functional.mse_loss(answer, batch.noise))
+            cond = batch.conditioning
+            added = {"text_embeds": cond["pooled_prompt_embeds"], "time_ids": cond["time_ids"]}
+            output = self.engine(noisy, timesteps, cond["prompt_embeds"], added_cond_kwargs=added, return_dict=False)[0]
+            self.engine.backward(nn.functional.mse_loss(output, batch.noise))
             self.engine.step()
 
 
 def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
-    """Let both loops take turns at a stage, and return a row of the table."""
+    """Run both loops in turns at a stage, and return a row of the table."""
     settings = settings_of(folder, stage, "sdxl")
     session = Session(Loaded(settings, {}), build_mesh(settings, world), Report(quiet=True), StopRequest())
     family = SDXL.open(folder / "sdxl", settings)
@@ -117,7 +116,7 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
         )
         build = partial(build_trainer, session, family, prepared, state, metrics)
         batches = [step.micro_batches[0] for step in islice(build().batches, (ROUNDS + 1) * STEPS)]
-        bare = Bare(family, settings, batches)
+        bare = BareLoop(family, settings, batches)
         seconds = seconds_in_turns({"ours": Ours(session, build(), state), "bare": bare}, ROUNDS)
         bare.engine.destroy()
     medians = [f"{statistics.median(seconds[name]) / STEPS * 1000:.1f}" for name in ("ours", "bare")]
@@ -125,7 +124,7 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
 
 
 def compare_seconds(folder: Path, report: Path) -> None:
-    """Measure every stage."""
+    """Measure every stage, on one rank of the group."""
     with joined_world() as world:
         import_deepspeed(world)
         rows = [seconds_of(stage, folder, world) for stage in STAGES]
@@ -134,13 +133,13 @@ def compare_seconds(folder: Path, report: Path) -> None:
 
 
 def held_bytes() -> int:
-    """Return the memory of this process that is not pages of files."""
+    """Return this process's anonymous memory, without mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def measure_memory(stage: str, ours: bool, folder: Path, report: Path) -> None:
-    """Build a Flux and train two steps; write by how much this rank's memory rose at most."""
+    """Build a Flux and take two steps; write the peak increase of this rank's memory."""
     from diffusers import FluxTransformer2DModel
 
     with joined_world() as world:
@@ -149,7 +148,6 @@ def measure_memory(stage: str, ours: bool, folder: Path, report: Path) -> None:
         before, peaks, done = held_bytes(), [0], threading.Event()
 
         def watch() -> None:
-            """Look every few milliseconds."""
             while not done.wait(0.002):
                 peaks.append(held_bytes() - before)
 
@@ -171,7 +169,7 @@ def measure_memory(stage: str, ours: bool, folder: Path, report: Path) -> None:
 
 
 def flux_inputs() -> dict[str, Any]:
-    """Return a small picture and a short text."""
+    """Return a small image and a short text."""
     places = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3)}
     text = {"encoder_hidden_states": torch.randn(1, 8, 768), "pooled_projections": torch.randn(1, 768)}
     time_and_guidance = {"timestep": torch.ones(1), "guidance": torch.ones(1)}
@@ -179,7 +177,7 @@ def flux_inputs() -> dict[str, Any]:
 
 
 def build_flux(folder: Path) -> None:
-    """Write a Flux of 60 million parameters, bare but for what loading its transformer needs."""
+    """Write a Flux of 60 million parameters, with just what loading its transformer needs."""
     from diffusers import FluxTransformer2DModel
 
     build_tiny(Flux, folder)
@@ -190,7 +188,6 @@ def build_flux(folder: Path) -> None:
 
 
 def as_rank(rank: int, port: int, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Be one of the ranks."""
     torch.set_num_threads(1)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank))
@@ -198,7 +195,7 @@ def as_rank(rank: int, port: int, action: Callable[..., None], arguments: tuple[
 
 
 def on_ranks(action: Callable[..., None], *arguments: Any) -> None:
-    """Run an action on all ranks, in processes of their own."""
+    """Run an action on all ranks, each in its own process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -213,7 +210,6 @@ def on_ranks(action: Callable[..., None], *arguments: Any) -> None:
 
 
 def main() -> None:
-    """Measure in a temporary folder and print both tables."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_tiny(SDXL, folder / "sdxl")
@@ -231,7 +227,7 @@ def main() -> None:
                 on_ranks(measure_memory, stage, ours, folder, report)
                 peaks[ours] = max(int(path.read_text()) for path in report.iterdir())
             rows.append([stage, *(f"{peaks[ours] / 2**20:.0f}" for ours in (True, False))])
-        print_table("most MiB that a rank held (Flux, 60 million parameters)", ["stage", "ours", "bare"], rows)
+        print_table("peak MiB of a rank (Flux, 60 million parameters)", ["stage", "ours", "bare"], rows)
 
 
 if __name__ == "__main__":

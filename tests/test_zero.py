@@ -30,8 +30,8 @@ ZEROS = ["zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", "zero3-disk"]
 
 @pytest.fixture(scope="module", autouse=True)
 def disk_operators():
-    """Compile what reads and writes disks, which takes a minute, before the time of any test runs."""
-    code = "from simpletuner.deepspeed import operators; operators.compile_disk_operators(lambda: None)"
+    """Compile the disk operators, which takes a minute, before the time limit of any test starts."""
+    code = "from simpletuner.deepspeed import startup; startup.compile_disk_operators(lambda: None)"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=environment)
 
@@ -185,13 +185,13 @@ def test_what_a_person_builds_in_a_terminal_trains(flux_flags, train, tmp_path):
     dialogue = Terminal(tmp_path, "deepspeed", "build", f"--apply={config}")
     with closing(dialogue):
         dialogue.answer("How many GPUs in all?", "2")
-        dialogue.answer("Share out optimizer state (1)", "3")
+        dialogue.answer("Partition optimizer state (1)", "3")
         dialogue.answer("Where is optimizer state kept?", "cpu")
-        for question in ("Where are weights kept", "Which optimizer?", "How does the learning rate go on"):
+        for question in ("Where are weights kept", "Which optimizer?", "Which learning rate schedule"):
             dialogue.answer(question, "")
-        dialogue.answer("Over how many steps does it rise?", "1")
-        dialogue.answer("How many forward passes make a step?", "2")
-        dialogue.answer("Scale gradients down to which norm?", "")
+        dialogue.answer("How many warm-up steps?", "1")
+        dialogue.answer("How many forward passes per optimizer step?", "2")
+        dialogue.answer("Clip gradients to which norm?", "")
         dialogue.answer("Compute in bf16", "no")
         dialogue.wait_for(f"{config} names it")
         assert dialogue.ended() == 0
@@ -244,11 +244,11 @@ def test_a_checkpoint_of_deepspeeds_own_is_imported_once(flux_flags, run_on, arg
         assert "importing" not in train(run.output, *flags, source, "--max_train_steps=5").said
 
 
-def test_pickles_are_read_only_with_a_word(sdxl_flags, train, tmp_path):
+def test_pickles_are_read_only_with_allow_pickle(sdxl_flags, train, tmp_path):
     source = f"--import_deepspeed_checkpoint={tmp_path}"
     assert "allow_pickle=true" in train(tmp_path / "run", *sdxl_flags, source, code=2).said
     said = train(tmp_path / "run", *sdxl_flags, source, "--allow_pickle", code=3).said
-    assert "is no checkpoint of DeepSpeed's ZeRO" in said
+    assert "is not a checkpoint of DeepSpeed ZeRO" in said
 
 
 def test_a_checkpoint_of_another_model_is_refused(sdxl_flags, run_on, arguments_of, train, tmp_path):
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_another_model_is_refused(sdxl_flags, run_on, arguments_
     assert "is of another model" in said
 
 
-def test_without_deepspeed_or_what_compiles_its_operators_a_command_mends_it(sdxl_flags, starter, tmp_path):
+def test_a_missing_package_or_compiler_is_an_error_with_the_command_that_fixes_it(sdxl_flags, starter, tmp_path):
     run = [f"--output_dir={tmp_path / 'run'}", *SMALL, *sdxl_flags, *typed("zero3-disk")]
     run += [f"--offload_param_path={tmp_path}"]
     missing = starter.start(engines.command_line_without, 1, "deepspeed", ["train", *last_wins(run)])

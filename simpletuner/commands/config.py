@@ -70,7 +70,7 @@ def show(
 def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env file of settings.")]) -> None:
     """Check a config file as `train` would, without running anything."""
     from simpletuner.data.datasets import load_datasets
-    from simpletuner.deepspeed.checks import check_zero
+    from simpletuner.deepspeed.requirements import check_settings
     from simpletuner.models.parameter_count import parameters_of
     from simpletuner.models.support import check_runnable
     from simpletuner.settings.loading import resolve
@@ -79,7 +79,7 @@ def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env
     loaded = check_runnable(resolve(of_file_alone(file)))
     datasets, _ = load_datasets(loaded.settings.data)
     counted = parameters_of(loaded.settings.model)
-    about_zero = check_zero(loaded.settings, counted and counted[0])
+    about_zero = check_settings(loaded.settings, counted and counted[0])
     check_pictures(datasets)
     tell_warnings(Report(), loaded)
     for warning in about_zero:

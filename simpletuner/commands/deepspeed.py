@@ -1,4 +1,4 @@
-"""`simpletuner deepspeed`: build a configuration and see what it costs, check one, list templates."""
+"""`simpletuner deepspeed`: build a configuration and see the memory it needs, check one, list templates."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 
 if TYPE_CHECKING:
-    from simpletuner.commands.deepspeed_builder import Builder
+    from simpletuner.commands.deepspeed_builder import DeepSpeedBuilder
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
-class Stage(StrEnum):
-    """What to share out over the ranks."""
+class StageOption(StrEnum):
+    """Values of --stage."""
 
     ONE = "1"
     TWO = "2"
@@ -33,7 +33,6 @@ class Stage(StrEnum):
 
 
 def build_deepspeed() -> typer.Typer:
-    """Return the commands of `simpletuner deepspeed`."""
     help_text = "Build and check configurations of DeepSpeed ZeRO."
     app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help_text)
     app.command("build", context_settings=UNKNOWN_FLAGS)(with_settings(build))
@@ -46,7 +45,9 @@ def build(
     flags: Mapping[str, Any],
     config: Path | None,
     *,
-    stage: Annotated[Stage | None, typer.Option("--stage", help="ZeRO stage; auto: the lowest that fits.")] = None,
+    stage: Annotated[
+        StageOption | None, typer.Option("--stage", help="ZeRO stage; auto: the lowest that fits.")
+    ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option("--gpu_memory", help="Memory of each GPU, such as 24GiB.", metavar="BYTES")
     ] = None,
@@ -54,73 +55,74 @@ def build(
         str | None, typer.Option("--host_memory", help="Memory of each machine; empty: enough.", metavar="BYTES")
     ] = None,
     parameters: Annotated[
-        str | None, typer.Option("--parameters", help="Of the model; empty: as its files say.", metavar="NUMBER")
+        str | None, typer.Option("--parameters", help="Of the model; empty: read from its files.", metavar="NUMBER")
     ] = None,
     template: Annotated[
         str | None, typer.Option("--template", help="Start from this template.", metavar="NAME")
     ] = None,
     save_template: Annotated[
-        str | None, typer.Option("--save_template", help="Keep the result under this name.", metavar="NAME")
+        str | None, typer.Option("--save_template", help="Save the result under this name.", metavar="NAME")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", help="Write to this file instead of stdout.")] = None,
     apply: Annotated[
         Path | None, typer.Option("--apply", help="Name the result in this config file.", metavar="FILE")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
-    """Build DeepSpeed's JSON and see what it takes.
+    """Build DeepSpeed's JSON and see the memory it needs.
 
-    Asks question by question in a terminal, or takes flags. What nobody chose stays `auto`: settings fill it in.
+    Asks one question at a time in a terminal, or takes flags. What is not chosen stays `auto`: settings fill it in.
     """
-    from simpletuner.commands.deepspeed_builder import Builder
+    from simpletuner.commands.deepspeed_builder import DeepSpeedBuilder
     from simpletuner.commands.wizard import DEFAULT_OUTPUT
-    from simpletuner.deepspeed.platform_support import check_platform
-    from simpletuner.deepspeed.template_files import as_toml, own_path
+    from simpletuner.deepspeed.requirements import check_platform
+    from simpletuner.deepspeed.template_files import format_template, user_template_path
 
     check_platform()
     output = output or (apply and apply.with_name(DEFAULT_OUTPUT.name))
-    kept = own_path(save_template) if save_template is not None else None
-    for path in filter(None, (output, kept)):
+    # Existing files are refused before the first question.
+    template_path = user_template_path(save_template) if save_template is not None else None
+    for path in filter(None, (output, template_path)):
         refuse_overwriting(path, force)
     if output is not None and apply is not None and output.resolve() == apply.resolve():
-        raise SettingsError(f"{apply} is to name the result, and cannot be it", "give another --output")
+        raise SettingsError(f"{apply} cannot be both --output and --apply", "give another --output")
     report = Report()
-    typed = dict(flags) | ({"zero_stage": stage.value} if stage and stage is not Stage.AUTO else {})
-    builder = Builder.of(typed, config, template, apply, gpu_memory, host_memory, parameters)
-    asks = stage is not Stage.AUTO and builder.load().settings.parallel.zero_stage is None
-    if stage is Stage.AUTO:
+    typed = dict(flags) | ({"zero_stage": stage.value} if stage and stage is not StageOption.AUTO else {})
+    builder = DeepSpeedBuilder.from_arguments(typed, config, template, apply, gpu_memory, host_memory, parameters)
+    is_interactive = stage is not StageOption.AUTO and builder.load().settings.parallel.zero_stage is None
+    if stage is StageOption.AUTO:
         report.say(builder.choose())
-    elif asks:
-        output = asked(report, builder, output, force)
+    elif is_interactive:
+        output = run_wizard(report, builder, output, force)
     result = builder.result()
-    result.warn(report)
-    result.tell(report)
-    if result.lack and not asks:  # who was asked has seen at every question what fits
-        builder.refuse_lack(result.lack)
+    result.print_warnings(report)
+    result.print_estimate(report)
+    if result.shortfall and not is_interactive:  # the wizard has shown after every question what fits
+        builder.refuse_shortfall(result.shortfall)
     if apply is not None:
-        builder.check_in(apply, result.json)
+        builder.check_applies(apply, result.json)
     write(report, result.json, output, apply)
-    if kept is not None:
-        save(kept, as_toml(result.json))
-        report.say(f"kept as {kept}: --template={save_template}")
+    if template_path is not None:
+        save(template_path, format_template(result.json))
+        report.say(f"saved as {template_path}: --template={save_template}")
 
 
-def asked(report: Report, builder: Builder, output: Path | None, force: bool) -> Path:
-    """Ask a person for what is not chosen yet, and return where to write. Raises SettingsError if there is nobody."""
+def run_wizard(report: Report, builder: DeepSpeedBuilder, output: Path | None, force: bool) -> Path:
+    """Ask for what is not chosen yet, and return where to write. Raises SettingsError without a terminal."""
     from simpletuner.commands.wizard import Wizard
 
     if not sys.stdin.isatty():
         raise SettingsError(
-            "nothing is chosen, and nobody is here to ask",
-            "say --stage=2, --stage=auto --gpu_memory=24GiB, or --template=NAME",
+            "no stage is chosen, and there is no terminal to ask in",
+            "give --stage=2, --stage=auto --gpu_memory=24GiB, or --template=NAME",
         )
-    dialogue = Wizard(report, builder)
-    dialogue.run()
-    return output or dialogue.file(force)
+    wizard = Wizard(report, builder)
+    wizard.run()
+    return output or wizard.ask_output(force)
 
 
 def write(report: Report, config: Mapping[str, Any], output: Path | None, apply: Path | None) -> None:
-    """Write a configuration to a file, and that file's name into a config file, or all to stdout."""
+    """Write the JSON to stdout, or to a file, whose name is then written into the config file `apply`."""
     from simpletuner.settings.deepspeed.source import NAME
     from simpletuner.settings.editing import edited, set_in_file
 
@@ -141,12 +143,12 @@ def write(report: Report, config: Mapping[str, Any], output: Path | None, apply:
 def validate(
     file: Annotated[Path, typer.Argument(help="DeepSpeed's JSON.")],
     num_processes: Annotated[
-        str, typer.Option("--num_processes", help="Ranks, for the arithmetic of the batch.", metavar="INTEGER")
+        str, typer.Option("--num_processes", help="Ranks, to check the batch size with.", metavar="INTEGER")
     ] = "1",
     as_json: AsJson = False,
 ) -> None:
-    """Check a DeepSpeed JSON. Shows the settings that it becomes, and what is kept for DeepSpeed."""
-    from simpletuner.deepspeed.checks import check_zero
+    """Check a DeepSpeed JSON. Shows the settings that it becomes, and what is passed on to DeepSpeed."""
+    from simpletuner.deepspeed.requirements import check_settings
     from simpletuner.settings.explain import explain_settings
     from simpletuner.settings.loading import resolve
     from simpletuner.settings.sources import of_flags
@@ -154,7 +156,7 @@ def validate(
     report = Report()
     ranks = {"num_processes": num_processes} if num_processes != "1" else {}
     loaded = resolve([of_flags({"deepspeed_config": str(file), **ranks})], complete=False)
-    for warning in (*loaded.warnings, *check_zero(loaded.settings)):
+    for warning in (*loaded.warnings, *check_settings(loaded.settings)):
         report.warn(warning)
     rows = [row for row in explain_settings(loaded) if row.name in loaded.origins]
     if as_json:
@@ -165,12 +167,12 @@ def validate(
 
 
 def list_templates(as_json: AsJson = False) -> None:
-    """List templates: name, what for, where. Your own lie in SIMPLETUNER_HOME (else ~/.simpletuner)."""
-    from simpletuner.deepspeed.template_files import templates
+    """List templates: name, purpose, file. Your own are in SIMPLETUNER_HOME (else ~/.simpletuner)."""
+    from simpletuner.deepspeed.template_files import load_templates
 
-    found = templates(os.environ).values()
+    templates = load_templates(os.environ).values()
     if as_json:
-        Report().json([{"name": one.name, "path": str(one.path), "config": dict(one.config)} for one in found])
+        Report().json([{"name": each.name, "path": str(each.path), "config": dict(each.config)} for each in templates])
         return
-    rows = [(one.name, one.description, one.path if one.is_own else "simpletuner") for one in found]
-    Report().data_table("", rows, ("name", "what for", "from"))
+    rows = [(each.name, each.description, "simpletuner" if each.is_shipped else each.path) for each in templates]
+    Report().data_table("", rows, ("name", "purpose", "file"))

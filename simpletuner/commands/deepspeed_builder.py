@@ -1,4 +1,4 @@
-"""What `simpletuner deepspeed build` knows while it asks: sources and answers, the result, and what that costs."""
+"""The state of `simpletuner deepspeed build`: settings and answers so far, the JSON they make, the memory it needs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from simpletuner.deepspeed.checks import check_zero, model_of
-from simpletuner.deepspeed.choice import Room, candidates, choose, in_words
-from simpletuner.deepspeed.estimate import Estimate, estimate
+from simpletuner.deepspeed.estimate import (
+    MemoryBudget,
+    MemoryEstimate,
+    StageChoice,
+    choose_stage,
+    describe_stage,
+    estimate_for_settings,
+    stage_candidates,
+)
+from simpletuner.deepspeed.requirements import check_settings
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings.deepspeed.config import deepspeed_config
@@ -20,22 +27,23 @@ from simpletuner.settings.loading import Loaded, canonical_name, resolve
 from simpletuner.settings.sources import RawValue, Source, gathered, of_file_alone, of_flags
 from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
 
-ASSUMED = "P parameters, N ranks; buffers at most; activations come on top"
+OFFLOADS = ("offload_optimizer", "offload_param")
+LEGEND = "P parameters, N ranks; buffers at their largest; activations come on top"
 
 
 @dataclass
-class Builder:
-    """Sources of settings, answers that outrank them, the memory there is, and the parameters if they are known."""
+class DeepSpeedBuilder:
+    """Sources of settings, answers that override them, available memory, and the parameters if known."""
 
     sources: list[Source]
-    room: Room | None = None
-    parameters: int | None = None
+    budget: MemoryBudget | None = None
+    num_parameters: int | None = None
     answers: dict[str, Any] = field(default_factory=dict)
-    said_in: frozenset[str] = frozenset()
-    """Sources that will be there beside the result, so that it need not say again what they say."""
+    sources_of_run: frozenset[str] = frozenset()
+    """Sources that the run will read as well, so that the JSON need not repeat their values."""
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         flags: Mapping[str, Any],
         config: Path | None,
@@ -44,141 +52,130 @@ class Builder:
         gpu_memory: str | None,
         host_memory: str | None,
         parameters: str | None,
-    ) -> Builder:
-        """Return a builder for what was typed. Raises SettingsError for its mistakes.
+    ) -> DeepSpeedBuilder:
+        """Build from command-line arguments. Raises SettingsError for invalid ones.
 
-        The file to `apply` to says what is not typed, but for the configuration that it names already.
+        The file to `apply` to is also read for settings, except for the DeepSpeed configuration that it names so far.
         """
-        from simpletuner.deepspeed import template_files as templates
+        from simpletuner.deepspeed.template_files import find_template
         from simpletuner.models.parameter_count import parameters_of
 
-        start = [as_source(f"template {template}", templates.find(template).config)] if template else []
+        base = [as_source(f"template {template}", find_template(template).config)] if template else []
         sources = gathered(flags, config or apply, os.environ)
-        kept = [without_zero(source) if source.name == str(apply) else source for source in sources]
-        builder = cls([*start, *kept], said_in=frozenset({"launcher", str(apply)}))
+        kept = [without_deepspeed_config(source) if source.name == str(apply) else source for source in sources]
+        builder = cls([*base, *kept], sources_of_run=frozenset({"launcher", str(apply)}))
         if gpu_memory is not None:
-            host = parse_bytes(host_memory, "--host_memory") if host_memory is not None else None
-            builder.room = Room(parse_bytes(gpu_memory, "--gpu_memory"), host)
+            host_bytes = parse_bytes(host_memory, "--host_memory") if host_memory is not None else None
+            builder.budget = MemoryBudget(parse_bytes(gpu_memory, "--gpu_memory"), host_bytes)
         counted = parameters_of(builder.load().settings.model) if parameters is None else None
-        builder.parameters = parse_count(parameters, "--parameters") if parameters else counted and counted[0]
+        builder.num_parameters = parse_count(parameters, "--parameters") if parameters else counted and counted[0]
         return builder
 
-    def load(self, **more: Any) -> Loaded:
-        """Return the settings so far, or with some more answers. Raises SettingsError for what cannot be."""
-        return resolve([*self.sources, of_flags(self.answers | more)], complete=False)
+    def load(self, **more_answers: Any) -> Loaded:
+        """Resolve the settings so far, with more answers. Raises SettingsError for invalid or conflicting ones."""
+        return resolve([*self.sources, of_flags(self.answers | more_answers)], complete=False)
 
-    def result(self) -> Result:
-        """Return what the settings so far make of DeepSpeed."""
-        return Result(self.load(), self.said_in, self.room, self.parameters)
+    def result(self) -> BuildResult:
+        return BuildResult(self.load(), self.sources_of_run, self.budget, self.num_parameters)
 
-    def check_in(self, apply: Path, config: Mapping[str, Any]) -> None:
-        """Raise SettingsError if a config file says otherwise than a DeepSpeed JSON that it is to name."""
+    def check_applies(self, apply: Path, config: Mapping[str, Any]) -> None:
+        """Raise SettingsError if a config file contradicts the DeepSpeed JSON that it is going to name."""
         named = Source("built", [RawValue(NAME, dict(config), "built")])
-        resolve([*map(without_zero, of_file_alone(apply)), named], complete=False)
+        resolve([*map(without_deepspeed_config, of_file_alone(apply)), named], complete=False)
 
-    def estimate_of(self, settings: Mapping[str, Any]) -> Estimate:
-        """Return what some settings of DeepSpeed would keep. The parameters must be known."""
-        assert self.parameters is not None
-        return estimate_for(self.load(**settings), self.parameters)
+    def estimate(self, **more_answers: Any) -> MemoryEstimate:
+        """Estimate what the settings so far, with more answers, need. `num_parameters` must be known."""
+        assert self.num_parameters is not None
+        return estimate_for_settings(self.load(**more_answers).settings, self.num_parameters)
 
     def choose(self) -> str:
-        """Take the lowest stage and the least offloading that fit, and return why."""
-        if self.room is None or self.parameters is None:
-            needs = {"--gpu_memory=24GiB": self.room is None, "--parameters=2.6e9": self.parameters is None}
-            said = " and ".join(flag for flag, is_missing in needs.items() if is_missing)
+        """Answer with the lowest stage and the least offloading that fit, and return why."""
+        if self.budget is None or self.num_parameters is None:
+            needs = {"--gpu_memory=24GiB": self.budget is None, "--parameters=2.6e9": self.num_parameters is None}
+            missing = " and ".join(flag for flag, is_missing in needs.items() if is_missing)
             raise SettingsError(
-                f"--stage=auto needs {said}", "--model_family, or a folder of weights, says how many too"
+                f"--stage=auto needs {missing}", "--model_family, or a folder of weights, gives the parameters too"
             )
         loaded = self.load()
-        fixed = {name: value_of(loaded, name) for name in OFFLOADS if name in loaded.origins}
-        with_files = loaded.settings.parallel.offload_param_path is not None
-        found = choose(self.room, candidates(with_files, fixed), self.estimate_of)
-        self.answers |= {name: value for name, value in found.settings.items() if name not in fixed}
-        return found.because
+        fixed = {name: parallel_setting(loaded, name) for name in OFFLOADS if name in loaded.origins}
+        choice = self._choose_from_candidates(self.budget, fixed)
+        self.answers |= {name: value for name, value in choice.settings.items() if name not in fixed}
+        return choice.reason
 
-    def refuse_lack(self, lack: str) -> None:
-        """Raise SettingsError for a choice that does not fit, which names the lowest one that does."""
-        assert self.room is not None
-        parallel = self.load().settings.parallel
+    def refuse_shortfall(self, shortfall: str) -> None:
+        """Raise SettingsError for a choice that does not fit; its hint names the lowest stage that does."""
+        assert self.budget is not None
+        message = f"this does not fit: it needs {shortfall}"
         try:
-            found = choose(self.room, candidates(parallel.offload_param_path is not None), self.estimate_of).settings
-        except SettingsError as nothing:
-            raise SettingsError(f"this does not fit: it needs {lack}", nothing.message) from None
-        flags = {"--stage": found["zero_stage"]} | {f"--{name}": found[name] for name in OFFLOADS}
+            fitting = self._choose_from_candidates(self.budget).settings
+        except SettingsError as nothing_fits:
+            raise SettingsError(message, nothing_fits.message) from None
+        flags = {"--stage": fitting["zero_stage"]} | {f"--{name}": fitting[name] for name in OFFLOADS}
         typed = " ".join(f"{flag}={value}" for flag, value in flags.items() if value != "none")
-        raise SettingsError(f"this does not fit: it needs {lack}", f"{in_words(found)} fits: {typed}")
+        raise SettingsError(message, f"{describe_stage(fitting)} fits: {typed}")
+
+    def _choose_from_candidates(self, budget: MemoryBudget, fixed: Mapping[str, Any] | None = None) -> StageChoice:
+        # Offloading to files is proposed only to a user who has named a folder for it.
+        with_files = self.load().settings.parallel.offload_param_path is not None
+        candidates = stage_candidates(with_files, fixed)
+        return choose_stage(budget, candidates, lambda settings: self.estimate(**settings))
 
 
-OFFLOADS = ("offload_optimizer", "offload_param")
-
-
-def value_of(loaded: Loaded, name: str) -> Any:
-    """Return the value of a knob about parallelism."""
+def parallel_setting(loaded: Loaded, name: str) -> Any:
     return getattr(loaded.settings.parallel, name)
 
 
 @dataclass(frozen=True)
-class Result:
-    """What settings make of DeepSpeed: its JSON, and what it keeps of the model."""
+class BuildResult:
+    """DeepSpeed's JSON for the settings so far, and the memory it needs."""
 
     loaded: Loaded
-    said_in: frozenset[str]
-    room: Room | None
-    parameters: int | None
+    sources_of_run: frozenset[str]
+    budget: MemoryBudget | None
+    num_parameters: int | None
 
     @property
     def json(self) -> dict[str, Any]:
-        """Return DeepSpeed's JSON; what nobody chose is `auto`."""
+        """DeepSpeed's JSON; what the user has not chosen is `auto`."""
         settings = self.loaded.settings
-        chosen = {name for name, origin in self.loaded.origins.items() if origin.source not in self.said_in}
+        chosen = {name for name, origin in self.loaded.origins.items() if origin.source not in self.sources_of_run}
         return with_auto(deepspeed_config(settings, settings.launch.num_processes), chosen)
 
-    def warn(self, report: Report) -> None:
-        """Say what the user should know. Raises EnvironmentFault for a folder that cannot be offloaded to."""
-        for warning in (*self.loaded.warnings, *check_zero(self.loaded.settings, self.parameters)):
+    @property
+    def shortfall(self) -> str:
+        """What the configuration needs more of than there is; empty if it fits, or if that is unknown."""
+        if self.budget is None or self.num_parameters is None:
+            return ""
+        return self.budget.shortfall(estimate_for_settings(self.loaded.settings, self.num_parameters))
+
+    def print_warnings(self, report: Report) -> None:
+        """Print warnings. Raises EnvironmentNotReady for a folder that cannot be offloaded to."""
+        for warning in (*self.loaded.warnings, *check_settings(self.loaded.settings, self.num_parameters)):
             report.warn(warning)
 
-    def tell(self, report: Report) -> None:
-        """Say what the configuration keeps where."""
-        if self.parameters is None:
-            report.say("what it takes is not known: say --model_family, a folder of weights, or --parameters=2.6e9")
+    def print_estimate(self, report: Report) -> None:
+        if self.num_parameters is None:
+            report.say("memory is unknown: give --model_family, a folder of weights, or --parameters=2.6e9")
             return
-        held = estimate_for(self.loaded, self.parameters)
-        report.table(self.title, memory_rows(held), ("", "per GPU", "per machine", "on its disk", "per rank"))
-        report.say(ASSUMED, style="dim")
-        if self.room is not None:
-            left = format_gib(self.room.gpu_bytes - held.gpu_bytes)
-            report.say(f"does not fit: it needs {self.lack}" if self.lack else f"fits: {left} of each GPU are left")
-
-    @property
-    def lack(self) -> str:
-        """Return what the configuration needs more of than there is; empty if it fits, or if that is not known."""
-        if self.room is None or self.parameters is None:
-            return ""
-        return self.room.lacks(estimate_for(self.loaded, self.parameters))
-
-    @property
-    def title(self) -> str:
-        """Return what the table is about."""
-        choice = {name: value_of(self.loaded, name) for name in ("zero_stage", *OFFLOADS)}
+        estimate = estimate_for_settings(self.loaded.settings, self.num_parameters)
+        choice = {name: parallel_setting(self.loaded, name) for name in ("zero_stage", *OFFLOADS)}
         ranks = self.loaded.settings.launch.num_processes
-        return f"{in_words(choice)}: {self.parameters:,} parameters, {ranks} rank{'s' * (ranks > 1)}"
+        title = f"{describe_stage(choice)}: {self.num_parameters:,} parameters, {ranks} rank{'s' * (ranks > 1)}"
+        report.table(title, memory_table(estimate), ("", "per GPU", "per machine", "on its disk", "per rank"))
+        report.say(LEGEND, style="dim")
+        if self.budget is not None:
+            left = format_gib(self.budget.gpu_bytes - estimate.gpu_bytes)
+            fits = f"fits: {left} of each GPU are left"
+            report.say(f"does not fit: it needs {self.shortfall}" if self.shortfall else fits)
 
 
-def without_zero(source: Source) -> Source:
-    """Return a source without the DeepSpeed JSON that it names."""
+def without_deepspeed_config(source: Source) -> Source:
+    """Leave out the DeepSpeed JSON that a source names."""
     return replace(source, given=[given for given in source.given if canonical_name(given.name) != NAME])
 
 
-def estimate_for(loaded: Loaded, parameters: int) -> Estimate:
-    """Return what settings with DeepSpeed keep of a model with so many parameters."""
-    settings = loaded.settings
-    return estimate(deepspeed_config(settings, settings.launch.num_processes), model_of(settings, parameters))
-
-
-def memory_rows(held: Estimate) -> list[tuple[str, ...]]:
-    """Return an estimate as rows of a table."""
-    ranks = held.model.ranks_per_machine
-    rows = [(row.what, (row.gpu, row.host * ranks, row.disk * ranks), row.formula) for row in held.rows]
-    rows.append(("together", (held.gpu_bytes, held.host_bytes, held.disk_bytes), ""))
-    return [(what, *map(format_gib, sizes), formula) for what, sizes, formula in rows]
+def memory_table(estimate: MemoryEstimate) -> list[tuple[str, ...]]:
+    ranks = estimate.inputs.ranks_per_machine
+    rows = [(row.name, (row.gpu, row.host * ranks, row.disk * ranks), row.formula) for row in estimate.rows]
+    rows.append(("together", (estimate.gpu_bytes, estimate.host_bytes, estimate.disk_bytes), ""))
+    return [(name, *map(format_gib, sizes), formula) for name, sizes, formula in rows]

@@ -46,17 +46,15 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
 
 def check_deepspeed(settings: Settings) -> None:
     """Find what DeepSpeed lacks on this machine before any rank is started. Raises EnvironmentFault."""
-    from simpletuner.deepspeed.checks import check_zero
-    from simpletuner.deepspeed.platform_support import check_installed
-    from simpletuner.deepspeed.toolchain import check_toolchain
+    from simpletuner.deepspeed.requirements import check_compiler, check_installed, check_settings
     from simpletuner.models.parameter_count import parameters_of
     from simpletuner.settings.deepspeed.config import deepspeed_options
 
     counted = parameters_of(settings.model)
-    check_zero(settings, counted and counted[0])
+    check_settings(settings, counted and counted[0])
     check_installed()
     if (zero := deepspeed_options(settings)) is not None and zero.uses_nvme:
-        check_toolchain()
+        check_compiler()
 
 
 def show(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The questions of `simpletuner deepspeed build` in a terminal, one after the other, with what each answer means."""
+"""The questions of `simpletuner deepspeed build` in a terminal, one at a time, with the effect of each answer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletuner.commands.deepspeed_builder import Builder, estimate_for
-from simpletuner.deepspeed.choice import candidates
+from simpletuner.commands.deepspeed_builder import DeepSpeedBuilder
+from simpletuner.deepspeed.estimate import stage_candidates
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings.knob import shown_default
@@ -19,109 +19,101 @@ from simpletuner.system.numbers import format_gib
 DEFAULT_OUTPUT = Path("config/deepspeed.json")
 
 
-def always(parallel: Parallel) -> bool:
-    """Ask in any case."""
-    return True
-
-
-def shares_weights(parallel: Parallel) -> bool:
-    """Ask where weights are shared out."""
-    return parallel.zero_stage == 3
-
-
 @dataclass(frozen=True)
 class Question:
-    """One setting to ask for, in words, and when."""
+    """A setting to ask for, the text of the question, and when it applies."""
 
-    knob: str
-    words: str
-    when: Callable[[Parallel], bool] = always
+    setting: str
+    text: str
     default: str = ""
+    applies: Callable[[Parallel], bool] = lambda parallel: True
 
 
 QUESTIONS = (
     Question("num_processes", "How many GPUs in all?"),
-    Question("zero_stage", "Share out optimizer state (1), gradients too (2), weights too (3)?", default="2"),
+    Question("zero_stage", "Partition optimizer state (1), gradients too (2), weights too (3)?", default="2"),
     Question("offload_optimizer", "Where is optimizer state kept? none: on the GPU"),
-    Question("offload_param", "Where are weights kept between uses? none: on the GPU", shares_weights),
+    Question(
+        "offload_param",
+        "Where are weights kept between uses? none: on the GPU",
+        applies=lambda parallel: parallel.zero_stage == 3,
+    ),
     Question("optimizer", "Which optimizer?"),
-    Question("lr_scheduler", "How does the learning rate go on after the warm-up?"),
-    Question("lr_warmup_steps", "Over how many steps does it rise?"),
-    Question("gradient_accumulation_steps", "How many forward passes make a step?"),
-    Question("max_grad_norm", "Scale gradients down to which norm? 0: never"),
+    Question("lr_scheduler", "Which learning rate schedule after the warm-up?"),
+    Question("lr_warmup_steps", "How many warm-up steps?"),
+    Question("gradient_accumulation_steps", "How many forward passes per optimizer step?"),
+    Question("max_grad_norm", "Clip gradients to which norm? 0: never"),
     Question("mixed_precision", "Compute in bf16, or (no) in float32?"),
 )
-FOLDER = Question("offload_param_path", "In which folder? On a fast disk of each machine")
+OFFLOAD_FOLDER = Question("offload_param_path", "In which folder? On a fast disk of each machine")
 
 
 @dataclass
 class Wizard:
-    """Ask for what is not chosen yet."""
+    """Asks for the settings that no flag, file or template has given."""
 
     report: Report
-    builder: Builder
+    builder: DeepSpeedBuilder
 
     def run(self) -> None:
-        """Ask all questions, showing what has been built so far."""
+        """Ask all questions that apply, and show what has been built so far."""
         for question in QUESTIONS:
             loaded = self.builder.load()
-            if question.knob in loaded.origins or not question.when(loaded.settings.parallel):
+            if question.setting in loaded.origins or not question.applies(loaded.settings.parallel):
                 continue
-            if question.knob == "zero_stage":
-                self.compare()
-            self.settle(question)
-            if loaded.settings.parallel.zero_stage or question.knob == "zero_stage":
-                self.show()
+            if question.setting == "zero_stage":
+                self.compare_stages()
+            self.ask_until_valid(question)
+            if loaded.settings.parallel.zero_stage or question.setting == "zero_stage":
+                self.show_result()
 
-    def file(self, force: bool) -> Path:
-        """Ask where to write, until nothing is there, or it may be written over."""
+    def ask_output(self, force: bool) -> Path:
+        """Ask where to write, until the file does not exist or may be overwritten."""
         while True:
             path = Path(self.report.ask("Write to", default=str(DEFAULT_OUTPUT)))
-            if force or not path.is_file() or self.report.confirm(f"{path} is there already: write over it?"):
+            if force or not path.is_file() or self.report.confirm(f"{path} exists already: overwrite it?"):
                 return path
 
-    def settle(self, question: Question) -> None:
-        """Ask until the answer can be used."""
+    def ask_until_valid(self, question: Question) -> None:
         while True:
-            answer = self.answer(question)
-            more = {question.knob: answer}
+            answer = self.ask(question)
+            answers = {question.setting: answer}
             if answer == "nvme" and self.builder.load().settings.parallel.offload_param_path is None:
-                more[FOLDER.knob] = self.answer(FOLDER)
+                answers[OFFLOAD_FOLDER.setting] = self.ask(OFFLOAD_FOLDER)
             try:
-                self.builder.load(**more)
+                self.builder.load(**answers)
             except SettingsError as error:
                 self.report.error(error)
                 continue
-            self.builder.answers |= more
+            self.builder.answers |= answers
             return
 
-    def answer(self, question: Question) -> str:
-        """Return what the person says."""
-        field = knobs()[question.knob]
-        choices = [str(choice) for choice in choices_of(field.annotation)]
-        if question.knob.startswith("offload_") and self.builder.load().settings.parallel.zero_stage != 3:
+    def ask(self, question: Question) -> str:
+        setting = knobs()[question.setting]
+        choices = [str(choice) for choice in choices_of(setting.annotation)]
+        # Below stage 3 DeepSpeed offloads nothing to files.
+        if question.setting.startswith("offload_") and self.builder.load().settings.parallel.zero_stage != 3:
             choices = [choice for choice in choices if choice != "nvme"]
-        return self.report.ask(question.words, choices, question.default or shown_default(field))
+        return self.report.ask(question.text, choices, question.default or shown_default(setting))
 
-    def compare(self) -> None:
-        """Show what each choice of stage and offloading would take."""
+    def compare_stages(self) -> None:
+        """Show what each choice of stage and offloading would need."""
         builder = self.builder
-        if builder.parameters is None:
-            self.report.say("with --model_family or --parameters=2.6e9 this would show what each choice takes")
+        if builder.num_parameters is None:
+            self.report.say("with --model_family or --parameters=2.6e9 this would show the memory of each choice")
             return
+        has_folder = builder.load().settings.parallel.offload_param_path is not None
+        folder = {} if has_folder else {OFFLOAD_FOLDER.setting: "/"}  # any folder: settings refuse nvme without one
         rows = []
-        for choice in candidates(with_files=True):
-            path = {} if builder.load().settings.parallel.offload_param_path else {FOLDER.knob: "/"}
-            held = estimate_for(builder.load(**choice, **path), builder.parameters)
-            verdict = ("no" if builder.room.lacks(held) else "yes") if builder.room else ""
-            sizes = map(format_gib, (held.gpu_bytes, held.host_bytes, held.disk_bytes))
-            rows.append((*choice.values(), *sizes, verdict))
-        title = f"{builder.parameters:,} parameters"
+        for candidate in stage_candidates(with_files=True):
+            estimate = builder.estimate(**candidate, **folder)
+            fits = ("no" if builder.budget.shortfall(estimate) else "yes") if builder.budget else ""
+            sizes = map(format_gib, (estimate.gpu_bytes, estimate.host_bytes, estimate.disk_bytes))
+            rows.append((*candidate.values(), *sizes, fits))
         columns = ("stage", "optimizer", "weights", "per GPU", "per machine", "on its disk", "fits")
-        self.report.table(title, rows, columns)
+        self.report.table(f"{builder.num_parameters:,} parameters", rows, columns)
 
-    def show(self) -> None:
-        """Show the JSON so far, and what it means."""
+    def show_result(self) -> None:
         result = self.builder.result()
         self.report.say(json.dumps(result.json, indent=2))
-        result.tell(self.report)
+        result.print_estimate(self.report)

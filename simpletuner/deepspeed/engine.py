@@ -1,10 +1,17 @@
-"""The Strategy around a DeepSpeed engine."""
+"""DeepSpeed ZeRO as an `Engine`, built from a model on the meta device.
+
+No rank ever holds a whole float32 model. Each rank reads its row shards of the float32 weights, as with FSDP2. The
+compute-dtype weights are gathered from them parameter by parameter: at stages 1 and 2 they stay whole, as those stages
+require; at stage 3 DeepSpeed partitions each module before the next one is gathered. DeepSpeed then creates its float32
+master weights from the compute-dtype ones, which in bf16 has rounded them, so the exact values are copied back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,121 +19,233 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from simpletuner.deepspeed.partitions import Fragments, make_moments, moments_of, steps_taken
-from simpletuner.deepspeed.row_shards import Interval, Rows
+from simpletuner.deepspeed.materialize import (
+    materialize_model,
+    move_buffers,
+    return_freed_memory,
+    torch_linear_restored,
+)
+from simpletuner.deepspeed.partitions import (
+    FlatBufferPartitions,
+    OptimizerPartitions,
+    SubGroupPartitions,
+    count_steps,
+    create_moments,
+    moment_names,
+)
+from simpletuner.deepspeed.row_shards import ElementRange, RowShards
+from simpletuner.deepspeed.startup import import_deepspeed
+from simpletuner.deepspeed.swap_files import create_swap_folder
+from simpletuner.errors import SettingsError
 from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState
-from simpletuner.parallel.torch_engine import ShardUpdate, local_tensor
+from simpletuner.parallel.torch_engine import MakeOptimizer, ShardUpdate, local_tensor
+from simpletuner.parallel.world import World
+from simpletuner.settings.deepspeed.config import deepspeed_config, deepspeed_options
+from simpletuner.settings.sections import Settings
+
+OWN_CONFIG = {
+    "zero_allow_untested_optimizer": True,  # torch's optimizers, the same as with every other engine
+    "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW is as fast on the CPU, and needs no compiler
+}
+"""DeepSpeed keys that follow from passing our own optimizer to `deepspeed.initialize`."""
 
 
 class DeepSpeedEngine:
-    """ZeRO at any stage; `fixed` are frozen parameters (rows of their float32 values) and buffers, which no optimizer
-    has; `masters` is where the float32 masters lie."""
+    """Trains a denoiser with ZeRO at any stage.
+
+    `fixed` holds what no optimizer has: frozen parameters (row shards of their float32 values) and buffers.
+    `master_device` is where the float32 master weights are.
+    """
 
     def __init__(
         self,
-        engine: Any,
-        fragments: Fragments,
-        rows: Rows,
+        deepspeed_engine: Any,
+        partitions: OptimizerPartitions,
+        row_shards: RowShards,
         fixed: Mapping[str, Tensor],
-        masters: torch.device,
+        master_device: torch.device,
         close: Callable[[], None],
     ) -> None:
-        self.model, self.module, self.optimizer = engine, engine.module, engine.optimizer
-        self.fragments, self.rows, self.fixed, self.masters, self.close = fragments, rows, fixed, masters, close
-        self.intervals = intervals_of_all(fragments, [name for name, _ in fragments.pieces()])
-        self.num_parameters = sum(shape.numel() for shape in rows.shapes.values())
-
-    @property
-    def micro_batch(self) -> Callable[[bool], AbstractContextManager[None]]:
-        """Return what tells DeepSpeed whether gradients are to be complete after this micro-batch."""
-        return self._micro_batch
+        self.model, self.module, self.optimizer = deepspeed_engine, deepspeed_engine.module, deepspeed_engine.optimizer
+        self.partitions, self.row_shards, self.fixed = partitions, row_shards, fixed
+        self.master_device, self.close = master_device, close
+        self.ranges = gather_ranges(partitions, [name for name, _ in partitions.local_shards()])
+        self.num_parameters = sum(shape.numel() for shape in row_shards.shapes.values())
 
     @contextmanager
-    def _micro_batch(self, last: bool) -> Iterator[None]:
-        self.model.set_gradient_accumulation_boundary(last)
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        # By default DeepSpeed counts micro-batches and compares with its JSON; here the trainer knows the last one.
+        self.model.set_gradient_accumulation_boundary(is_last)
         yield
 
-    @property
-    def inference(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return nothing special: weights are gathered by hooks on the module, and freed by them."""
-        return nullcontext
+    def inference(self) -> AbstractContextManager[None]:
+        # At stage 3 DeepSpeed's hooks on each module gather its weights and free them again, outside training too.
+        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Add gradients; the loss is divided by the number of passes already."""
+        # The loss is divided by the number of micro-batches already; by default DeepSpeed divides it, too.
         self.model.backward(loss, scale_wrt_gas=False)
 
     def step(self, learning_rate: float, max_grad_norm: float) -> Tensor:
-        """Clip by the global norm, step, clear; return the norm before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.optimizer.clip_grad = max_grad_norm
+        self.optimizer.clip_grad = max_grad_norm  # what `gradient_clipping` in the JSON sets at start
         self.model.step()
-        norm = self.model.get_global_grad_norm()
+        norm = self.model.get_global_grad_norm()  # before clipping
         return torch.as_tensor(norm, dtype=torch.float32, device=self.model.device)
 
     def local_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's slice of every master, and what no optimizer has."""
-        yield from self.fragments.pieces()
+        """Yield this rank's partition (1-D float32) of every trainable parameter, then rows and buffers of `fixed`."""
+        yield from self.partitions.local_shards()
         for name, tensor in self.fixed.items():
             yield name, local_tensor(tensor)
 
     def update_shards(self, change: ShardUpdate) -> None:
-        """Let `change` write into them; the working weights follow."""
-        self.fragments.rewrite(change)
+        """Collective: call `change(name, shard)` on what `local_shards` yields, then refresh compute-dtype weights."""
+        self.partitions.update_shards(change)
         for name, tensor in self.fixed.items():
             change(name, local_tensor(tensor))
 
     def to_checkpoint(self, name: str, part: Tensor) -> Tensor:
-        """Return a slice as rows, in memory of their own."""
+        """Collective: convert a partition (1-D) to row shards in new memory; `fixed` is not copied."""
         if name in self.fixed:
-            return self.rows.of(name, part.flatten()) if isinstance(self.fixed[name], DTensor) else part
-        return self.rows.from_part(name, part, self.intervals[name])
+            is_parameter = isinstance(self.fixed[name], DTensor)
+            return self.row_shards.as_dtensor(name, part.flatten()) if is_parameter else part
+        return self.row_shards.from_partition(name, part, self.ranges[name])
 
     def from_checkpoint(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's slice of rows."""
+        """Collective: convert row shards to this rank's partition (1-D)."""
         if name in self.fixed:
             return local_tensor(tensor)
         assert isinstance(tensor, DTensor)
-        return self.rows.to_part(name, tensor, self.intervals[name])
+        return self.row_shards.to_partition(name, tensor, self.ranges[name])
 
     def optimizer_state(self) -> OptimizerState:
-        """Return the optimizer's state."""
-        names = moments_of(self.optimizer)
-        return OptimizerState(steps_taken(self.optimizer), {name: partial(self._moment, name) for name in names})
+        make_moments = {moment: partial(self._moment, moment) for moment in moment_names(self.optimizer)}
+        return OptimizerState(count_steps(self.optimizer), make_moments)
 
     def _moment(self, moment: str) -> NamedTensors:
-        return {name: self.to_checkpoint(name, piece) for name, piece in self.fragments.pieces(moment)}
+        return {name: self.to_checkpoint(name, shard) for name, shard in self.partitions.local_shards(moment)}
 
     def load_optimizer_state(
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
     ) -> None:
-        """Put the optimizer's state back: `read` fills the rows of a moment, which are cut into slices."""
+        """Collective: restore the optimizer's state. `read` fills the row shards of one moment at a time."""
         if not steps:
             return
-        make_moments(self.optimizer, self.fragments, steps, moments)
+        create_moments(self.optimizer, self.partitions, steps, moments)
         for moment in moments:
-            rows = {name: self.rows.empty(name, self.masters) for name in self.intervals}
+            rows = {name: self.row_shards.empty(name, self.master_device) for name in self.ranges}
             read(moment, rows)
-            self.take_over(rows, moment)
+            self.copy_rows(rows, moment)
 
-    def take_over(self, rows: NamedTensors, moment: str = "") -> None:
-        """Write rows of a moment, or of the masters, into the slices that hold them."""
+    def copy_rows(self, rows: NamedTensors, moment: str | None = None) -> None:
+        """Collective: copy row shards into the partitions of the master weights, or of a moment."""
 
-        def change(name: str, piece: Tensor) -> None:
-            """Write one slice."""
-            piece.copy_(self.from_checkpoint(name, rows[name]))
+        def copy(name: str, shard: Tensor) -> None:
+            shard.copy_(self.from_checkpoint(name, rows[name]))
 
-        self.fragments.rewrite(change, moment)
-
-
-def intervals_of_all(fragments: Fragments, names: list[str]) -> dict[str, list[Interval]]:
-    """Return for every parameter which elements each rank has. All ranks take part."""
-    mine = [fragments.interval(name) for name in names]
-    gathered: list[list[Interval]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
-    return {name: [intervals[number] for intervals in gathered] for number, name in enumerate(names)}
+        self.partitions.update_shards(copy, moment)
 
 
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name."""
+def gather_ranges(partitions: OptimizerPartitions, names: list[str]) -> dict[str, list[ElementRange]]:
+    """Collective: return the element range of every rank, by parameter."""
+    own = [partitions.element_range(name) for name in names]
+    gathered: list[list[ElementRange]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, own)
+    return {name: [ranges[number] for ranges in gathered] for number, name in enumerate(names)}
+
+
+def build_deepspeed_engine(
+    model: nn.Module,
+    settings: Settings,
+    world: World,
+    dtype: torch.dtype,
+    load_weights: Callable[[dict[str, Tensor]], None],
+    make_optimizer: MakeOptimizer,
+) -> DeepSpeedEngine:
+    """Collective: build the engine of a model on the meta device. `load_weights` fills row shards and buffers by name.
+
+    Raises SettingsError for parameters that DeepSpeed cannot train.
+    """
+    refuse_scalar_parameters(model)
+    options = deepspeed_options(settings)
+    assert options is not None
+    with ExitStack() as stack:
+        config = engine_config(settings, world.size, max(parameter.numel() for parameter in model.parameters()))
+        if options.nvme_path is not None:
+            swap_folder = create_swap_folder(options.nvme_path, settings.training.output_dir)
+            set_swap_folder(config, stack.enter_context(swap_folder))
+        import_deepspeed(world)
+        stack.enter_context(torch_linear_restored())
+        master_device = world.device if options.offload_optimizer == "none" else torch.device("cpu")
+        row_shards = RowShards({name: parameter.shape for name, parameter in model.named_parameters()})
+        weights = {name: row_shards.empty(name, master_device) for name in row_shards.shapes}
+        buffers = move_buffers(model, world.device)
+        load_weights({**weights, **buffers})
+        trained = trainable_parameters(model).keys()
+        # In float32 DeepSpeed's masters come out exact, so these rows are freed as soon as they have been gathered.
+        read_once = trained if dtype == torch.float32 else ()
+
+        def compute_weight(name: str) -> Tensor:
+            """Collective: gather a whole weight in the compute dtype."""
+            rows = weights.pop(name) if name in read_once else weights[name]
+            return row_shards.gather(name, rows, world.device).to(dtype)
+
+        materialize_model(model, compute_weight, config)
+        deepspeed_engine = initialize(model, config, make_optimizer)
+        stack.callback(deepspeed_engine.destroy)
+        partitions = find_partitions(deepspeed_engine, world)
+        fixed = {name: weights.pop(name) for name in list(weights) if name not in trained} | buffers
+        close = stack.pop_all().close
+        engine = DeepSpeedEngine(deepspeed_engine, partitions, row_shards, fixed, master_device, close)
+        if weights:  # the float32 values that the compute dtype has rounded
+            engine.copy_rows(weights)
+            weights.clear()
+        return_freed_memory()
+        return engine
+
+
+def refuse_scalar_parameters(model: nn.Module) -> None:
+    # 0.19.8: `DeepSpeedEngine._broadcast_model` views every parameter as uint8, which torch refuses for 0 dimensions.
+    names = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if names:
+        raise SettingsError(
+            f"{type(model).__name__} has parameters without dimensions ({', '.join(names[:3])}), which DeepSpeed "
+            "cannot partition",
+            "leave out zero_stage: train on one GPU or data-parallel",
+        )
+
+
+def engine_config(settings: Settings, world_size: int, largest_tensor: int) -> dict[str, Any]:
+    """Return DeepSpeed's JSON for `deepspeed.initialize`: our own optimizer and schedule stay outside."""
+    config = deepspeed_config(settings, world_size, largest_tensor)
+    return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")} | OWN_CONFIG
+
+
+def set_swap_folder(config: dict[str, Any], folder: Path) -> None:
+    """Make everything that is offloaded to NVMe use this process's own folder."""
+    block = config["zero_optimization"]
+    for offload in (block.get("offload_optimizer", {}), block.get("offload_param", {})):
+        if offload.get("device") == "nvme":
+            offload["nvme_path"] = str(folder)
+
+
+def find_partitions(deepspeed_engine: Any, world: World) -> OptimizerPartitions:
+    parameters = trainable_parameters(deepspeed_engine.module)
+    if deepspeed_engine.zero_optimization_stage() == 3:
+        return SubGroupPartitions(deepspeed_engine.optimizer, parameters, world.rank)
+    return FlatBufferPartitions(deepspeed_engine.optimizer, parameters)
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def initialize(model: nn.Module, config: dict[str, Any], make_optimizer: MakeOptimizer) -> Any:
+    """Collective: return DeepSpeed's own engine around a model that has its weights."""
+    import deepspeed
+
+    trained: Any = list(trainable_parameters(model).values())
+    optimizer = make_optimizer(trained)
+    return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)[0]

@@ -1,51 +1,63 @@
-"""What a DeepSpeed configuration keeps of a model, in bytes: on each GPU, in each machine's memory, and on its disk.
+"""Estimate the bytes that a DeepSpeed configuration needs, and choose the lowest ZeRO stage that fits.
 
 Rajbhandari et al. 2020 (arXiv:1910.02054, sections 3 and 5): with W bytes per weight, an optimizer of K float32 states,
 P parameters and N ranks, a rank keeps W P of weights, W P of gradients and 4 (1 + K) P of optimizer state; stage 1
-divides the last by N, stage 2 also the second, stage 3 also the first. To that comes what DeepSpeed 0.19 does:
-gradients become float32 for the step, and buckets and gathered weights pass through buffers. Activations come on top.
+divides the last by N, stage 2 also the second, stage 3 also the first. DeepSpeed 0.19 needs more than that: gradients
+become float32 for the step, and buckets and gathered weights pass through buffers. Activations are not included.
+
+tests/zero/test_estimate.py compares these numbers with what DeepSpeed allocates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from simpletuner.errors import SettingsError
+from simpletuner.settings import Settings
+from simpletuner.settings.deepspeed.config import deepspeed_config, deepspeed_options
+from simpletuner.system.numbers import format_gib
+
 FLOAT32_BYTES = 4
-DEFAULTS = {
+
+DEFAULT_ELEMENTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_max_live_parameters": 1_000_000_000,
     "sub_group_size": 1_000_000_000,
     "max_in_cpu": 1_000_000_000,
 }
-"""What DeepSpeed takes, in elements, where a configuration does not say it."""
-OPTIMIZER_BUFFERS, PARAM_BUFFERS = 4, 5
-"""DeepSpeed's numbers of buffers through which a rank's optimizer state and weights travel to files."""
+"""DeepSpeed's defaults, in elements (0.19.8: runtime/zero/config.py and offload_config.py)."""
+
+OPTIMIZER_BUFFER_COUNT, PARAM_BUFFER_COUNT = 4, 5
+"""DeepSpeed's defaults for the number of buffers through which optimizer state and weights are swapped to files."""
 
 
 @dataclass(frozen=True)
-class Model:
-    """What is shared out: parameters, ranks, machines, the optimizer's float32 states per weight; where an EMA lies."""
+class EstimateInputs:
+    """What is partitioned over what: parameters, ranks, machines, float32 states per weight; and where the EMA is."""
 
-    parameters: int
-    ranks: int
-    machines: int = 1
-    states: int = 2
+    num_parameters: int
+    num_ranks: int
+    num_machines: int = 1
+    num_states: int = 2
     ema_device: Literal["", "cpu", "accelerator"] = ""
-    """Empty without one."""
+    """Empty without EMA."""
 
     @property
     def ranks_per_machine(self) -> int:
-        """Return how many ranks share a machine's memory and disk."""
-        return self.ranks // self.machines
+        return self.num_ranks // self.num_machines
+
+    @property
+    def parameters_per_rank(self) -> float:
+        return self.num_parameters / self.num_ranks
 
 
 @dataclass(frozen=True)
-class Row:
-    """Bytes of one kind that one rank keeps, by place, and how they are reckoned."""
+class EstimateRow:
+    """Bytes of one kind that one rank keeps on its GPU, in memory and on disk, and the formula for them."""
 
-    what: str
+    name: str
     gpu: float = 0
     host: float = 0
     disk: float = 0
@@ -53,121 +65,206 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """All that a configuration keeps."""
+class MemoryEstimate:
+    """All that a configuration keeps, without activations."""
 
-    model: Model
-    rows: tuple[Row, ...]
+    inputs: EstimateInputs
+    rows: tuple[EstimateRow, ...]
 
     @property
     def gpu_bytes(self) -> int:
-        """Return what each GPU holds, without activations."""
+        """Bytes on each GPU."""
         return round(sum(row.gpu for row in self.rows))
 
     @property
     def host_bytes(self) -> int:
-        """Return what the ranks of one machine hold in its memory."""
-        return round(sum(row.host for row in self.rows) * self.model.ranks_per_machine)
+        """Bytes in the memory of one machine, for all of its ranks."""
+        return round(sum(row.host for row in self.rows) * self.inputs.ranks_per_machine)
 
     @property
     def disk_bytes(self) -> int:
-        """Return what the ranks of one machine hold in files."""
-        return round(sum(row.disk for row in self.rows) * self.model.ranks_per_machine)
+        """Bytes in files of one machine, for all of its ranks."""
+        return round(sum(row.disk for row in self.rows) * self.inputs.ranks_per_machine)
 
 
-def estimate(config: Mapping[str, Any], model: Model) -> Estimate:
-    """Return what a complete configuration, as of `zero_config`, keeps of a model."""
-    kinds = (weights, gradients, optimizer, average, buffers)
-    return Estimate(model, tuple(kind(config, model) for kind in kinds))
+def estimate_for_settings(settings: Settings, num_parameters: int) -> MemoryEstimate:
+    config = deepspeed_config(settings, settings.launch.num_processes)
+    return estimate_memory(config, estimate_inputs(settings, num_parameters))
 
 
-def weights(config: Mapping[str, Any], model: Model) -> Row:
-    """Return the weights that compute: whole on every rank below stage 3, there with a copy beside offloaded masters.
+def estimate_inputs(settings: Settings, num_parameters: int) -> EstimateInputs:
+    options, launch = deepspeed_options(settings), settings.launch
+    num_states = len(options.states) if options else 2
+    ema_device = settings.ema.ema_device if settings.ema.use_ema else ""
+    return EstimateInputs(num_parameters, launch.num_processes, launch.num_machines, num_states, ema_device)
 
-    Of what stage 3 offloads to files, `max_in_cpu` elements stay in memory as well.
-    """
-    block, width, share = config["zero_optimization"], width_of(config), model.parameters / model.ranks
+
+def estimate_memory(config: Mapping[str, Any], inputs: EstimateInputs) -> MemoryEstimate:
+    """Estimate what a complete DeepSpeed JSON, as `deepspeed_config` makes it, keeps."""
+    kinds = (estimate_weights, estimate_gradients, estimate_optimizer, estimate_ema, estimate_buffers)
+    return MemoryEstimate(inputs, tuple(kind(config, inputs) for kind in kinds))
+
+
+def estimate_weights(config: Mapping[str, Any], inputs: EstimateInputs) -> EstimateRow:
+    """Estimate the compute-dtype weights: whole on every rank at stages 1 and 2, partitioned at stage 3."""
+    block, width, share = config["zero_optimization"], weight_bytes(config), inputs.parameters_per_rank
     if block["stage"] < 3:
-        copied = place_of(config, "offload_optimizer") != "none"
-        formula = f"{width} P" + (f" + {width} P / N" if copied else "")
-        return Row("weights", gpu=width * model.parameters, host=width * share * copied, formula=formula)
+        # DeepSpeed keeps a compute-dtype copy of this rank's partition in memory, next to offloaded master weights.
+        is_copied = place_of(config, "offload_optimizer") != "none"
+        formula = f"{width} P" + (f" + {width} P / N" if is_copied else "")
+        return EstimateRow(
+            "weights", gpu=width * inputs.num_parameters, host=width * share * is_copied, formula=formula
+        )
     place, formula = place_of(config, "offload_param"), f"{width} P / N"
-    row = placed("weights", place, width * share, formula)
-    most = block.get("offload_param", {}).get("max_in_cpu", DEFAULTS["max_in_cpu"])
-    return replace(row, host=width * min(share, most)) if place == "nvme" else row
+    row = place_row("weights", place, width * share, formula)
+    # Of what is offloaded to files, up to `max_in_cpu` elements stay in memory as well.
+    max_in_cpu = block.get("offload_param", {}).get("max_in_cpu", DEFAULT_ELEMENTS["max_in_cpu"])
+    return replace(row, host=width * min(share, max_in_cpu)) if place == "nvme" else row
 
 
-def gradients(config: Mapping[str, Any], model: Model) -> Row:
-    """Return the gradients at their most, in the step: a rank's share as it came, flat, and in float32.
+def estimate_gradients(config: Mapping[str, Any], inputs: EstimateInputs) -> EstimateRow:
+    """Estimate gradients at their peak, in the optimizer step.
 
-    Beside offloaded state lies only the last; stage 3 always keeps its share flat as well, stage 2 while it
-    accumulates, and at stage 1 every rank has all gradients on its GPU until then.
+    A rank keeps its share as it was reduced, flattened, and in float32. If the optimizer is offloaded, the float32 copy
+    is where it is; next to it stage 3 always keeps the flat share, stage 2 while it accumulates. At stage 1 every rank
+    has all gradients on its GPU while it accumulates.
     """
-    stage, width, share = config["zero_optimization"]["stage"], width_of(config), model.parameters / model.ranks
-    kept = accumulation_width(config)
+    stage, width, share = config["zero_optimization"]["stage"], weight_bytes(config), inputs.parameters_per_rank
+    accumulation_width = accumulation_bytes(config)
     accumulates, place = config["gradient_accumulation_steps"] > 1, place_of(config, "offload_optimizer")
-    whole = width * model.parameters if stage == 1 and accumulates else 0
-    flat = kept if stage == 3 or (stage == 2 and accumulates) else 0
+    whole = width * inputs.num_parameters if stage == 1 and accumulates else 0
+    flat_width = accumulation_width if stage == 3 or (stage == 2 and accumulates) else 0
+    whole_formula = f"{width} P + " if whole else ""
     if place == "none":
-        bytes_each = FLOAT32_BYTES + (kept if stage == 3 else FLOAT32_BYTES)
-        return Row("gradients", gpu=bytes_each * share + whole, formula=formula_of(width, whole, bytes_each))
-    row = placed("gradients", place, FLOAT32_BYTES * share, formula_of(width, whole, flat + FLOAT32_BYTES))
-    return replace(row, gpu=whole, host=row.host + flat * share)
+        total_width = FLOAT32_BYTES + (accumulation_width if stage == 3 else FLOAT32_BYTES)
+        return EstimateRow("gradients", gpu=total_width * share + whole, formula=f"{whole_formula}{total_width} P / N")
+    formula = f"{whole_formula}{flat_width + FLOAT32_BYTES} P / N"
+    row = place_row("gradients", place, FLOAT32_BYTES * share, formula)
+    return replace(row, gpu=whole, host=row.host + flat_width * share)
 
 
-def formula_of(width: int, whole: float, bytes_each: int) -> str:
-    """Return how gradients are reckoned."""
-    return f"{width} P + " * bool(whole) + f"{bytes_each} P / N"
+def estimate_optimizer(config: Mapping[str, Any], inputs: EstimateInputs) -> EstimateRow:
+    """Estimate float32 master weights and optimizer states."""
+    width = FLOAT32_BYTES * (1 + inputs.num_states)
+    place = place_of(config, "offload_optimizer")
+    return place_row("optimizer", place, width * inputs.parameters_per_rank, f"{width} P / N")
 
 
-def optimizer(config: Mapping[str, Any], model: Model) -> Row:
-    """Return float32 masters and states."""
-    width = FLOAT32_BYTES * (1 + model.states)
-    share = width * model.parameters / model.ranks
-    return placed("optimizer", place_of(config, "offload_optimizer"), share, f"{width} P / N")
+def estimate_ema(config: Mapping[str, Any], inputs: EstimateInputs) -> EstimateRow:
+    """Estimate the float32 EMA, which every engine partitions over the ranks."""
+    if not inputs.ema_device:
+        return EstimateRow("EMA", formula="off")
+    place = "cpu" if inputs.ema_device == "cpu" else "none"
+    return place_row("EMA", place, FLOAT32_BYTES * inputs.parameters_per_rank, "4 P / N")
 
 
-def average(config: Mapping[str, Any], model: Model) -> Row:
-    """Return the float32 EMA, shared out over the ranks."""
-    if not model.ema_device:
-        return Row("EMA", formula="off")
-    place = "cpu" if model.ema_device == "cpu" else "none"
-    return placed("EMA", place, FLOAT32_BYTES * model.parameters / model.ranks, "4 P / N")
-
-
-def buffers(config: Mapping[str, Any], model: Model) -> Row:
-    """Return what gradients, gathered weights and what travels to files pass through, at most."""
-    block, width = {**DEFAULTS, **config["zero_optimization"]}, width_of(config)
-    share = model.parameters / model.ranks
-    buckets = 2 if block["stage"] < 3 and block.get("overlap_comm") else 1
-    gpu = width * block["reduce_bucket_size"] * buckets
-    gathered = min(model.parameters, block["stage3_max_live_parameters"]) if block["stage"] == 3 else 0
+def estimate_buffers(config: Mapping[str, Any], inputs: EstimateInputs) -> EstimateRow:
+    """Estimate the buffers for reducing gradients, gathering weights and swapping to files, at their largest."""
+    block, width = {**DEFAULT_ELEMENTS, **config["zero_optimization"]}, weight_bytes(config)
+    # overlap_comm fills one bucket while the other one is reduced.
+    num_buckets = 2 if block["stage"] < 3 and block.get("overlap_comm") else 1
+    gpu = width * block["reduce_bucket_size"] * num_buckets
+    gathered = min(inputs.num_parameters, block["stage3_max_live_parameters"]) if block["stage"] == 3 else 0
     host = 0.0
     if place_of(config, "offload_optimizer") == "nvme":
-        count = block["offload_optimizer"].get("buffer_count", OPTIMIZER_BUFFERS)
-        host += count * FLOAT32_BYTES * min(share, block["sub_group_size"])
+        count = block["offload_optimizer"].get("buffer_count", OPTIMIZER_BUFFER_COUNT)
+        host += count * FLOAT32_BYTES * min(inputs.parameters_per_rank, block["sub_group_size"])
     if place_of(config, "offload_param") == "nvme":
-        count = block["offload_param"].get("buffer_count", PARAM_BUFFERS)
+        count = block["offload_param"].get("buffer_count", PARAM_BUFFER_COUNT)
         host += count * width * block["offload_param"]["buffer_size"]
-    return Row("buffers", gpu=gpu + width * gathered, host=host, formula="buckets" + ", gathered" * bool(gathered))
+    formula = "buckets, gathered" if gathered else "buckets"
+    return EstimateRow("buffers", gpu=gpu + width * gathered, host=host, formula=formula)
 
 
-def placed(what: str, place: str, share: float, formula: str) -> Row:
-    """Return a row for bytes that lie on the GPU, in memory or in files."""
-    where = {"none": "gpu", "cpu": "host", "nvme": "disk"}[place]
-    return Row(what, formula=formula, **{where: share})
+def place_row(name: str, place: str, num_bytes: float, formula: str) -> EstimateRow:
+    """Put bytes in the column of their place: `none` (GPU), `cpu` or `nvme`."""
+    column = {"none": "gpu", "cpu": "host", "nvme": "disk"}[place]
+    return EstimateRow(name, formula=formula, **{column: num_bytes})
 
 
-def place_of(config: Mapping[str, Any], part: str) -> str:
-    """Return where a part is offloaded to."""
-    return config["zero_optimization"].get(part, {}).get("device", "none")
+def place_of(config: Mapping[str, Any], block: str) -> str:
+    return config["zero_optimization"].get(block, {}).get("device", "none")
 
 
-def width_of(config: Mapping[str, Any]) -> int:
-    """Return the bytes of a weight that computes."""
+def weight_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of a weight in the compute dtype."""
     return 2 if config["bf16"]["enabled"] else FLOAT32_BYTES
 
 
-def accumulation_width(config: Mapping[str, Any]) -> int:
-    """Return the bytes of a gradient while several passes are added up."""
-    return FLOAT32_BYTES if config.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width_of(config)
+def accumulation_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of a gradient while micro-batches are accumulated."""
+    grad_accum_dtype = config.get("data_types", {}).get("grad_accum_dtype")
+    return FLOAT32_BYTES if grad_accum_dtype == "fp32" else weight_bytes(config)
+
+
+OFFLOAD_PLACES = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme"))
+"""Places of optimizer state and weights, from no offloading to everything."""
+
+FREE_SHARE = 0.1
+"""The share of a GPU that a choice must leave for activations and for CUDA itself."""
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Memory of each GPU and of each machine; None if unknown, which counts as enough."""
+
+    gpu_bytes: int
+    host_bytes: int | None = None
+
+    def shortfall(self, estimate: MemoryEstimate) -> str:
+        """Describe what an estimate needs more of than there is; empty if it fits."""
+        if estimate.gpu_bytes > (1 - FREE_SHARE) * self.gpu_bytes:
+            return f"{format_gib(estimate.gpu_bytes)} per GPU"
+        if self.host_bytes is not None and estimate.host_bytes > self.host_bytes:
+            return f"{format_gib(estimate.host_bytes)} of memory per machine"
+        return ""
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """The ZeRO stage and offloading that were chosen, as settings, and why."""
+
+    settings: dict[str, Any]
+    reason: str
+
+
+def stage_candidates(with_files: bool, fixed: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield combinations of stage and offloading: lowest stage first, then least offloading.
+
+    `fixed` are settings that are chosen already. Below stage 3 DeepSpeed offloads no weights, and nothing to files.
+    """
+    for stage in (1, 2, 3):
+        for optimizer, weights in OFFLOAD_PLACES:
+            candidate = {"zero_stage": stage, "offload_optimizer": optimizer, "offload_param": weights}
+            is_possible = stage == 3 or (optimizer != "nvme" and weights == "none")
+            keeps_fixed = candidate == {**candidate, **(fixed or {})}
+            if is_possible and keeps_fixed and (with_files or "nvme" not in candidate.values()):
+                yield candidate
+
+
+def choose_stage(
+    budget: MemoryBudget,
+    candidates: Iterable[dict[str, Any]],
+    estimate_of: Callable[[dict[str, Any]], MemoryEstimate],
+) -> StageChoice:
+    """Return the first candidate that fits. Raises SettingsError if none does."""
+    too_large: list[str] = []
+    for settings in candidates:
+        estimate = estimate_of(settings)
+        shortfall = budget.shortfall(estimate)
+        if not shortfall:
+            gpu, left = format_gib(budget.gpu_bytes), format_gib(budget.gpu_bytes - estimate.gpu_bytes)
+            fits = f"{describe_stage(settings)} fits {gpu} per GPU, {left} are left for activations"
+            return StageChoice(settings, "; ".join([fits, *too_large]))
+        too_large.append(f"{describe_stage(settings)} would need {shortfall}")
+    raise SettingsError(
+        f"nothing fits {format_gib(budget.gpu_bytes)} per GPU: {'; '.join(too_large)}",
+        "use more GPUs (--num_processes), or name a disk with --offload_param_path",
+    )
+
+
+def describe_stage(settings: Mapping[str, Any]) -> str:
+    """Describe stage and offloading, such as `stage 2 with optimizer state on cpu`."""
+    places = {"optimizer state": settings["offload_optimizer"], "weights": settings["offload_param"]}
+    offloaded = [f"{what} on {place}" for what, place in places.items() if place != "none"]
+    return f"stage {settings['zero_stage']}{' with ' if offloaded else ''}{' and '.join(offloaded)}"

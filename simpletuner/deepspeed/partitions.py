@@ -1,10 +1,17 @@
-"""Where DeepSpeed keeps the slices of float32 masters and moments, and how they are written.
+"""Read and write the float32 weights and optimizer moments that DeepSpeed keeps on this rank.
 
-It has three optimizers around ours: one for stages 1 and 2, one for stage 1 in bf16 with float32 gradients, one for
-stage 3. The first two flatten a parameter group and give each rank an equal interval of it, so a parameter may lie on
-one rank, on several, or on this one not at all. Stage 3 gives each rank an equal interval of every parameter, padded at
-the end, and may keep groups of them on disk. Nothing of what is used here is promised by DeepSpeed but `_hp_mapping`
-and `update_lp_params`; tests/test_zero.py is what holds it.
+DeepSpeed wraps our optimizer in one of three of its own (0.19.8, `DeepSpeedEngine._configure_optimizer`):
+
+- stages 1 and 2: `DeepSpeedZeroOptimizer` (runtime/zero/stage_1_and_2.py)
+- stage 1 in bf16 with float32 gradient accumulation: `BF16_Optimizer` (runtime/bf16_optimizer.py)
+- stage 3: `DeepSpeedZeroOptimizer_Stage3` (runtime/zero/stage3.py)
+
+The first two flatten each parameter group into one buffer and give every rank an equal range of it, so a parameter may
+be on one rank, on several, or not on this rank at all. Stage 3 gives every rank an equal range of each parameter,
+padded at the end, packs those ranges into sub-groups, and may keep sub-groups on disk.
+
+The attributes used here are internal to DeepSpeed. `simpletuner/deepspeed/__init__.py` lists them with the version they
+were checked with; tests/test_zero.py fails when their behaviour changes.
 """
 
 from __future__ import annotations
@@ -16,155 +23,137 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from simpletuner.deepspeed.row_shards import Interval
+from simpletuner.deepspeed.row_shards import ElementRange
 from simpletuner.parallel.torch_engine import ShardUpdate
 
 
-class Fragments(Protocol):
-    """This rank's slices of all trainable parameters; `of` is a moment, or empty for the masters."""
+class OptimizerPartitions(Protocol):
+    """This rank's float32 partitions of all trainable parameters, and of the optimizer's moments.
 
-    def interval(self, name: str) -> Interval:
-        """Return which elements of a parameter this rank has."""
+    `moment` names one of the optimizer's moments (`exp_avg`, ...); None means the float32 weights themselves.
+    """
+
+    def element_range(self, name: str) -> ElementRange:
+        """Which elements of a parameter this rank has."""
         ...
 
-    def pieces(self, of: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter's slice (1-D), the same names in the same order on all ranks; valid until the next."""
+    def local_shards(self, moment: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter's partition (1-D, may be empty), in the same order on all ranks.
+
+        A partition is valid only until the next one is requested: its sub-group may be swapped out again.
+        """
         ...
 
-    def rewrite(self, change: ShardUpdate, of: str = "") -> None:
-        """Let `change` write into every slice; after masters the weights that compute follow. All ranks take part."""
+    def update_shards(self, fn: ShardUpdate, moment: str | None = None) -> None:
+        """Collective: call `fn(name, partition)` on every partition; it writes in place.
+
+        After an update of the float32 weights, the weights that compute are refreshed from them.
+        """
         ...
 
-    def flats(self) -> Iterator[Tensor]:
-        """Yield the flat tensors that the optimizer works on, each while its state is in memory and may be changed."""
+    def flat_buffers(self) -> Iterator[Tensor]:
+        """Yield the flat float32 parameters (1-D, of length N_rank over all of them) that our optimizer steps.
+
+        Each is valid, with its optimizer state, until the next one is requested.
+        """
         ...
 
 
-def state_of(optimizer: Any) -> dict[Tensor, dict[str, Any]]:
-    """Return the state of the optimizer within DeepSpeed's, by flat tensor."""
-    return optimizer.optimizer.state
-
-
-def steps_taken(optimizer: Any) -> int:
-    """Return how many steps the optimizer has taken; some count per tensor, some per group."""
-    counts = [*state_of(optimizer).values(), *optimizer.optimizer.param_groups]
-    return max((int(each["step"]) for each in counts if "step" in each), default=0)
-
-
-def moments_of(optimizer: Any) -> list[str]:
-    """Return the names of the moments that the optimizer has made so far."""
-    states = state_of(optimizer).values()
-    return sorted(
-        {name for state in states for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
-    )
-
-
-def make_moments(optimizer: Any, fragments: Fragments, steps: int, moments: Iterable[str]) -> None:
-    """Let the optimizer have taken `steps`, with moments that are still zero."""
-    moments = list(moments)
-    for flat in fragments.flats():
-        step = torch.tensor(float(steps), device=flat.device)
-        made = {moment: torch.zeros_like(flat, requires_grad=False) for moment in moments}
-        state_of(optimizer)[flat] = {"step": step, **made}
-
-
-class FlatGroups:
-    """Slices at stages 1 and 2."""
+class FlatBufferPartitions:
+    """Partitions at stages 1 and 2: ranges of one flat buffer per parameter group."""
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.optimizer, self.parameters = optimizer, parameters
 
-    def interval(self, name: str) -> Interval:
-        """Return which elements of a parameter lie in this rank's part of its group."""
+    def element_range(self, name: str) -> ElementRange:
         mapping = self._mapping(name)
         if mapping is None:
-            return (0, 0)
+            return ElementRange(0, 0)
         address = mapping.lp_fragment_address
-        return (address.start, address.start + address.numel)
+        return ElementRange(address.start, address.start + address.numel)
 
-    def pieces(self, of: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter's slice: the live one, or nothing where this rank has none of it."""
-        flats = list(self.flats())
+    def local_shards(self, moment: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        flat_buffers = list(self.flat_buffers())
         for name in self.parameters:
             mapping = self._mapping(name)
             if mapping is None:
-                yield name, flats[0].detach().new_empty(0)
+                yield name, flat_buffers[0].detach().new_empty(0)
                 continue
-            flat, address = flats[mapping.param_group_index], mapping.hp_fragment_address
-            source = state_of(self.optimizer)[flat][of] if of else flat.detach()
+            flat, address = flat_buffers[mapping.param_group_index], mapping.hp_fragment_address
+            source = flat.detach() if moment is None else optimizer_states(self.optimizer)[flat][moment]
             yield name, source.narrow(0, address.start, address.numel)
 
     @torch.no_grad()
-    def rewrite(self, change: ShardUpdate, of: str = "") -> None:
-        """Let `change` write into every slice; then gather the working weights from the masters of all ranks."""
-        for name, piece in self.pieces(of):
-            change(name, piece)
-        if not of:
-            self.optimizer.update_lp_params()
+    def update_shards(self, fn: ShardUpdate, moment: str | None = None) -> None:
+        for name, shard in self.local_shards(moment):
+            fn(name, shard)
+        if moment is None:
+            self.optimizer.update_lp_params()  # casts to the compute dtype and all-gathers
 
-    def flats(self) -> Iterator[Tensor]:
-        """Yield this rank's part of each parameter group."""
+    def flat_buffers(self) -> Iterator[Tensor]:
         for group in self.optimizer.optimizer.param_groups:
             yield group["params"][0]
 
     def _mapping(self, name: str) -> Any:
+        # Set by utils/mixed_precision_linkage.py, link_hp_params; None where this rank has no element of the parameter.
+        # It says where the partition is in the parameter (lp_...) and in the flat buffer (hp_...).
         return self.parameters[name]._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Partitions:
-    """Slices at stage 3, in sub-groups, each of which may lie on disk."""
+class SubGroupPartitions:
+    """Partitions at stage 3: ranges of sub-groups, each of which may be on disk."""
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter], rank: int) -> None:
         self.optimizer, self.rank = optimizer, rank
         self.names = {id(parameter): name for name, parameter in parameters.items()}
-        self.intervals = {name: self._interval(parameter) for name, parameter in parameters.items()}
+        self.ranges = {name: self._range_of(parameter) for name, parameter in parameters.items()}
 
-    def _interval(self, parameter: Any) -> Interval:
-        share = parameter.partition_numel()
-        return (min(self.rank * share, parameter.ds_numel), min((self.rank + 1) * share, parameter.ds_numel))
+    def _range_of(self, parameter: Any) -> ElementRange:
+        # Every rank's partition has partition_numel elements; the last ones are padded past ds_numel.
+        start = self.rank * parameter.partition_numel()
+        end = start + parameter.partition_numel()
+        return ElementRange(min(start, parameter.ds_numel), min(end, parameter.ds_numel))
 
-    def interval(self, name: str) -> Interval:
-        """Return which elements of a parameter this rank has, without the padding."""
-        return self.intervals[name]
+    def element_range(self, name: str) -> ElementRange:
+        return self.ranges[name]
 
-    def pieces(self, of: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter's slice; sub-groups that lie on disk are fetched one after the other."""
+    def local_shards(self, moment: str | None = None) -> Iterator[tuple[str, Tensor]]:
         for number in range(len(self.optimizer.fp16_groups)):
-            with self._resident(number, changed=False):
-                yield from self._pieces_of(number, of)
+            with self._in_memory(number, write_back=False):
+                yield from self._shards_in(number, moment)
 
     @torch.no_grad()
-    def rewrite(self, change: ShardUpdate, of: str = "") -> None:
-        """Let `change` write into every slice; the working slices follow, and what all ranks keep whole."""
-        if not of:
+    def update_shards(self, fn: ShardUpdate, moment: str | None = None) -> None:
+        if moment is None:
+            # Drops gathered copies of the old weights, which validation or a forward pass may have left.
             self.optimizer.empty_partition_cache()
         for number in range(len(self.optimizer.fp16_groups)):
-            with self._resident(number, changed=True):
-                for name, piece in self._pieces_of(number, of):
-                    change(name, piece)
-                if not of:
+            with self._in_memory(number, write_back=True):
+                for name, shard in self._shards_in(number, moment):
+                    fn(name, shard)
+                if moment is None:
                     self.optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        if not of and (persistent := self.optimizer.persistent_parameters):
+        # Small parameters stay whole on every rank (stage3_param_persistence_threshold), so they are gathered again,
+        # as `DeepSpeedZeroOptimizer_Stage3._post_step` does after each step.
+        if moment is None and (persistent := self.optimizer.persistent_parameters):
             persistent[0].all_gather(persistent)
 
-    def flats(self) -> Iterator[Tensor]:
-        """Yield this rank's part of each sub-group."""
+    def flat_buffers(self) -> Iterator[Tensor]:
         for number, flat in enumerate(self.optimizer.fp32_partitioned_groups_flat):
-            with self._resident(number, changed=True):
+            with self._in_memory(number, write_back=True):
                 yield flat
 
-    def _pieces_of(self, number: int, of: str) -> Iterator[tuple[str, Tensor]]:
+    def _shards_in(self, number: int, moment: str | None) -> Iterator[tuple[str, Tensor]]:
         flat = self.optimizer.fp32_partitioned_groups_flat[number]
-        source = state_of(self.optimizer)[flat][of] if of else flat.detach()
-        for parameter in self.optimizer.fp16_groups[number]:
+        source = flat.detach() if moment is None else optimizer_states(self.optimizer)[flat][moment]
+        for parameter in self.optimizer.fp16_groups[number]:  # "fp16" by name only: whatever dtype computes
             _, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
             name = self.names[id(parameter)]
-            first, end = self.intervals[name]
-            yield name, source.narrow(0, offset, end - first)
+            yield name, source.narrow(0, offset, self.ranges[name].numel)
 
     @contextmanager
-    def _resident(self, number: int, changed: bool) -> Iterator[None]:
-        """Have a sub-group in memory for a while, and write it to disk again if it was changed."""
+    def _in_memory(self, number: int, write_back: bool) -> Iterator[None]:
+        """Read a sub-group and its optimizer state from disk if they are there; write them back if asked to."""
         optimizer = self.optimizer
         if not optimizer._swappable_optimizer_subgroup(number):
             yield
@@ -173,7 +162,36 @@ class Partitions:
         try:
             yield
         finally:
-            if changed:
+            if write_back:
                 optimizer._optimizer_states_and_gradient_swap_out(number)
             else:
                 optimizer._release_swap_buffers(number)
+
+
+def optimizer_states(optimizer: Any) -> dict[Tensor, dict[str, Any]]:
+    """Return the state of our optimizer, which DeepSpeed's wraps, by flat buffer."""
+    return optimizer.optimizer.state
+
+
+def count_steps(optimizer: Any) -> int:
+    """Return how many steps our optimizer has taken."""
+    # torch's optimizers count per tensor, DeepSpeed's FusedAdam per parameter group.
+    entries = [*optimizer_states(optimizer).values(), *optimizer.optimizer.param_groups]
+    return max((int(entry["step"]) for entry in entries if "step" in entry), default=0)
+
+
+def moment_names(optimizer: Any) -> list[str]:
+    """Return the names of the moments that our optimizer has created so far."""
+    states = optimizer_states(optimizer).values()
+    return sorted(
+        {name for state in states for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
+    )
+
+
+def create_moments(optimizer: Any, partitions: OptimizerPartitions, steps: int, moments: Iterable[str]) -> None:
+    """Give our optimizer the state that it has after `steps` steps, with all moments zero."""
+    moments = list(moments)
+    for flat in partitions.flat_buffers():
+        step = torch.tensor(float(steps), device=flat.device)
+        zeros = {moment: torch.zeros_like(flat, requires_grad=False) for moment in moments}
+        optimizer_states(optimizer)[flat] = {"step": step, **zeros}

@@ -1,7 +1,9 @@
-"""From the slices that ZeRO keeps of a flattened parameter to the rows that checkpoints hold, and back.
+"""Convert between DeepSpeed's optimizer partitions and the row shards that checkpoints hold.
 
-Both cut a parameter into one contiguous interval per rank, in order of rank. So one all-to-all moves just what is
-elsewhere, bit for bit, and nobody ever holds a whole parameter.
+An optimizer partition is any contiguous range of a flattened parameter, and may be empty. A row shard is what FSDP2
+and checkpoints use: a DTensor sharded on dim 0. Both cut a flattened parameter into one contiguous range per rank, in
+rank order, so a single all-to-all per parameter converts one into the other bit for bit, and no rank holds a whole
+parameter.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,73 +19,79 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-Interval = tuple[int, int]
-"""Which elements of a flattened parameter a rank has: from, and up to but without."""
+
+class ElementRange(NamedTuple):
+    """The elements [start, end) of a flattened parameter."""
+
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+    def count_shared(self, other: ElementRange) -> int:
+        return max(0, min(self.end, other.end) - max(self.start, other.start))
 
 
-def row_intervals(shape: Sequence[int], ranks: int) -> list[Interval]:
-    """Return the elements behind each rank's rows, cut as `torch.chunk` cuts them; later ranks may have none."""
-    rows, width = shape[0], prod(shape[1:])
-    share = -(-rows // ranks)
-    edges = [min(rank * share, rows) * width for rank in range(ranks + 1)]
-    return list(pairwise(edges))
+def row_ranges(shape: Sequence[int], num_ranks: int) -> list[ElementRange]:
+    """Return each rank's range when dim 0 is cut as `torch.chunk` cuts it; the last ranks may have no rows."""
+    rows, row_numel = shape[0], prod(shape[1:])
+    rows_per_rank = -(-rows // num_ranks)
+    edges = [min(rank * rows_per_rank, rows) * row_numel for rank in range(num_ranks + 1)]
+    return [ElementRange(start, end) for start, end in pairwise(edges)]
 
 
-def overlap(one: Interval, other: Interval) -> int:
-    """Return how many elements two intervals share."""
-    return max(0, min(one[1], other[1]) - max(one[0], other[0]))
+def exchange(elements: Tensor, have: Sequence[ElementRange], want: Sequence[ElementRange], rank: int) -> Tensor:
+    """Collective: return the elements in `want[rank]` (1-D), given those in `have[rank]` (1-D).
 
-
-def exchanged(part: Tensor, have: Sequence[Interval], want: Sequence[Interval], rank: int) -> Tensor:
-    """Return this rank's wanted elements (1-D), given those that it has (1-D). All ranks take part.
-
-    `have` and `want` say for every rank which elements those are.
+    `have` and `want` list the range of every rank.
     """
-    received = part.new_empty(want[rank][1] - want[rank][0])
+    received = elements.new_empty(want[rank].numel)
     if len(have) == 1:
-        return received.copy_(part)
-    sent, got = [overlap(have[rank], each) for each in want], [overlap(want[rank], each) for each in have]
-    dist.all_to_all_single(received, part.contiguous(), got, sent)
+        return received.copy_(elements)
+    send_sizes = [have[rank].count_shared(each) for each in want]
+    receive_sizes = [want[rank].count_shared(each) for each in have]
+    dist.all_to_all_single(received, elements.contiguous(), receive_sizes, send_sizes)
     return received
 
 
-class Rows:
-    """The rows of every parameter over all ranks, as DTensors; `shapes` are those of the whole parameters."""
+class RowShards:
+    """Makes and converts row shards of parameters, given the shapes of the whole parameters by name."""
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self.shapes, self.ranks, self.rank = shapes, dist.get_world_size(), dist.get_rank()
-        self.intervals = {name: row_intervals(shape, self.ranks) for name, shape in shapes.items()}
-        self.meshes: dict[str, DeviceMesh] = {}
-
-    def of(self, name: str, elements: Tensor) -> DTensor:
-        """Return this rank's elements as its rows of a DTensor, in the same memory."""
-        kind, shape = elements.device.type, self.shapes[name]
-        if kind not in self.meshes:
-            self.meshes[kind] = init_device_mesh(kind, (self.ranks,))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            elements.view(-1, *shape[1:]), self.meshes[kind], [Shard(0)], run_check=False, shape=shape, stride=stride
-        )
+        self.shapes, self.num_ranks, self.rank = shapes, dist.get_world_size(), dist.get_rank()
+        self.ranges = {name: row_ranges(shape, self.num_ranks) for name, shape in shapes.items()}
+        self.meshes: dict[str, DeviceMesh] = {}  # by device type: moments and masters may be on the CPU
 
     def empty(self, name: str, device: torch.device) -> DTensor:
-        """Return float32 rows to be read into."""
-        first, end = self.intervals[name][self.rank]
-        return self.of(name, torch.empty(end - first, device=device))
+        """Allocate this rank's rows (r, ...) in float32; r may be 0."""
+        return self.as_dtensor(name, torch.empty(self.ranges[name][self.rank].numel, device=device))
 
-    def whole(self, name: str, rows: DTensor, device: torch.device) -> Tensor:
-        """Return a whole parameter on a device. All ranks take part."""
-        share, shape = self.intervals[name][0][1], self.shapes[name]
-        own = rows.to_local().flatten()
-        part = torch.zeros(share, device=device)  # later ranks may have fewer rows
-        part[: own.numel()] = own
-        gathered = part.new_empty(self.ranks * share)
-        dist.all_gather(list(gathered.chunk(self.ranks)), part)
+    def as_dtensor(self, name: str, elements: Tensor) -> DTensor:
+        """View this rank's elements (1-D) as its rows (r, ...) of a DTensor, without a copy."""
+        device_type, shape = elements.device.type, self.shapes[name]
+        if device_type not in self.meshes:
+            self.meshes[device_type] = init_device_mesh(device_type, (self.num_ranks,))
+        stride = torch.empty(shape, device="meta").stride()
+        rows, mesh = elements.view(-1, *shape[1:]), self.meshes[device_type]
+        # run_check would compare shapes over all ranks, per parameter, and refuse ranks that have no rows
+        return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    def gather(self, name: str, rows: DTensor, device: torch.device) -> Tensor:
+        """Collective: return the whole parameter on a device."""
+        max_numel, shape = self.ranges[name][0].numel, self.shapes[name]
+        local = rows.to_local().flatten()
+        padded = torch.zeros(max_numel, device=device)  # all_gather wants equal sizes; the last ranks have fewer rows
+        padded[: local.numel()] = local
+        gathered = padded.new_empty(self.num_ranks * max_numel)
+        dist.all_gather(list(gathered.chunk(self.num_ranks)), padded)
         return gathered[: shape.numel()].view(shape)
 
-    def from_part(self, name: str, part: Tensor, have: Sequence[Interval]) -> DTensor:
-        """Return this rank's rows, given its slice; `have` are the slices of all ranks. All ranks take part."""
-        return self.of(name, exchanged(part, have, self.intervals[name], self.rank))
+    def from_partition(self, name: str, partition: Tensor, have: Sequence[ElementRange]) -> DTensor:
+        """Collective: convert this rank's partition (1-D) to its rows; `have` lists the partitions of all ranks."""
+        return self.as_dtensor(name, exchange(partition, have, self.ranges[name], self.rank))
 
-    def to_part(self, name: str, rows: DTensor, want: Sequence[Interval]) -> Tensor:
-        """Return this rank's slice, given its rows. All ranks take part."""
-        return exchanged(rows.to_local().flatten(), self.intervals[name], want, self.rank)
+    def to_partition(self, name: str, rows: DTensor, want: Sequence[ElementRange]) -> Tensor:
+        """Collective: convert this rank's rows to its partition (1-D); `want` lists the partitions of all ranks."""
+        return exchange(rows.to_local().flatten(), self.ranges[name], want, self.rank)

@@ -1,9 +1,9 @@
-"""Folders for what DeepSpeed offloads to NVMe: which are ours, and whether the run that made one is alive.
+"""Folders for what DeepSpeed offloads to NVMe: who created each, and whether that process is still running.
 
-Each process makes a folder of its own under `offload_param_path`, with a file that names its owner and that the owner
-holds locked. A lock always reaches over one machine, but not over every shared file system; so a folder of another
-machine counts as dead for nobody but that machine. (A heartbeat would need clocks that agree, and a process that is
-stopped for long would look dead.)
+Each process creates its own folder under `offload_param_path`, with a file `owner.json` that says who it is and that it
+keeps locked. The kernel releases the lock when the process ends, however it ends. Locks always work within one machine,
+but not over every shared file system, so only the machine that created a folder may judge it dead. (Heartbeats would
+need synchronized clocks, and a process that is suspended for long would look dead.)
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.cache_files import entries_of, is_plain_file, is_plain_folder
 from simpletuner.system.locks import is_held, locked
 
-PREFIX, OWNER = "simpletuner-swap-", "owner.json"
+SWAP_PREFIX, OWNER_FILE = "simpletuner-swap-", "owner.json"
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
-State = Literal["live", "dead", "elsewhere", "foreign"]
+SwapState = Literal["live", "dead", "elsewhere", "foreign"]
+"""`elsewhere`: another machine created it, so it cannot be judged here. `foreign`: no run of ours created it."""
 
 
 @dataclass(frozen=True)
-class Owner:
-    """The process that made a folder; `boot` is the same for all containers of one machine that is up."""
+class SwapOwner:
+    """The process that created a folder; `boot` identifies the running kernel, the same in all containers on it."""
 
     host: str
     boot: str
@@ -39,8 +40,7 @@ class Owner:
     output_dir: str
 
     @property
-    def is_here(self) -> bool:
-        """Return whether that was on this machine, so that its lock can be relied on."""
+    def is_this_machine(self) -> bool:
         return self.host == socket.gethostname() or bool(self.boot) and self.boot == boot_id()
 
     def __str__(self) -> str:
@@ -48,84 +48,84 @@ class Owner:
 
 
 def boot_id() -> str:
-    """Return the kernel's name for the time since this machine was started; empty where it has none."""
+    """Return the kernel's random id of this boot; empty where there is none."""
     try:
-        return BOOT_ID.read_text().strip()
+        return BOOT_ID_FILE.read_text().strip()
     except OSError:
         return ""
 
 
 @contextmanager
-def claimed(parent: Path, output_dir: Path) -> Iterator[Path]:
-    """Yield a new folder for what this process swaps out, and remove it in the end.
+def create_swap_folder(parent: Path, output_dir: Path) -> Iterator[Path]:
+    """Create this process's own folder, and remove it on exit.
 
-    A process that is killed leaves it behind unlocked: the next start (`clear_dead`) or `cache clear deepspeed` removes
-    it then. Raises EnvironmentFault where it cannot be made or locked.
+    What a killed process leaves behind is removed by the next start (`remove_dead_swap_folders`) or by
+    `cache clear deepspeed`. Raises EnvironmentNotReady where the folder cannot be created or locked.
     """
-    folder = parent / f"{PREFIX}{uuid.uuid4().hex[:12]}"
-    owner = Owner(socket.gethostname(), boot_id(), os.getpid(), str(output_dir.absolute()))
+    folder = parent / f"{SWAP_PREFIX}{uuid.uuid4().hex[:12]}"
+    owner = SwapOwner(socket.gethostname(), boot_id(), os.getpid(), str(output_dir.absolute()))
     try:
         folder.mkdir(parents=True)
-        descriptor = locked(folder / OWNER, exclusive=True)
-        os.write(descriptor, json.dumps(asdict(owner)).encode())  # after the lock: an owner who can be read held it
+        # Locked first, written then: whoever can read an owner without finding it locked knows that it is dead.
+        descriptor = locked(folder / OWNER_FILE, exclusive=True)
+        os.write(descriptor, json.dumps(asdict(owner)).encode())
     except OSError as error:
         hint = "set offload_param_path to a folder on this machine's own NVMe"
         raise EnvironmentNotReady(f"cannot offload to {folder}: {error.strerror}", hint) from None
     try:
         yield folder
     finally:
-        with suppress(OSError):  # then `cache clear deepspeed` can do it
-            remove(folder)
+        with suppress(OSError):  # `cache clear deepspeed` can remove it later
+            remove_swap_folder(folder)
         os.close(descriptor)
 
 
-def clear_dead(parent: Path) -> list[Owner]:
-    """Remove what this machine's dead processes left in an offload folder, and return who they were."""
-    owners = [(folder, owner) for folder in entries_of(parent) if (owner := owner_of(folder)) is not None]
-    dead = [(folder, owner) for folder, owner in owners if state_of(folder, owner) == "dead"]
+def remove_dead_swap_folders(parent: Path) -> list[SwapOwner]:
+    """Remove the folders of this machine's dead processes, and return their owners."""
+    owners = [(folder, owner) for folder in entries_of(parent) if (owner := read_owner(folder)) is not None]
+    dead = [(folder, owner) for folder, owner in owners if find_state(folder, owner) == "dead"]
     for folder, _ in dead:
-        with suppress(OSError):  # it is somebody else's; `cache clear deepspeed` says so
-            remove(folder)
+        with suppress(OSError):  # belongs to another user; `cache clear deepspeed` reports it
+            remove_swap_folder(folder)
     return [owner for _, owner in dead]
 
 
-def owner_of(folder: Path) -> Owner | None:
-    """Return who made a folder; None if it is not one of ours."""
-    if not (folder.name.startswith(PREFIX) and is_plain_folder(folder) and is_plain_file(folder / OWNER)):
+def read_owner(folder: Path) -> SwapOwner | None:
+    """Return who created a folder; None if it is not a swap folder of ours."""
+    if not (folder.name.startswith(SWAP_PREFIX) and is_plain_folder(folder) and is_plain_file(folder / OWNER_FILE)):
         return None
     try:
-        value: Any = json.loads((folder / OWNER).read_text(encoding="utf-8"))
-        return Owner(**value) if isinstance(value, Mapping) else None
+        value: Any = json.loads((folder / OWNER_FILE).read_text(encoding="utf-8"))
+        return SwapOwner(**value) if isinstance(value, Mapping) else None
     except (OSError, ValueError, TypeError):
         return None
 
 
-def state_of(folder: Path, owner: Owner | None) -> State:
-    """Return whether a folder's run is alive, dead, not to be judged from this machine, or none of ours."""
+def find_state(folder: Path, owner: SwapOwner | None) -> SwapState:
     if owner is None:
         return "foreign"
-    held = is_held(folder / OWNER)
+    held = is_held(folder / OWNER_FILE)
     if held:
         return "live"
-    return "dead" if owner.is_here and held is False else "elsewhere"
+    return "dead" if owner.is_this_machine and held is False else "elsewhere"
 
 
-def remove(folder: Path) -> None:
-    """Remove a swap folder; the owner's file goes last, so that an interrupted removal can be repeated."""
-    remove_below(folder, keep=OWNER)
-    (folder / OWNER).unlink(missing_ok=True)
+def remove_swap_folder(folder: Path) -> None:
+    # The owner's file goes last: after an interrupted removal the folder is still known as ours.
+    remove_contents(folder, keep=OWNER_FILE)
+    (folder / OWNER_FILE).unlink(missing_ok=True)
     with suppress(FileNotFoundError):
         folder.rmdir()
 
 
-def remove_below(folder: Path, keep: str = "") -> None:
-    """Remove all that lies in a folder but one file; links themselves, not what they lead to."""
+def remove_contents(folder: Path, keep: str = "") -> None:
+    """Remove everything in a folder but one name; links are removed, not followed."""
     for path in entries_of(folder):
         if path.name == keep:
             continue
         if not is_plain_folder(path):
             path.unlink(missing_ok=True)
             continue
-        remove_below(path)
+        remove_contents(path)
         with suppress(FileNotFoundError):
             path.rmdir()

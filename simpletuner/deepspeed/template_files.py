@@ -1,4 +1,4 @@
-"""DeepSpeed configurations by name: those that come with simpletuner, and the user's own in SIMPLETUNER_HOME."""
+"""Named DeepSpeed configurations: those shipped with simpletuner, and the user's own in SIMPLETUNER_HOME."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from simpletuner.errors import SettingsError
 from simpletuner.settings.mistakes import nearest
 from simpletuner.system.cache_files import user_home
 
-SHIPPED = Path(__file__).with_name("templates")
-FOLDER = "deepspeed"
+SHIPPED_FOLDER = Path(__file__).with_name("templates")
+USER_FOLDER = "deepspeed"
 SUFFIX = ".toml"
 DESCRIPTION = "description"
 
 
 @dataclass(frozen=True)
-class Template:
-    """A configuration with a name; `config` is DeepSpeed's JSON, where `auto` and what is missing is filled in."""
+class DeepSpeedTemplate:
+    """A named configuration; `config` is DeepSpeed's JSON, in which `auto` and missing keys are filled in."""
 
     name: str
     path: Path
@@ -30,50 +30,48 @@ class Template:
     config: Mapping[str, Any]
 
     @property
-    def is_own(self) -> bool:
-        """Return whether it is the user's."""
-        return self.path.parent != SHIPPED
+    def is_shipped(self) -> bool:
+        return self.path.parent == SHIPPED_FOLDER
 
 
-def templates(environment: Mapping[str, str] = os.environ) -> dict[str, Template]:
-    """Return all templates by name; a user's own comes before a shipped one of the same name."""
-    paths = [path for folder in (SHIPPED, own_folder(environment)) for path in sorted(folder.glob(f"*{SUFFIX}"))]
-    return {path.stem: read(path) for path in paths}
+def load_templates(environment: Mapping[str, str] = os.environ) -> dict[str, DeepSpeedTemplate]:
+    """Read all templates, by name; the user's own replace shipped ones of the same name."""
+    folders = (SHIPPED_FOLDER, user_folder(environment))
+    paths = [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    return {path.stem: read_template(path) for path in paths}
 
 
-def own_folder(environment: Mapping[str, str]) -> Path:
-    """Return where a user's own templates lie."""
-    return user_home(environment) / FOLDER
+def user_folder(environment: Mapping[str, str]) -> Path:
+    return user_home(environment) / USER_FOLDER
 
 
-def find(name: str, environment: Mapping[str, str] = os.environ) -> Template:
-    """Return the template of a name. Raises SettingsError if there is none."""
-    known = templates(environment)
+def find_template(name: str, environment: Mapping[str, str] = os.environ) -> DeepSpeedTemplate:
+    """Return the template of that name. Raises SettingsError if there is none."""
+    known = load_templates(environment)
     if name not in known:
         raise SettingsError(f"there is no template `{name}`{nearest(name, known)}", "`simpletuner deepspeed templates`")
     return known[name]
 
 
-def read(path: Path) -> Template:
-    """Read a template. Raises SettingsError for a file that is none."""
+def read_template(path: Path) -> DeepSpeedTemplate:
+    """Read a template. Raises SettingsError for a file that is not one."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(f"{path} is no template: {reason}", "correct the file, or remove it") from None
+        raise SettingsError(f"{path} is not a template: {reason}", "correct the file, or remove it") from None
     description = str(values.pop(DESCRIPTION, ""))
-    return Template(path.stem, path, description, values)
+    return DeepSpeedTemplate(path.stem, path, description, values)
 
 
-def own_path(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the file of a template of the user's own. Raises SettingsError for what cannot name one."""
+def user_template_path(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the file of a user's own template. Raises SettingsError for an invalid name."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise SettingsError(f"`{name}` cannot name a template", "use letters, digits, `-`, `_` and `.`")
-    return own_folder(environment) / f"{name}{SUFFIX}"
+    return user_folder(environment) / f"{name}{SUFFIX}"
 
 
-def as_toml(config: Mapping[str, Any]) -> str:
-    """Return a configuration as the text of a template."""
+def format_template(config: Mapping[str, Any]) -> str:
     import tomli_w
 
     return tomli_w.dumps(config)

@@ -34,9 +34,9 @@ def check_engine(session: Session, family: ModelFamily) -> None:
         model = family.denoiser()
         units_of(model, recommended_blocks(model), settings.parallel)
     if (options := deepspeed_options(settings)) is not None:
-        from simpletuner.deepspeed.readiness import make_ready  # DeepSpeed is optional, and takes seconds to import
+        from simpletuner.deepspeed.startup import start_deepspeed  # DeepSpeed is optional, and takes seconds to import
 
-        make_ready(options, session.world, session.report.say, session.stop.check)
+        start_deepspeed(options, session.world, session.report.say, session.stop.check)
 
 
 def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | None) -> Engine:
@@ -69,7 +69,7 @@ def build_engine(
     dtype, world = compute_dtype(settings), mesh.world
     parallelize(model, blocks, settings, mesh)
     if settings.parallel.zero_stage is not None:
-        from simpletuner.deepspeed.build import build_deepspeed_engine  # importing DeepSpeed takes seconds
+        from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 
         return build_deepspeed_engine(model, settings, world, dtype, load_weights, make_optimizer)
     allocate(model, world.device)

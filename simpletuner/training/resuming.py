@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from simpletuner.caches.keys import file_fingerprint
-from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, set_aside
+from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, load_checkpoint, set_aside
 from simpletuner.checkpoints.tensors import read_shapes
 from simpletuner.checkpoints.verification import find_newest_healthy
 from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
-from simpletuner.deepspeed.import_checkpoint import import_dump
+from simpletuner.deepspeed.import_checkpoint import import_deepspeed_checkpoint
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family import ModelFamily
 from simpletuner.preparation import Plan
@@ -97,7 +97,8 @@ def imported_checkpoint(session: Session, family: ModelFamily) -> Checkpoint | N
     folder = ""
     if world.is_first:
         shapes = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
-        folder = str(import_dump(source.expanduser(), checkpoints_of(session.settings), shapes, family.config))
+        root = checkpoints_of(session.settings)
+        folder = str(import_deepspeed_checkpoint(source.expanduser(), root, shapes, family.config))
     world.store_barrier("import", session.stop.check)
     return load_checkpoint(Path(world.gather_texts(folder)[0]))
 

@@ -1,4 +1,4 @@
-"""`simpletuner deepspeed` as people and scripts use it: by questions at a real terminal, by flags, by templates."""
+"""`simpletuner deepspeed` as people and scripts use it: questions in a real terminal, flags, templates."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
-def test_what_does_not_fit_is_refused_with_the_stage_that_does(capsys, tmp_path):
+def test_what_does_not_fit_is_refused_with_a_stage_that_does(capsys, tmp_path):
     model = ("build", PARAMETERS, "--num_processes=8", f"--output={tmp_path / 'ds.json'}")
     said = refusal(capsys, *model, "--stage=2", "--gpu_memory=12GiB")
     assert "this does not fit: it needs " in said
@@ -79,10 +79,10 @@ def test_what_does_not_fit_is_refused_with_the_stage_that_does(capsys, tmp_path)
     assert "nothing fits" in refusal(capsys, *model, "--force", "--stage=1", "--gpu_memory=1MiB")
 
 
-def test_a_person_builds_a_configuration_that_a_config_file_can_name(terminal, tmp_path):
+def test_the_wizard_builds_a_configuration_that_a_config_file_can_name(terminal, tmp_path):
     dialogue = terminal("deepspeed", "build", PARAMETERS, "--gpu_memory=24GiB")
     dialogue.answer("How many GPUs in all?", "2")
-    compared = dialogue.answer("Share out optimizer state (1)", "2")
+    compared = dialogue.answer("Partition optimizer state (1)", "2")
     assert " 3       nvme        nvme      " in compared
     assert (compared.count("  yes "), compared.count("  no  ")) == (6, 3)
     shown = dialogue.answer("Where is optimizer state kept?", "nvme")
@@ -93,16 +93,16 @@ def test_a_person_builds_a_configuration_that_a_config_file_can_name(terminal, t
     shown = dialogue.answer("Which optimizer?", "")
     assert '"device": "cpu"' in shown
     assert "fits: " in shown
-    dialogue.answer("How does the learning rate go on", "constant_with_warmup")
-    dialogue.answer("Over how many steps does it rise?", "100")
-    dialogue.answer("How many forward passes make a step?", "none")
+    dialogue.answer("Which learning rate schedule", "constant_with_warmup")
+    dialogue.answer("How many warm-up steps?", "100")
+    dialogue.answer("How many forward passes per optimizer step?", "none")
     dialogue.wait_for("gradient_accumulation_steps = 'none' (flag): use a whole number of at least 1")
-    dialogue.answer("How many forward passes make a step?", "4")
-    dialogue.answer("Scale gradients down to which norm?", "1.0")
+    dialogue.answer("How many forward passes per optimizer step?", "4")
+    dialogue.answer("Clip gradients to which norm?", "1.0")
     dialogue.answer("Compute in bf16", "")
     (tmp_path / "mine.json").write_text("mine")
     dialogue.answer("Write to", "mine.json")
-    dialogue.answer("mine.json is there already: write over it? [y/N]", "n")
+    dialogue.answer("mine.json exists already: overwrite it? [y/N]", "n")
     dialogue.answer("Write to", "")
     dialogue.wait_for("config/deepspeed.json is written")
     assert dialogue.ended() == ExitCode.OK
@@ -123,7 +123,7 @@ def test_a_person_builds_a_configuration_that_a_config_file_can_name(terminal, t
 
 
 @pytest.mark.parametrize("keys", ["\x04", signal.SIGINT])
-def test_whoever_leaves_in_the_middle_has_written_nothing(terminal, tmp_path, keys):
+def test_interrupting_the_wizard_writes_nothing(terminal, tmp_path, keys):
     dialogue = terminal("deepspeed", "build", "--output=ds.json")
     dialogue.answer("How many GPUs in all?", "2")
     dialogue.wait_for("weights too (3)?")
@@ -136,15 +136,15 @@ def test_whoever_leaves_in_the_middle_has_written_nothing(terminal, tmp_path, ke
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
-def test_a_person_may_write_over_a_file(terminal, tmp_path):
+def test_the_wizard_overwrites_a_file_after_asking(terminal, tmp_path):
     (tmp_path / "old.json").write_text("old")
     flags = ("--num_processes=2", "--max_grad_norm=1", "--lr_warmup_steps=0", "--gradient_accumulation_steps=1")
     dialogue = terminal("deepspeed", "build", *flags, "--optimizer=adamw", "--lr_scheduler=cosine")
-    dialogue.answer("Share out optimizer state (1)", "1")
+    dialogue.answer("Partition optimizer state (1)", "1")
     dialogue.answer("Where is optimizer state kept?", "")
     dialogue.answer("Compute in bf16", "")
     dialogue.answer("Write to", "old.json")
-    dialogue.answer("old.json is there already: write over it? [y/N]", "y")
+    dialogue.answer("old.json exists already: overwrite it? [y/N]", "y")
     dialogue.wait_for("old.json is written")
     assert dialogue.ended() == ExitCode.OK
     assert json.loads((tmp_path / "old.json").read_text())["zero_optimization"] == {"stage": 1}
@@ -154,7 +154,7 @@ def test_what_is_chosen_already_is_not_asked_for(terminal, tmp_path):
     (tmp_path / "run.toml").write_text('optimizer = "adamw"\nlr_scheduler = "cosine"\nmixed_precision = "no"\n')
     flags = ("--num_processes=2", "--max_grad_norm=1", "--lr_warmup_steps=0", "--gradient_accumulation_steps=1")
     dialogue = terminal("deepspeed", "build", "--config=run.toml", *flags, "--output=ds.json")
-    dialogue.answer("Share out optimizer state (1)", "3")
+    dialogue.answer("Partition optimizer state (1)", "3")
     dialogue.answer("Where is optimizer state kept?", "nvme")
     dialogue.answer("In which folder?", "swap")
     dialogue.answer("Where are weights kept", "cpu")
@@ -165,7 +165,7 @@ def test_what_is_chosen_already_is_not_asked_for(terminal, tmp_path):
     assert written["bf16"] == {"enabled": False}
 
 
-def test_flags_say_all_of_it_and_data_goes_to_stdout(capsys):
+def test_flags_are_enough_and_data_goes_to_stdout(capsys):
     flags = ("--stage=2", "--offload_optimizer=cpu", "--gpu_memory=24GiB", "--num_processes=8", PARAMETERS)
     config, told = built(capsys, *flags)
     assert config["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -175,7 +175,7 @@ def test_flags_say_all_of_it_and_data_goes_to_stdout(capsys):
     assert "fits: " in told
 
 
-def test_what_was_chosen_is_a_number_and_the_rest_is_auto(capsys):
+def test_chosen_settings_are_values_and_the_rest_is_auto(capsys):
     config, _ = built(capsys, "--stage=1", "--learning_rate=1e-4", "--train_batch_size=2", "--max_grad_norm=0")
     assert config == {
         "train_batch_size": "auto",
@@ -215,7 +215,7 @@ def test_auto_offloads_to_files_only_where_a_folder_is_named(capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["build"], "nothing is chosen, and nobody is here to ask"),
+        (["build"], "no stage is chosen, and there is no terminal to ask in"),
         (["build", "--stage=auto"], "--stage=auto needs --gpu_memory=24GiB and --parameters=2.6e9"),
         (["build", "--stage=auto", PARAMETERS], "--stage=auto needs --gpu_memory=24GiB\n"),
         (["build", "--stage=2", "--gpu_memory=much"], "--gpu_memory = 'much': use an amount of memory"),
@@ -234,7 +234,7 @@ def test_mistakes_are_usage_errors(capsys, arguments, sentence):
     assert sentence in refusal(capsys, *arguments)
 
 
-def test_a_file_that_is_there_stays(capsys):
+def test_an_existing_file_is_kept(capsys):
     Path("ds.json").write_text("mine")
     assert "ds.json is there already" in refusal(capsys, "build", "--stage=1", "--output=ds.json")
     assert Path("ds.json").read_text() == "mine"
@@ -242,7 +242,7 @@ def test_a_file_that_is_there_stays(capsys):
     assert json.loads(Path("ds.json").read_text())["zero_optimization"] == {"stage": 1}
 
 
-def test_a_file_that_is_there_is_refused_before_anybody_is_asked(terminal, tmp_path):
+def test_an_existing_file_is_refused_before_the_first_question(terminal, tmp_path):
     (tmp_path / "ds.json").write_text("mine")
     dialogue = terminal("deepspeed", "build", "--output=ds.json")
     assert dialogue.ended() == ExitCode.USAGE
@@ -250,7 +250,7 @@ def test_a_file_that_is_there_is_refused_before_anybody_is_asked(terminal, tmp_p
 
 
 @pytest.mark.parametrize("name", ["run.toml", "run.json", "run.yaml", "run.env"])
-def test_a_config_file_comes_to_name_what_was_built_with_what_it_says(capsys, name):
+def test_apply_writes_the_result_into_a_config_file(capsys, name):
     written = {
         "run.toml": 'model_family = "sdxl"  # mine\nnum_processes = 4\n',
         "run.json": '{\n  "model_family": "sdxl",\n  "num_processes": 4\n}\n',
@@ -277,22 +277,24 @@ def test_a_config_file_comes_to_name_what_was_built_with_what_it_says(capsys, na
     assert json.loads(Path("config/deepspeed.json").read_text())["zero_optimization"] == {"stage": 2}
 
 
-def test_a_config_file_that_says_otherwise_stays_and_nothing_is_written(capsys, tmp_path):
+def test_a_contradicting_config_file_is_kept_and_nothing_is_written(capsys, tmp_path):
     text = "zero_stage = 1\nlearning_rate = 1e-4\n"
     Path("run.toml").write_text(text)
     said = refusal(capsys, "build", "--stage=2", "--learning_rate=2e-4", "--apply=run.toml")
     assert "run.toml:1" in said and "run.toml:2" in said
     assert "cannot read no.toml" in refusal(capsys, "build", "--stage=2", "--apply=no.toml")
-    assert "cannot be it" in refusal(capsys, "build", "--stage=1", "--apply=run.toml", "--output=run.toml", "--force")
+    assert "cannot be both --output and --apply" in refusal(
+        capsys, "build", "--stage=1", "--apply=run.toml", "--output=run.toml", "--force"
+    )
     kept = ("--apply=run.toml", "--output=a#b.json", "--save_template=mine")
     assert 'deepspeed_config = "a#b.json"' in refusal(capsys, "build", "--stage=1", *kept)
     assert Path("run.toml").read_text() == text and [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
-def test_templates_are_kept_listed_and_started_from(capsys, tmp_path):
+def test_templates_are_saved_listed_and_started_from(capsys, tmp_path):
     flags = ("--stage=2", "--offload_optimizer=cpu", "--max_grad_norm=0.5", "--save_template=mine")
     kept, told = built(capsys, *flags)
-    assert f"kept as {tmp_path}/home/deepspeed/mine.toml: --template=mine" in told
+    assert f"saved as {tmp_path}/home/deepspeed/mine.toml: --template=mine" in told
     assert "mine.toml is there already" in refusal(capsys, "build", "--stage=1", "--save_template=mine")
     assert built(capsys, "--stage=1", "--save_template=own", "--force")
     assert built(capsys, "--stage=2", "--save_template=own", "--force")[0]["zero_optimization"] == {"stage": 2}
@@ -306,7 +308,7 @@ def test_templates_are_kept_listed_and_started_from(capsys, tmp_path):
     assert listed["mine"]["config"] == kept
 
 
-def test_every_shipped_template_builds_what_it_says(capsys):
+def test_every_shipped_template_builds_its_configuration(capsys):
     assert command("deepspeed", "templates", "--json") == ExitCode.OK
     for one in json.loads(capsys.readouterr().out):
         config, _ = built(capsys, f"--template={one['name']}", "--offload_param_path=/tmp")
@@ -320,12 +322,12 @@ def test_a_damaged_template_is_named(capsys, tmp_path):
     folder = tmp_path / "home" / "deepspeed"
     folder.mkdir(parents=True)
     (folder / "bad.toml").write_text("zero_optimization = [")
-    assert f"{folder}/bad.toml is no template" in refusal(capsys, "templates")
+    assert f"{folder}/bad.toml is not a template" in refusal(capsys, "templates")
     (folder / "bad.toml").write_text("[zero_optimization]\nstag = 2\n")
     assert "DeepSpeed knows no such key; did you mean `stage`?" in refusal(capsys, "build", "--template=bad")
 
 
-def test_validate_shows_what_was_normalised(capsys):
+def test_validate_shows_what_was_normalized(capsys):
     config = {
         "zero_optimization": {"stage": 2, "overlap_comm": True},
         "optimizer": {"type": "CPUAdam", "params": {"lr": 1e-4}},

@@ -1,4 +1,4 @@
-"""Slices and rows, and what is easily lost among them."""
+"""Optimizer partitions and row shards, for the shapes that go wrong first; waiting for compilations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-import slices
+import row_shard_ranks
 import torch
 
-from simpletuner.deepspeed.build import engine_config, swap_into
-from simpletuner.deepspeed.operators import wait_for_compile
-from simpletuner.deepspeed.row_shards import overlap, row_intervals
+from simpletuner.deepspeed.engine import engine_config, set_swap_folder
+from simpletuner.deepspeed.row_shards import ElementRange, row_ranges
+from simpletuner.deepspeed.startup import wait_for_compile
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.settings.sections import Parallel, Settings
 from simpletuner.training.summary import format_engine
@@ -28,17 +28,18 @@ def test_rows_are_cut_as_chunks_are():
     for shape, ranks in [((7, 3), 4), ((1,), 4), ((3, 2, 2), 4), ((8, 2), 2), ((5,), 1)]:
         pieces = list(torch.arange(torch.Size(shape).numel()).view(shape).chunk(ranks))
         pieces += [torch.empty(0, dtype=torch.int64)] * (ranks - len(pieces))
-        for piece, (first, end) in zip(pieces, row_intervals(shape, ranks), strict=True):
+        for piece, (first, end) in zip(pieces, row_ranges(shape, ranks), strict=True):
             assert piece.flatten().tolist() == list(range(first, end))
 
 
-def test_overlap():
-    assert [overlap((0, 5), other) for other in [(3, 9), (5, 9), (1, 2), (0, 0)]] == [2, 0, 1, 0]
+def test_shared_elements_of_two_ranges():
+    others = [ElementRange(3, 9), ElementRange(5, 9), ElementRange(1, 2), ElementRange(0, 0)]
+    assert [ElementRange(0, 5).count_shared(other) for other in others] == [2, 0, 1, 0]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_slices_become_rows_and_slices_again(world, starter, tmp_path):
-    run = starter.start(slices.to_rows_and_back, world, str(tmp_path / "right"))
+def test_partitions_become_row_shards_and_partitions_again(world, starter, tmp_path):
+    run = starter.start(row_shard_ranks.to_rows_and_back, world, str(tmp_path / "right"))
     assert run.wait() == [0] * world, run.said
     for rank in range(world):
         right = json.loads((tmp_path / f"right.{rank}").read_text())
@@ -49,7 +50,7 @@ def test_slices_become_rows_and_slices_again(world, starter, tmp_path):
 @pytest.mark.parametrize("dtype", ["no", "bf16"])
 def test_small_shared_and_frozen_parameters_and_buffers_are_those_of_the_other_engines(dtype, starter, tmp_path):
     names = ["whole", "fsdp2", "zero1", "zero2", "zero2-cpu", "zero3", "zero3-cpu"]
-    run = starter.start(slices.odd_shapes, 4, names, dtype, str(tmp_path / "odd"))
+    run = starter.start(row_shard_ranks.odd_shapes, 4, names, dtype, str(tmp_path / "odd"))
     assert run.wait() == [0] * 4, run.said
     made = {name: torch.load(tmp_path / f"odd.{name}.0") for name in names}
     expected, rel = made["whole"], 1e-5 if dtype == "no" else 5e-2
@@ -72,24 +73,24 @@ def test_small_shared_and_frozen_parameters_and_buffers_are_those_of_the_other_e
             assert torch.allclose(value, expected["trained"][key], rtol=1e-4 if dtype == "no" else 0.1, atol=1e-2 * rel)
 
 
-def test_the_engine_is_told_in_a_few_words():
+def test_the_engine_is_described_in_a_few_words():
     offloaded = Parallel(zero_stage=3, offload_optimizer="cpu", offload_param="nvme", offload_param_path=Path("x"))
     told = format_engine(Settings(parallel=offloaded), 2)
     assert told == "ZeRO-3, optimizer in the machine's memory, weights in files"
     assert format_engine(Settings(parallel=Parallel(zero_stage=1)), 2) == "ZeRO-1"
 
 
-def test_only_what_goes_to_files_gets_the_folder_of_this_process():
+def test_only_nvme_offloading_gets_the_folder_of_this_process():
     offloaded = Parallel(zero_stage=3, offload_optimizer="cpu", offload_param="nvme", offload_param_path=Path("x"))
     config = engine_config(Settings(parallel=offloaded), 2, largest_tensor=300_000_000)
     assert not {"optimizer", "scheduler"} & config.keys()
-    swap_into(config, Path("x/mine"))
+    set_swap_folder(config, Path("x/mine"))
     assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     named = {"device": "nvme", "nvme_path": "x/mine", "buffer_size": 150_000_000}
     assert config["zero_optimization"]["offload_param"] == named
 
 
-def test_a_lock_that_a_killed_compile_left_is_told(tmp_path):
+def test_a_lock_that_a_killed_compilation_left_is_reported(tmp_path):
     (tmp_path / "lock").touch()
     os.utime(tmp_path / "lock", (0, 0))
     os.utime(tmp_path, (0, 0))
@@ -98,7 +99,7 @@ def test_a_lock_that_a_killed_compile_left_is_told(tmp_path):
     assert fault.value.hint.endswith(f"`rm {tmp_path / 'lock'}`")
 
 
-def test_a_compile_that_goes_on_is_waited_for(tmp_path):
+def test_a_running_compilation_is_waited_for(tmp_path):
     lock = tmp_path / "lock"
     code = f"import time; f = open({str(lock)!r}, 'w'); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code]) as compiler:
@@ -114,6 +115,6 @@ def test_a_compile_that_goes_on_is_waited_for(tmp_path):
             if len(asked) == 4:
                 lock.unlink()
 
-        wait_for_compile(tmp_path, "async_io", stop, quiet_seconds=30)
+        wait_for_compile(tmp_path, "async_io", stop, stale_seconds=30)
         compiler.kill()
     assert len(asked) == 4

@@ -1,6 +1,6 @@
-"""What the installed DeepSpeed says of itself, as JSON on stdout; run in a process of its own, as it takes seconds.
+"""Print what the installed DeepSpeed knows, as JSON on stdout; run in its own process: importing it takes seconds.
 
-`facts` prints the keys that it knows; `accept` reads a JSON list of [config, ranks] and prints an answer to each.
+`facts` prints the keys that it knows; `accept` reads a JSON list of [config, ranks] and prints the error for each.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["DEEPSPEED_LOG_LEVEL"] = "error"
 
 
-class Asked(dict):
-    """A JSON object that remembers which names it was asked for."""
+class RecordingDict(dict):
+    """A JSON object that records which names are looked up."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
         self.names: set[str] = set()
 
-    def __copy__(self) -> Asked:
+    def __copy__(self) -> RecordingDict:
         return self
 
     def __getitem__(self, name: str) -> Any:
@@ -70,7 +70,7 @@ def facts() -> dict[str, Any]:
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 
-    top, profiler = Asked(train_batch_size=1), Asked(enabled=False)
+    top, profiler = RecordingDict(train_batch_size=1), RecordingDict(enabled=False)
     top[FLOPS_PROFILER] = profiler
     config.DeepSpeedConfig(top)
     keys = {
@@ -90,7 +90,7 @@ def facts() -> dict[str, Any]:
 
 
 def accepted(wanted: dict[str, Any], ranks: int) -> str:
-    """Return what DeepSpeed has against a configuration; empty for nothing."""
+    """Return DeepSpeed's error for a configuration; empty if it accepts it."""
     from types import SimpleNamespace
 
     from deepspeed import comm

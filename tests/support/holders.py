@@ -12,10 +12,10 @@ CODE = """
 import sys, time
 from pathlib import Path
 from simpletuner.system.locks import exclusive_lock, shared_lock
-from simpletuner.deepspeed.swap_files import claimed
+from simpletuner.deepspeed.swap_files import create_swap_folder
 
 hold = {"cache": lambda: shared_lock([Path(sys.argv[2])]), "file": lambda: exclusive_lock(Path(sys.argv[2])),
-        "swap": lambda: claimed(Path(sys.argv[2]), Path("my-run"))}[sys.argv[1]]
+        "swap": lambda: create_swap_folder(Path(sys.argv[2]), Path("my-run"))}[sys.argv[1]]
 with hold() as held:
     print(held, flush=True)
     sys.stdin.readline()

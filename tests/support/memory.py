@@ -125,7 +125,7 @@ def memory_of_zero3(family: str, folder: str, report: str) -> None:
     and were held afterwards, how many are this rank's share of the weights and all weights, and how many bytes of
     weights were whole here at most."""
     with joined_world() as world:
-        from simpletuner.deepspeed.readiness import import_deepspeed
+        from simpletuner.deepspeed.startup import import_deepspeed
 
         import_deepspeed(world)
         allocated, held, peaks = allocated_bytes(), anonymous_bytes(), [0]

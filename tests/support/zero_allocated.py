@@ -1,4 +1,4 @@
-"""What DeepSpeed estimates, or really allocates on two ranks, in bytes (per parameter); the last line is JSON."""
+"""Print what DeepSpeed estimates, or allocates on two ranks, in bytes (per parameter), as JSON on the last line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def estimators(parameters: int, ranks: int) -> dict[str, int]:
 
 
 def living() -> int:
-    """Return the bytes of all tensors that live, each storage once."""
+    """Return the bytes of all living tensors, each storage once."""
     import torch
 
     gc.collect()
@@ -50,14 +50,14 @@ def rank(number: int, port: int, config: dict[str, Any], answer: Any) -> None:
     import torch
     from deepspeed.utils import logger
 
-    from simpletuner.deepspeed.build import OURS
+    from simpletuner.deepspeed.engine import OWN_CONFIG
 
     logger.setLevel(logging.ERROR)
-    deepspeed.ops.__dict__["__compatible_ops__"] = {}  # else it compiles what we never use
+    deepspeed.ops.__dict__["__compatible_ops__"] = {}  # else it compiles an operator that we never use
     model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     deepspeed.init_distributed("gloo", verbose=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    config = {key: value for key, value in config.items() if key not in ("scheduler", "optimizer")} | OURS
+    config = {key: value for key, value in config.items() if key not in ("scheduler", "optimizer")} | OWN_CONFIG
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     del model, optimizer
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""What a configuration keeps, by hand, by DeepSpeed's own estimators, and by what DeepSpeed really allocates."""
+"""Memory estimates, compared with the paper, DeepSpeed's own estimators, and what DeepSpeed allocates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simpletuner.deepspeed.checks import model_of
-from simpletuner.deepspeed.choice import Room, candidates, choose
-from simpletuner.deepspeed.estimate import Estimate, Model, estimate
+from simpletuner.deepspeed.estimate import (
+    EstimateInputs,
+    EstimateRow,
+    MemoryBudget,
+    MemoryEstimate,
+    choose_stage,
+    estimate_inputs,
+    estimate_memory,
+    stage_candidates,
+)
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
 from simpletuner.settings.deepspeed.config import deepspeed_config
@@ -34,18 +41,20 @@ def config(stage: int, optimizer: str = "none", weights: str = "none", **flags: 
     return deepspeed_config(settings, ranks)
 
 
-def held(stage: int, optimizer: str = "none", weights: str = "none", model: Model | None = None, **flags: Any) -> Any:
+def held(
+    stage: int, optimizer: str = "none", weights: str = "none", inputs: EstimateInputs | None = None, **flags: Any
+) -> Any:
     """Return bytes per parameter on GPU, in memory and on disk of one rank, by kind."""
-    model = model or Model(1000, 2)
-    found = estimate(config(stage, optimizer, weights, num_processes=model.ranks, **flags), model)
-    count = model.parameters
-    return {row.what: (row.gpu / count, row.host / count, row.disk / count) for row in found.rows}
+    inputs = inputs or EstimateInputs(1000, 2)
+    found = estimate_memory(config(stage, optimizer, weights, num_processes=inputs.num_ranks, **flags), inputs)
+    count = inputs.num_parameters
+    return {row.name: (row.gpu / count, row.host / count, row.disk / count) for row in found.rows}
 
 
 def test_the_paper_s_table_for_7_5_billion_parameters_on_64_gpus():
     """Rajbhandari et al. 2020, figure 1: 31.4 GB at stage 1, 16.6 GB at stage 2, 1.9 GB at stage 3, in GB of 10^9."""
-    model, kinds = Model(7_500_000_000, 64), ("weights", "optimizer")
-    states = {stage: held(stage, model=model) for stage in (1, 2, 3)}
+    inputs, kinds = EstimateInputs(7_500_000_000, 64), ("weights", "optimizer")
+    states = {stage: held(stage, inputs=inputs) for stage in (1, 2, 3)}
     kept = {stage: sum(7.5 * states[stage][kind][0] for kind in kinds) for stage in states}
     gradients = {1: 2 * 7.5, 2: 2 * 7.5 / 64, 3: 2 * 7.5 / 64}  # as the paper counts them: in half precision, at rest
     assert {stage: round(kept[stage] + gradients[stage], 1) for stage in kept} == {1: 31.4, 2: 16.6, 3: 1.9}
@@ -78,58 +87,61 @@ def test_float32_accumulation_other_optimizers_and_ema_count():
     assert held(2, gradient_accumulation_steps=2)["gradients"] == (4, 0, 0)
     assert held(1, "cpu", gradient_accumulation_steps=2)["gradients"] == (2, 2, 0)
     assert held(2, "cpu", gradient_accumulation_steps=2)["gradients"] == (0, 4, 0)  # 4 P / N, twice, in float32
-    assert held(2, model=Model(1000, 2, states=1, ema_device="cpu"))["optimizer"] == (4, 0, 0)
-    assert held(2, model=Model(1000, 2, ema_device="cpu"))["EMA"] == (0, 2, 0)
-    assert held(2, model=Model(1000, 2, ema_device="accelerator"))["EMA"] == (2, 0, 0)
+    assert held(2, inputs=EstimateInputs(1000, 2, num_states=1, ema_device="cpu"))["optimizer"] == (4, 0, 0)
+    assert held(2, inputs=EstimateInputs(1000, 2, ema_device="cpu"))["EMA"] == (0, 2, 0)
+    assert held(2, inputs=EstimateInputs(1000, 2, ema_device="accelerator"))["EMA"] == (2, 0, 0)
     flags = {"zero_stage": 2, "optimizer": "lion", "use_ema": True, "num_processes": 8, "num_machines": 2}
     settings = load(flags, complete=False, environment=NOWHERE).settings
-    assert model_of(settings, 7) == Model(7, 8, 2, states=1, ema_device="cpu")
+    assert estimate_inputs(settings, 7) == EstimateInputs(7, 8, 2, num_states=1, ema_device="cpu")
 
 
-def test_machines_hold_what_their_ranks_hold_together():
-    one, two = (estimate(config(2, "cpu", num_processes=8), Model(1000, 8, machines)) for machines in (1, 2))
+def test_host_bytes_are_those_of_all_ranks_of_a_machine():
+    one, two = (
+        estimate_memory(config(2, "cpu", num_processes=8), EstimateInputs(1000, 8, machines)) for machines in (1, 2)
+    )
     assert one.gpu_bytes == two.gpu_bytes
     assert one.host_bytes == 2 * two.host_bytes == 18 * 1000
 
 
 @given(st.integers(10**6, 10**11), st.integers(1, 64), st.sampled_from([1, 2, 3]))
-def test_more_ranks_never_take_more_of_a_gpu(parameters, ranks, stage):
-    few, many = (estimate(config(stage, num_processes=n), Model(parameters, n)) for n in (ranks, 2 * ranks))
+def test_more_ranks_never_need_more_of_a_gpu(parameters, ranks, stage):
+    few, many = (
+        estimate_memory(config(stage, num_processes=n), EstimateInputs(parameters, n)) for n in (ranks, 2 * ranks)
+    )
     assert many.gpu_bytes <= few.gpu_bytes
 
 
 def test_the_first_candidate_that_fits_is_chosen():
     sizes = {1: 50.0, 2: 30.0, 3: 10.0}
 
-    def of(settings: dict[str, Any]) -> Estimate:
+    def of(settings: dict[str, Any]) -> MemoryEstimate:
         stage = settings["zero_stage"]
         gpu = sizes[stage] if settings["offload_optimizer"] == "none" else sizes[stage] / 10
-        return estimate(config(stage), Model(1, 2)).__class__(Model(1, 1), (row(gpu * 2**30),))
+        return MemoryEstimate(EstimateInputs(1, 1), (EstimateRow("all", gpu=gpu * 2**30),))
 
-    assert choose(Room(40 * 2**30), candidates(False, {"offload_optimizer": "none"}), of).settings["zero_stage"] == 2
-    choice = choose(Room(40 * 2**30), candidates(False), of)
+    assert (
+        choose_stage(MemoryBudget(40 * 2**30), stage_candidates(False, {"offload_optimizer": "none"}), of).settings[
+            "zero_stage"
+        ]
+        == 2
+    )
+    choice = choose_stage(MemoryBudget(40 * 2**30), stage_candidates(False), of)
     assert choice.settings == {"zero_stage": 1, "offload_optimizer": "cpu", "offload_param": "none"}
-    assert choice.because == (
+    assert choice.reason == (
         "stage 1 with optimizer state on cpu fits 40.0 GiB per GPU, 35.0 GiB are left for activations; "
         "stage 1 would need 50.0 GiB per GPU"
     )
     with pytest.raises(SettingsError, match="nothing fits 512 MiB per GPU: stage 1 would need 50.0 GiB"):
-        choose(Room(2**29), candidates(True), of)
-
-
-def row(gpu: float) -> Any:
-    from simpletuner.deepspeed.estimate import Row
-
-    return Row("all", gpu=gpu)
+        choose_stage(MemoryBudget(2**29), stage_candidates(True), of)
 
 
 def test_candidates_go_from_the_lowest_stage_and_the_least_offloading_up():
-    found = [tuple(settings.values()) for settings in candidates(True)]
+    found = [tuple(settings.values()) for settings in stage_candidates(True)]
     assert found == sorted(found, key=lambda choice: choice[0])
     assert found[0] == (1, "none", "none")
     assert found[-1] == (3, "nvme", "nvme")
     assert not [choice for choice in found if choice[0] < 3 and ("nvme" in choice or choice[2] != "none")]
-    assert len(list(candidates(False))) == len(found) - 2
+    assert len(list(stage_candidates(False))) == len(found) - 2
 
 
 @pytest.mark.parametrize(
@@ -141,12 +153,12 @@ def test_amounts_of_memory_are_read(text, count):
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1GiB", "24 apples", "1e9GiB", "0", "GiB"])
-def test_what_is_no_amount_is_refused(text):
+def test_invalid_amounts_are_refused(text):
     with pytest.raises(SettingsError, match="use an amount of memory"):
         parse_bytes(text, "--gpu_memory")
 
 
-def test_counts_are_read_and_bytes_are_told():
+def test_counts_are_read_and_bytes_are_formatted():
     texts = ("2.6e9", "2.6B", "900M", "12_000_000_000")
     assert [parse_count(text, "--parameters") for text in texts] == [2_600_000_000] * 2 + [900_000_000, 12_000_000_000]
     assert [format_gib(count) for count in (0, 2**20, 3 * 2**29)] == ["", "1 MiB", "1.5 GiB"]
@@ -162,16 +174,16 @@ def answered(*arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_deepspeeds_own_estimators_say_about_the_same():
+def test_estimates_agree_with_deepspeeds_own_estimators():
     """They leave the flat copy of the gradients out: at stage 2, 18 P / N where we count 20; at stage 3 as well."""
     parameters, ranks = 10**9, 8
     own = answered("estimators", str(parameters), str(ranks))
-    model = Model(parameters, ranks)
-    found = {stage: estimate(config(stage, num_processes=ranks), model) for stage in (2, 3)}
+    inputs = EstimateInputs(parameters, ranks)
+    found = {stage: estimate_memory(config(stage, num_processes=ranks), inputs) for stage in (2, 3)}
     for stage, share in ((2, 2 * parameters / ranks), (3, 2 * parameters / ranks)):
-        states = sum(row.gpu for row in found[stage].rows if row.what != "buffers")
+        states = sum(row.gpu for row in found[stage].rows if row.name != "buffers")
         assert states == pytest.approx(own[f"stage{stage}"] + share, rel=1e-6)
-    offloaded = estimate(config(2, "cpu", num_processes=ranks), model)
+    offloaded = estimate_memory(config(2, "cpu", num_processes=ranks), inputs)
     assert offloaded.gpu_bytes - offloaded.rows[-1].gpu == own["stage2 cpu"]
     assert offloaded.host_bytes == pytest.approx(18 * parameters)  # theirs: max(4 N, 16) P x 1.5
 

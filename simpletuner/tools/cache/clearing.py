@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
-from simpletuner.deepspeed import swap_files as swap
+from simpletuner.deepspeed.swap_files import remove_swap_folder
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.cache_files import IN_USE, bytes_of, files_of, lock_of
 from simpletuner.system.files import unfinished
@@ -76,7 +76,7 @@ def remove_blocks(item: CacheItem) -> int:
 
 def remove_swap(item: CacheItem) -> int:
     removed = bytes_of(item.path)
-    swap.remove(item.path)
+    remove_swap_folder(item.path)
     return removed
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.deepspeed.swap_files import PREFIX, owner_of, state_of
+from simpletuner.deepspeed.swap_files import SWAP_PREFIX, find_state, read_owner
 from simpletuner.system.cache_files import (
     IN_USE,
     INDEX_SUFFIX,
@@ -69,10 +69,10 @@ def find_swap(parent: Path | None) -> tuple[list[CacheItem], list[Path]]:
     """Return our swap folders below the offload folder, and those that look like DeepSpeed's but are not ours."""
     items, foreign = [], []
     for path in entries_of(parent) if parent is not None else ():
-        owner = owner_of(path)
-        state = state_of(path, owner)
+        owner = read_owner(path)
+        state = find_state(path, owner)
         if state == "foreign":
-            foreign += [path] * path.name.startswith((PREFIX, "zero_stage_"))
+            foreign += [path] * path.name.startswith((SWAP_PREFIX, "zero_stage_"))
             continue
         kept = {"live": f"in use by {owner}", "elsewhere": f"made by {owner}: clear it there", "dead": ""}[state]
         in_use = {"live": True, "elsewhere": None, "dead": False}[state]

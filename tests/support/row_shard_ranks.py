@@ -1,4 +1,4 @@
-"""What ranks do with slices, rows, and a model made of the shapes that are easily lost."""
+"""Run on ranks: conversion of partitions, and a model made of the shapes that go wrong first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engines import ENGINES, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simpletuner.deepspeed.row_shards import Rows
+from simpletuner.deepspeed.row_shards import ElementRange, RowShards
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.world import World, joined_world
@@ -25,22 +25,26 @@ SHAPES = [(7, 3), (1,), (3,), (2, 5, 2), (13,), (4, 4)]
 
 
 def to_rows_and_back(report: str) -> None:
-    """Write whether slices cut as stages 1 and 2 cut them become the right rows, and the same slices again."""
+    """Write whether partitions, cut as at stages 1 and 2, become the right row shards and the same partitions again."""
     with joined_world() as world:
         right = []
         for number, shape in enumerate(SHAPES):
             name, values = str(shape), torch.randn(shape, generator=torch.Generator().manual_seed(number))
             for have in cuts(values.numel(), world.size):
                 first, end = have[world.rank]
-                rows, part = Rows({name: values.shape}), values.flatten()[first:end]
-                made = rows.from_part(name, part, have)
-                right.append(torch.equal(made.full_tensor(), values))
-                right.append(torch.equal(rows.to_part(name, made, have), part))
+                row_shards, partition = RowShards({name: values.shape}), values.flatten()[first:end]
+                rows = row_shards.from_partition(name, partition, have)
+                right.append(torch.equal(rows.full_tensor(), values))
+                right.append(torch.equal(row_shards.to_partition(name, rows, have), partition))
         Path(f"{report}.{world.rank}").write_text(json.dumps(right))
 
 
-def cuts(elements: int, ranks: int) -> list[list[tuple[int, int]]]:
-    """Return ways to cut a parameter: equally, all on the last rank, all but one on the first."""
+def cuts(elements: int, ranks: int) -> list[list[ElementRange]]:
+    """Return ways to partition a parameter: equally, all on the last rank, all but one element on the first."""
+    return [[ElementRange(start, end) for start, end in cut] for cut in edges(elements, ranks)]
+
+
+def edges(elements: int, ranks: int) -> list[list[tuple[int, int]]]:
     share = -(-elements // ranks)
     equal = [(min(rank * share, elements), min((rank + 1) * share, elements)) for rank in range(ranks)]
     last = [(0, 0)] * (ranks - 1) + [(0, elements)]
@@ -73,7 +77,7 @@ class Odd(nn.Module):
 
 
 def opened(name: str, world: World, dtype: str) -> Engine:
-    """Return an engine around an Odd with weights of seed 1."""
+    """Build an engine for an Odd with the weights of seed 1."""
     torch.manual_seed(0)
     from accelerate import init_empty_weights
 
@@ -96,7 +100,7 @@ def opened(name: str, world: World, dtype: str) -> Engine:
 
 
 def odd_shapes(names: list[str], dtype: str, report: str) -> None:
-    """Write what engines make of an Odd in three steps, with an average; and of what another engine saved of it."""
+    """Train an Odd for three steps on each engine, with EMA; write weights, averages, moments and losses."""
     with joined_world() as world:
         found = {}
         for name in names:

@@ -1,4 +1,4 @@
-"""Platforms without DeepSpeed, and folders that cannot be offloaded to: real files, real processes."""
+"""Unsupported platforms, missing compilers, unusable offload folders: real files, real processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.deepspeed import disk
-from simpletuner.deepspeed.checks import check_zero
-from simpletuner.deepspeed.platform_support import check_platform
-from simpletuner.deepspeed.toolchain import check_toolchain
+from simpletuner.deepspeed.requirements import check_compiler, check_disk, check_platform, check_settings
 from simpletuner.errors import EnvironmentNotReady, ExitCode
 from simpletuner.settings import load
 
@@ -39,7 +36,7 @@ def run(folder: Path, *arguments: str, **packages: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
 
 
-def test_torch_for_rocm_is_told_by_its_version_file_without_importing_it(tmp_path):
+def test_torch_for_rocm_is_recognized_without_importing_it(tmp_path):
     done = run(tmp_path, *BUILD, torch=ROCM, deepspeed="")
     assert done.returncode == ExitCode.ENVIRONMENT
     assert done.stderr.startswith("error: DeepSpeed is not supported with torch for ROCm (7.1.25424)")
@@ -47,7 +44,7 @@ def test_torch_for_rocm_is_told_by_its_version_file_without_importing_it(tmp_pat
 
 
 @pytest.mark.parametrize("command", [("config", "validate", "c.toml"), ("deepspeed", "validate", "ds.json")])
-def test_whoever_validates_on_such_a_machine_is_told_too(tmp_path, command):
+def test_validate_commands_refuse_rocm_too(tmp_path, command):
     (tmp_path / "c.toml").write_text('model_family = "sdxl"\ninstance_data_dir = "x"\nzero_stage = 2\n')
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     done = run(tmp_path, *command, torch=ROCM)
@@ -76,8 +73,8 @@ def test_torch_for_cuda_and_deepspeed_are_enough(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_a_missing_libaio_is_said_before_any_rank_is_started(tmp_path, monkeypatch):
-    check_toolchain()  # this machine has it
+def test_a_missing_libaio_is_reported_before_any_rank_is_started(tmp_path, monkeypatch):
+    check_compiler()  # this machine has it
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\n')
     compiler.chmod(0o755)
@@ -101,35 +98,35 @@ def test_other_systems_are_refused_with_the_reason(platform, name):
     assert "fsdp_enable=true" in caught.value.hint
 
 
-def test_nothing_is_asked_of_a_machine_where_deepspeed_is_off(tmp_path):
-    assert check_zero(load({}, complete=False, environment=NOWHERE).settings) == []
+def test_nothing_is_checked_where_deepspeed_is_off(tmp_path):
+    assert check_settings(load({}, complete=False, environment=NOWHERE).settings) == []
 
 
-def test_the_folder_is_tried_and_left_as_it_was(tmp_path):
-    disk.check_disk(tmp_path / "a" / "b", need_bytes=1)
+def test_checking_an_offload_folder_creates_nothing(tmp_path):
+    check_disk(tmp_path / "a" / "b", needed_bytes=1)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(EnvironmentNotReady, match=f"offload_param_path = {tmp_path}/file/x: {tmp_path}/file is a file"):
-        disk.check_disk(tmp_path / "file" / "x", need_bytes=1)
+        check_disk(tmp_path / "file" / "x", needed_bytes=1)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a filesystem in which nothing can be made")
-def test_a_folder_that_cannot_be_written_is_told():
-    with pytest.raises(EnvironmentNotReady, match="offload_param_path = /proc/self/swap cannot be made: "):
-        disk.check_disk(Path("/proc/self/swap"), need_bytes=1)
+def test_a_folder_that_cannot_be_created_is_reported():
+    with pytest.raises(EnvironmentNotReady, match="offload_param_path = /proc/self/swap cannot be created: "):
+        check_disk(Path("/proc/self/swap"), needed_bytes=1)
 
 
-def test_too_little_room_is_told_with_what_is_needed_and_what_is_free(tmp_path):
+def test_too_little_disk_space_is_reported_with_needed_and_free_bytes(tmp_path):
     with pytest.raises(EnvironmentNotReady, match=r"has .* GB free; DeepSpeed needs about 1,000,000,000 GB there"):
-        disk.check_disk(tmp_path, need_bytes=10**18)
+        check_disk(tmp_path, needed_bytes=10**18)
 
 
-def test_the_room_is_that_for_what_the_ranks_of_one_machine_offload(tmp_path):
+def test_needed_disk_space_is_that_of_the_ranks_of_one_machine(tmp_path):
     flags = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param_path": str(tmp_path), "num_processes": 4}
     settings = load(flags, complete=False, environment=NOWHERE).settings
     with pytest.raises(EnvironmentNotReady, match=r"DeepSpeed needs about 16,000,000 GB there"):
-        check_zero(settings, parameters=10**15)
+        check_settings(settings, num_parameters=10**15)
     two = load({**flags, "num_machines": 2, "main_process_ip": "x"}, complete=False, environment=NOWHERE).settings
     with pytest.raises(EnvironmentNotReady, match=r"DeepSpeed needs about 8,000,000 GB there"):
-        check_zero(two, parameters=10**15)
-    check_zero(settings, parameters=1000)
+        check_settings(two, num_parameters=10**15)
+    check_settings(settings, num_parameters=1000)

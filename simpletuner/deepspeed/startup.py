@@ -1,0 +1,144 @@
+"""Start DeepSpeed in a rank: import it quietly, remove the swap folders of dead runs, compile its disk operators.
+
+This happens before anything is encoded, so that a failure costs seconds, not hours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils import cpp_extension
+
+from simpletuner.deepspeed.requirements import cannot_compile, check_compiler, check_installed
+from simpletuner.deepspeed.swap_files import remove_dead_swap_folders
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.parallel.world import World
+from simpletuner.settings.deepspeed.config import DeepSpeedOptions
+from simpletuner.system.locks import exclusive_lock
+
+COMPILE_WAIT_SECONDS = 1800
+"""How long one rank waits for another rank that compiles."""
+
+STALE_LOCK_SECONDS = 120
+"""A compilation that no process of this machine has open, and that has written nothing for so long, counts as dead.
+It could belong to another machine that shares the home folder."""
+
+DEPRECATED_COLLECTIVES = r"`torch\.distributed\.\w+` is deprecated"
+
+
+def start_deepspeed(
+    options: DeepSpeedOptions, world: World, say: Callable[[str], None], check_stop: Callable[[], None]
+) -> None:
+    """Import DeepSpeed; for offloading to a disk, also remove what dead runs left there, and compile operators.
+
+    `check_stop` is called while waiting, and may raise. Raises EnvironmentNotReady, with the command that fixes it, for
+    whatever is missing.
+    """
+    import_deepspeed(world)
+    folder = options.nvme_path
+    if folder is None:
+        return
+    if world.local_rank == 0 and (owners := remove_dead_swap_folders(folder)):
+        names = "; ".join(sorted({str(owner) for owner in owners}))
+        say(f"removed what dead runs had offloaded to {folder}: {names}")
+    compile_disk_operators(check_stop)
+
+
+def import_deepspeed(world: World) -> None:
+    """Import DeepSpeed for this rank's device, in torch's process group, with everything that it prints on stderr."""
+    check_installed()
+    os.environ["DS_ACCELERATOR"] = (
+        world.device.type
+    )  # else it looks for accelerators, and takes CUDA where there is one
+    # 0.19.8 still calls collectives by names that torch deprecated (comm/torch.py), several times in each process.
+    warnings.filterwarnings("ignore", message=DEPRECATED_COLLECTIVES, category=FutureWarning)
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # zero.Init reads it without a default
+    with contextlib.redirect_stdout(sys.stderr):
+        import deepspeed
+        import deepspeed.ops
+
+        # utils/logging.py binds its handler to the stdout of the time of import; stdout is for data alone.
+        for handler in logging.getLogger("DeepSpeed").handlers:
+            handler.setStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
+        if world.device.type == "cpu":
+            # comm/torch.py, build_shm_op: on CPUs it would compile a shared-memory all-reduce that only inference uses.
+            deepspeed.ops.__dict__["__compatible_ops__"] = {}
+        deepspeed.init_distributed(dist_backend=dist.get_backend())
+
+
+def compile_disk_operators(check_stop: Callable[[], None]) -> None:
+    """Compile the operators that read and write disks, one rank after the other, or load them if they are compiled.
+
+    Others are not needed: the optimizer is torch's. Raises EnvironmentNotReady, with the command that fixes it.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder  # pyright: ignore[reportAttributeAccessIssue]
+
+    for builder in (PinMemoryBuilder(), AsyncIOBuilder()):
+        folder = build_folder(builder.name)
+        # torch marks a running compilation by a file named `lock` in the folder (torch/utils/file_baton.py) and waits
+        # for that file without a limit; a killed compilation leaves it there. So ranks take turns behind a lock of our
+        # own, which ends with its process, and look at torch's first.
+        with exclusive_lock(folder.with_name(f".{folder.name}.simpletuner-lock"), COMPILE_WAIT_SECONDS):
+            wait_for_compile(folder, builder.name, check_stop)
+            with contextlib.redirect_stdout(sys.stderr):
+                check_compiler()
+                load_operator(builder)
+
+
+def build_folder(operator: str) -> Path:
+    """Return the folder in which torch compiles an operator."""
+    return Path(cpp_extension._get_build_directory(operator, verbose=False))
+
+
+def load_operator(builder: Any) -> None:
+    """Compile an operator if needed, and load it. Raises EnvironmentNotReady with the compiler's last line."""
+    try:
+        builder.load(verbose=False)
+    except (RuntimeError, OSError, ImportError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        why = lines[-1].strip() if lines else type(error).__name__
+        hint = f"rm -r {build_folder(builder.name)}, then run the same command again; `--debug` shows the whole output"
+        raise cannot_compile(why, hint, builder.name) from error
+
+
+def wait_for_compile(
+    folder: Path, operator: str, check_stop: Callable[[], None], stale_seconds: float = STALE_LOCK_SECONDS
+) -> None:
+    """Wait while any process compiles an operator. Raises EnvironmentNotReady for a lock that a killed one left."""
+    lock = folder / "lock"
+    while lock.exists():
+        check_stop()
+        if not is_open_here(lock) and seconds_since_change(folder) > stale_seconds:
+            raise EnvironmentNotReady(
+                f"a compilation of DeepSpeed's {operator} was killed: it left {lock}, and DeepSpeed would wait for it "
+                "without end",
+                f"make sure that no other machine is compiling it, then `rm {lock}`",
+            )
+        time.sleep(0.2)
+
+
+def is_open_here(path: Path) -> bool:
+    """Return whether a process of this user on this machine has a file open, as torch has its lock while compiling."""
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            if any(str(link.readlink()) == str(path) for link in folder.iterdir()):
+                return True
+    return False
+
+
+def seconds_since_change(folder: Path) -> float:
+    """Return how many seconds ago a folder or a file in it last changed."""
+    changes = [folder.stat().st_mtime]
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            changes.append(path.stat().st_mtime)
+    return time.time() - max(changes)
