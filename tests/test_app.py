@@ -12,7 +12,7 @@ from simpletuner.app import main
 from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.errors import ExitCode
 from simpletuner.models.registry import FAMILIES
-from simpletuner.settings.loading import knobs
+from simpletuner.settings.sections import setting_fields
 
 HEAVY = ("torch", "numpy", "accelerate", "diffusers", "transformers", "deepspeed", "PIL")
 SCRIPTS = Path(sys.executable).parent
@@ -88,7 +88,7 @@ def test_every_way_to_start_training_explains_every_knob(tmp_path, command):
     assert done.returncode == 0
     assert done.stderr == ""
     assert "--config" in done.stdout
-    assert [name for name in knobs() if f"--{name} " not in done.stdout] == []
+    assert [name for name in setting_fields() if f"--{name} " not in done.stdout] == []
 
 
 def test_the_real_command_ends_with_2_and_one_sentence_on_stderr(tmp_path):
@@ -113,7 +113,7 @@ def test_version_is_printed(capsys):
 def test_a_typo_in_a_flag_ends_with_2_and_names_the_flag_that_was_meant(capsys):
     code, out, err = ended(capsys, "train", "--lerning_rate=1")
     assert (code, out) == (2, "")
-    assert "unknown setting `--lerning_rate` (flag); did you mean `learning_rate`?" in err
+    assert "--lerning_rate (flag): unknown setting; did you mean `learning_rate`?" in err
     assert "Traceback" not in err
 
 

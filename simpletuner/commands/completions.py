@@ -16,8 +16,9 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from simpletuner.commands.parse_state import ParseState, is_switch, names_of, takes_value
 from simpletuner.models.registry import FAMILIES, TINY, flavours_of
-from simpletuner.settings.loading import canonical_name, knobs
+from simpletuner.settings.loading import canonical_name
 from simpletuner.settings.rules import UNSUPPORTED_VALUES
+from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import SYNONYMS, choices_of, normalize_name
 
 CURSOR = "\0"
@@ -106,7 +107,7 @@ def continued(word: str, flag: str) -> str:
 
 def values(position: ParseState, parameter: TyperOption | TyperArgument, word: str) -> list[Completion]:
     """Return what a parameter accepts; nothing where anything goes, or a path."""
-    if parameter.name in knobs():
+    if parameter.name in setting_fields():
         return values_of_knob(parameter.name, position.given.get("model_family", ""))
     items = parameter.shell_complete(typer.Context(position.command), word)
     return [Completion(item.value, item.help or "") for item in items if item.type == "plain"]
@@ -121,7 +122,7 @@ def values_of_knob(name: str, family: str) -> list[Completion]:
         known = [normalize_name(family)] if normalize_name(family) in FAMILIES else FAMILIES
         published = {name: flavour.hub for key in known for name, flavour in flavours_of(key).items()}
         return [Completion(*item) for item in (published | {TINY: "small, with random weights"}).items()]
-    field = knobs()[name]
+    field = setting_fields()[name]
     accepted = (True, False) if field.annotation is bool else choices_of(field.annotation)
     accepted = accepted or tuple(dict.fromkeys(SYNONYMS.get(name, {}).values()))
     accepted = [value for value in accepted if value not in UNSUPPORTED_VALUES.get(name, ())]

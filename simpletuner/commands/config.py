@@ -55,7 +55,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show every setting, its value, where it came from and why."""
-    from simpletuner.settings.explain import explain_settings
+    from simpletuner.settings.loading import explain_settings
 
     report = Report()
     loaded = load(flags, config, complete=False)
@@ -74,9 +74,9 @@ def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env
     from simpletuner.models.parameter_count import parameters_of
     from simpletuner.models.support import check_runnable
     from simpletuner.settings.loading import resolve
-    from simpletuner.settings.sources import of_file_alone
+    from simpletuner.settings.sources import collect_from_file
 
-    loaded = check_runnable(resolve(of_file_alone(file)))
+    loaded = check_runnable(resolve(collect_from_file(file)))
     datasets, _ = datasets_of(loaded.settings.data)
     counted = parameters_of(loaded.settings.model)
     about_zero = check_zero(loaded.settings, counted and counted[0])
@@ -122,11 +122,11 @@ def init(
     """Write a commented config file to start from."""
     from simpletuner.models.registry import check_trainable
     from simpletuner.settings.loading import resolve
-    from simpletuner.settings.scaffold import scaffold_toml
-    from simpletuner.settings.sources import of_flags
+    from simpletuner.settings.schema import scaffold_toml
+    from simpletuner.settings.sources import from_flags
 
     flags = {"model_family": model_family, "model_flavour": model_flavour, "num_processes": num_processes}
-    settings = resolve([of_flags(flags)], complete=False).settings
+    settings = resolve([from_flags(flags)], complete=False).settings
     check_trainable(settings.model)
     refuse_overwriting(output, force)
     save(output, scaffold_toml(settings))

@@ -147,13 +147,12 @@ def validate(
 ) -> None:
     """Check a DeepSpeed JSON. Shows the settings that it becomes, and what is kept for DeepSpeed."""
     from simpletuner.deepspeed.checks import check_zero
-    from simpletuner.settings.explain import explain_settings
-    from simpletuner.settings.loading import resolve
-    from simpletuner.settings.sources import of_flags
+    from simpletuner.settings.loading import explain_settings, resolve
+    from simpletuner.settings.sources import from_flags
 
     report = Report()
     ranks = {"num_processes": num_processes} if num_processes != "1" else {}
-    loaded = resolve([of_flags({"deepspeed_config": str(file), **ranks})], complete=False)
+    loaded = resolve([from_flags({"deepspeed_config": str(file), **ranks})], complete=False)
     for warning in (*loaded.warnings, *check_zero(loaded.settings)):
         report.warn(warning)
     rows = [row for row in explain_settings(loaded) if row.name in loaded.origins]

@@ -13,11 +13,10 @@ from simpletuner.deepspeed.choice import Room, candidates, choose, in_words
 from simpletuner.deepspeed.estimate import Estimate, estimate
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
-from simpletuner.settings.deepspeed.config import deepspeed_config
+from simpletuner.settings.deepspeed.config import deepspeed_config, with_auto
 from simpletuner.settings.deepspeed.source import NAME, as_source
-from simpletuner.settings.deepspeed.with_auto import with_auto
 from simpletuner.settings.loading import Loaded, canonical_name, resolve
-from simpletuner.settings.sources import RawValue, Source, gathered, of_file_alone, of_flags
+from simpletuner.settings.sources import RawValue, Source, collect_from_file, collect_sources, from_flags
 from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
 
 ASSUMED = "P parameters, N ranks; buffers at most; activations come on top"
@@ -53,7 +52,7 @@ class Builder:
         from simpletuner.models.parameter_count import parameters_of
 
         start = [as_source(f"template {template}", templates.find(template).config)] if template else []
-        sources = gathered(flags, config or apply, os.environ)
+        sources = collect_sources(flags, config or apply, os.environ)
         kept = [without_zero(source) if source.name == str(apply) else source for source in sources]
         builder = cls([*start, *kept], said_in=frozenset({"launcher", str(apply)}))
         if gpu_memory is not None:
@@ -65,7 +64,7 @@ class Builder:
 
     def load(self, **more: Any) -> Loaded:
         """Return the settings so far, or with some more answers. Raises SettingsError for what cannot be."""
-        return resolve([*self.sources, of_flags(self.answers | more)], complete=False)
+        return resolve([*self.sources, from_flags(self.answers | more)], complete=False)
 
     def result(self) -> Result:
         """Return what the settings so far make of DeepSpeed."""
@@ -74,7 +73,7 @@ class Builder:
     def check_in(self, apply: Path, config: Mapping[str, Any]) -> None:
         """Raise SettingsError if a config file says otherwise than a DeepSpeed JSON that it is to name."""
         named = Source("built", [RawValue(NAME, dict(config), "built")])
-        resolve([*map(without_zero, of_file_alone(apply)), named], complete=False)
+        resolve([*map(without_zero, collect_from_file(apply)), named], complete=False)
 
     def estimate_of(self, settings: Mapping[str, Any]) -> Estimate:
         """Return what some settings of DeepSpeed would keep. The parameters must be known."""
@@ -167,7 +166,7 @@ class Result:
 
 def without_zero(source: Source) -> Source:
     """Return a source without the DeepSpeed JSON that it names."""
-    return replace(source, given=[given for given in source.given if canonical_name(given.name) != NAME])
+    return replace(source, values=[given for given in source.values if canonical_name(given.name) != NAME])
 
 
 def estimate_for(loaded: Loaded, parameters: int) -> Estimate:

@@ -11,10 +11,10 @@ import typer
 from typer.models import OptionInfo
 
 from simpletuner.errors import SettingsError
+from simpletuner.settings.errors import closest
 from simpletuner.settings.knob import extra_of, shown_default, type_name
-from simpletuner.settings.loading import canonical_name, knobs
-from simpletuner.settings.mistakes import closest
-from simpletuner.settings.sections import SECTION_OF, SECTIONS
+from simpletuner.settings.loading import canonical_name
+from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
 from simpletuner.settings.sources import ACCELERATE_CONFIG
 from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, normalize_name
 
@@ -42,7 +42,7 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
         command(flags=flags | unknown, config=config, **extra)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    parameters = [context, *file_parameters(), *own, *map(parameter_of, knobs() if shown is None else shown)]
+    parameters = [context, *file_parameters(), *own, *map(parameter_of, setting_fields() if shown is None else shown)]
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
@@ -67,7 +67,7 @@ def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
     """Raise SettingsError for what is most like an option of the command; the settings layer knows all the others."""
     flags = {normalize_name(flag.lstrip("-")): flag for flag in own}
     for flag in unknown:
-        if meant := flags.get(closest(flag, [*flags, *knobs()])):
+        if meant := flags.get(closest(flag, [*flags, *setting_fields()])):
             raise SettingsError(f"unknown option `{flag}`; did you mean `{meant}`?", "`--help` lists every option")
 
 
@@ -76,7 +76,7 @@ def own_flags(parameter: inspect.Parameter) -> list[str]:
     options = [option for option in (parameter.default, *get_args(parameter.annotation)) if type(option) is OptionInfo]
     # Within Annotated, Typer's option takes its first flag for the default.
     said = [flag for option in options for flag in (option.default, *(option.param_decls or ()))]
-    return [flag for flag in said if isinstance(flag, str) and parameter.name not in knobs()]
+    return [flag for flag in said if isinstance(flag, str) and parameter.name not in setting_fields()]
 
 
 def file_parameters() -> list[inspect.Parameter]:
@@ -93,7 +93,7 @@ def file_parameters() -> list[inspect.Parameter]:
 
 def parameter_of(name: str) -> inspect.Parameter:
     """Return the option of a knob: text that the settings layer validates, as it does for files."""
-    field = knobs()[name]
+    field = setting_fields()[name]
     unit, default = extra_of(field, "unit"), shown_default(field)
     is_list = get_origin(field.annotation) is list
     option = typer.Option(
@@ -140,13 +140,13 @@ def refuse_doubles(arguments: Sequence[str]) -> None:
     for index, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
         name = canonical_name(key) or normalize_name(key.lstrip("-"))
-        if not key.startswith("--") or not (name in knobs() or name in ("config", ACCELERATE_CONFIG)):
+        if not key.startswith("--") or not (name in setting_fields() or name in ("config", ACCELERATE_CONFIG)):
             continue
-        if name in knobs() and get_origin(knobs()[name].annotation) is list:
+        if name in setting_fields() and get_origin(setting_fields()[name].annotation) is list:
             continue
         if not equals:
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
-            is_bool = name in knobs() and knobs()[name].annotation is bool
+            is_bool = name in setting_fields() and setting_fields()[name].annotation is bool
             value = (
                 "true" if is_bool and normalize_name(following) not in WORDS_FOR_TRUE + WORDS_FOR_FALSE else following
             )
@@ -163,7 +163,7 @@ def spelled(arguments: Sequence[str], index: int) -> list[str]:
     name = canonical_name(key)
     if name is None:
         return [argument]
-    if equals or knobs()[name].annotation is not bool:
+    if equals or setting_fields()[name].annotation is not bool:
         return [f"--{name}{equals}{value}"]
     following = normalize_name(arguments[index + 1]) if index + 1 < len(arguments) else ""
     return [f"--{name}"] if following in WORDS_FOR_TRUE + WORDS_FOR_FALSE else [f"--{name}=true"]

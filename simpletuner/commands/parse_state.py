@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from simpletuner.settings.loading import canonical_name, knobs
+from simpletuner.settings.loading import canonical_name
+from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, normalize_name
 
 
@@ -63,7 +64,7 @@ class ParseState:
 
 def is_switch(option: TyperOption) -> bool:
     """Say whether a knob's flag may stand without a value."""
-    return option.name in knobs() and knobs()[option.name].annotation is bool
+    return option.name in setting_fields() and setting_fields()[option.name].annotation is bool
 
 
 def may_follow(option: TyperOption, word: str) -> bool:

@@ -12,7 +12,7 @@ from simpletuner.deepspeed.choice import candidates
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings.knob import shown_default
-from simpletuner.settings.sections import Parallel, knobs
+from simpletuner.settings.sections import Parallel, setting_fields
 from simpletuner.settings.spelling import choices_of
 from simpletuner.system.numbers import format_gib
 
@@ -97,7 +97,7 @@ class Wizard:
 
     def answer(self, question: Question) -> str:
         """Return what the person says."""
-        field = knobs()[question.knob]
+        field = setting_fields()[question.knob]
         choices = [str(choice) for choice in choices_of(field.annotation)]
         if question.knob.startswith("offload_") and self.builder.load().settings.parallel.zero_stage != 3:
             choices = [choice for choice in choices if choice != "nvme"]

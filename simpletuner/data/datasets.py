@@ -11,12 +11,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from simpletuner.data.dataset_keys import UNSUPPORTED, VALUES
+from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.identifiers import checked_id, id_of_folder, nested
 from simpletuner.errors import SettingsError
+from simpletuner.settings.errors import allowed, nearest, shorten
+from simpletuner.settings.formats import Entry
+from simpletuner.settings.key_table import Keeps, KeyTable, interpret
 from simpletuner.settings.knob import Section
-from simpletuner.settings.loading import json_in
-from simpletuner.settings.mistakes import allowed, nearest, shortened
+from simpletuner.settings.loading import parse_json
 from simpletuner.settings.sections import Data, Pictures
 from simpletuner.settings.spelling import choices_of, normalize_name, normalize_value
 from simpletuner.system.files import read_file
@@ -115,7 +117,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
     try:
         text = read_file(path).decode("utf-8")
-        entries = json_in(text)
+        entries = parse_json(text)
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}", "check data_backend_config") from None
     except RecursionError:
@@ -146,12 +148,14 @@ def parse_entry(
     """Return one dataset, or None after adding its mistakes."""
     kind = TextEmbeds if entry.get("dataset_type") == "text_embeds" else ImageDataset
     fields = kind.model_fields
-    values = {key: value for key, value in entry.items() if key != "disable"}
-    for key in [key for key in values if key not in fields]:
-        harmless = (key, values.pop(key)) == ("metadata_backend", "discovery")
-        if not harmless:
-            reason = UNSUPPORTED.get(key) or "unknown key" + nearest(key, fields)
-            mistakes.append(f"{place}: `{key}`: {reason}")
+    table = KeyTable(RULES | dict.fromkeys(fields, Keeps()), unset=(), is_off=lambda value: False)
+    values: dict[str, Any] = {}
+    for found in interpret(table, [Entry(key, value) for key, value in entry.items()]):
+        if found.outcome == "kept":
+            values[found.key] = found.value
+        elif found.outcome != "neutral":
+            reason = found.note or "unknown key" + nearest(found.path, fields)
+            mistakes.append(f"{place}: `{found.path}`: {reason}")
     values = {key: normalize_value(key, fields[key], value) for key, value in values.items()}
     try:
         return kind(**{**(inherited(data) if kind is ImageDataset else {}), **values})
@@ -170,7 +174,7 @@ def mistake_of(item: Any, fields: Mapping[str, FieldInfo]) -> str:
     value = item["input"]
     reason = VALUES.get(key, {}).get(normalize_name(value), "") if isinstance(value, str) else ""
     close = nearest(str(value), map(str, choices_of(fields[key].annotation)))
-    return f"`{key}` = {shortened(value)}: {f'{reason}; ' if reason else ''}use {allowed(fields[key])}{close}"
+    return f"`{key}` = {shorten(value)}: {f'{reason}; ' if reason else ''}use {allowed(fields[key])}{close}"
 
 
 def duplicates(names: list[str]) -> list[str]:

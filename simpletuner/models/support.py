@@ -12,7 +12,7 @@ from simpletuner.models.architecture import is_path
 from simpletuner.models.registry import FAMILIES, check_trainable
 from simpletuner.settings import Loaded
 from simpletuner.settings.rules import refuse_unsupported
-from simpletuner.settings.sections import SECTION_OF, Model, Settings, knobs
+from simpletuner.settings.sections import SECTION_OF, Model, Settings, setting_fields
 
 DIFFUSION = frozenset(name for name, entry in FAMILIES.items() if entry.objective in ("epsilon", "v_prediction"))
 FLOW = frozenset(name for name, entry in FAMILIES.items() if entry.objective == "flow")
@@ -68,7 +68,7 @@ def settings_without_effect(settings: Settings) -> Iterator[tuple[str, bool]]:
         return
     for name, scope in SCOPES.items():
         value = value_of(settings, name)
-        if family not in scope.families and value != knobs()[name].default:
+        if family not in scope.families and value != setting_fields()[name].default:
             yield f"{name} = {value} has no effect with model_family={family}: it is for {scope.what}", scope.harms
 
 

@@ -16,7 +16,7 @@ from simpletuner.parallel.blocks import blocks_of, recommended_blocks
 from simpletuner.parallel.module_stats import parameters_of
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
 from simpletuner.parallel.world import World
-from simpletuner.settings.loading import nearest
+from simpletuner.settings.errors import nearest
 from simpletuner.settings.sections import Parallel
 from simpletuner.system.importing import import_named
 

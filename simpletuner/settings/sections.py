@@ -231,6 +231,6 @@ SECTION_OF: dict[str, str] = {
 }
 
 
-def knobs() -> dict[str, FieldInfo]:
-    """Return every knob by name, in the order of the sections."""
+def setting_fields() -> dict[str, FieldInfo]:
+    """Every setting by name, in the order of the sections."""
     return {name: field for section in SECTIONS.values() for name, field in section.model_fields.items()}

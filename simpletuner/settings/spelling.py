@@ -86,3 +86,12 @@ def listed(text: str) -> list[Any]:
         except ValueError:
             return [text]
     return [text]
+
+
+def as_text(value: Any) -> str:
+    """Return a value as a flag or variable writes it; the settings layer reads it back."""
+    if isinstance(value, list) and len(value) == 1 and value[0] and not value[0].lstrip().startswith("["):
+        return value[0]
+    if isinstance(value, bool | list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return "none" if value is None else str(value)

@@ -4,8 +4,7 @@ import types
 from pathlib import Path
 from typing import Union, get_args, get_origin
 
-from simpletuner.settings.loading import knobs
-from simpletuner.settings.sections import SECTION_OF, SECTIONS
+from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
 
 GOLDEN = Path(__file__).with_name("knobs.txt")
 
@@ -13,7 +12,7 @@ GOLDEN = Path(__file__).with_name("knobs.txt")
 def listed() -> str:
     """One line per knob: name: type: default."""
     return "".join(
-        f"{name}: {type_name(field.annotation)}: {shown(field.default)}\n" for name, field in knobs().items()
+        f"{name}: {type_name(field.annotation)}: {shown(field.default)}\n" for name, field in setting_fields().items()
     )
 
 
@@ -38,7 +37,7 @@ def test_the_list_of_knobs_is_the_reviewed_one():
 
 def test_a_knob_lies_in_one_section_and_explains_itself_in_one_sentence():
     assert len(SECTION_OF) == sum(len(section.model_fields) for section in SECTIONS.values())
-    for name, field in knobs().items():
+    for name, field in setting_fields().items():
         assert field.description, name
         assert field.description.endswith("."), name
         assert field.description[0].isupper() or field.description[0] == "`", name

@@ -9,7 +9,9 @@ import yaml
 
 from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.settings import load, provenance, settings_as_json
-from simpletuner.settings.loading import canonical_name, knobs, nearest
+from simpletuner.settings.errors import nearest
+from simpletuner.settings.loading import canonical_name
+from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.sources import CONFIG_CANDIDATES
 
 ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures"}
@@ -90,25 +92,25 @@ def test_older_names_are_understood_in_flags_and_files(tmp_path, older, knob):
 
 
 def test_each_name_belongs_to_one_knob():
-    names = [name for knob, field in knobs().items() for name in [knob, *field.json_schema_extra["aliases"]]]
+    names = [name for knob, field in setting_fields().items() for name in [knob, *field.json_schema_extra["aliases"]]]
     assert len(names) == len(set(names))
-    assert all(canonical_name(name) in knobs() for name in names)
+    assert all(canonical_name(name) in setting_fields() for name in names)
 
 
 def test_an_unknown_key_is_named_with_its_source_and_the_nearest_knob(tmp_path):
     path = write(tmp_path, "c.json", '{"--lerning-rate": 1}')
-    assert refusal(ENOUGH, path) == f"unknown setting `--lerning-rate` ({path}:1); did you mean `learning_rate`?"
+    assert refusal(ENOUGH, path) == f"--lerning-rate ({path}:1): unknown setting; did you mean `learning_rate`?"
 
 
 def test_an_unknown_key_unlike_any_knob_gets_no_suggestion():
-    assert refusal({**ENOUGH, "qqqq": "1"}) == "unknown setting `qqqq` (flag)"
-    assert nearest("qqqq", knobs()) == ""
+    assert refusal({**ENOUGH, "qqqq": "1"}) == "qqqq (flag): unknown setting"
+    assert nearest("qqqq", setting_fields()) == ""
 
 
 def test_all_mistakes_of_all_sources_are_reported_at_once(tmp_path):
     path = write(tmp_path, "c.json", '{"sed": 1, "seed": -3, "crop": "maybe", "adam_beta1": 1}')
     message = refusal({**ENOUGH, "lr_scheduler": "cosin", "train_batch_size": "many"}, path)
-    assert f"unknown setting `sed` ({path}:1); did you mean `seed`?" in message
+    assert f"sed ({path}:1): unknown setting; did you mean `seed`?" in message
     assert f"seed = -3 ({path}:1): use a whole number of at least 0" in message
     assert f"crop = 'maybe' ({path}:1): use true or false" in message
     assert f"adam_beta1 = 1 ({path}:1): use a number of at least 0 and below 1" in message
@@ -187,9 +189,9 @@ def test_settings_json_read_again_gives_the_same_settings(tmp_path):
     path = write(tmp_path, "settings.json", json.dumps(settings_as_json(first)))
     again = load({}, path)
     assert again.settings == first.settings
-    assert set(again.origins) == set(knobs())
+    assert set(again.origins) == set(setting_fields())
     assert settings_as_json(again) == settings_as_json(first)
-    assert list(settings_as_json(first)) == list(knobs())
+    assert list(settings_as_json(first)) == list(setting_fields())
 
 
 def test_settings_json_round_trips_through_yaml_too(tmp_path):

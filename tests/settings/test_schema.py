@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 from simpletuner.errors import SettingsError
 from simpletuner.models.registry import FAMILIES
 from simpletuner.settings import load, settings_as_json
-from simpletuner.settings.loading import knobs
 from simpletuner.settings.schema import json_schema, options_page
+from simpletuner.settings.sections import setting_fields
 
 SCHEMA = Draft202012Validator(json_schema(FAMILIES))
 
@@ -26,9 +26,10 @@ def mistakes(values: dict) -> list[str]:
 def test_the_schema_is_one_and_knows_every_setting():
     Draft202012Validator.check_schema(SCHEMA.schema)
     known = set(SCHEMA.schema["properties"])
-    assert {*knobs(), "$schema", "accelerate_config"} <= known
+    assert {*setting_fields(), "$schema", "accelerate_config"} <= known
     assert all(
-        SCHEMA.schema["properties"][name]["deprecated"] for name in known - {*knobs(), "$schema", "accelerate_config"}
+        SCHEMA.schema["properties"][name]["deprecated"]
+        for name in known - {*setting_fields(), "$schema", "accelerate_config"}
     )
     assert all("description" in entry for name, entry in SCHEMA.schema["properties"].items() if name != "$schema")
 
@@ -85,7 +86,7 @@ def test_what_a_file_may_hold_beside_settings_is_accepted_by_both(tmp_path):
 
 
 def test_older_names_are_accepted_by_both():
-    aliases = {alias: name for name, field in knobs().items() for alias in field.json_schema_extra["aliases"]}
+    aliases = {alias: name for name, field in setting_fields().items() for alias in field.json_schema_extra["aliases"]}
     assert aliases
     for alias, name in aliases.items():
         value = settings_as_json(load({}, complete=False, environment=NOWHERE))[name]
@@ -104,4 +105,4 @@ def test_lists_and_json_may_be_text_in_both(tmp_path):
 
 def test_the_page_of_settings_names_each_of_them_once():
     page = options_page()
-    assert [page.count(f"\n| `{name}` |") for name in knobs()] == [1] * len(knobs())
+    assert [page.count(f"\n| `{name}` |") for name in setting_fields()] == [1] * len(setting_fields())

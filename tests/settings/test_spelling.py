@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simpletuner.settings import load, settings_as_json
-from simpletuner.settings.loading import knobs
+from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import SYNONYMS, WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, normalize_value
 
 ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures", "model_type": "full", "instance_prompt": "x"}
@@ -18,7 +18,9 @@ SPLIT = {"fsdp_enable": True, "context_parallel_size": 2, "num_processes": 2}
 OFFLOAD = {"zero_stage": 3, "offload_param_path": "/nvme"}
 BESIDE = {"context": SPLIT, "optimizer": {"zero_stage": 1}, "offload": OFFLOAD}
 """What choices need beside them, by the first word of their knob."""
-CHOICES = {name: choices_of(field.annotation) for name, field in knobs().items() if choices_of(field.annotation)}
+CHOICES = {
+    name: choices_of(field.annotation) for name, field in setting_fields().items() if choices_of(field.annotation)
+}
 ACCEPTED = [(name, choice) for name, choices in CHOICES.items() for choice in choices if choice != "lora"]
 """LoRA is a choice that a rule refuses later, with a reason."""
 
@@ -93,7 +95,7 @@ def test_every_synonym_means_a_value_that_the_knob_accepts(name, word, meant):
     ],
 )
 def test_a_value_is_brought_to_its_canonical_spelling_or_left_as_it_came(name, value, meant):
-    got = normalize_value(name, knobs()[name], value)
+    got = normalize_value(name, setting_fields()[name], value)
     assert got == meant
     assert type(got) is type(meant)
 

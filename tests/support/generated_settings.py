@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings import Loaded, load
-from simpletuner.settings.loading import knobs
+from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import choices_of
 
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
@@ -132,7 +132,7 @@ def of_type(annotation: Any, bounds: dict[str, float]) -> st.SearchStrategy[Any]
     return kinds[get_origin(annotation) or annotation]
 
 
-VALUES = {name: values_of(name, field) for name, field in knobs().items()}
+VALUES = {name: values_of(name, field) for name, field in setting_fields().items()}
 
 ENGINES: tuple[dict[str, Any], ...] = (
     {},
