@@ -83,7 +83,7 @@ def test_each_program_calls_itself_by_its_own_name(tmp_path, program):
         (sys.executable, "-m", "simpletuner", "train"),
     ],
 )
-def test_every_way_to_start_training_explains_every_knob(tmp_path, command):
+def test_every_way_to_start_training_explains_every_setting(tmp_path, command):
     done = start(*command, "--help", folder=tmp_path)
     assert done.returncode == 0
     assert done.stderr == ""

@@ -146,7 +146,7 @@ def test_what_was_saved_in_bf16_is_put_back_exactly(run_on, arguments_of):
 def typed(name: str) -> list[str]:
     """Return the flags of an engine."""
     settings = engines.ENGINES[name].items()
-    return [f"--{knob}={json.dumps(value) if isinstance(value, dict) else value}" for knob, value in settings]
+    return [f"--{setting}={json.dumps(value) if isinstance(value, dict) else value}" for setting, value in settings]
 
 
 def weights(pipeline: Path) -> dict[str, torch.Tensor]:
@@ -185,12 +185,12 @@ def test_what_a_person_builds_in_a_terminal_trains(flux_flags, train, tmp_path):
     dialogue = Terminal(tmp_path, "deepspeed", "build", f"--apply={config}")
     with closing(dialogue):
         dialogue.answer("How many GPUs in all?", "2")
-        dialogue.answer("Share out optimizer state (1)", "3")
+        dialogue.answer("Shard optimizer state (1)", "3")
         dialogue.answer("Where is optimizer state kept?", "cpu")
-        for question in ("Where are weights kept", "Which optimizer?", "How does the learning rate go on"):
+        for question in ("Where are weights kept", "Which optimizer?", "How does the learning rate change"):
             dialogue.answer(question, "")
-        dialogue.answer("Over how many steps does it rise?", "1")
-        dialogue.answer("How many forward passes make a step?", "2")
+        dialogue.answer("Over how many steps does it warm up?", "1")
+        dialogue.answer("How many forward passes per optimizer step?", "2")
         dialogue.answer("Scale gradients down to which norm?", "")
         dialogue.answer("Compute in bf16", "no")
         dialogue.wait_for(f"{config} names it")

@@ -122,7 +122,7 @@ def asked(report: Report, builder: Builder, output: Path | None, force: bool) ->
 def write(report: Report, config: Mapping[str, Any], output: Path | None, apply: Path | None) -> None:
     """Write a configuration to a file, and that file's name into a config file, or all to stdout."""
     from simpletuner.settings.deepspeed.source import NAME
-    from simpletuner.settings.editing import edited, set_in_file
+    from simpletuner.settings.editing import edit_text, set_in_file
 
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     if output is None:
@@ -132,7 +132,7 @@ def write(report: Report, config: Mapping[str, Any], output: Path | None, apply:
         save(output, text)
         report.say(f"{output} is written: set {NAME} to it, or `simpletuner train --{NAME}={output}`")
         return
-    edited(apply, NAME, str(output))  # raises before anything is written
+    edit_text(apply, NAME, str(output))  # raises before anything is written
     save(output, text)
     set_in_file(apply, NAME, str(output))
     report.say(f"{output} is written, and {apply} names it: `simpletuner train --config {apply}`")

@@ -1,4 +1,4 @@
-"""The questions of `simpletuner deepspeed build` in a terminal, one after the other, with what each answer means."""
+"""Questions of `simpletuner deepspeed build` in a terminal, and what each answer makes of the configuration."""
 
 from __future__ import annotations
 
@@ -20,34 +20,32 @@ DEFAULT_OUTPUT = Path("config/deepspeed.json")
 
 
 def always(parallel: Parallel) -> bool:
-    """Ask in any case."""
     return True
 
 
-def shares_weights(parallel: Parallel) -> bool:
-    """Ask where weights are shared out."""
+def shards_weights(parallel: Parallel) -> bool:
     return parallel.zero_stage == 3
 
 
 @dataclass(frozen=True)
 class Question:
-    """One setting to ask for, in words, and when."""
+    """One setting to ask for: the question, and for which settings it is asked."""
 
-    knob: str
-    words: str
+    setting: str
+    text: str
     when: Callable[[Parallel], bool] = always
     default: str = ""
 
 
 QUESTIONS = (
     Question("num_processes", "How many GPUs in all?"),
-    Question("zero_stage", "Share out optimizer state (1), gradients too (2), weights too (3)?", default="2"),
+    Question("zero_stage", "Shard optimizer state (1), gradients too (2), weights too (3)?", default="2"),
     Question("offload_optimizer", "Where is optimizer state kept? none: on the GPU"),
-    Question("offload_param", "Where are weights kept between uses? none: on the GPU", shares_weights),
+    Question("offload_param", "Where are weights kept between uses? none: on the GPU", shards_weights),
     Question("optimizer", "Which optimizer?"),
-    Question("lr_scheduler", "How does the learning rate go on after the warm-up?"),
-    Question("lr_warmup_steps", "Over how many steps does it rise?"),
-    Question("gradient_accumulation_steps", "How many forward passes make a step?"),
+    Question("lr_scheduler", "How does the learning rate change after the warm-up?"),
+    Question("lr_warmup_steps", "Over how many steps does it warm up?"),
+    Question("gradient_accumulation_steps", "How many forward passes per optimizer step?"),
     Question("max_grad_norm", "Scale gradients down to which norm? 0: never"),
     Question("mixed_precision", "Compute in bf16, or (no) in float32?"),
 )
@@ -56,37 +54,37 @@ FOLDER = Question("offload_param_path", "In which folder? On a fast disk of each
 
 @dataclass
 class Wizard:
-    """Ask for what is not chosen yet."""
+    """Asks for each setting that is not chosen yet."""
 
     report: Report
     builder: Builder
 
     def run(self) -> None:
-        """Ask all questions, showing what has been built so far."""
+        """Ask all questions, and show what has been built so far."""
         for question in QUESTIONS:
             loaded = self.builder.load()
-            if question.knob in loaded.origins or not question.when(loaded.settings.parallel):
+            if question.setting in loaded.origins or not question.when(loaded.settings.parallel):
                 continue
-            if question.knob == "zero_stage":
+            if question.setting == "zero_stage":
                 self.compare()
-            self.settle(question)
-            if loaded.settings.parallel.zero_stage or question.knob == "zero_stage":
+            self.ask_until_valid(question)
+            if loaded.settings.parallel.zero_stage or question.setting == "zero_stage":
                 self.show()
 
     def file(self, force: bool) -> Path:
-        """Ask where to write, until nothing is there, or it may be written over."""
+        """Ask where to write, until the file does not exist or may be overwritten."""
         while True:
             path = Path(self.report.ask("Write to", default=str(DEFAULT_OUTPUT)))
-            if force or not path.is_file() or self.report.confirm(f"{path} is there already: write over it?"):
+            if force or not path.is_file() or self.report.confirm(f"{path} exists already: overwrite it?"):
                 return path
 
-    def settle(self, question: Question) -> None:
-        """Ask until the answer can be used."""
+    def ask_until_valid(self, question: Question) -> None:
+        """Ask until the answer is accepted, and keep it."""
         while True:
-            answer = self.answer(question)
-            more = {question.knob: answer}
+            answer = self.ask(question)
+            more = {question.setting: answer}
             if answer == "nvme" and self.builder.load().settings.parallel.offload_param_path is None:
-                more[FOLDER.knob] = self.answer(FOLDER)
+                more[FOLDER.setting] = self.ask(FOLDER)
             try:
                 self.builder.load(**more)
             except SettingsError as error:
@@ -95,23 +93,24 @@ class Wizard:
             self.builder.answers |= more
             return
 
-    def answer(self, question: Question) -> str:
-        """Return what the person says."""
-        field = setting_fields()[question.knob]
+    def ask(self, question: Question) -> str:
+        field = setting_fields()[question.setting]
         choices = [str(choice) for choice in choices_of(field.annotation)]
-        if question.knob.startswith("offload_") and self.builder.load().settings.parallel.zero_stage != 3:
+        if question.setting.startswith("offload_") and self.builder.load().settings.parallel.zero_stage != 3:
             choices = [choice for choice in choices if choice != "nvme"]
-        return self.report.ask(question.words, choices, question.default or shown_default(field))
+        return self.report.ask(question.text, choices, question.default or shown_default(field))
 
     def compare(self) -> None:
-        """Show what each choice of stage and offloading would take."""
+        """Show how much memory each choice of stage and offloading takes."""
         builder = self.builder
         if builder.parameters is None:
-            self.report.say("with --model_family or --parameters=2.6e9 this would show what each choice takes")
+            self.report.say(
+                "with --model_family or --parameters=2.6e9 this would show the memory that each choice takes"
+            )
             return
         rows = []
         for choice in candidates(with_files=True):
-            path = {} if builder.load().settings.parallel.offload_param_path else {FOLDER.knob: "/"}
+            path = {} if builder.load().settings.parallel.offload_param_path else {FOLDER.setting: "/"}
             held = estimate_for(builder.load(**choice, **path), builder.parameters)
             verdict = ("no" if builder.room.lacks(held) else "yes") if builder.room else ""
             sizes = map(format_gib, (held.gpu_bytes, held.host_bytes, held.disk_bytes))

@@ -19,7 +19,7 @@ from simpletuner.settings.formats import Entry
 from simpletuner.settings.key_table import Keeps, KeyTable, interpret
 from simpletuner.settings.knob import Section
 from simpletuner.settings.loading import parse_json
-from simpletuner.settings.sections import Data, Pictures
+from simpletuner.settings.sections import Data, DatasetSettings
 from simpletuner.settings.spelling import choices_of, normalize_name, normalize_value
 from simpletuner.system.files import read_file
 
@@ -27,7 +27,7 @@ LARGEST_PIXELS = 1 << 28
 TOO_LARGE = "at most 16384x16384 px"
 
 
-class ImageDataset(Pictures):
+class ImageDataset(DatasetSettings):
     """A folder of pictures and how they are captioned, sized and cropped."""
 
     id: Annotated[str, AfterValidator(checked_id)]
@@ -110,7 +110,7 @@ def datasets_of(data: Data) -> tuple[list[ImageDataset], Path | None]:
 
 def inherited(data: Data) -> dict[str, Any]:
     """Return the global settings that a dataset falls back to."""
-    return {name: getattr(data, name) for name in Pictures.model_fields}
+    return {name: getattr(data, name) for name in DatasetSettings.model_fields}
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:

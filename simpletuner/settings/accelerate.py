@@ -144,7 +144,7 @@ SECTIONS_OF_ENGINE = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 
 
 def map_file(entries: list[Entry]) -> list[MappedField]:
-    """Say what becomes of each field of an accelerate file, in its order."""
+    """Map each field of an accelerate file, in its order."""
     kind = next((entry for entry in entries if entry.key == "distributed_type"), Entry("distributed_type", "no"))
     engine = normalize_name(kind.value)
     fields: list[MappedField] = []
@@ -187,7 +187,7 @@ def engine_name(settings: Settings) -> str:
 
 
 def default_file(environment: Mapping[str, str]) -> Path | None:
-    """Return the file that `accelerate config` wrote, if there is one."""
+    """The file that `accelerate config` wrote, if there is one."""
     home = Path(environment.get("HOME", "~")).expanduser()
     caches = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
     folder = Path(environment.get("HF_HOME") or caches / "huggingface").expanduser() / "accelerate"
@@ -241,7 +241,7 @@ LAUNCHED = {
 
 
 def launched_entries(environment: Mapping[str, str]) -> list[Entry]:
-    """Return what `accelerate launch` resolved and handed to this process; nothing if it did not start it."""
+    """Return what `accelerate launch` resolved and passed to this process; nothing if it did not start it."""
     if "ACCELERATE_MIXED_PRECISION" not in environment:
         return []
     engine = next((name for name in ("fsdp", "deepspeed") if f"ACCELERATE_USE_{name.upper()}" in environment), "no")
@@ -249,16 +249,16 @@ def launched_entries(environment: Mapping[str, str]) -> list[Entry]:
     for variable, field in LAUNCHED.items():
         value = environment.get(variable)
         section, dot, name = field.rpartition(".")
-        elsewhere = SECTIONS_OF_ENGINE.get(section) not in (None, engine)
-        if value is None or elsewhere or variable in idle_variables(environment):
+        other_engine = SECTIONS_OF_ENGINE.get(section) not in (None, engine)
+        if value is None or other_engine or variable in irrelevant_variables(environment):
             continue
         target = entries.setdefault(section, {}) if dot else entries
         target[name] = value
     return [Entry(key, value) for key, value in entries.items()]
 
 
-def idle_variables(environment: Mapping[str, str]) -> set[str]:
-    """Return variables that accelerate sets to its own defaults, though they count only with another choice."""
+def irrelevant_variables(environment: Mapping[str, str]) -> set[str]:
+    """Variables that accelerate sets to its own defaults, although they count only with another choice."""
     compiles = normalize_name(environment.get("ACCELERATE_DYNAMO_BACKEND", "no")) != "no"
     other = "FSDP_RESHARD_AFTER_FORWARD" if environment.get("FSDP_VERSION") == "1" else "FSDP_SHARDING_STRATEGY"
     dynamo = {name for name in LAUNCHED if name.startswith("ACCELERATE_DYNAMO_")} - {"ACCELERATE_DYNAMO_BACKEND"}

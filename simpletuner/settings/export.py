@@ -1,4 +1,7 @@
-"""Write settings in every format that a run can be replayed from; what is replayed gives the same settings."""
+"""Export settings in every format that a run can be replayed from; a replay gives the same settings.
+
+What a format cannot hold (accelerate's YAML has no learning rate) goes into the command that replays it, as flags.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,11 @@ class Exported:
     command: list[str]
 
     def replay(self, path: str = "") -> str:
-        """Return the command for a shell, with the path where the text was saved."""
+        """The command for a shell, with the path where the text was saved."""
         names = {
             prefix + self.name: prefix + (path or self.name) for prefix in ("", "--config=", "--deepspeed_config=")
         }
-        return in_lines([names.get(word, word) for word in self.command])
+        return format_command([names.get(word, word) for word in self.command])
 
 
 def export(loaded: Loaded, to: str, everything: bool = False) -> Exported:
@@ -43,23 +46,22 @@ def export(loaded: Loaded, to: str, everything: bool = False) -> Exported:
 
     Raises SettingsError for a format that cannot say them.
     """
-    return FORMATS[to](loaded.settings, written(loaded, everything))
+    return FORMATS[to](loaded.settings, values_to_write(loaded, everything))
 
 
-def written(loaded: Loaded, everything: bool) -> dict[str, Any]:
-    """Return the values to write: what a source said, even if it is the default, since weaker sources may say other."""
+def values_to_write(loaded: Loaded, everything: bool) -> dict[str, Any]:
+    """Choose the values to write: also a default that a source gives, since weaker sources may say otherwise."""
     values = settings_as_json(loaded)
     changed = {name for name, field in setting_fields().items() if field.default != field_value(loaded.settings, name)}
     return {name: value for name, value in values.items() if everything or name in loaded.origins or name in changed}
 
 
 def field_value(settings: Settings, name: str) -> Any:
-    """Return the value of a knob."""
     return getattr(getattr(settings, SECTION_OF[name]), name)
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return values as command-line flags; a list as one flag per item, an empty one as JSON."""
+    """A list becomes one flag per item, an empty one JSON: no flag at all would leave its default."""
     return [
         f"--{name}={as_text(item)}"
         for name, value in values.items()
@@ -68,18 +70,16 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def to_cli(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return a command line for a shell."""
     words = ["simpletuner", "train", *as_flags(values)]
-    return Exported(in_lines(words), "", words)
+    return Exported(format_command(words), "", words)
 
 
 def to_json(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return a JSON file."""
     return config_file(json.dumps(values, indent=2, ensure_ascii=False) + "\n", "settings.json")
 
 
 def to_toml(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return a TOML file: tables last, since what follows a table belongs to it; `none` for what TOML cannot say."""
+    """Tables come last, since what follows a table belongs to it."""
     import tomli_w
 
     ready = {name: toml_value(value) for name, value in values.items()}
@@ -88,27 +88,27 @@ def to_toml(settings: Settings, values: dict[str, Any]) -> Exported:
 
 
 def toml_value(value: Any) -> Any:
-    """Return a value that TOML has: `none` for nothing, JSON text for tables that hold nothing somewhere."""
+    """TOML has no null: `none` stands for it, JSON text for tables and lists that hold one."""
     holds_nothing = isinstance(value, dict | list) and "null" in json.dumps(value)
     return as_text(value) if value is None or holds_nothing else value
 
 
 def to_yaml(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return a YAML file; ASCII only where PyYAML would lose a character that it takes for the end of a line."""
     import yaml
 
+    # PyYAML takes these characters for the end of a line and would lose them; escaped as ASCII they survive.
     as_it_is = not re.search("[\x85\u2028\u2029]", json.dumps(values, ensure_ascii=False))
     return config_file(yaml.safe_dump(values, sort_keys=False, allow_unicode=as_it_is), "settings.yaml")
 
 
 def to_env(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return variables, for `config/config.env` or for a shell to source."""
+    """Variables, for `config/config.env` or for a shell to source."""
     lines = [f"{PREFIX}{name.upper()}={shlex.quote(as_text(value))}\n" for name, value in values.items()]
     return config_file("".join(lines), "config.env")
 
 
 def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return a file for `accelerate launch`; what accelerate has no field for goes into the command, as flags."""
+    """A file for `accelerate launch`; what accelerate has no field for goes into the command, as flags."""
     import yaml
 
     fields = to_fields(settings)
@@ -120,12 +120,12 @@ def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:
     if settings.launch.use_cpu:
         rest["use_cpu"] = True  # under FSDP accelerate does not pass it on to its ranks
     words = ["accelerate", "launch", "--config_file", "accelerate.yaml", "-m", "simpletuner", "train", *as_flags(rest)]
-    command = "".join(f"#   {line}\n" for line in in_lines(words).splitlines())
+    command = "".join(f"#   {line}\n" for line in format_command(words).splitlines())
     return Exported(f"# Replay with\n{command}{yaml.safe_dump(fields, sort_keys=False)}", "accelerate.yaml", words)
 
 
 def to_deepspeed(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return DeepSpeed's complete JSON; the rest of the settings goes into the command, as flags."""
+    """DeepSpeed's complete JSON; the rest of the settings goes into the command, as flags."""
     if settings.parallel.zero_stage is None:
         raise SettingsError("DeepSpeed is off: there is no configuration to export", "set zero_stage")
     config = deepspeed_config(settings, settings.launch.num_processes)
@@ -135,7 +135,7 @@ def to_deepspeed(settings: Settings, values: dict[str, Any]) -> Exported:
 
 
 def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
-    """Return an sbatch script: one launcher per node, which starts that node's ranks."""
+    """An sbatch script: one launcher per node, which starts that node's ranks."""
     launch = settings.launch
     own = {"machine_rank"} | (set() if launch.main_process_ip else {"main_process_ip"})
     flags = as_flags({name: value for name, value in values.items() if name not in own})
@@ -144,7 +144,7 @@ def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
     gpus = "" if launch.use_cpu else f"#SBATCH --gpus-per-node={ranks}\n"
     master = "" if launch.main_process_ip or launch.num_machines == 1 else MASTER_OF_JOB
     head = SBATCH_HEAD.format(nodes=launch.num_machines, gpus=gpus, seconds=SAVE_SECONDS)
-    return Exported(head + master + in_lines(start), "simpletuner.sbatch", ["sbatch", "simpletuner.sbatch"])
+    return Exported(head + master + format_command(start), "simpletuner.sbatch", ["sbatch", "simpletuner.sbatch"])
 
 
 START_ON_NODE = 'exec simpletuner train --machine_rank="$SLURM_NODEID" "$@"'
@@ -176,12 +176,11 @@ FORMATS: dict[str, Callable[[Settings, dict[str, Any]], Exported]] = {
 
 
 def config_file(text: str, name: str) -> Exported:
-    """Return a text that `--config` reads."""
     return Exported(text, name, ["simpletuner", "train", f"--config={name}"])
 
 
-def in_lines(words: list[str]) -> str:
-    """Return a command for bash; if there are several flags, each on a line of its own."""
+def format_command(words: list[str]) -> str:
+    """Format a command for bash; several flags get a line each."""
     first = next((index + 1 for index in reversed(range(len(words))) if not words[index].startswith("--")), 0)
     parts = (word.partition("=") for word in words[first:])
     flags = [name + equals + quoted(value) for name, equals, value in parts]
@@ -189,17 +188,17 @@ def in_lines(words: list[str]) -> str:
 
 
 def quoted(word: str) -> str:
-    """Return a word on one line for bash: what cannot be seen is written as escaped bytes, in any locale."""
+    """Quote a word on one line for bash: what is not printable is written as escaped bytes, in any locale."""
     if word.isprintable():
         return shlex.quote(word)
-    seen = (
+    shown = (
         character if character.isprintable() and character not in "\\'" else escaped(character) for character in word
     )
-    return f"$'{''.join(seen)}'"
+    return f"$'{''.join(shown)}'"
 
 
 def escaped(character: str) -> str:
-    """Return one character as `$'...'` writes it."""
+    """Escape one character for `$'...'`."""
     if character in "\\'":
         return "\\" + character
     return "\\n" if character == "\n" else "".join(f"\\x{byte:02x}" for byte in character.encode())

@@ -1,4 +1,8 @@
-"""Read a file of settings as names, values and lines: JSON, TOML, YAML, or shell-like pairs."""
+"""Read a config file as names, values and lines: JSON, TOML, YAML, or shell-like pairs.
+
+Every format keeps duplicate names (TOML refuses them itself, with the line), so that a mistake can name both lines.
+tomlkit carries no lines; PyYAML is what accelerate reads its own files with, so both take them for the same.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from simpletuner.system.files import read_file
 
 @dataclass(frozen=True)
 class Entry:
-    """One name and value as written, and the line where they stand (0: a place without lines)."""
+    """One name and value as written, and their line (0: a place without lines)."""
 
     key: str
     value: Any
@@ -25,11 +29,11 @@ class Entry:
 
 
 class NotSettings(ValueError):
-    """A text that parses, and holds no names and values."""
+    """A text that parses, but is no mapping."""
 
 
 class NotParsed(ValueError):
-    """A text that does not parse, the line where, and why."""
+    """A text that does not parse: the line, and why."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(f"line {line}: {reason}")
@@ -99,15 +103,15 @@ def toml_entries(text: str) -> Iterator[Entry]:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise toml_mistake(str(error), len(lines)) from None
+        raise toml_error(str(error), len(lines)) from None
     for key, value in values.items():
         names = re.compile(rf"\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
         numbers = (number for number, line in enumerate(lines) if names.match(line))
         yield Entry(key, value, next((number + 1 for number in numbers if is_toml("".join(lines[:number]))), 0))
 
 
-def toml_mistake(message: str, last_line: int) -> NotParsed:
-    """Return what TOML's reader said, with the line taken out of its sentence."""
+def toml_error(message: str, last_line: int) -> NotParsed:
+    """Split the message of TOML's reader into line and reason."""
     message = message.replace("Cannot overwrite a value", "a name is set twice")
     found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
     reason, line, column = found.groups() if found else (message, last_line, "")
@@ -115,7 +119,6 @@ def toml_mistake(message: str, last_line: int) -> NotParsed:
 
 
 def is_toml(text: str) -> bool:
-    """Return whether a text is TOML by itself."""
     import tomllib
 
     try:
@@ -126,7 +129,6 @@ def is_toml(text: str) -> bool:
 
 
 def yaml_entries(text: str) -> Iterator[Entry]:
-    """Read a YAML mapping."""
     import yaml
 
     loader = yaml.SafeLoader(text)
@@ -170,13 +172,13 @@ def env_entries(text: str) -> Iterator[Entry]:
             continue
         found = ASSIGNMENT.match(text, position)
         if found is None:
-            raise NotParsed(line, "a line is NAME=value; quote a value with blanks or signs of the shell in it")
-        yield Entry(found["key"], "".join(unquoted(part, line) for part in QUOTED.finditer(found["value"])), line)
+            raise NotParsed(line, "a line is NAME=value; quote a value with blanks or shell characters in it")
+        yield Entry(found["key"], "".join(unquote(part, line) for part in QUOTED.finditer(found["value"])), line)
         position = found.end()
 
 
-def unquoted(part: re.Match[str], line: int) -> str:
-    """Return one quoted or bare part of a word, as a shell would."""
+def unquote(part: re.Match[str], line: int) -> str:
+    """Remove the quotes of one part of a word, as a shell would."""
     if part["single"] is not None or part["escaped"] is not None:
         return part["single"] or (part["escaped"] or "").strip("\n")  # a backslash before a newline joins two lines
     text = part["bare"] or part["double"] or ""

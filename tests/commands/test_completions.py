@@ -85,7 +85,7 @@ def test_meanings_are_whole_and_on_one_line(other):
 
 
 @pytest.mark.parametrize("name", list(setting_fields()))
-def test_every_knob_is_offered_with_what_it_accepts(name):
+def test_every_setting_is_offered_with_what_it_accepts(name):
     assert f"--{name}" in offered(f"simpletuner train --{name}")
     annotation = setting_fields()[name].annotation
     refused = {"model_type": ["lora"]}.get(name, [])

@@ -157,7 +157,7 @@ def test_init_never_writes_over_a_file_unless_told_to(run):
     write("config/config.toml", "seed = 1\n")
     code, _, err = run("config", "init", "--model_family=sdxl")
     assert code == 2
-    assert "is there already" in err
+    assert "exists already" in err
     assert Path("config/config.toml").read_text() == "seed = 1\n"
     assert run("config", "init", "--model_family=sdxl", "--output=new/c.toml")[0] == 0
     assert run("config", "init", "--model_family=sdxl", "--force")[0] == 0

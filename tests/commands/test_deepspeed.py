@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused_with_the_stage_that_does(capsys, tmp_path)
 def test_a_person_builds_a_configuration_that_a_config_file_can_name(terminal, tmp_path):
     dialogue = terminal("deepspeed", "build", PARAMETERS, "--gpu_memory=24GiB")
     dialogue.answer("How many GPUs in all?", "2")
-    compared = dialogue.answer("Share out optimizer state (1)", "2")
+    compared = dialogue.answer("Shard optimizer state (1)", "2")
     assert " 3       nvme        nvme      " in compared
     assert (compared.count("  yes "), compared.count("  no  ")) == (6, 3)
     shown = dialogue.answer("Where is optimizer state kept?", "nvme")
@@ -93,16 +93,16 @@ def test_a_person_builds_a_configuration_that_a_config_file_can_name(terminal, t
     shown = dialogue.answer("Which optimizer?", "")
     assert '"device": "cpu"' in shown
     assert "fits: " in shown
-    dialogue.answer("How does the learning rate go on", "constant_with_warmup")
-    dialogue.answer("Over how many steps does it rise?", "100")
-    dialogue.answer("How many forward passes make a step?", "none")
+    dialogue.answer("How does the learning rate change", "constant_with_warmup")
+    dialogue.answer("Over how many steps does it warm up?", "100")
+    dialogue.answer("How many forward passes per optimizer step?", "none")
     dialogue.wait_for("gradient_accumulation_steps = 'none' (flag): use a whole number of at least 1")
-    dialogue.answer("How many forward passes make a step?", "4")
+    dialogue.answer("How many forward passes per optimizer step?", "4")
     dialogue.answer("Scale gradients down to which norm?", "1.0")
     dialogue.answer("Compute in bf16", "")
     (tmp_path / "mine.json").write_text("mine")
     dialogue.answer("Write to", "mine.json")
-    dialogue.answer("mine.json is there already: write over it? [y/N]", "n")
+    dialogue.answer("mine.json exists already: overwrite it? [y/N]", "n")
     dialogue.answer("Write to", "")
     dialogue.wait_for("config/deepspeed.json is written")
     assert dialogue.ended() == ExitCode.OK
@@ -140,11 +140,11 @@ def test_a_person_may_write_over_a_file(terminal, tmp_path):
     (tmp_path / "old.json").write_text("old")
     flags = ("--num_processes=2", "--max_grad_norm=1", "--lr_warmup_steps=0", "--gradient_accumulation_steps=1")
     dialogue = terminal("deepspeed", "build", *flags, "--optimizer=adamw", "--lr_scheduler=cosine")
-    dialogue.answer("Share out optimizer state (1)", "1")
+    dialogue.answer("Shard optimizer state (1)", "1")
     dialogue.answer("Where is optimizer state kept?", "")
     dialogue.answer("Compute in bf16", "")
     dialogue.answer("Write to", "old.json")
-    dialogue.answer("old.json is there already: write over it? [y/N]", "y")
+    dialogue.answer("old.json exists already: overwrite it? [y/N]", "y")
     dialogue.wait_for("old.json is written")
     assert dialogue.ended() == ExitCode.OK
     assert json.loads((tmp_path / "old.json").read_text())["zero_optimization"] == {"stage": 1}
@@ -154,7 +154,7 @@ def test_what_is_chosen_already_is_not_asked_for(terminal, tmp_path):
     (tmp_path / "run.toml").write_text('optimizer = "adamw"\nlr_scheduler = "cosine"\nmixed_precision = "no"\n')
     flags = ("--num_processes=2", "--max_grad_norm=1", "--lr_warmup_steps=0", "--gradient_accumulation_steps=1")
     dialogue = terminal("deepspeed", "build", "--config=run.toml", *flags, "--output=ds.json")
-    dialogue.answer("Share out optimizer state (1)", "3")
+    dialogue.answer("Shard optimizer state (1)", "3")
     dialogue.answer("Where is optimizer state kept?", "nvme")
     dialogue.answer("In which folder?", "swap")
     dialogue.answer("Where are weights kept", "cpu")
@@ -236,7 +236,7 @@ def test_mistakes_are_usage_errors(capsys, arguments, sentence):
 
 def test_a_file_that_is_there_stays(capsys):
     Path("ds.json").write_text("mine")
-    assert "ds.json is there already" in refusal(capsys, "build", "--stage=1", "--output=ds.json")
+    assert "ds.json exists already" in refusal(capsys, "build", "--stage=1", "--output=ds.json")
     assert Path("ds.json").read_text() == "mine"
     assert command("deepspeed", "build", "--stage=1", "--output=ds.json", "--force") == ExitCode.OK
     assert json.loads(Path("ds.json").read_text())["zero_optimization"] == {"stage": 1}
@@ -246,7 +246,7 @@ def test_a_file_that_is_there_is_refused_before_anybody_is_asked(terminal, tmp_p
     (tmp_path / "ds.json").write_text("mine")
     dialogue = terminal("deepspeed", "build", "--output=ds.json")
     assert dialogue.ended() == ExitCode.USAGE
-    assert "ds.json is there already" in dialogue.drawn and "How many" not in dialogue.drawn
+    assert "ds.json exists already" in dialogue.drawn and "How many" not in dialogue.drawn
 
 
 @pytest.mark.parametrize("name", ["run.toml", "run.json", "run.yaml", "run.env"])
@@ -271,7 +271,7 @@ def test_a_config_file_comes_to_name_what_was_built_with_what_it_says(capsys, na
     assert (rows["zero_stage"]["value"], rows["max_grad_norm"]["value"]) == (3, 1.0)
     built = json.loads(Path("config/deepspeed.json").read_text())
     assert built["train_batch_size"] == built["optimizer"]["params"]["lr"] == "auto"
-    assert "config/deepspeed.json is there already" in refusal(capsys, "build", "--stage=2", f"--apply={config}")
+    assert "config/deepspeed.json exists already" in refusal(capsys, "build", "--stage=2", f"--apply={config}")
     again = ("deepspeed", "build", "--stage=2", f"--apply={config}", "--force")
     assert command(*again) == ExitCode.OK, "what it names already is not what it says"
     assert json.loads(Path("config/deepspeed.json").read_text())["zero_optimization"] == {"stage": 2}
@@ -293,7 +293,7 @@ def test_templates_are_kept_listed_and_started_from(capsys, tmp_path):
     flags = ("--stage=2", "--offload_optimizer=cpu", "--max_grad_norm=0.5", "--save_template=mine")
     kept, told = built(capsys, *flags)
     assert f"kept as {tmp_path}/home/deepspeed/mine.toml: --template=mine" in told
-    assert "mine.toml is there already" in refusal(capsys, "build", "--stage=1", "--save_template=mine")
+    assert "mine.toml exists already" in refusal(capsys, "build", "--stage=1", "--save_template=mine")
     assert built(capsys, "--stage=1", "--save_template=own", "--force")
     assert built(capsys, "--stage=2", "--save_template=own", "--force")[0]["zero_optimization"] == {"stage": 2}
     again, _ = built(capsys, "--template=mine")

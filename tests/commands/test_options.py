@@ -49,7 +49,7 @@ def test_dashes_and_underscores_mean_the_same_in_every_flag(name, data):
     assert normalize_argv([f"--{typed}=x"]) == [f"--{name}=x"]
 
 
-def test_a_command_gets_one_flag_per_knob_and_only_what_was_typed():
+def test_a_command_gets_one_flag_per_setting_and_only_what_was_typed():
     seen = {}
 
     def command(flags: dict, config: Path | None, *, own: bool = False) -> None:

@@ -8,7 +8,7 @@ import pytest
 from simpletuner.data.dataset_keys import REASONS, VALUES
 from simpletuner.data.datasets import ImageDataset, TextEmbeds, datasets_of
 from simpletuner.errors import SettingsError
-from simpletuner.settings.sections import Data, Pictures
+from simpletuner.settings.sections import Data, DatasetSettings
 
 
 def data_of(folder: Path, *entries: dict, **globals_) -> Data:
@@ -55,7 +55,7 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
         "crop_aspect": "preserve",
         "minimum_image_size": 100,
     }
-    assert given.keys() == Pictures.model_fields.keys()
+    assert given.keys() == DatasetSettings.model_fields.keys()
     (plain, own), _ = datasets_of(
         data_of(tmp_path, image(), image(id="two", repeats=0, resolution=2, resolution_type="area"), **given)
     )

@@ -14,7 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from simpletuner.app import main
+from simpletuner.errors import BrokenRule, Mistake, SettingsError
+from simpletuner.settings import load
 
 GOLDEN = Path(__file__).with_name("mistakes.txt")
 ENOUGH = "--model_family=sdxl --instance_data_dir=pictures"
@@ -194,6 +198,19 @@ def all_told() -> str:
 
 def test_every_mistake_gets_the_reviewed_answer():
     assert all_told() == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_mistakes_are_values_that_a_page_can_put_beside_their_fields():
+    with pytest.raises(SettingsError) as caught:
+        load({"mixed_precision": "bf61", "lr_warmup_steps": 2, "max_train_steps": 1}, complete=False, environment={})
+    [mistake] = caught.value.mistakes  # rules between settings follow once each setting is valid
+    assert mistake == Mistake("mixed_precision", "use one of no, bf16", "flag", "'bf61'", "did you mean `bf16`?")
+    with pytest.raises(SettingsError) as caught:
+        load({"lr_warmup_steps": 2, "max_train_steps": 1}, complete=False, environment={})
+    [broken] = caught.value.mistakes
+    assert isinstance(broken, BrokenRule)
+    assert (broken.setting, broken.others) == ("lr_warmup_steps", ("max_train_steps",))
+    assert caught.value.message == broken.message
 
 
 if __name__ == "__main__":

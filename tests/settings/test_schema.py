@@ -14,7 +14,8 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.registry import FAMILIES
 from simpletuner.settings import load, settings_as_json
 from simpletuner.settings.schema import json_schema, options_page
-from simpletuner.settings.sections import setting_fields
+from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
+from simpletuner.settings.spelling import choices_of
 
 SCHEMA = Draft202012Validator(json_schema(FAMILIES))
 
@@ -32,6 +33,19 @@ def test_the_schema_is_one_and_knows_every_setting():
         for name in known - {*setting_fields(), "$schema", "accelerate_config"}
     )
     assert all("description" in entry for name, entry in SCHEMA.schema["properties"].items() if name != "$schema")
+
+
+def test_the_schema_keeps_section_unit_bounds_and_choices_as_data():
+    properties = SCHEMA.schema["properties"]
+    for name, field in setting_fields().items():
+        entry = properties[name]
+        assert entry["x-section"] == SECTIONS[SECTION_OF[name]].__doc__
+        assert entry.get("x-unit", "") == field.json_schema_extra["unit"]
+        option = next((part for part in entry.get("anyOf", ()) if part["type"] != "null"), entry)
+        choices = [choice for choice in choices_of(field.annotation)]
+        assert option.get("enum", []) == choices, name
+    assert properties["node_timeout"]["x-unit"] == "s"
+    assert properties["main_process_port"]["minimum"] == 1 and properties["main_process_port"]["maximum"] == 65535
 
 
 def test_every_default_is_valid():

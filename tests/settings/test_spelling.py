@@ -17,7 +17,7 @@ SPLIT = {"fsdp_enable": True, "context_parallel_size": 2, "num_processes": 2}
 """Without it the strategy of context parallelism is reset."""
 OFFLOAD = {"zero_stage": 3, "offload_param_path": "/nvme"}
 BESIDE = {"context": SPLIT, "optimizer": {"zero_stage": 1}, "offload": OFFLOAD}
-"""What choices need beside them, by the first word of their knob."""
+"""What choices need beside them, by the first word of their setting."""
 CHOICES = {
     name: choices_of(field.annotation) for name, field in setting_fields().items() if choices_of(field.annotation)
 }
@@ -44,7 +44,7 @@ def test_choices_are_found_through_optional():
     assert choices_of(int | None) == ()
 
 
-def test_there_are_knobs_with_choices():
+def test_there_are_settings_with_choices():
     assert len(CHOICES) >= 14
 
 
@@ -66,7 +66,7 @@ def test_any_spelling_of_a_choice_is_understood_from_flags_and_files_alike(tmp_p
     ("name", "word", "meant"),
     [(name, word, meant) for name, table in SYNONYMS.items() for word, meant in table.items()],
 )
-def test_every_synonym_means_a_value_that_the_knob_accepts(name, word, meant):
+def test_every_synonym_means_a_value_that_the_setting_accepts(name, word, meant):
     flags = {**ENOUGH, **BESIDE.get(name.partition("_")[0], {}), name: word.upper().replace("_", "-")}
     value = settings_as_json(load(flags))[name]
     assert str(value).lower() == str(RUNS_AS.get((name, meant), meant)).lower()
@@ -107,7 +107,7 @@ def test_words_for_true_and_false_are_understood_in_any_case(word):
         assert settings.parallel.fsdp_enable is (word in WORDS_FOR_TRUE)
 
 
-def test_no_two_choices_of_a_knob_are_spelled_alike():
+def test_no_two_choices_of_a_setting_are_spelled_alike():
     for name, choices in CHOICES.items():
         folded = {str(choice).lower().replace("-", "_") for choice in choices}
         assert len(folded) == len(choices), name

@@ -32,7 +32,7 @@ BUFFER_ELEMENTS = 100_000_000
 
 @dataclass(frozen=True)
 class DeepSpeedOptions:
-    """What is asked of DeepSpeed most: its stage, where state lies, and the optimizer."""
+    """What our code asks about DeepSpeed: its stage, where state is kept, and the optimizer."""
 
     stage: Literal[1, 2, 3]
     offload_optimizer: Device
@@ -47,12 +47,12 @@ class DeepSpeedOptions:
 
     @property
     def uses_nvme(self) -> bool:
-        """Return whether something is offloaded to files."""
+        """Whether something is offloaded to files."""
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
 
 def deepspeed_options(settings: Settings) -> DeepSpeedOptions | None:
-    """Return what is asked of DeepSpeed; None where it is off."""
+    """The options of DeepSpeed; None where it is off."""
     parallel = settings.parallel
     if parallel.zero_stage is None:
         return None
@@ -146,18 +146,16 @@ def with_auto(config: Mapping[str, Any], chosen: Collection[str]) -> dict[str, A
 
 
 def numbers_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers at the top: those of the batch, of accumulation and of clipping."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     return {name: config[name] for name in names}
 
 
 def chosen_keys(chosen: Collection[str]) -> set[str]:
-    """Return DeepSpeed's keys whose settings were chosen; the batch of all ranks hangs on how many there are."""
+    """DeepSpeed's keys whose settings were chosen. train_batch_size is never one: it depends on the number of ranks."""
     return {name for name, rule in RULES.items() if isinstance(rule, Maps) and rule.setting in chosen}
 
 
 def params_with_auto(params: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
-    """Return an optimizer's parameters."""
     settings = {name: {setting} for name, setting in SETTINGS.items()} | {"betas": {"adam_beta1", "adam_beta2"}}
     return {
         name: value if name not in settings or settings[name] & set(chosen) else AUTO for name, value in params.items()
@@ -165,7 +163,7 @@ def params_with_auto(params: Mapping[str, Any], chosen: Collection[str]) -> dict
 
 
 def schedule_with_auto(block: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
-    """Return a schedule; none where nobody chose one."""
+    """Return a schedule; an empty one where none was chosen."""
     if "lr_scheduler" not in chosen and "lr_warmup_steps" not in chosen:
         return {}
     params = {

@@ -49,7 +49,7 @@ def read_scheduler(block: Any, learning_rate: float, parsed: ParsedConfig) -> No
 
 
 def read_type(given: Any, parsed: ParsedConfig) -> str:
-    """Return DeepSpeed's name of the schedule; empty for one that is not used."""
+    """DeepSpeed's name of the schedule; empty for one that cannot be used."""
     if given in (None, AUTO):
         return ""
     names = {normalize_name(name): name for name in (*PARAMS, *REFUSED)}
