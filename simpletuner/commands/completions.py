@@ -39,6 +39,7 @@ def completions_for(command: TyperGroup | TyperCommand, line: str, programs: Ite
     for passed in before:
         state.pass_word(passed)
     waiting = state.waiting
+    # A bare boolean flag may be followed by the next flag; any other flag still needs its value.
     if waiting is not None and not (word.startswith("-") and is_switch(waiting)):
         return matching(word, values(state, waiting, word))
     if word.startswith("-") and not state.only_arguments:
@@ -122,6 +123,7 @@ def values_of_setting(name: str, family: str) -> list[Completion]:
         known = [normalize_name(family)] if normalize_name(family) in FAMILIES else FAMILIES
         published = {name: flavour.hub for key in known for name, flavour in flavours_of(key).items()}
         return [Completion(*item) for item in (published | {TINY: "small, with random weights"}).items()]
+    # A setting of free text may still have well-known values: those that its synonyms stand for.
     field = setting_fields()[name]
     accepted = (True, False) if field.annotation is bool else choices_of(field.annotation)
     accepted = accepted or tuple(dict.fromkeys(SYNONYMS.get(name, {}).values()))

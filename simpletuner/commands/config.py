@@ -75,6 +75,7 @@ def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env
     from simpletuner.settings.loading import resolve
     from simpletuner.settings.sources import collect_from_file
 
+    # Only the file and the accelerate file that it names: the check must not depend on this shell's environment.
     loaded = check_runnable(resolve(collect_from_file(file)))
     datasets, _ = datasets_of(loaded.settings.data)
     counted = parameters_of(loaded.settings.model)

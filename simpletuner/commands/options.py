@@ -38,11 +38,12 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
         extra = {parameter.name: given.pop(parameter.name) for parameter in own}
         flags = {name: value for name, value in given.items() if value not in (None, [])}
         unknown = unknown_flags(context.args)
-        refuse_misnormalize_argument(unknown, [flag for parameter in parameters for flag in own_flags(parameter)])
+        refuse_misspelled(unknown, [flag for parameter in parameters for flag in own_flags(parameter)])
         command(flags=flags | unknown, config=config, **extra)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *file_parameters(), *own, *map(parameter_of, setting_fields() if shown is None else shown)]
+    # Typer reads the signature to make its options; help shows the docstring.
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
@@ -63,7 +64,7 @@ def unknown_flags(arguments: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def refuse_misnormalize_argument(unknown: Iterable[str], own: Iterable[str]) -> None:
+def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
     """Raise SettingsError for what is nearest to an option of the command; the settings layer suggests settings."""
     flags = {normalize_name(flag.lstrip("-")): flag for flag in own}
     for flag in unknown:

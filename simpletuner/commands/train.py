@@ -39,6 +39,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     choose_gpus(loaded.settings.launch, os.environ)
     if is_rank(os.environ):
         end_with_launcher()
+    # torch is imported from here on: launchers and --dry_run answer without it.
     from simpletuner.worker import run_rank
 
     run_rank(loaded)
@@ -64,6 +65,7 @@ def show_plan(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_
     from simpletuner.launch import describe_plans
     from simpletuner.launch.plan import as_text
 
+    # Every machine gets its own --machine_rank.
     shared = {name: value for name, value in flags.items() if name != "machine_rank"}
     plans = describe_plans(loaded.settings.launch, ["train", *as_arguments(shared, config)])
     if as_json:

@@ -63,6 +63,7 @@ class Wizard:
         """Ask all questions, and show what has been built so far."""
         for question in QUESTIONS:
             loaded = self.builder.load()
+            # A setting that any source gives is not asked for again.
             if question.setting in loaded.origins or not question.when(loaded.settings.parallel):
                 continue
             if question.setting == "zero_stage":
@@ -110,6 +111,7 @@ class Wizard:
             return
         rows = []
         for choice in candidates(with_files=True):
+            # An estimate needs some path for files; it does not depend on which.
             path = {} if builder.load().settings.parallel.offload_param_path else {FOLDER.setting: "/"}
             held = estimate_for(builder.load(**choice, **path), builder.parameters)
             verdict = ("no" if builder.room.lacks(held) else "yes") if builder.room else ""

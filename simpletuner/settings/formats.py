@@ -81,6 +81,7 @@ def json_entries(text: str) -> Iterator[Entry]:
         raise NotParsed(error.lineno, f"{error.msg[0].lower()}{error.msg[1:]}, column {error.colno}") from None
     if not isinstance(value, Pairs):
         raise NotSettings("a list" if isinstance(value, list) else "one value")
+    # json has no positions: a second pass over the tokens finds the line of each name at depth 1 and 2.
     lines: list[tuple[int, dict[str, int]]] = []
     depth = 0
     for token in JSON_TOKEN.finditer(text):
@@ -112,6 +113,7 @@ def toml_entries(text: str) -> Iterator[Entry]:
 
 def toml_error(message: str, last_line: int) -> NotParsed:
     """Split the message of TOML's reader into line and reason."""
+    # tomllib's words for a duplicate key are about its own tables.
     message = message.replace("Cannot overwrite a value", "a name is set twice")
     found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
     reason, line, column = found.groups() if found else (message, last_line, "")
@@ -138,7 +140,7 @@ def yaml_entries(text: str) -> Iterator[Entry]:
             return
         if not isinstance(node, yaml.MappingNode):
             raise NotSettings("a list" if isinstance(node, yaml.SequenceNode) else "one value")
-        loader.flatten_mapping(node)
+        loader.flatten_mapping(node)  # `<<: *anchor`
         for key, value in node.value:
             inner = value.value if isinstance(value, yaml.MappingNode) else []
             inner_lines = {str(name.value): name.start_mark.line + 1 for name, _ in inner}

@@ -131,6 +131,7 @@ def interpret(table: KeyTable, entries: Iterable[Entry], section: str = "") -> I
         path = f"{section}{entry.key}"
         key = table.aliases.get(path, path)
         found = MappedField(path, key, entry.value, "unknown", line=entry.line)
+        # Only a second name of a key conflicts here: duplicate names are for the caller, who knows their lines.
         if spelled.setdefault(key, path) != path:
             yield replace(found, outcome="refused", note=f"{spelled[key]} means the same: keep one of them")
         elif key not in table.sections:
@@ -167,12 +168,14 @@ def map_field(table: KeyTable, found: MappedField) -> MappedField:
 
 
 def is_neutral(table: KeyTable, rule: Rule, value: Any) -> bool:
-    """Whether a value asks for nothing; neutral values are compared as text, too, since variables hold only text."""
+    """Whether a value asks for nothing."""
+    # None and `auto` stand for a key that is not there, whatever its rule.
     if value in table.unset:
         return True
     if isinstance(rule, Ignores | Refuses) and table.is_off(value):
         return True
     neutral = () if isinstance(rule, Keeps) else rule.neutral
+    # `accelerate launch` passes numbers as text, so 1 and "1" are the same.
     return value in neutral or normalize_name(value) in map(normalize_name, neutral)
 
 

@@ -61,6 +61,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     warnings = [*(warning for source in sources for warning in source.warnings), *apply_deepspeed_config(merged)]
     mistakes, origins = merged.mistakes, merged.origins
     settings = validate(merged.values, origins, mistakes)
+    # Rules compare typed values, so they wait until every setting is valid by itself.
     if settings is not None:
         found = [*(find_missing(settings) if complete else ()), *find_contradictions(settings)]
         mistakes += [with_places(mistake, origins) for mistake in found]
@@ -68,6 +69,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
         raise SettingsError(mistakes=mistakes, hint="`--help` lists every setting with its type")
     about = warnings_about(settings)
     settings, reasons = normalize(settings)
+    # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
     changed = {name: replace(origins.get(name, NO_ORIGIN), reason=why) for name, why in reasons.items()}
     implicit = {source.name: source.implicit for source in sources}
     return Loaded(settings, origins | changed, (*warnings, *about), implicit)
@@ -96,6 +98,7 @@ def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
     text, kind = given.value, next(filter(is_table, get_args(setting_fields()[name].annotation)), None)
     if kind is None or not isinstance(text, str) or normalize_name(text) in WORDS_FOR_NOTHING:
         return replace(given, name=name)
+    # Only tables of text have the short form: in `a=1` a JSON table would need to know that 1 is a number.
     if get_args(kind) == (str, str) and PAIRS.fullmatch(text):
         return replace(given, name=name, value=dict(pair.split("=", 1) for pair in text.split(",")))
     file = "" if text.lstrip().startswith("{") else text
@@ -144,6 +147,7 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes:
         try:
             sections[section_name] = section(**own)
         except ValidationError as error:
+            # pydantic reports each branch of a union; one mistake per setting is enough.
             by_setting = {str(item["loc"][0]): item for item in error.errors()}
             mistakes += [
                 to_mistake(item, section.model_fields[name], origins[name].given, origins[name])

@@ -225,6 +225,7 @@ def is_list(name: str) -> bool:
 
 def from_accelerate(chosen: Any, environment: Mapping[str, str]) -> list[Source]:
     """What accelerate is configured to do: by `accelerate launch`, in the chosen file, or in its default one."""
+    # What `accelerate launch` resolved includes its file and its own flags: the file must not be read again.
     if entries := launched_entries(environment):
         return [accelerate_source("accelerate launch", map_file(entries), implicit=False)]
     chosen = chosen or environment.get("ACCELERATE_CONFIG_FILE")

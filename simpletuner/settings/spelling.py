@@ -69,8 +69,10 @@ def normalize_value(name: str, field: FieldInfo, value: Any) -> Any:
     if get_origin(field.annotation) is list and isinstance(value, str | list):
         return parse_list(value) if isinstance(value, str) else value
     choices = choices_of(field.annotation)
+    # str(True) would turn a mistake into the text "True".
     if isinstance(value, bool) and not choices:
         return value
+    # YAML and TOML read `variant: 16` as a number.
     if isinstance(value, int) and field.annotation in TEXTS:
         return str(value)
     if isinstance(value, str | int | float):

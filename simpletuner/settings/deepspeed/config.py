@@ -137,6 +137,7 @@ def with_auto(config: Mapping[str, Any], chosen: Collection[str]) -> dict[str, A
     """Return a complete configuration with `auto` for each number of a setting that is not among the chosen ones."""
     result = {name: value if name in chosen_keys(chosen) else AUTO for name, value in numbers_of(config).items()}
     rest = {name: value for name, value in config.items() if name not in result}
+    # A number in the file would contradict another one in the settings of a run; `auto` takes theirs.
     if "mixed_precision" not in chosen:
         rest["bf16"] = {**config["bf16"], "enabled": AUTO}
     rest["optimizer"] = {**config["optimizer"], "params": params_with_auto(config["optimizer"]["params"], chosen)}

@@ -48,6 +48,7 @@ class ParsedConfig:
 
     def set(self, setting: str, value: Any, path: str) -> None:
         """Note what the JSON says of a setting; several keys may say the same."""
+        # Both offload sections may name the path, and the schedule repeats the optimizer's learning rate.
         if not any(given.name == setting and given.value == value for given in self.settings):
             self.settings.append(RawValue(setting, value, self.place_of(path)))
 

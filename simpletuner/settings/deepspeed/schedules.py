@@ -71,6 +71,7 @@ def read_warmup(name: str, given: Mapping[str, Any], parsed: ParsedConfig) -> No
     if "warmup_max_lr" in given:
         parsed.set("learning_rate", highest, "scheduler.params.warmup_max_lr")
     starts_at = given.get(lowest, 0)
+    # A warm-up from the peak to the peak is none, whatever its length.
     if starts_at != 0 and starts_at == highest:
         parsed.set("lr_warmup_steps", 0, f"scheduler.params.{lowest}")
         return
@@ -78,6 +79,7 @@ def read_warmup(name: str, given: Mapping[str, Any], parsed: ParsedConfig) -> No
         parsed.warn_unused(f"scheduler.params.{lowest}", starts_at, "the warm-up rises from 0")
     if "warmup_num_steps" in given:
         parsed.set("lr_warmup_steps", given["warmup_num_steps"], "scheduler.params.warmup_num_steps")
+        # DeepSpeed's own default rises with the logarithm of the step; ours has one shape.
         if (shape := given.get("warmup_type", "log")) != "linear":
             default = "" if "warmup_type" in given else " (DeepSpeed's default)"
             parsed.warnings.append(
@@ -106,6 +108,7 @@ def scheduler_block(settings: Settings) -> dict[str, Any]:
     """Return the scheduler of DeepSpeed's JSON for our settings; empty where DeepSpeed has none that does the same."""
     own, total = settings.optimizer, settings.training.max_train_steps
     rises = own.lr_warmup_steps > 0
+    # No warm-up is written as one from the peak to the peak: DeepSpeed has no schedule without one.
     warmup = {"warmup_num_steps": max(1, own.lr_warmup_steps), "warmup_type": "linear"}
     rates = {"warmup_min_lr": 0.0 if rises else own.learning_rate, "warmup_max_lr": own.learning_rate}
     if own.lr_scheduler in CONSTANT:

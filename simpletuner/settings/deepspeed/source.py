@@ -39,6 +39,7 @@ def apply_deepspeed_config(merged: MergedValues) -> list[str]:
     parsed = parse(config, merged)
     origin = merged.origins[NAME]
     for given in parsed.settings:
+        # Two names of one schedule do not contradict each other.
         same = given.name == "lr_scheduler" and given.value in CONSTANT and merged.value(given.name) in CONSTANT
         if not same:
             merged.require_equal(given, origin.source)
@@ -84,6 +85,7 @@ def peak_learning_rate(parsed: ParsedConfig, merged: MergedValues) -> float:
 
 def split_batch(parsed: ParsedConfig, merged: MergedValues, source: str) -> None:
     """Set the factor of DeepSpeed's train_batch_size that no source gives; it counts the samples of all ranks."""
+    # Popped: our setting of this name is per rank, and deepspeed_config() computes the total again.
     total = parsed.kept.pop(MICRO, None)
     numbers = {name: merged.value(name) for name in FACTORS}
     if total is None or not all(isinstance(number, int) and number > 0 for number in numbers.values()):
