@@ -152,7 +152,7 @@ def test_an_unknown_flavour_names_the_nearest(capsys):
     assert "Unknown model_flavour 'schnel' of flux; did you mean `schnell`?" in err
 
 
-def test_several_mistakes_in_file_and_flags_are_told_at_once(capsys, tmp_path):
+def test_several_mistakes_in_file_and_flags_are_reported_at_once(capsys, tmp_path):
     config = tmp_path / "c.json"
     config.write_text(json.dumps({"--model_family": "sdxl", "--trian_batch_size": 3, "--ema_decay": 2}))
     code, out, err = ended(capsys, "train", f"--config={config}", "--fsdp-enable=perhaps")

@@ -15,7 +15,7 @@ from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.identifiers import checked_id, id_of_folder, nested
 from simpletuner.errors import SettingsError
 from simpletuner.settings.errors import allowed, nearest, shorten
-from simpletuner.settings.formats import Entry
+from simpletuner.settings.formats import FileEntry
 from simpletuner.settings.key_table import Keeps, KeyTable, interpret
 from simpletuner.settings.knob import Section
 from simpletuner.settings.loading import parse_json
@@ -150,7 +150,7 @@ def parse_entry(
     fields = kind.model_fields
     table = KeyTable(RULES | dict.fromkeys(fields, Keeps()), unset=(), is_off=lambda value: False)
     values: dict[str, Any] = {}
-    for found in interpret(table, [Entry(key, value) for key, value in entry.items()]):
+    for found in interpret(table, [FileEntry(key, value) for key, value in entry.items()]):
         if found.outcome == "kept":
             values[found.key] = found.value
         elif found.outcome != "neutral":

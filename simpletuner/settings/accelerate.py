@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.formats import Entry, read_entries
+from simpletuner.settings.formats import FileEntry, read_entries
 from simpletuner.settings.key_table import (
     Ignores,
     KeyTable,
@@ -143,9 +143,9 @@ SECTIONS_OF_ENGINE = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 """Sections that count only with their distributed_type."""
 
 
-def map_file(entries: list[Entry]) -> list[MappedField]:
+def map_file(entries: list[FileEntry]) -> list[MappedField]:
     """Map each field of an accelerate file, in its order."""
-    kind = next((entry for entry in entries if entry.key == "distributed_type"), Entry("distributed_type", "no"))
+    kind = next((entry for entry in entries if entry.key == "distributed_type"), FileEntry("distributed_type", "no"))
     engine = normalize_name(kind.value)
     fields: list[MappedField] = []
     for found in (found for entry in entries for found in map_entry(entry, engine)):
@@ -158,7 +158,7 @@ def map_file(entries: list[Entry]) -> list[MappedField]:
     return fields
 
 
-def map_entry(entry: Entry, engine: str) -> Iterator[MappedField]:
+def map_entry(entry: FileEntry, engine: str) -> Iterator[MappedField]:
     needed = SECTIONS_OF_ENGINE.get(entry.key)
     if needed not in (None, engine) and isinstance(entry.value, Mapping):
         note = f"counts only with distributed_type: {needed.upper()}"
@@ -194,7 +194,7 @@ def default_file(environment: Mapping[str, str]) -> Path | None:
     return next((path for name in ("yaml", "json") if (path := folder / f"default_config.{name}").is_file()), None)
 
 
-def read_file(path: Path) -> list[Entry]:
+def read_file(path: Path) -> list[FileEntry]:
     """Read an accelerate file. Raises SettingsError when it is missing or does not parse."""
     if not path.is_file():
         raise SettingsError(f"there is no accelerate file {path}", "`accelerate config` writes one; or name none")
@@ -240,7 +240,7 @@ LAUNCHED = {
 """Variables that `accelerate launch` gives its ranks, and the fields of the file that they repeat."""
 
 
-def launched_entries(environment: Mapping[str, str]) -> list[Entry]:
+def launched_entries(environment: Mapping[str, str]) -> list[FileEntry]:
     """Return what `accelerate launch` resolved and passed to this process; nothing if it did not start it."""
     if "ACCELERATE_MIXED_PRECISION" not in environment:
         return []
@@ -254,7 +254,7 @@ def launched_entries(environment: Mapping[str, str]) -> list[Entry]:
             continue
         target = entries.setdefault(section, {}) if dot else entries
         target[name] = value
-    return [Entry(key, value) for key, value in entries.items()]
+    return [FileEntry(key, value) for key, value in entries.items()]
 
 
 def irrelevant_variables(environment: Mapping[str, str]) -> set[str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.formats import ASSIGNMENT, BLANK, FORMATS, JSON_TOKEN, Entry, is_toml, read_entries
+from simpletuner.settings.formats import ASSIGNMENT, BLANK, FORMATS, JSON_TOKEN, FileEntry, is_toml, read_entries
 from simpletuner.settings.loading import canonical_name
 from simpletuner.settings.sources import PREFIX
 from simpletuner.system.files import replace_file
@@ -88,12 +88,12 @@ def write(path: Path, text: str) -> None:
         raise SettingsError(f"cannot write {path}: {error.strerror}", "see who owns the file and its folder") from None
 
 
-def setting_of(path: Path, entry: Entry) -> str | None:
+def setting_of(path: Path, entry: FileEntry) -> str | None:
     """The setting that an entry means; in .env files our prefix is optional."""
     return canonical_name(entry.key.removeprefix(PREFIX) if path.suffix.lower() == ".env" else entry.key)
 
 
-def reads_as(path: Path, text: str, before: list[Entry], edit: Edit) -> bool:
+def reads_as(path: Path, text: str, before: list[FileEntry], edit: Edit) -> bool:
     """Whether a text has all other settings as before, in the same order, and the new value once."""
     try:
         after = list(FORMATS[path.suffix.lower()](text))
@@ -103,7 +103,7 @@ def reads_as(path: Path, text: str, before: list[Entry], edit: Edit) -> bool:
     return ours == [edit.value] and others(path, after, edit) == others(path, before, edit)
 
 
-def others(path: Path, entries: Iterable[Entry], edit: Edit) -> list[tuple[str, str]]:
+def others(path: Path, entries: Iterable[FileEntry], edit: Edit) -> list[tuple[str, str]]:
     """Names and values of all other settings; as Python writes them, since 1 == True."""
     return [(entry.key, repr(entry.value)) for entry in entries if setting_of(path, entry) != edit.name]
 

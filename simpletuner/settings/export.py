@@ -15,7 +15,7 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.settings.accelerate import map_file, to_fields
 from simpletuner.settings.deepspeed.config import deepspeed_config
-from simpletuner.settings.formats import Entry
+from simpletuner.settings.formats import FileEntry
 from simpletuner.settings.loading import Loaded, settings_as_json
 from simpletuner.settings.sections import SECTION_OF, Settings, setting_fields
 from simpletuner.settings.sources import PREFIX
@@ -112,7 +112,7 @@ def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:
     import yaml
 
     fields = to_fields(settings)
-    mapped = [found for found in map_file([Entry(key, value) for key, value in fields.items()]) if found.setting]
+    mapped = [found for found in map_file([FileEntry(key, value) for key, value in fields.items()]) if found.setting]
     in_file = {
         found.setting: normalize_value(found.setting, setting_fields()[found.setting], found.value) for found in mapped
     }

@@ -18,7 +18,7 @@ from simpletuner.system.files import read_file
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """One name and value as written, and their line (0: a place without lines)."""
 
     key: str
@@ -40,7 +40,7 @@ class NotParsed(ValueError):
         self.line, self.reason = line, reason
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[FileEntry]:
     """Read a file of settings. Raises SettingsError where it cannot be read or does not parse."""
     read = FORMATS.get(path.suffix.lower())
     if read is None and path.is_file():
@@ -73,7 +73,7 @@ class Pairs(dict[str, Any]):
 JSON_TOKEN = re.compile(r'(?P<text>"(?:\\.|[^"\\])*")(?P<colon>\s*:)?|[\[{]|[\]}]')
 
 
-def json_entries(text: str) -> Iterator[Entry]:
+def json_entries(text: str) -> Iterator[FileEntry]:
     """Read a JSON object. The names of the outermost object, in order, are the strings before a colon at depth 1."""
     try:
         value = json.loads(text, object_pairs_hook=Pairs)
@@ -93,10 +93,10 @@ def json_entries(text: str) -> Iterator[Entry]:
                 lines[-1][1][json.loads(token["text"])] = line
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
     for (key, item), (line, inner_lines) in zip(value.pairs, lines, strict=True):
-        yield Entry(key, item, line, inner_lines)
+        yield FileEntry(key, item, line, inner_lines)
 
 
-def toml_entries(text: str) -> Iterator[Entry]:
+def toml_entries(text: str) -> Iterator[FileEntry]:
     """Read TOML. A line names a key if what stands above it is whole TOML, not the middle of a long string."""
     import tomllib
 
@@ -108,7 +108,7 @@ def toml_entries(text: str) -> Iterator[Entry]:
     for key, value in values.items():
         names = re.compile(rf"\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
         numbers = (number for number, line in enumerate(lines) if names.match(line))
-        yield Entry(key, value, next((number + 1 for number in numbers if is_toml("".join(lines[:number]))), 0))
+        yield FileEntry(key, value, next((number + 1 for number in numbers if is_toml("".join(lines[:number]))), 0))
 
 
 def toml_error(message: str, last_line: int) -> NotParsed:
@@ -130,7 +130,7 @@ def is_toml(text: str) -> bool:
     return True
 
 
-def yaml_entries(text: str) -> Iterator[Entry]:
+def yaml_entries(text: str) -> Iterator[FileEntry]:
     import yaml
 
     loader = yaml.SafeLoader(text)
@@ -144,7 +144,9 @@ def yaml_entries(text: str) -> Iterator[Entry]:
         for key, value in node.value:
             inner = value.value if isinstance(value, yaml.MappingNode) else []
             inner_lines = {str(name.value): name.start_mark.line + 1 for name, _ in inner}
-            yield Entry(str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1, inner_lines)
+            yield FileEntry(
+                str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1, inner_lines
+            )
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise NotParsed(line, error.problem or str(error)) from None
@@ -164,7 +166,7 @@ QUOTED = re.compile(
 )
 
 
-def env_entries(text: str) -> Iterator[Entry]:
+def env_entries(text: str) -> Iterator[FileEntry]:
     """Read `NAME=value` lines as a shell would, quotes, comments and `export` included; nothing is expanded."""
     position = 0
     while position < len(text):
@@ -175,7 +177,7 @@ def env_entries(text: str) -> Iterator[Entry]:
         found = ASSIGNMENT.match(text, position)
         if found is None:
             raise NotParsed(line, "a line is NAME=value; quote a value with blanks or shell characters in it")
-        yield Entry(found["key"], "".join(unquote(part, line) for part in QUOTED.finditer(found["value"])), line)
+        yield FileEntry(found["key"], "".join(unquote(part, line) for part in QUOTED.finditer(found["value"])), line)
         position = found.end()
 
 
@@ -189,7 +191,7 @@ def unquote(part: re.Match[str], line: int) -> str:
     return re.sub(r'\\(\n|[$`"\\])', lambda found: found[1].strip("\n"), text) if part["double"] else text
 
 
-FORMATS: dict[str, Callable[[str], Iterator[Entry]]] = {
+FORMATS: dict[str, Callable[[str], Iterator[FileEntry]]] = {
     ".json": json_entries,
     ".toml": toml_entries,
     ".yaml": yaml_entries,

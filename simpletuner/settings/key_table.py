@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from simpletuner.settings.formats import Entry
+from simpletuner.settings.formats import FileEntry
 from simpletuner.settings.sections import SECTION_OF, Settings
 from simpletuner.settings.spelling import normalize_name
 
@@ -124,7 +124,7 @@ def in_section(
     return {f"{section}.{name}": both(rule) if isinstance(rule, Maps) else rule for name, rule in rules.items()}
 
 
-def interpret(table: KeyTable, entries: Iterable[Entry], section: str = "") -> Iterator[MappedField]:
+def interpret(table: KeyTable, entries: Iterable[FileEntry], section: str = "") -> Iterator[MappedField]:
     """Yield what becomes of each key, in the order of the file, sections included."""
     spelled: dict[str, str] = {}
     for entry in entries:
@@ -142,9 +142,9 @@ def interpret(table: KeyTable, entries: Iterable[Entry], section: str = "") -> I
             yield replace(found, outcome="refused", note="use a JSON object")
 
 
-def inner_entries(entry: Entry) -> Iterator[Entry]:
+def inner_entries(entry: FileEntry) -> Iterator[FileEntry]:
     for name, value in entry.value.items():
-        yield Entry(name, value, entry.inner_lines.get(name, entry.line))
+        yield FileEntry(name, value, entry.inner_lines.get(name, entry.line))
 
 
 def map_field(table: KeyTable, found: MappedField) -> MappedField:

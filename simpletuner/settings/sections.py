@@ -103,7 +103,7 @@ class Optimizer(Section):
     max_grad_norm: float = knob(2.0, "Scale gradients down to this global norm; 0 turns it off.", ge=0)
 
 
-class Objective(Section):
+class ObjectiveSettings(Section):
     """Objective"""
 
     snr_gamma: float | None = knob(None, "Min-SNR loss weighting (5 is usual) for epsilon and v-prediction.", gt=0)
@@ -207,7 +207,7 @@ class Settings(Section):
     data: Data = Data()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
-    objective: Objective = Objective()
+    objective: ObjectiveSettings = ObjectiveSettings()
     ema: Ema = Ema()
     parallel: Parallel = Parallel()
     launch: Launch = Launch()

@@ -1,6 +1,6 @@
 """What becomes of accelerate's files: every field is a setting, a reason, or a warning; samples.txt shows all of it.
 
-Write it anew with `python tests/settings/test_accelerate.py`.
+Regenerate it with `python tests/settings/test_accelerate.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SECTIONS = (
 )
 
 
-def told(name: str) -> str:
+def render(name: str) -> str:
     """Return what one sample becomes: settings with their places, what is not used, and why the rest needs nothing."""
     loaded = load({"accelerate_config": name}, complete=False, environment={})
     values = settings_as_json(loaded)
@@ -45,13 +45,13 @@ def told(name: str) -> str:
     return "\n".join([f"# {name}", *settings, *(f"  warning: {text}" for text in loaded.warnings), *reasons, ""])
 
 
-def all_told() -> str:
+def render_all() -> str:
     with contextlib.chdir(SAMPLES):
-        return "\n".join(map(told, NAMES))
+        return "\n".join(map(render, NAMES))
 
 
 def test_each_sample_becomes_the_reviewed_settings():
-    assert all_told() == GOLDEN.read_text(encoding="utf-8")
+    assert render_all() == GOLDEN.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -153,9 +153,9 @@ def test_rows_and_variables_lead_to_settings_that_there_are():
 
 def test_the_file_is_never_written(tmp_path):
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in SAMPLES.iterdir()}
-    all_told()
+    render_all()
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in SAMPLES.iterdir()} == before
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(all_told(), encoding="utf-8")
+    GOLDEN.write_text(render_all(), encoding="utf-8")

@@ -264,8 +264,8 @@ def test_the_start_up_table_tells_what_found_files_decided(tmp_path, monkeypatch
     found = write(tmp_path, "home/accelerate/default_config.yaml", "distributed_type: FSDP\nmixed_precision: 'no'\n")
     named = write(tmp_path, "run.toml", "crop = true\nrepeats = 1\n")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    told = provenance(load(ENOUGH, named))
-    assert told == f"config/config.env: seed; {found}: mixed_precision, fsdp_enable; {named}: 2; flag: 2"
+    summary = provenance(load(ENOUGH, named))
+    assert summary == f"config/config.env: seed; {found}: mixed_precision, fsdp_enable; {named}: 2; flag: 2"
     assert provenance(load(ENOUGH, named, environment={"SIMPLETUNER_ACCELERATE_CONFIG": str(found)})).split("; ")[
         1
     ] == (f"{found}: 2")

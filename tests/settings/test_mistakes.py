@@ -1,6 +1,6 @@
 """What a user reads after a mistake: every answer, in full, in mistakes.txt.
 
-Write it anew with `python tests/settings/test_mistakes.py`, and read the difference as a user would.
+Regenerate it with `python tests/settings/test_mistakes.py`, and read the difference as a user would.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def place_of(case: Case) -> Iterator[None]:
             os.environ.update(before)
 
 
-def told(case: Case) -> str:
+def render(case: Case) -> str:
     """Return a case as a session in a terminal."""
     with place_of(case):
         out, err, code = answer(case)
@@ -192,12 +192,12 @@ def shown(text: str | bytes) -> str:
     return "".join(f"    {line}\n" for line in (text if isinstance(text, str) else repr(text)).splitlines())
 
 
-def all_told() -> str:
-    return "\n".join(map(told, CASES))
+def render_all() -> str:
+    return "\n".join(map(render, CASES))
 
 
 def test_every_mistake_gets_the_reviewed_answer():
-    assert all_told() == GOLDEN.read_text(encoding="utf-8")
+    assert render_all() == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_mistakes_are_values_that_a_page_can_put_beside_their_fields():
@@ -214,4 +214,4 @@ def test_mistakes_are_values_that_a_page_can_put_beside_their_fields():
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(all_told(), encoding="utf-8")
+    GOLDEN.write_text(render_all(), encoding="utf-8")

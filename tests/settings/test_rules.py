@@ -161,7 +161,7 @@ def test_every_rule_has_a_case_above():
     assert spoken == set(RULES)
 
 
-def test_several_contradictions_are_told_at_once():
+def test_several_contradictions_are_reported_at_once():
     with pytest.raises(SettingsError) as caught:
         load({"validation_resolution": "big", "machine_rank": 1})
     assert len(caught.value.message.splitlines()) == 4

@@ -8,7 +8,7 @@ from typing import Any
 
 from simpletuner.errors import Mistake
 from simpletuner.settings.errors import did_you_mean, shorten
-from simpletuner.settings.formats import Entry
+from simpletuner.settings.formats import FileEntry
 from simpletuner.settings.key_table import KeyTable, interpret, put
 from simpletuner.settings.sources import RawValue
 
@@ -32,7 +32,7 @@ class ParsedConfig:
 
         The rules of such a section know its keys by their whole names.
         """
-        for found in interpret(table, [Entry(name, value) for name, value in values.items()], section):
+        for found in interpret(table, [FileEntry(name, value) for name, value in values.items()], section):
             if found.outcome == "set":
                 self.set(found.setting, found.value, found.path)
             elif found.outcome == "kept":
