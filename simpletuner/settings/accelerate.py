@@ -165,8 +165,9 @@ def map_entry(entry: FileEntry, engine: str) -> Iterator[MappedField]:
         yield MappedField(entry.key, entry.key, entry.value, "neutral", note=note, line=entry.line)
         return
     yield from interpret(TABLE, [entry])
-    keys = entry.value.keys() if isinstance(entry.value, Mapping) else ()
-    if entry.key == "deepspeed_config" and not {"zero_stage", "deepspeed_config_file"} & set(keys):
+    if entry.key != "deepspeed_config" or not isinstance(entry.value, Mapping):
+        return
+    if not {"zero_stage", "deepspeed_config_file"} & entry.value.keys():
         yield MappedField(entry.key, entry.key, DEFAULT_ZERO_STAGE, "set", "zero_stage", line=entry.line)
 
 

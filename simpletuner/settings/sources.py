@@ -245,10 +245,11 @@ def from_accelerate(chosen: Any, environment: Mapping[str, str]) -> list[Source]
 def accelerate_source(name: str, fields: list[MappedField], implicit: bool) -> Source:
     """accelerate's fields as settings; those that are not used as warnings."""
     values = [RawValue(found.setting, found.value, accelerate_place(name, found)) for found in fields if found.setting]
+    unknown = "not a field that simpletuner knows"
     warnings = [
-        f"{name}: {found.path} = {found.value} is not used: {found.note or 'not a field that simpletuner knows'}"
+        f"{name}: {found.path} = {found.value} is not used: {found.note if found.outcome == 'unused' else unknown}"
         for found in fields
-        if found.outcome in ("unused", "refused", "unknown")
+        if found.outcome in ("unused", "refused", "unknown")  # refused: a section that is no mapping
     ]
     return Source(name, values, warnings, implicit)
 

@@ -151,6 +151,15 @@ def test_rows_and_variables_lead_to_settings_that_there_are():
     assert set(LAUNCHED.values()) <= set(RULES)
 
 
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "NO"])
+def test_a_section_without_fields_turns_nothing_on(tmp_path, engine):
+    path = tmp_path / "a.yaml"
+    path.write_text(f"distributed_type: {engine}\ndeepspeed_config: none\nfsdp_config: 3\n")
+    loaded = load({"accelerate_config": str(path)}, complete=False, environment={})
+    assert loaded.settings.parallel.zero_stage is None
+    assert loaded.warnings == (f"{path}: fsdp_config = 3 is not used: not a field that simpletuner knows",)
+
+
 def test_the_file_is_never_written(tmp_path):
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in SAMPLES.iterdir()}
     render_all()
