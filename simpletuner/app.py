@@ -1,4 +1,4 @@
-"""The Typer app, and the one wall where errors become sentences and exit codes."""
+"""CLI entry point. All errors are caught here, printed with a hint, and mapped to an exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from simpletuner import __version__
 from simpletuner.commands.cache import build_cache
-from simpletuner.commands.completion import answer, completion
+from simpletuner.commands.completion import completion, print_completions
 from simpletuner.commands.config import build_config
 from simpletuner.commands.deepspeed import build_deepspeed
 from simpletuner.commands.detect_blocks import SHOWN, detect_blocks
@@ -26,18 +26,18 @@ from simpletuner.errors import SIGNAL_CODES, ExitCode, SettingsError, SimpleTune
 from simpletuner.report import Report
 
 DEBUG = "SIMPLETUNER_DEBUG"
-"""Set it, or say --debug, to see the whole traceback of an error."""
+"""Set it, or pass --debug, to see the whole traceback of an error."""
 
 
 def show_version(wanted: bool) -> None:
-    """Print the version and leave."""
+    """Print the version and exit."""
     if wanted:
         typer.echo(__version__)
         raise typer.Exit
 
 
 def build_app() -> typer.Typer:
-    """Return the command line: one short file per subcommand in `commands/`."""
+    """Assemble the command line: one short file per subcommand in `commands/`."""
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, add_completion=False)
 
     @app.callback(help="Fine-tune whole diffusion models on many GPUs and machines.")
@@ -61,7 +61,7 @@ def build_app() -> typer.Typer:
 
 
 def command_of(program: str) -> TyperGroup | TyperCommand:
-    """Return what a program runs: the whole command line, or the subcommand that it stands for."""
+    """What a program runs: the whole command line, or the subcommand that it stands for."""
     command = get_command(build_app())
     for name in PROGRAMS[program]:
         assert isinstance(command, TyperGroup)
@@ -71,13 +71,13 @@ def command_of(program: str) -> TyperGroup | TyperCommand:
 
 
 def run(program: str, arguments: Sequence[str]) -> None:
-    """Run one command and leave with its exit code.
+    """Run one command and exit with its code.
 
     Raises SettingsError for a command line that Typer does not understand.
     """
     command = command_of(program)
-    if line := os.environ.get(LINE):  # no command: a shell asks what may come next
-        answer(command, line)
+    if line := os.environ.get(LINE):  # not a command: a shell asks for completions
+        print_completions(command, line)
         raise SystemExit(int(ExitCode.OK))
     try:
         code = command(arguments, prog_name=program, standalone_mode=False)
@@ -95,8 +95,9 @@ def run(program: str, arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -> None:
-    """Run the command line; what the settings or the machine refuse ends in one sentence and an exit code."""
+    """Run the command line. An error of the settings or of the machine ends in one sentence and an exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # Read before Typer parses anything: a command line that does not parse must be traceable, too.
     if "--debug" in given:
         os.environ[DEBUG] = "1"  # the ranks that this process starts inherit it
     debug = bool(os.environ.get(DEBUG))
@@ -104,12 +105,12 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
         with system_errors_explained():
             run(program, normalize_argv([argument for argument in given if argument != "--debug"]))
     except SimpleTunerError as error:
-        tell_why(error)
+        print_error(error)
         if debug:
             raise
         raise SystemExit(int(error.exit_code)) from None
     except KeyboardInterrupt:
-        if "RANK" not in os.environ:  # ranks leave that to their launcher
+        if "RANK" not in os.environ:  # for ranks, their launcher prints it
             Report().say("stopped by SIGINT")
         raise SystemExit(int(ExitCode.INTERRUPTED)) from None
     except Exception as error:
@@ -122,8 +123,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
         raise SystemExit(int(ExitCode.BUG)) from None
 
 
-def tell_why(error: SimpleTunerError) -> None:
-    """Print why a command ended; a stop that was asked for is not an error."""
+def print_error(error: SimpleTunerError) -> None:
+    """Print why a command ended; a requested stop is not an error."""
     report = Report()
     if error.exit_code not in SIGNAL_CODES:
         report.error(error)

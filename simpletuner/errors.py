@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -40,10 +41,47 @@ class SimpleTunerError(Exception):
         self.hint = hint
 
 
+@dataclass(frozen=True)
+class Mistake:
+    """One thing wrong with the settings, as data: the command line prints it, a page can show it beside the field."""
+
+    setting: str
+    """Its name, followed by the key inside it where it holds JSON; as it was written where there is no such setting."""
+    message: str
+    """What is wrong and what to write instead."""
+    place: str = ""
+    """Where it was written: `flag`, `config.toml:3`, `environment SIMPLETUNER_SEED`."""
+    given: str = ""
+    """The value as it was written, shortened."""
+    hint: str = ""
+    """A guess at what was meant."""
+
+    def __str__(self) -> str:
+        given = f" = {self.given}" if self.given else ""
+        place = f" ({self.place})" if self.place else ""
+        hint = f"; {self.hint}" if self.hint else ""
+        return f"{self.setting}{given}{place}: {self.message}{hint}"
+
+
+@dataclass(frozen=True)
+class BrokenRule(Mistake):
+    """A mistake that no single value is to blame for; `message` is a whole sentence."""
+
+    others: tuple[str, ...] = ()
+    """The other settings that the sentence is about."""
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.place}]" if self.place else self.message
+
+
 class SettingsError(SimpleTunerError):
-    """A flag, file or combination of settings that cannot be run."""
+    """A flag, file or combination of settings that cannot be run; `mistakes` lists them where there are several."""
 
     exit_code = ExitCode.USAGE
+
+    def __init__(self, message: str = "", hint: str = "", *, mistakes: Sequence[Mistake] = ()) -> None:
+        super().__init__(message or "\n  ".join(map(str, mistakes)), hint)
+        self.mistakes = tuple(mistakes)
 
 
 class EnvironmentNotReady(SimpleTunerError):

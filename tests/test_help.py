@@ -1,4 +1,4 @@
-"""The help that users read, whole, in help.txt; write it anew with `python tests/test_help.py`."""
+"""The help that users read, whole, in help.txt; regenerate it with `python tests/test_help.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = (
 )
 
 
-def told(command: str) -> str:
+def render(command: str) -> str:
     """Return one command's help; of those that have every setting beside their own, what comes before them."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
@@ -40,11 +40,11 @@ def told(command: str) -> str:
     return f"$ simpletuner {command}\n{shown}"
 
 
-def all_told() -> str:
+def render_all() -> str:
     columns = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100"
     try:
-        return "\n".join(map(told, COMMANDS))
+        return "\n".join(map(render, COMMANDS))
     finally:
         os.environ.pop("COLUMNS")
         if columns is not None:
@@ -52,8 +52,8 @@ def all_told() -> str:
 
 
 def test_help_is_the_reviewed_one():
-    assert all_told() == GOLDEN.read_text(encoding="utf-8")
+    assert render_all() == GOLDEN.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(all_told(), encoding="utf-8")
+    GOLDEN.write_text(render_all(), encoding="utf-8")

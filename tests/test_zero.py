@@ -146,7 +146,7 @@ def test_what_was_saved_in_bf16_is_put_back_exactly(run_on, arguments_of):
 def typed(name: str) -> list[str]:
     """Return the flags of an engine."""
     settings = engines.ENGINES[name].items()
-    return [f"--{knob}={json.dumps(value) if isinstance(value, dict) else value}" for knob, value in settings]
+    return [f"--{setting}={json.dumps(value) if isinstance(value, dict) else value}" for setting, value in settings]
 
 
 def weights(pipeline: Path) -> dict[str, torch.Tensor]:

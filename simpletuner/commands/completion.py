@@ -1,4 +1,4 @@
-"""`simpletuner completion`: the script that makes the tab key work, and the answer that the script asks for."""
+"""`simpletuner completion`: print a shell's completion script, and the completions that the script asks for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simpletuner.report import Report
 
 
 class Shell(StrEnum):
-    """The shells that we complete in."""
+    """Shells with completion."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -30,7 +30,7 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell to print t
         report.say(f"hint: to install it: {INSTALL[shell]}", style="dim")
 
 
-def answer(command: TyperGroup | TyperCommand, line: str) -> None:
-    """Print what may come next for a shell's script: a word, a tab, and what it means, line by line."""
+def print_completions(command: TyperGroup | TyperCommand, line: str) -> None:
+    """Print completions for a shell's script: a word, a tab, and its meaning, one per line."""
     for candidate in completions_for(command, line, PROGRAMS):
         sys.stdout.write(f"{candidate.word}\t{candidate.help}\n")

@@ -1,7 +1,7 @@
-"""What the tab key offers: the words that may come next on a command line, read from the commands themselves.
+"""Completions of a command line, read from the commands themselves.
 
 Typer's own completer takes help for rich markup (`[default: 4]` vanishes, long lines break into further candidates),
-and knows neither our forgiving spelling nor values that depend on earlier ones. So only its list of commands is used.
+and knows neither our tolerant spelling nor values that depend on earlier ones. So only its list of commands is used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from simpletuner.commands.parse_state import ParseState, is_switch, names_of, takes_value
 from simpletuner.models.registry import TINY, flavours_of, load_preset, presets
-from simpletuner.settings.loading import canonical_name, knobs
+from simpletuner.settings.loading import canonical_name
 from simpletuner.settings.rules import UNSUPPORTED_VALUES
+from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import SYNONYMS, choices_of, normalize_name
 
 CURSOR = "\0"
@@ -25,28 +26,29 @@ CURSOR = "\0"
 
 @dataclass(frozen=True)
 class Completion:
-    """A word that may stand at the cursor, and what it means."""
+    """A word that may replace the one at the cursor, and its meaning."""
 
     word: str
     help: str = ""
 
 
 def completions_for(command: TyperGroup | TyperCommand, line: str, programs: Iterable[str]) -> list[Completion]:
-    """Return what may replace the last word of `line`, the text of a command up to the cursor."""
+    """Complete the last word of `line`, the text of a command up to the cursor."""
     *before, word = words_of(line, programs)
-    position = ParseState(command)
+    state = ParseState(command)
     for passed in before:
-        position.pass_word(passed)
-    waiting = position.waiting
+        state.pass_word(passed)
+    waiting = state.waiting
+    # A bare boolean flag may be followed by the next flag; any other flag still needs its value.
     if waiting is not None and not (word.startswith("-") and is_switch(waiting)):
-        return matching(word, values(position, waiting, word))
-    if word.startswith("-") and not position.only_arguments:
-        return flags_with_value(position, word) if "=" in word else flags(position, word)
-    return matching(word, plain_words(position, word))
+        return matching(word, values(state, waiting, word))
+    if word.startswith("-") and not state.only_arguments:
+        return flags_with_value(state, word) if "=" in word else flags(state, word)
+    return matching(word, plain_words(state, word))
 
 
 def words_of(line: str, programs: Iterable[str]) -> list[str]:
-    """Return the words behind the program's name, as a shell reads them; the last one is at the cursor, maybe empty."""
+    """Split the words after the program's name as a shell does; the last one is at the cursor and may be empty."""
     lexer = shlex.shlex(line + CURSOR, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     words: list[str] = []
@@ -59,61 +61,61 @@ def words_of(line: str, programs: Iterable[str]) -> list[str]:
     return words[start + 1 :] or [""]
 
 
-def plain_words(position: ParseState, word: str) -> list[Completion]:
-    """Return the subcommands, or the values of the argument that is next; all flags where nothing else can come."""
-    if isinstance(position.command, TyperGroup):
-        commands = {name: command for name, command in position.command.commands.items() if not command.hidden}
+def plain_words(state: ParseState, word: str) -> list[Completion]:
+    """Subcommands, or values of the next argument; all flags where nothing else can follow."""
+    if isinstance(state.command, TyperGroup):
+        commands = {name: command for name, command in state.command.commands.items() if not command.hidden}
         return [Completion(name, command.get_short_help_str(limit=100)) for name, command in commands.items()]
-    if argument := open_argument(position):
-        return values(position, argument, word)
-    return [] if word else flags(position, "--")
+    if argument := next_argument(state):
+        return values(state, argument, word)
+    return [] if word else flags(state, "--")
 
 
-def open_argument(position: ParseState) -> TyperArgument | None:
-    """Return the argument that is next; the last one if it repeats."""
-    arguments = [parameter for parameter in position.command.params if isinstance(parameter, TyperArgument)]
-    if position.arguments < len(arguments):
-        return arguments[position.arguments]
+def next_argument(state: ParseState) -> TyperArgument | None:
+    """The next argument; the last one if it repeats."""
+    arguments = [parameter for parameter in state.command.params if isinstance(parameter, TyperArgument)]
+    if state.arguments < len(arguments):
+        return arguments[state.arguments]
     return arguments[-1] if arguments and arguments[-1].nargs < 0 else None
 
 
-def flags(position: ParseState, word: str) -> list[Completion]:
-    """Return the flags that begin with a word, spelled as it was begun; those given already only if they repeat."""
-    open_options = [option for option in position.options() if option.multiple or option.name not in position.given]
+def flags(state: ParseState, word: str) -> list[Completion]:
+    """Flags that begin with a word, spelled like it; those given already only if they repeat."""
+    open_options = [option for option in state.options() if option.multiple or option.name not in state.given]
     return [
         Completion(spelled, one_line(option.help or ""))
         for option in open_options
         for name in names_of(option)
-        if (spelled := continued(word, name)).startswith(word)
+        if (spelled := spelled_like(word, name)).startswith(word)
     ]
 
 
-def flags_with_value(position: ParseState, word: str) -> list[Completion]:
-    """Return `--flag=value` for every value that begins as typed."""
+def flags_with_value(state: ParseState, word: str) -> list[Completion]:
+    """`--flag=value` for every value that begins as typed."""
     key, _, value = word.partition("=")
-    option = position.option(key)
-    found = matching(value, values(position, option, value)) if option and takes_value(option) else []
+    option = state.option(key)
+    found = matching(value, values(state, option, value)) if option and takes_value(option) else []
     return [Completion(f"{key}={candidate.word}", candidate.help) for candidate in found]
 
 
-def continued(word: str, flag: str) -> str:
-    """Return a knob's flag with its beginning as typed and dashes where these were begun; other flags as they are."""
+def spelled_like(word: str, flag: str) -> str:
+    """Spell a setting's flag as it was begun, with dashes or underscores; other flags have one spelling."""
     if canonical_name(flag) is None or not normalize_name(flag).startswith(normalize_name(word)):
         return flag
     rest = flag[len(word) :]
     return word + (rest.replace("_", "-") if "-" in word.lstrip("-") else rest)
 
 
-def values(position: ParseState, parameter: TyperOption | TyperArgument, word: str) -> list[Completion]:
-    """Return what a parameter accepts; nothing where anything goes, or a path."""
-    if parameter.name in knobs():
-        return values_of_knob(parameter.name, position.given.get("model_family", ""))
-    items = parameter.shell_complete(typer.Context(position.command), word)
+def values(state: ParseState, parameter: TyperOption | TyperArgument, word: str) -> list[Completion]:
+    """Values that a parameter accepts; none where it takes any text, or a path (shells complete these)."""
+    if parameter.name in setting_fields():
+        return values_of_setting(parameter.name, state.given.get("model_family", ""))
+    items = parameter.shell_complete(typer.Context(state.command), word)
     return [Completion(item.value, item.help or "") for item in items if item.type == "plain"]
 
 
-def values_of_knob(name: str, family: str) -> list[Completion]:
-    """Return a knob's choices; flavours are those of the family, or of all if none is typed yet."""
+def values_of_setting(name: str, family: str) -> list[Completion]:
+    """Choices of a setting; flavours are those of the family, or of all if none is typed yet."""
     if name == "model_family":
         hubs = {key: [flavour.hub for flavour in preset.flavours.values()] for key, preset in presets().items()}
         return [Completion(key, next(iter(hubs[key]), "")) for key in hubs]
@@ -121,7 +123,8 @@ def values_of_knob(name: str, family: str) -> list[Completion]:
         known = [normalize_name(family)] if load_preset(normalize_name(family)) else presets()
         published = {name: flavour.hub for key in known for name, flavour in flavours_of(key).items()}
         return [Completion(*item) for item in (published | {TINY: "small, with random weights"}).items()]
-    field = knobs()[name]
+    # A setting of free text may still have well-known values: those that its synonyms stand for.
+    field = setting_fields()[name]
     accepted = (True, False) if field.annotation is bool else choices_of(field.annotation)
     accepted = accepted or tuple(dict.fromkeys(SYNONYMS.get(name, {}).values()))
     accepted = [value for value in accepted if value not in UNSUPPORTED_VALUES.get(name, ())]
@@ -130,10 +133,8 @@ def values_of_knob(name: str, family: str) -> list[Completion]:
 
 
 def matching(word: str, found: Sequence[Completion]) -> list[Completion]:
-    """Return the candidates that begin with a word, in any case."""
     return [candidate for candidate in found if normalize_name(candidate.word).startswith(normalize_name(word))]
 
 
 def one_line(text: str) -> str:
-    """Return text without line breaks and tabs."""
     return " ".join(text.split())

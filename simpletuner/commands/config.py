@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """What settings can be exported to."""
+    """Export formats."""
 
     CLI = "cli"
     JSON = "json"
@@ -37,7 +37,6 @@ Output = Annotated[Path | None, typer.Option("--output", help="Write to this fil
 
 
 def build_config() -> typer.Typer:
-    """Return the commands of `simpletuner config`."""
     app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show, check, start and export settings.")
     app.command("show", context_settings=UNKNOWN_FLAGS)(with_settings(show))
     app.command("validate")(validate)
@@ -51,16 +50,16 @@ def build_config() -> typer.Typer:
 def show(
     flags: Mapping[str, Any],
     config: Path | None,
-    changed: Annotated[bool, typer.Option("--changed", help="Only settings that are not at their default.")] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Show only settings not at their default.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show every setting, its value, where it came from and why."""
-    from simpletuner.settings.explain import explain_settings
+    from simpletuner.settings.loading import explain_settings
 
     report = Report()
     loaded = load(flags, config, complete=False)
     rows = [row for row in explain_settings(loaded) if not changed or row.value != row.default]
-    tell_warnings(report, loaded)
+    print_warnings(report, loaded)
     if as_json:
         report.json({row.name: row.as_json() for row in rows})
     else:
@@ -74,26 +73,26 @@ def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env
     from simpletuner.models.parameter_count import parameters_of
     from simpletuner.models.support import check_runnable
     from simpletuner.settings.loading import resolve
-    from simpletuner.settings.sources import of_file_alone
+    from simpletuner.settings.sources import collect_from_file
 
-    loaded = check_runnable(resolve(of_file_alone(file)))
+    loaded = check_runnable(resolve(collect_from_file(file)))
     datasets, _ = load_datasets(loaded.settings.data)
     counted = parameters_of(loaded.settings.model)
     about_zero = check_settings(loaded.settings, counted and counted[0])
-    check_pictures(datasets)
-    tell_warnings(Report(), loaded)
+    check_image_folders(datasets)
+    print_warnings(Report(), loaded)
     for warning in about_zero:
         Report().warn(warning)
     Report().say(f"{file}: {len(loaded.origins)} settings, all valid")
 
 
-def check_pictures(datasets: Sequence[ImageDataset]) -> None:
-    """Raise DataError for a folder of pictures that is not there."""
+def check_image_folders(datasets: Sequence[ImageDataset]) -> None:
+    """Raise DataError for an image folder that does not exist."""
     for dataset in datasets:
         if not dataset.instance_data_dir.is_dir():
             raise DataError(
                 f"dataset `{dataset.id}`: there is no folder {dataset.instance_data_dir}",
-                "set instance_data_dir to your pictures",
+                "set instance_data_dir to your images",
             )
 
 
@@ -117,16 +116,16 @@ def init(
     model_flavour: Annotated[str, typer.Option("--model_flavour", help="Which published checkpoint of it.")] = "",
     num_processes: Annotated[str, typer.Option("--num_processes", help="How many GPUs.", metavar="INTEGER")] = "1",
     output: Annotated[Path, typer.Option("--output", help="Where to write it.")] = Path("config/config.toml"),
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented config file to start from."""
     from simpletuner.models.registry import check_trainable
     from simpletuner.settings.loading import resolve
-    from simpletuner.settings.scaffold import scaffold_toml
-    from simpletuner.settings.sources import of_flags
+    from simpletuner.settings.schema import scaffold_toml
+    from simpletuner.settings.sources import from_flags
 
     flags = {"model_family": model_family, "model_flavour": model_flavour, "num_processes": num_processes}
-    settings = resolve([of_flags(flags)], complete=False).settings
+    settings = resolve([from_flags(flags)], complete=False).settings
     check_trainable(settings.model)
     refuse_overwriting(output, force)
     save(output, scaffold_toml(settings))
@@ -137,17 +136,17 @@ def export(
     flags: Mapping[str, Any],
     config: Path | None,
     to: Annotated[Format, typer.Option("--to", help="What to write.")],
-    everything: Annotated[bool, typer.Option("--all", help="Also what is at its default.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Include settings at their default.")] = False,
     output: Output = None,
 ) -> None:
-    """Write settings in a format that replays them 1:1. How to replay them goes to stderr."""
-    from simpletuner.settings.export import export as exported
+    """Write settings in a format that replays them 1:1. The replay command goes to stderr."""
+    from simpletuner.settings.export import export as export_settings
     from simpletuner.settings.rules import refuse_unsupported
 
     report = Report()
     loaded = load(flags, config, complete=False)
     refuse_unsupported(loaded.settings)
-    result = exported(loaded, to.value, everything)
+    result = export_settings(loaded, to.value, everything)
     if output is None:
         report.text(result.text)
     else:
@@ -157,7 +156,6 @@ def export(
         report.say(result.replay(str(output or "")).rstrip(), style="dim")
 
 
-def tell_warnings(report: Report, loaded: Loaded) -> None:
-    """Say what is accepted but not used."""
+def print_warnings(report: Report, loaded: Loaded) -> None:
     for warning in loaded.warnings:
         report.warn(warning)

@@ -124,7 +124,7 @@ def run_wizard(report: Report, builder: DeepSpeedBuilder, output: Path | None, f
 def write(report: Report, config: Mapping[str, Any], output: Path | None, apply: Path | None) -> None:
     """Write the JSON to stdout, or to a file, whose name is then written into the config file `apply`."""
     from simpletuner.settings.deepspeed.source import NAME
-    from simpletuner.settings.editing import edited, set_in_file
+    from simpletuner.settings.editing import edit_text, set_in_file
 
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     if output is None:
@@ -134,7 +134,7 @@ def write(report: Report, config: Mapping[str, Any], output: Path | None, apply:
         save(output, text)
         report.say(f"{output} is written: set {NAME} to it, or `simpletuner train --{NAME}={output}`")
         return
-    edited(apply, NAME, str(output))  # raises before anything is written
+    edit_text(apply, NAME, str(output))  # raises before anything is written
     save(output, text)
     set_in_file(apply, NAME, str(output))
     report.say(f"{output} is written, and {apply} names it: `simpletuner train --config {apply}`")
@@ -149,13 +149,12 @@ def validate(
 ) -> None:
     """Check a DeepSpeed JSON. Shows the settings that it becomes, and what is passed on to DeepSpeed."""
     from simpletuner.deepspeed.requirements import check_settings
-    from simpletuner.settings.explain import explain_settings
-    from simpletuner.settings.loading import resolve
-    from simpletuner.settings.sources import of_flags
+    from simpletuner.settings.loading import explain_settings, resolve
+    from simpletuner.settings.sources import from_flags
 
     report = Report()
     ranks = {"num_processes": num_processes} if num_processes != "1" else {}
-    loaded = resolve([of_flags({"deepspeed_config": str(file), **ranks})], complete=False)
+    loaded = resolve([from_flags({"deepspeed_config": str(file), **ranks})], complete=False)
     for warning in (*loaded.warnings, *check_settings(loaded.settings)):
         report.warn(warning)
     rows = [row for row in explain_settings(loaded) if row.name in loaded.origins]

@@ -20,11 +20,10 @@ from simpletuner.deepspeed.estimate import (
 from simpletuner.deepspeed.requirements import check_settings
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
-from simpletuner.settings.deepspeed.config import deepspeed_config
+from simpletuner.settings.deepspeed.config import deepspeed_config, with_auto
 from simpletuner.settings.deepspeed.source import NAME, as_source
-from simpletuner.settings.deepspeed.with_auto import with_auto
 from simpletuner.settings.loading import Loaded, canonical_name, resolve
-from simpletuner.settings.sources import RawValue, Source, gathered, of_file_alone, of_flags
+from simpletuner.settings.sources import RawValue, Source, collect_from_file, collect_sources, from_flags
 from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
 
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -61,7 +60,7 @@ class DeepSpeedBuilder:
         from simpletuner.models.parameter_count import parameters_of
 
         base = [as_source(f"template {template}", find_template(template).config)] if template else []
-        sources = gathered(flags, config or apply, os.environ)
+        sources = collect_sources(flags, config or apply, os.environ)
         kept = [without_deepspeed_config(source) if source.name == str(apply) else source for source in sources]
         builder = cls([*base, *kept], sources_of_run=frozenset({"launcher", str(apply)}))
         if gpu_memory is not None:
@@ -73,7 +72,7 @@ class DeepSpeedBuilder:
 
     def load(self, **more_answers: Any) -> Loaded:
         """Resolve the settings so far, with more answers. Raises SettingsError for invalid or conflicting ones."""
-        return resolve([*self.sources, of_flags(self.answers | more_answers)], complete=False)
+        return resolve([*self.sources, from_flags(self.answers | more_answers)], complete=False)
 
     def result(self) -> BuildResult:
         return BuildResult(self.load(), self.sources_of_run, self.budget, self.num_parameters)
@@ -81,7 +80,7 @@ class DeepSpeedBuilder:
     def check_applies(self, apply: Path, config: Mapping[str, Any]) -> None:
         """Raise SettingsError if a config file contradicts the DeepSpeed JSON that it is going to name."""
         named = Source("built", [RawValue(NAME, dict(config), "built")])
-        resolve([*map(without_deepspeed_config, of_file_alone(apply)), named], complete=False)
+        resolve([*map(without_deepspeed_config, collect_from_file(apply)), named], complete=False)
 
     def estimate(self, **more_answers: Any) -> MemoryEstimate:
         """Estimate what the settings so far, with more answers, need. `num_parameters` must be known."""
@@ -171,7 +170,7 @@ class BuildResult:
 
 def without_deepspeed_config(source: Source) -> Source:
     """Leave out the DeepSpeed JSON that a source names."""
-    return replace(source, given=[given for given in source.given if canonical_name(given.name) != NAME])
+    return replace(source, values=[given for given in source.values if canonical_name(given.name) != NAME])
 
 
 def memory_table(estimate: MemoryEstimate) -> list[tuple[str, ...]]:

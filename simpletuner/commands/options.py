@@ -1,4 +1,4 @@
-"""The bridge from knobs to flags: a command's signature is made from the settings, never written twice."""
+"""From settings to flags: a command's signature is generated from the settings."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import typer
 from typer.models import OptionInfo
 
 from simpletuner.errors import SettingsError
+from simpletuner.settings.errors import closest
 from simpletuner.settings.knob import extra_of, shown_default, type_name
-from simpletuner.settings.loading import canonical_name, knobs
-from simpletuner.settings.mistakes import closest
-from simpletuner.settings.sections import SECTION_OF, SECTIONS
+from simpletuner.settings.loading import canonical_name
+from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
 from simpletuner.settings.sources import ACCELERATE_CONFIG
 from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, normalize_name
 
 UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
-"""For Typer: flags that are no knobs go on to the settings layer, which names the nearest one."""
+"""For Typer: unknown flags go on to the settings layer, which suggests the nearest setting."""
 
 
 def with_settings(command: Callable[..., None], shown: Iterable[str] | None = None) -> Callable[..., None]:
-    """Give `command(flags, config, **own)` one flag per knob; only flags that were typed reach `flags`.
+    """Give `command(flags, config, **own)` one flag per setting; only flags that were typed reach `flags`.
 
-    Help shows all knobs, or only those `shown`: with UNKNOWN_FLAGS the others are understood as well.
+    Help shows all settings, or only those `shown`: with UNKNOWN_FLAGS the others are understood as well.
     """
     signature = inspect.signature(command, eval_str=True).parameters
     own = [
@@ -42,7 +42,8 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
         command(flags=flags | unknown, config=config, **extra)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    parameters = [context, *file_parameters(), *own, *map(parameter_of, knobs() if shown is None else shown)]
+    parameters = [context, *file_parameters(), *own, *map(parameter_of, setting_fields() if shown is None else shown)]
+    # Typer reads the signature to make its options; help shows the docstring.
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
@@ -50,7 +51,7 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
 
 
 def unknown_flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Return what was typed and is no flag of ours, as names and values that the settings layer will refuse."""
+    """Parse what is no flag of ours into names and values, which the settings layer will refuse."""
     found: dict[str, str] = {}
     waiting = ""  # the flag whose value may come next
     for argument in arguments:
@@ -64,23 +65,22 @@ def unknown_flags(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
-    """Raise SettingsError for what is most like an option of the command; the settings layer knows all the others."""
+    """Raise SettingsError for what is nearest to an option of the command; the settings layer suggests settings."""
     flags = {normalize_name(flag.lstrip("-")): flag for flag in own}
     for flag in unknown:
-        if meant := flags.get(closest(flag, [*flags, *knobs()])):
+        if meant := flags.get(closest(flag, [*flags, *setting_fields()])):
             raise SettingsError(f"unknown option `{flag}`; did you mean `{meant}`?", "`--help` lists every option")
 
 
 def own_flags(parameter: inspect.Parameter) -> list[str]:
-    """Return the flags of an option that is no knob."""
+    """The flags of an option that is no setting."""
     options = [option for option in (parameter.default, *get_args(parameter.annotation)) if type(option) is OptionInfo]
-    # Within Annotated, Typer's option takes its first flag for the default.
-    said = [flag for option in options for flag in (option.default, *(option.param_decls or ()))]
-    return [flag for flag in said if isinstance(flag, str) and parameter.name not in knobs()]
+    # Within Annotated, typer.Option stores its first flag as the default.
+    flags = [flag for option in options for flag in (option.default, *(option.param_decls or ()))]
+    return [flag for flag in flags if isinstance(flag, str) and parameter.name not in setting_fields()]
 
 
 def file_parameters() -> list[inspect.Parameter]:
-    """Return the options that name files of settings."""
     config = "Config file (JSON, TOML, YAML or .env); else config/config.json, .toml, .yaml."
     accelerate = "Accelerate file; else ACCELERATE_CONFIG_FILE, or what `accelerate config` wrote; `none`: no file."
     return [
@@ -92,8 +92,8 @@ def file_parameters() -> list[inspect.Parameter]:
 
 
 def parameter_of(name: str) -> inspect.Parameter:
-    """Return the option of a knob: text that the settings layer validates, as it does for files."""
-    field = knobs()[name]
+    """The option of a setting: text to Typer, so that flags and files meet the same spelling and validation."""
+    field = setting_fields()[name]
     unit, default = extra_of(field, "unit"), shown_default(field)
     is_list = get_origin(field.annotation) is list
     option = typer.Option(
@@ -108,17 +108,16 @@ def parameter_of(name: str) -> inspect.Parameter:
 
 
 def keyword(name: str, option: Any, annotation: Any) -> inspect.Parameter:
-    """Return a keyword-only parameter."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
 
 
 def metavar(annotation: Any) -> str:
-    """Return what help shows for a type: its choices, or its name."""
+    """What help shows for a type: its choices, or its name."""
     return "|".join(map(str, choices_of(annotation))) or type_name(annotation)
 
 
 def as_arguments(flags: Mapping[str, Any], config: Path | None) -> list[str]:
-    """Return the command line that gives these flags again."""
+    """The inverse of `with_settings`: a command line with these flags, for the ranks."""
     pairs = [
         (name, value) for name, given in flags.items() for value in (given if isinstance(given, list) else [given])
     ]
@@ -126,27 +125,27 @@ def as_arguments(flags: Mapping[str, Any], config: Path | None) -> list[str]:
 
 
 def normalize_argv(arguments: Sequence[str]) -> list[str]:
-    """Return command-line arguments with known flags in canonical spelling and bare boolean flags set to true.
+    """Rewrite known flags in canonical spelling, and bare boolean flags as `=true`.
 
     Raises SettingsError for a setting that is given twice with two values.
     """
-    refuse_doubles(arguments)
-    return [part for index in range(len(arguments)) for part in spelled(arguments, index)]
+    refuse_duplicates(arguments)
+    return [part for index in range(len(arguments)) for part in normalize_argument(arguments, index)]
 
 
-def refuse_doubles(arguments: Sequence[str]) -> None:
-    """Raise SettingsError where two flags give one setting two values; lists are made of several."""
+def refuse_duplicates(arguments: Sequence[str]) -> None:
+    """Raise SettingsError where two flags give one setting two values; several flags make a list."""
     given: dict[str, str] = {}
     for index, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
         name = canonical_name(key) or normalize_name(key.lstrip("-"))
-        if not key.startswith("--") or not (name in knobs() or name in ("config", ACCELERATE_CONFIG)):
+        if not key.startswith("--") or not (name in setting_fields() or name in ("config", ACCELERATE_CONFIG)):
             continue
-        if name in knobs() and get_origin(knobs()[name].annotation) is list:
+        if name in setting_fields() and get_origin(setting_fields()[name].annotation) is list:
             continue
         if not equals:
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
-            is_bool = name in knobs() and knobs()[name].annotation is bool
+            is_bool = name in setting_fields() and setting_fields()[name].annotation is bool
             value = (
                 "true" if is_bool and normalize_name(following) not in WORDS_FOR_TRUE + WORDS_FOR_FALSE else following
             )
@@ -154,8 +153,8 @@ def refuse_doubles(arguments: Sequence[str]) -> None:
             raise SettingsError(f"--{name} is given twice: {given[name]} and {value}", "keep one of them")
 
 
-def spelled(arguments: Sequence[str], index: int) -> list[str]:
-    """Return one argument as Typer is to see it."""
+def normalize_argument(arguments: Sequence[str], index: int) -> list[str]:
+    """Rewrite one argument; whether a bare boolean flag needs a value depends on the one after it."""
     argument = arguments[index]
     if not argument.startswith("--"):
         return [argument]
@@ -163,7 +162,7 @@ def spelled(arguments: Sequence[str], index: int) -> list[str]:
     name = canonical_name(key)
     if name is None:
         return [argument]
-    if equals or knobs()[name].annotation is not bool:
+    if equals or setting_fields()[name].annotation is not bool:
         return [f"--{name}{equals}{value}"]
     following = normalize_name(arguments[index + 1]) if index + 1 < len(arguments) else ""
     return [f"--{name}"] if following in WORDS_FOR_TRUE + WORDS_FOR_FALSE else [f"--{name}=true"]

@@ -1,4 +1,4 @@
-"""Files that a command writes for the user: whole or not at all, and never over another without a word."""
+"""Files that a command writes for the user: atomically, and over an existing file only with --force."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from simpletuner.system.files import replace_file
 
 
 def refuse_overwriting(path: Path, force: bool) -> None:
-    """Raise SettingsError for a file that is there already."""
+    """Raise SettingsError for a file that exists."""
     if path.is_file() and not force:
-        raise SettingsError(f"{path} is there already", "give another name, or --force to write over it")
+        raise SettingsError(f"{path} exists already", "give another name, or --force to overwrite it")
 
 
 def save(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the words of a command line lead: which command, what was given to it, and what must come next."""
+"""The state of a half-typed command line: which command, what was given to it, and what must come next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from simpletuner.settings.loading import canonical_name, knobs
+from simpletuner.settings.loading import canonical_name
+from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, normalize_name
 
 
@@ -23,7 +24,7 @@ class ParseState:
     only_arguments: bool = False
 
     def pass_word(self, word: str) -> None:
-        """Go on behind a complete word."""
+        """Advance past a complete word."""
         if self.waiting is not None and may_follow(self.waiting, word):
             self.given[str(self.waiting.name)], self.waiting = word, None
             return
@@ -36,7 +37,7 @@ class ParseState:
             self.pass_option(*word.partition("="))
 
     def pass_plain(self, word: str) -> None:
-        """Go into a subcommand, or behind an argument."""
+        """Enter a subcommand, or advance past an argument."""
         known = self.command.commands if isinstance(self.command, TyperGroup) else {}
         if isinstance(command := known.get(word), TyperGroup | TyperCommand):
             self.command, self.given = command, {}
@@ -44,38 +45,37 @@ class ParseState:
             self.arguments += 1
 
     def pass_option(self, key: str, equals: str, value: str) -> None:
-        """Note that an option is there; without `=` its value comes next."""
+        """Note an option; without `=` its value comes next."""
         if option := self.option(key):
             self.given[str(option.name)] = value
             self.waiting = option if not equals and takes_value(option) else None
 
     def option(self, key: str) -> TyperOption | None:
-        """Return the option that a word means, in any spelling that the command line forgives."""
+        """The option that a word means, in any spelling that the command line accepts."""
         spellings = {key, f"--{canonical_name(key)}"}
         return next((option for option in self.options() if spellings & set(names_of(option))), None)
 
     def options(self) -> Iterator[TyperOption]:
-        """Return the options that help shows."""
+        """Options that help shows."""
         for parameter in self.command.get_params(typer.Context(self.command)):
             if isinstance(parameter, TyperOption) and not parameter.hidden:
                 yield parameter
 
 
 def is_switch(option: TyperOption) -> bool:
-    """Say whether a knob's flag may stand without a value."""
-    return option.name in knobs() and knobs()[option.name].annotation is bool
+    """Whether a setting's flag may come without a value."""
+    return option.name in setting_fields() and setting_fields()[option.name].annotation is bool
 
 
 def may_follow(option: TyperOption, word: str) -> bool:
-    """Say whether a word is the value of the option before it."""
+    """Whether a word is the value of the option before it."""
     return not is_switch(option) or normalize_name(word) in WORDS_FOR_TRUE + WORDS_FOR_FALSE
 
 
 def takes_value(option: TyperOption) -> bool:
-    """Say whether an option has a value."""
     return not option.is_flag and not option.count
 
 
 def names_of(option: TyperOption) -> list[str]:
-    """Return an option's spellings, `--no-...` too."""
+    """An option's spellings, `--no-...` included."""
     return [*option.opts, *option.secondary_opts]

@@ -1,12 +1,12 @@
-r"""What each shell needs to ask the program itself: no command and no flag is named here, so that nothing can drift.
+r"""Completion scripts. They ask the program itself: no command and no flag is named here, so that none can go stale.
 
-All send the command up to the cursor, get `word<TAB>meaning` per line, and fall back to files when nothing comes.
+All send the command up to the cursor, get `word<TAB>meaning` per line, and fall back to files where there is none.
 """
 
 from __future__ import annotations
 
 LINE = "_SIMPLETUNER_LINE"
-"""The environment variable in which a shell hands over the command up to the cursor."""
+"""The environment variable in which a shell passes the command up to the cursor."""
 
 PROGRAMS: dict[str, tuple[str, ...]] = {"simpletuner": (), "simpletuner-train": ("train",)}
 """The programs, and the subcommand that each one is."""
@@ -75,6 +75,5 @@ INSTALL = {
 
 
 def script_for(shell: str) -> str:
-    """Return the completion script of a shell, for every program."""
     names = (",".join if shell == "fish" else " ".join)(PROGRAMS)
     return SCRIPTS[shell].replace("PROGRAMS", names).replace("LINE=", f"{LINE}=")

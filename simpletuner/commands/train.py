@@ -14,12 +14,12 @@ from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, Settings, load
 
-DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each machine would start, and start nothing.")
+DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each machine would start, without starting it.")
 AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scripts.")
 
 
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
-    """Fine-tune a model. Run the same command again and it resumes."""
+    """Fine-tune a model. Run the same command again to resume."""
     from simpletuner.launch import check_world_size, choose_gpus, is_rank, launch_ranks
     from simpletuner.models.support import check_runnable
     from simpletuner.system.signals import end_with_launcher
@@ -28,7 +28,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     if json and not dry_run:
         raise SettingsError("--json needs --dry_run", "add --dry_run")
     if dry_run:
-        show(loaded, flags, config, json)
+        show_plan(loaded, flags, config, json)
         return
     if loaded.settings.parallel.zero_stage is not None and not is_rank(os.environ):
         check_deepspeed(loaded.settings)
@@ -39,6 +39,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     choose_gpus(loaded.settings.launch, os.environ)
     if is_rank(os.environ):
         end_with_launcher()
+    # torch is imported from here on: launchers and --dry_run answer without it.
     from simpletuner.worker import run_rank
 
     run_rank(loaded)
@@ -57,11 +58,12 @@ def check_deepspeed(settings: Settings) -> None:
         check_compiler()
 
 
-def show(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:
-    """Print what to type on every machine, and what that starts there."""
+def show_plan(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:
+    """Print what to run on each machine, and what that starts there."""
     from simpletuner.launch import describe_plans
     from simpletuner.launch.plan import as_text
 
+    # Every machine gets its own --machine_rank.
     shared = {name: value for name, value in flags.items() if name != "machine_rank"}
     plans = describe_plans(loaded.settings.launch, ["train", *as_arguments(shared, config)])
     if as_json:

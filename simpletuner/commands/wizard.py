@@ -12,7 +12,7 @@ from simpletuner.deepspeed.estimate import stage_candidates
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings.knob import shown_default
-from simpletuner.settings.sections import Parallel, knobs
+from simpletuner.settings.sections import Parallel, setting_fields
 from simpletuner.settings.spelling import choices_of
 from simpletuner.system.numbers import format_gib
 
@@ -89,7 +89,7 @@ class Wizard:
             return
 
     def ask(self, question: Question) -> str:
-        setting = knobs()[question.setting]
+        setting = setting_fields()[question.setting]
         choices = [str(choice) for choice in choices_of(setting.annotation)]
         # Below stage 3 DeepSpeed offloads nothing to files.
         if question.setting.startswith("offload_") and self.builder.load().settings.parallel.zero_stage != 3:

@@ -1,25 +1,30 @@
-"""Keys and values of the original tool's dataset files that are not supported, and what to do instead, as data."""
+"""Keys and values of the original tool's dataset file that are not supported, and what to do instead.
+
+The other keys are the fields of a dataset (`datasets.py`), which check their values themselves.
+"""
 
 from __future__ import annotations
 
+from simpletuner.settings.key_table import Ignores, Refuses, Rule
+
 LATER = "not supported by this version"
 ONE_FOR_ALL = "one value holds for all datasets: set --{}"
-GONE = "your pictures are never deleted"
+GONE = "your images are never deleted"
 LOCAL = LATER + ": only folders of this machine or a shared one (type local)"
 BY_READING = "files and their sizes are read at every start"
 VERIFIED = "caches are checked record by record, and what changed is made again"
-NO_CONDITIONING = LATER + ": pictures and captions are all that a model is trained on"
+NO_CONDITIONING = LATER + ": a model is trained on images and captions alone"
 
-UNSUPPORTED: dict[str, str] = {
-    "probability": "every sample is seen equally often; use `repeats` to weigh datasets",
+REASONS: dict[str, str] = {
+    "probability": "every sample is seen equally often; use `repeats` to weight datasets",
     **dict.fromkeys(
         ("start_epoch", "start_step", "end_epoch", "end_step", "disable_after_epoch_step"),
         LATER + ": datasets take part from the first step to the last; stop, change the file and resume",
     ),
-    "max_num_samples": LATER + ": move the pictures to leave out to another folder",
+    "max_num_samples": LATER + ": move the images to leave out to another folder",
     **dict.fromkeys(
         ("is_regularisation_data", "is_regularization_data", "slider_strength"),
-        "it belongs to adapters, and whole models are trained here",
+        "it is for adapters, and whole models are trained here",
     ),
     "timestep_sampling_offset": LATER + ": one density of timesteps holds for all datasets",
     **{key: ONE_FOR_ALL.format(key) for key in ("train_batch_size", "vae_batch_size", "text_encoder_batch_size")},
@@ -52,35 +57,41 @@ UNSUPPORTED: dict[str, str] = {
     "parquet": LATER + ": captions come from text files, file names or one phrase",
     **dict.fromkeys(("metadata_update_interval", "preserve_data_backend_cache", "skip_file_discovery"), BY_READING),
     **dict.fromkeys(("scan_for_errors", "vae_cache_scan_behaviour"), VERIFIED),
-    **dict.fromkeys(("maximum_image_size", "target_downsample_size"), "pictures are resized in one step"),
-    "max_upscale_threshold": LATER + ": minimum_image_size leaves small pictures out",
+    **dict.fromkeys(("maximum_image_size", "target_downsample_size"), "images are resized in one step"),
+    "max_upscale_threshold": LATER + ": minimum_image_size leaves small images out",
     "crop_aspect_buckets": LATER + ": buckets come from resolution and aspect_bucket_alignment",
     **dict.fromkeys(("delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"), GONE),
     "image_embeds": "latents are cached in cache_dir_vae of the dataset itself",
-    "vae_cache_clear_each_epoch": "random crops are drawn once per picture, so latents stay valid",
-    **dict.fromkeys(("vae_cache_ondemand", "vae_cache_disable"), "all pictures are encoded before training"),
+    "vae_cache_clear_each_epoch": "random crops are chosen once per image, so latents stay valid",
+    **dict.fromkeys(("vae_cache_ondemand", "vae_cache_disable"), "all images are encoded before training"),
     "compress_cache": LATER + ": latents hardly shrink",
     "hash_filenames": "caches are keyed by content; drop this key",
-    **dict.fromkeys(("video", "audio", "video_column", "audio_column", "s2v_datasets"), LATER + ": only pictures"),
-    **dict.fromkeys(("audio_caption_fields", "lyrics_column"), LATER + ": only pictures"),
+    **dict.fromkeys(("video", "audio", "video_column", "audio_column", "s2v_datasets"), LATER + ": only images"),
+    **dict.fromkeys(("audio_caption_fields", "lyrics_column"), LATER + ": only images"),
 }  # fmt: skip
+
+RULES: dict[str, Rule] = {
+    **{key: Refuses(reason) for key, reason in REASONS.items()},
+    "metadata_backend": Refuses(REASONS["metadata_backend"], neutral=("discovery",)),
+    "disable": Ignores("an older name of `disabled`, which is read before the other keys", warns=False),
+}
 
 VALUES: dict[str, dict[str, str]] = {
     "type": dict.fromkeys(("aws", "csv", "huggingface", "memory", "webshart"), LOCAL),
     "dataset_type": {
-        **dict.fromkeys(("video", "audio"), LATER + ": only pictures"),
+        **dict.fromkeys(("video", "audio"), LATER + ": only images"),
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),
-        "image_embeds": UNSUPPORTED["image_embeds"],
-        "caption": LATER + ": captions belong to pictures",
-        "eval": LATER + ": there is no loss on held-out pictures; validation_prompt draws pictures",
+        "image_embeds": REASONS["image_embeds"],
+        "caption": LATER + ": captions belong to images",
+        "eval": LATER + ": there is no loss on held-out images; validation_prompt generates images",
     },
     "caption_strategy": dict.fromkeys(
         ("parquet", "csv", "huggingface", "webshart"), LATER + ": write captions into text files"
     ),
     "crop_style": dict.fromkeys(("corner", "face"), LATER),
     "crop_aspect": {
-        "closest": LATER + ": `preserve` crops to the picture's bucket",
-        "random": LATER + ": `preserve` crops to the picture's bucket",
+        "closest": LATER + ": `preserve` crops to the image's bucket",
+        "random": LATER + ": `preserve` crops to the image's bucket",
     },
 }
 """What the original accepts as a value and this does not, by key."""

@@ -11,13 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from simpletuner.data.dataset_keys import UNSUPPORTED, VALUES
+from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.folders import check_id, find_nested_ids, id_of_folder
 from simpletuner.errors import SettingsError
+from simpletuner.settings.errors import allowed, nearest, shorten
+from simpletuner.settings.formats import FileEntry
+from simpletuner.settings.key_table import Keeps, KeyTable, interpret
 from simpletuner.settings.knob import Section
-from simpletuner.settings.loading import json_in
-from simpletuner.settings.mistakes import allowed, nearest, shortened
-from simpletuner.settings.sections import Data, Pictures
+from simpletuner.settings.loading import parse_json
+from simpletuner.settings.sections import Data, DatasetSettings
 from simpletuner.settings.spelling import choices_of, normalize_name, normalize_value
 from simpletuner.system.files import read_file
 
@@ -25,7 +27,7 @@ LARGEST_PIXELS = 1 << 28
 TOO_LARGE = "at most 16384x16384 px"
 
 
-class ImageDataset(Pictures):
+class ImageDataset(DatasetSettings):
     """A folder of images and how they are captioned, resized and cropped."""
 
     id: Annotated[str, AfterValidator(check_id)]
@@ -106,14 +108,14 @@ def load_datasets(data: Data) -> tuple[list[ImageDataset], Path | None]:
 
 def inherited(data: Data) -> dict[str, Any]:
     """Return the global settings that a dataset falls back to."""
-    return {name: getattr(data, name) for name in Pictures.model_fields}
+    return {name: getattr(data, name) for name in DatasetSettings.model_fields}
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
     try:
         text = read_file(path).decode("utf-8")
-        entries = json_in(text)
+        entries = parse_json(text)
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}", "check data_backend_config") from None
     except RecursionError:
@@ -144,12 +146,14 @@ def parse_entry(
     """Return one dataset, or None after adding its mistakes."""
     kind = TextEmbeds if entry.get("dataset_type") == "text_embeds" else ImageDataset
     fields = kind.model_fields
-    values = {key: value for key, value in entry.items() if key != "disable"}
-    for key in [key for key in values if key not in fields]:
-        harmless = (key, values.pop(key)) == ("metadata_backend", "discovery")
-        if not harmless:
-            reason = UNSUPPORTED.get(key) or "unknown key" + nearest(key, fields)
-            mistakes.append(f"{place}: `{key}`: {reason}")
+    table = KeyTable(RULES | dict.fromkeys(fields, Keeps()), unset=(), is_off=lambda value: False)
+    values: dict[str, Any] = {}
+    for found in interpret(table, [FileEntry(key, value) for key, value in entry.items()]):
+        if found.outcome == "kept":
+            values[found.key] = found.value
+        elif found.outcome != "neutral":
+            reason = found.note or "unknown key" + nearest(found.path, fields)
+            mistakes.append(f"{place}: `{found.path}`: {reason}")
     values = {key: normalize_value(key, fields[key], value) for key, value in values.items()}
     try:
         return kind(**{**(inherited(data) if kind is ImageDataset else {}), **values})
@@ -168,7 +172,7 @@ def mistake_of(item: Any, fields: Mapping[str, FieldInfo]) -> str:
     value = item["input"]
     reason = VALUES.get(key, {}).get(normalize_name(value), "") if isinstance(value, str) else ""
     close = nearest(str(value), map(str, choices_of(fields[key].annotation)))
-    return f"`{key}` = {shortened(value)}: {f'{reason}; ' if reason else ''}use {allowed(fields[key])}{close}"
+    return f"`{key}` = {shorten(value)}: {f'{reason}; ' if reason else ''}use {allowed(fields[key])}{close}"
 
 
 def duplicates(names: list[str]) -> list[str]:

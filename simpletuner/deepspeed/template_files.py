@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.mistakes import nearest
+from simpletuner.settings.errors import nearest
 from simpletuner.system.cache_files import user_home
 
 SHIPPED_FOLDER = Path(__file__).with_name("templates")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.mistakes import nearest
+from simpletuner.settings.errors import nearest
 from simpletuner.settings.sections import Model
 from simpletuner.system.importing import import_named
 

@@ -11,7 +11,7 @@ from simpletuner.models.architecture import is_path
 from simpletuner.models.registry import Preset, check_trainable, load_preset
 from simpletuner.settings import Loaded
 from simpletuner.settings.rules import refuse_unsupported
-from simpletuner.settings.sections import SECTION_OF, Model, Settings, knobs
+from simpletuner.settings.sections import SECTION_OF, Model, Settings, setting_fields
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def settings_without_effect(settings: Settings) -> Iterator[tuple[str, bool]]:
         return
     for name, scope in SCOPES.items():
         value = getattr(getattr(settings, SECTION_OF[name]), name)
-        if not scope.includes(preset) and value != knobs()[name].default:
+        if not scope.includes(preset) and value != setting_fields()[name].default:
             yield f"{name} = {value} has no effect with model_family={family}: it is for {scope.what}", scope.harms
 
 

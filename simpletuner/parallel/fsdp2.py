@@ -15,7 +15,7 @@ from simpletuner.parallel.blocks import blocks_of, recommended_blocks
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.module_stats import count_parameters
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
-from simpletuner.settings.loading import nearest
+from simpletuner.settings.errors import nearest
 from simpletuner.settings.sections import Parallel
 from simpletuner.system.importing import import_named
 

@@ -1,6 +1,7 @@
-"""The one settings layer: every knob once, strict, frozen, passed explicitly."""
+"""The settings layer: every setting declared once, strict, frozen, passed explicitly."""
 
-from simpletuner.settings.loading import Loaded, Origin, load, provenance, settings_as_json
+from simpletuner.settings.loading import Loaded, load, provenance, settings_as_json
 from simpletuner.settings.sections import Settings
+from simpletuner.settings.sources import Origin
 
 __all__ = ["Loaded", "Origin", "Settings", "load", "provenance", "settings_as_json"]

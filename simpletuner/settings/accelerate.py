@@ -1,206 +1,201 @@
-"""Read what accelerate was told, from its YAML or from the environment of `accelerate launch`, as our settings.
+"""accelerate's configuration as settings, and back: its YAML, and the environment of `accelerate launch`.
 
-Every field is accounted for: it becomes a setting, it asks for what happens anyway, or a warning says that it is not
-used and why.
+Every field has a rule: it becomes a setting, it asks for what happens anyway, or a warning says that it is not used
+and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.formats import Entry, read_entries
+from simpletuner.settings.formats import FileEntry, read_entries
+from simpletuner.settings.key_table import (
+    Ignores,
+    KeyTable,
+    MappedField,
+    Maps,
+    Rule,
+    export,
+    in_section,
+    interpret,
+    never,
+)
+from simpletuner.settings.sections import Settings
 from simpletuner.settings.spelling import normalize_name
 
-ANY = ("*",)
-"""Every value asks for what happens anyway."""
 OFF = ("false", "no", "none", "0", "[]", "{}", "")
+TPU = Ignores("TPUs are not supported")
+SP_SIZE = Ignores("counts only with sp_size", warns=False)
+ON_EVERY_MACHINE = "start `simpletuner train` on every machine"
+OVER_ALL_RANKS = "weights are sharded over all ranks"
 
 
-@dataclass(frozen=True)
-class Field:
-    """What becomes of one field: a setting, nothing where it is one of `idle`, or a warning with the reason."""
-
-    knob: str = ""
-    idle: tuple[str, ...] = ()
-    reason: str = ""
-    becomes: Callable[[Any], Any] = lambda value: value
+def on_many_machines(settings: Settings) -> bool:
+    return settings.launch.num_machines > 1
 
 
-def on_tpu() -> Field:
-    """Return what becomes of a field about TPUs."""
-    return Field(idle=OFF, reason="TPUs are not supported")
-
-
-def always(what: str) -> Field:
-    """Return what becomes of a field that cannot change what happens anyway."""
-    return Field(idle=ANY, reason=what)
-
-
-FIELDS: dict[str, Field] = {
-    "compute_environment": Field(idle=("local_machine",), reason="start simpletuner on the machines themselves"),
-    "distributed_type": Field(
-        idle=("no", "false", "multi_gpu", "multi_cpu", "fsdp", "deepspeed"), reason="this engine is not supported"
-    ),
-    "num_processes": Field("num_processes", idle=("_1",)),
-    "num_machines": Field("num_machines"),
-    "machine_rank": Field("machine_rank"),
-    "main_process_ip": Field("main_process_ip"),
-    "main_process_port": Field("main_process_port", idle=("0",)),
-    "mixed_precision": Field("mixed_precision"),
-    "fp16": Field("mixed_precision", idle=OFF, becomes=lambda value: "fp16"),
-    "use_cpu": Field("use_cpu"),
-    "gpu_ids": Field("gpu_ids"),
-    "same_network": always("machines meet at main_process_ip"),
-    "rdzv_backend": always("machines meet at main_process_ip"),
-    "rdzv_conf": Field(idle=OFF, reason="node_join_timeout says how long machines wait for one another"),
-    "main_training_function": always("`simpletuner train` is started"),
-    "debug": Field(idle=OFF, reason="say `simpletuner --debug`"),
-    "enable_cpu_affinity": Field(idle=OFF, reason="start with `numactl` to pin processes"),
-    "downcast_bf16": on_tpu(),
-    "tpu_name": on_tpu(),
-    "tpu_zone": on_tpu(),
-    "tpu_use_cluster": on_tpu(),
-    "tpu_use_sudo": on_tpu(),
-    "tpu_vm": on_tpu(),
-    "tpu_env": on_tpu(),
-    "command_file": on_tpu(),
-    "commands": on_tpu(),
-    "fp8_config": Field(idle=OFF, reason="fp8 is not supported"),
-    "megatron_lm_config": Field(idle=OFF, reason="Megatron-LM is not supported"),
-    "mpirun_config": Field(idle=OFF, reason="`simpletuner train` starts the ranks of each machine"),
-    "ipex_config": Field(idle=OFF, reason="IPEX is not supported"),
-    "dynamo_backend": Field("dynamo_backend"),
-    "dynamo_config.dynamo_backend": Field("dynamo_backend"),
-    "dynamo_config.dynamo_mode": Field("dynamo_mode"),
-    "dynamo_config.dynamo_use_dynamic": Field("dynamo_dynamic"),
-    "dynamo_config.dynamo_use_fullgraph": Field("dynamo_fullgraph"),
-    "dynamo_config.dynamo_use_regional_compilation": Field("dynamo_use_regional_compilation"),
-    "fsdp_config.fsdp_version": Field("fsdp_version"),
-    "fsdp_config.fsdp_reshard_after_forward": Field("fsdp_reshard_after_forward"),
-    "fsdp_config.fsdp_sharding_strategy": Field("fsdp_reshard_after_forward"),
-    "fsdp_config.fsdp_auto_wrap_policy": Field("fsdp_auto_wrap_policy"),
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": Field("fsdp_transformer_layer_cls_to_wrap"),
-    "fsdp_config.fsdp_min_num_params": Field("fsdp_min_num_params", idle=("0",)),
-    "fsdp_config.fsdp_state_dict_type": Field("fsdp_state_dict_type"),
-    "fsdp_config.fsdp_cpu_ram_efficient_loading": Field("fsdp_cpu_ram_efficient_loading"),
-    "fsdp_config.fsdp_activation_checkpointing": Field("gradient_checkpointing", idle=OFF),
-    "fsdp_config.fsdp_offload_params": Field(idle=OFF, reason="FSDP2 keeps its shards on the GPU here"),
-    "fsdp_config.fsdp_activation_checkpointing_offload": Field(idle=OFF, reason="activations stay on the GPU"),
-    "fsdp_config.fsdp_ignored_modules": Field(idle=OFF, reason="all modules are sharded"),
-    "fsdp_config.fsdp_backward_prefetch": always("FSDP2 prefetches by itself"),
-    "fsdp_config.fsdp_forward_prefetch": always("FSDP2 prefetches by itself"),
-    "fsdp_config.fsdp_use_orig_params": always("FSDP2 always keeps the original parameters"),
-    "fsdp_config.fsdp_sync_module_states": always("every rank reads its own slices"),
-    "deepspeed_config.zero_stage": Field("zero_stage"),
-    "deepspeed_config.offload_optimizer_device": Field("offload_optimizer"),
-    "deepspeed_config.offload_param_device": Field("offload_param"),
-    "deepspeed_config.offload_optimizer_nvme_path": Field("offload_param_path", idle=OFF),
-    "deepspeed_config.offload_param_nvme_path": Field("offload_param_path", idle=OFF),
-    "deepspeed_config.deepspeed_config_file": Field("deepspeed_config", idle=OFF),
-    "deepspeed_config.gradient_accumulation_steps": Field("gradient_accumulation_steps", idle=("auto",)),
-    "deepspeed_config.gradient_clipping": Field("max_grad_norm", idle=("auto",)),
-    "deepspeed_config.zero3_init_flag": always("the denoiser is built without memory at every stage"),
-    "deepspeed_config.zero3_save_16bit_model": always("checkpoints are whole at every stage"),
-    "deepspeed_config.deepspeed_multinode_launcher": Field(
-        idle=("standard",), reason="start `simpletuner train` on every machine"
-    ),
-    "deepspeed_config.deepspeed_hostfile": Field(idle=OFF, reason="start `simpletuner train` on every machine"),
-    "deepspeed_config.deepspeed_inclusion_filter": Field(idle=OFF, reason="set gpu_ids"),
-    "deepspeed_config.deepspeed_exclusion_filter": Field(idle=OFF, reason="set gpu_ids"),
-    "deepspeed_config.deepspeed_moe_layer_cls_names": Field(idle=OFF, reason="no family has experts"),
-    "parallelism_config.parallelism_config_cp_size": Field("context_parallel_size"),
-    "parallelism_config.parallelism_config_cp_comm_strategy": Field("context_parallel_comm_strategy"),
-    "parallelism_config.parallelism_config_cp_backend": always("sequences are split by FSDP2's ranks"),
-    "parallelism_config.parallelism_config_dp_shard_size": always("weights are sharded over all ranks"),
-    "parallelism_config.parallelism_config_dp_replicate_size": Field(
-        idle=("1", "none"), reason="weights are sharded over all ranks"
-    ),
-    "parallelism_config.parallelism_config_tp_size": Field(idle=("1",), reason="tensor parallelism is not supported"),
-    "parallelism_config.parallelism_config_sp_size": Field(idle=("1",), reason="set context_parallel_size"),
-    "parallelism_config.parallelism_config_sp_backend": always("counts only with sp_size"),
-    "parallelism_config.parallelism_config_sp_seq_length": always("counts only with sp_size"),
-    "parallelism_config.parallelism_config_sp_seq_length_is_variable": always("counts only with sp_size"),
-    "parallelism_config.parallelism_config_sp_attn_implementation": always("counts only with sp_size"),
+DYNAMO: dict[str, Rule] = {
+    "dynamo_backend": Maps("dynamo_backend", write=str.upper),
+    "dynamo_mode": Maps("dynamo_mode"),
+    "dynamo_use_dynamic": Maps("dynamo_dynamic"),
+    "dynamo_use_fullgraph": Maps("dynamo_fullgraph"),
+    "dynamo_use_regional_compilation": Maps("dynamo_use_regional_compilation"),
 }
-ZERO_STAGE_UNSAID = 2
-"""accelerate's default."""
+FSDP: dict[str, Rule] = {
+    "fsdp_version": Maps("fsdp_version"),
+    "fsdp_reshard_after_forward": Maps("fsdp_reshard_after_forward"),
+    "fsdp_sharding_strategy": Maps("fsdp_reshard_after_forward", export_if=never),  # its name in FSDP1
+    "fsdp_state_dict_type": Maps("fsdp_state_dict_type"),
+    "fsdp_cpu_ram_efficient_loading": Maps("fsdp_cpu_ram_efficient_loading"),
+    # accelerate knows the three policies by name, but no dotted path to a callable.
+    "fsdp_auto_wrap_policy": Maps(
+        "fsdp_auto_wrap_policy", export_if=lambda settings: "." not in settings.parallel.fsdp_auto_wrap_policy
+    ),
+    "fsdp_min_num_params": Maps(
+        "fsdp_min_num_params",
+        neutral=(0,),
+        export_if=lambda settings: settings.parallel.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP",
+    ),
+    "fsdp_transformer_layer_cls_to_wrap": Maps(
+        "fsdp_transformer_layer_cls_to_wrap",
+        export_if=lambda settings: bool(settings.parallel.fsdp_transformer_layer_cls_to_wrap),
+    ),
+    "fsdp_activation_checkpointing": Maps("gradient_checkpointing", neutral=OFF, export_if=never),
+    "fsdp_offload_params": Ignores("FSDP2 keeps its shards on the GPU here"),
+    "fsdp_activation_checkpointing_offload": Ignores("activations stay on the GPU"),
+    "fsdp_ignored_modules": Ignores("all modules are sharded"),
+    "fsdp_backward_prefetch": Ignores("FSDP2 prefetches by itself", warns=False),
+    "fsdp_forward_prefetch": Ignores("FSDP2 prefetches by itself", warns=False),
+    "fsdp_use_orig_params": Ignores("FSDP2 always keeps the original parameters", warns=False),
+    "fsdp_sync_module_states": Ignores("every rank reads its own slices", warns=False),
+}
+DEEPSPEED: dict[str, Rule] = {
+    "zero_stage": Maps("zero_stage"),
+    "offload_optimizer_device": Maps("offload_optimizer"),
+    "offload_param_device": Maps("offload_param"),
+    # Not exported: accelerate does not pass the paths on to its ranks, so they stay flags.
+    "offload_optimizer_nvme_path": Maps("offload_param_path", neutral=OFF, export_if=never),
+    "offload_param_nvme_path": Maps("offload_param_path", neutral=OFF, export_if=never),
+    "deepspeed_config_file": Maps("deepspeed_config", neutral=OFF, export_if=never),
+    "gradient_accumulation_steps": Maps("gradient_accumulation_steps", neutral=("auto",), export_if=never),
+    "gradient_clipping": Maps("max_grad_norm", neutral=("auto",), export_if=never),
+    "zero3_init_flag": Ignores("the denoiser is built without memory at every stage", warns=False),
+    "zero3_save_16bit_model": Ignores("checkpoints are whole at every stage", warns=False),
+    "deepspeed_multinode_launcher": Ignores(ON_EVERY_MACHINE, neutral=("standard",)),
+    "deepspeed_hostfile": Ignores(ON_EVERY_MACHINE),
+    "deepspeed_inclusion_filter": Ignores("set gpu_ids"),
+    "deepspeed_exclusion_filter": Ignores("set gpu_ids"),
+    "deepspeed_moe_layer_cls_names": Ignores("no family has experts"),
+}
+PARALLELISM: dict[str, Rule] = {
+    "parallelism_config_cp_size": Maps("context_parallel_size"),
+    "parallelism_config_cp_comm_strategy": Maps("context_parallel_comm_strategy"),
+    "parallelism_config_cp_backend": Ignores("sequences are split by FSDP2's ranks", warns=False),
+    "parallelism_config_dp_shard_size": Ignores(OVER_ALL_RANKS, warns=False),
+    "parallelism_config_dp_replicate_size": Ignores(OVER_ALL_RANKS, neutral=(1,)),
+    "parallelism_config_tp_size": Ignores("tensor parallelism is not supported", neutral=(1,)),
+    "parallelism_config_sp_size": Ignores("set context_parallel_size", neutral=(1,)),
+    "parallelism_config_sp_backend": SP_SIZE,
+    "parallelism_config_sp_seq_length": SP_SIZE,
+    "parallelism_config_sp_seq_length_is_variable": SP_SIZE,
+    "parallelism_config_sp_attn_implementation": SP_SIZE,
+}
+RULES: dict[str, Rule] = {
+    "compute_environment": Ignores("start simpletuner on the machines themselves", neutral=("local_machine",)),
+    "distributed_type": Ignores(
+        "this engine is not supported", neutral=("multi_gpu", "multi_cpu", "fsdp", "deepspeed")
+    ),
+    "num_processes": Maps("num_processes", neutral=(-1,)),
+    "num_machines": Maps("num_machines"),
+    "machine_rank": Maps("machine_rank", export_if=on_many_machines),
+    "main_process_ip": Maps("main_process_ip", write=lambda address: address or None, export_if=on_many_machines),
+    "main_process_port": Maps("main_process_port", neutral=(0,)),
+    "mixed_precision": Maps("mixed_precision"),
+    "fp16": Maps("mixed_precision", read=lambda value: "fp16", neutral=OFF, export_if=never),
+    "use_cpu": Maps("use_cpu"),
+    "gpu_ids": Maps("gpu_ids"),
+    "same_network": Ignores("machines connect to main_process_ip", warns=False),
+    "rdzv_backend": Ignores("machines connect to main_process_ip", warns=False),
+    "rdzv_conf": Ignores("node_join_timeout says how long machines wait for one another"),
+    "main_training_function": Ignores("`simpletuner train` is started", warns=False),
+    "debug": Ignores("use `simpletuner --debug`"),
+    "enable_cpu_affinity": Ignores("start with `numactl` to pin processes"),
+    **dict.fromkeys(("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm"), TPU),
+    **dict.fromkeys(("tpu_env", "command_file", "commands"), TPU),
+    "fp8_config": Ignores("fp8 is not supported"),
+    "megatron_lm_config": Ignores("Megatron-LM is not supported"),
+    "mpirun_config": Ignores("`simpletuner train` starts the ranks of each machine"),
+    "ipex_config": Ignores("IPEX is not supported"),
+    "dynamo_backend": Maps("dynamo_backend", export_if=never),  # an older place of it
+    **in_section("dynamo_config", DYNAMO, lambda settings: settings.compile.dynamo_backend != "no"),
+    **in_section("fsdp_config", FSDP, lambda settings: settings.parallel.fsdp_enable),
+    **in_section("deepspeed_config", DEEPSPEED, lambda settings: settings.parallel.zero_stage is not None),
+    **in_section("parallelism_config", PARALLELISM, lambda settings: settings.parallel.context_parallel_size > 1),
+}
+TABLE = KeyTable(RULES, is_off=lambda value: normalize_name(value) in OFF)
+
+DEFAULT_ZERO_STAGE = 2
+"""accelerate's default, where its file has a deepspeed_config without a stage."""
 SECTIONS_OF_ENGINE = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 """Sections that count only with their distributed_type."""
 
 
-@dataclass(frozen=True)
-class Told:
-    """One field of accelerate's, the setting that it becomes ("" for none), and where it stands."""
-
-    field: str
-    value: Any
-    line: int
-    knob: str = ""
-    note: str = ""
-    """Why it becomes no setting."""
-    warning: bool = False
-
-
-def account(entries: list[Entry]) -> list[Told]:
-    """Return what becomes of each field of an accelerate file."""
-    engine = normalize_name(next((entry.value for entry in entries if entry.key == "distributed_type"), "no"))
-    told = [told for entry in entries for told in told_of(entry, engine)]
-    told = [item for index, item in enumerate(told) if not any(repeats(item, other) for other in told[:index])]
+def map_file(entries: list[FileEntry]) -> list[MappedField]:
+    """Map each field of an accelerate file, in its order."""
+    kind = next((entry for entry in entries if entry.key == "distributed_type"), FileEntry("distributed_type", "no"))
+    engine = normalize_name(kind.value)
+    fields: list[MappedField] = []
+    for found in (found for entry in entries for found in map_entry(entry, engine)):
+        # The same value from two fields, such as both nvme paths, is no contradiction.
+        repeats = any((found.setting, found.value) == (other.setting, other.value) for other in fields)
+        if not (found.setting and repeats):
+            fields.append(found)
     if engine == "fsdp":
-        told.append(Told("distributed_type", True, line_of("distributed_type", entries), "fsdp_enable"))
-    return told
+        fields.append(MappedField(kind.key, kind.key, True, "set", "fsdp_enable", line=kind.line))
+    return fields
 
 
-def repeats(item: Told, other: Told) -> bool:
-    """Return whether a field says of a setting what another has said already."""
-    return bool(item.knob) and (item.knob, item.value) == (other.knob, other.value)
-
-
-def told_of(entry: Entry, engine: str) -> Iterator[Told]:
-    """Yield what becomes of one entry; of a section, each of its fields."""
-    if not isinstance(entry.value, Mapping) or entry.key in FIELDS:
-        yield told_field(entry.key, entry.value, entry.line)
-        return
+def map_entry(entry: FileEntry, engine: str) -> Iterator[MappedField]:
     needed = SECTIONS_OF_ENGINE.get(entry.key)
-    if needed not in (None, engine):
-        yield Told(entry.key, entry.value, entry.line, note=f"counts only with distributed_type: {needed.upper()}")
+    if needed not in (None, engine) and isinstance(entry.value, Mapping):
+        note = f"counts only with distributed_type: {needed.upper()}"
+        yield MappedField(entry.key, entry.key, entry.value, "neutral", note=note, line=entry.line)
         return
-    for name, value in entry.value.items():
-        yield told_field(f"{entry.key}.{name}", value, entry.inner_lines.get(name, entry.line))
-    if entry.key == "deepspeed_config" and not {"zero_stage", "deepspeed_config_file"} & entry.value.keys():
-        yield Told(entry.key, ZERO_STAGE_UNSAID, entry.line, "zero_stage")
+    yield from interpret(TABLE, [entry])
+    if entry.key != "deepspeed_config" or not isinstance(entry.value, Mapping):
+        return
+    if not {"zero_stage", "deepspeed_config_file"} & entry.value.keys():
+        yield MappedField(entry.key, entry.key, DEFAULT_ZERO_STAGE, "set", "zero_stage", line=entry.line)
 
 
-def told_field(name: str, value: Any, line: int) -> Told:
-    """Return what becomes of one field."""
-    field = FIELDS.get(name)
-    if field is None:
-        return Told(name, value, line, note="not a field that simpletuner knows", warning=True)
-    if value is None or field.idle == ANY or normalize_name(value) in field.idle:
-        return Told(name, value, line, note=field.reason if field.idle == ANY else "asks for nothing special")
-    if field.knob:
-        return Told(name, field.becomes(value), line, field.knob)
-    return Told(name, value, line, note=field.reason, warning=True)
+def to_fields(settings: Settings) -> dict[str, Any]:
+    """What accelerate's own configuration can say of the settings."""
+    engine = {"compute_environment": "LOCAL_MACHINE", "distributed_type": engine_name(settings)}
+    return engine | export(TABLE, settings)
 
 
-def line_of(key: str, entries: list[Entry]) -> int:
-    """Return the line of a field."""
-    return next(entry.line for entry in entries if entry.key == key)
+def engine_name(settings: Settings) -> str:
+    """accelerate's distributed_type."""
+    if settings.parallel.fsdp_enable:
+        return "FSDP"
+    if settings.parallel.zero_stage is not None:
+        return "DEEPSPEED"
+    many = settings.launch.num_processes > 1
+    return ("MULTI_CPU" if settings.launch.use_cpu else "MULTI_GPU") if many else "NO"
 
 
 def default_file(environment: Mapping[str, str]) -> Path | None:
-    """Return the file that `accelerate config` wrote, if there is one."""
+    """The file that `accelerate config` wrote, if there is one."""
     home = Path(environment.get("HOME", "~")).expanduser()
     caches = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
     folder = Path(environment.get("HF_HOME") or caches / "huggingface").expanduser() / "accelerate"
     return next((path for name in ("yaml", "json") if (path := folder / f"default_config.{name}").is_file()), None)
 
 
-def read_file(path: Path) -> list[Entry]:
+def read_file(path: Path) -> list[FileEntry]:
     """Read an accelerate file. Raises SettingsError when it is missing or does not parse."""
     if not path.is_file():
         raise SettingsError(f"there is no accelerate file {path}", "`accelerate config` writes one; or name none")
@@ -246,8 +241,8 @@ LAUNCHED = {
 """Variables that `accelerate launch` gives its ranks, and the fields of the file that they repeat."""
 
 
-def launched_entries(environment: Mapping[str, str]) -> list[Entry]:
-    """Return what `accelerate launch` resolved and handed to this process; nothing if it did not start it."""
+def launched_entries(environment: Mapping[str, str]) -> list[FileEntry]:
+    """Return what `accelerate launch` resolved and passed to this process; nothing if it did not start it."""
     if "ACCELERATE_MIXED_PRECISION" not in environment:
         return []
     engine = next((name for name in ("fsdp", "deepspeed") if f"ACCELERATE_USE_{name.upper()}" in environment), "no")
@@ -255,16 +250,16 @@ def launched_entries(environment: Mapping[str, str]) -> list[Entry]:
     for variable, field in LAUNCHED.items():
         value = environment.get(variable)
         section, dot, name = field.rpartition(".")
-        elsewhere = SECTIONS_OF_ENGINE.get(section) not in (None, engine)
-        if value is None or elsewhere or variable in idle_variables(environment):
+        other_engine = SECTIONS_OF_ENGINE.get(section) not in (None, engine)
+        if value is None or other_engine or variable in irrelevant_variables(environment):
             continue
         target = entries.setdefault(section, {}) if dot else entries
         target[name] = value
-    return [Entry(key, value) for key, value in entries.items()]
+    return [FileEntry(key, value) for key, value in entries.items()]
 
 
-def idle_variables(environment: Mapping[str, str]) -> set[str]:
-    """Return variables that accelerate sets to its own defaults, though they count only with another choice."""
+def irrelevant_variables(environment: Mapping[str, str]) -> set[str]:
+    """Variables that accelerate sets to its own defaults, although they count only with another choice."""
     compiles = normalize_name(environment.get("ACCELERATE_DYNAMO_BACKEND", "no")) != "no"
     other = "FSDP_RESHARD_AFTER_FORWARD" if environment.get("FSDP_VERSION") == "1" else "FSDP_SHARDING_STRATEGY"
     dynamo = {name for name in LAUNCHED if name.startswith("ACCELERATE_DYNAMO_")} - {"ACCELERATE_DYNAMO_BACKEND"}

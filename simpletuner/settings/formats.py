@@ -1,4 +1,8 @@
-"""Read a file of settings as names, values and lines: JSON, TOML, YAML, or shell-like pairs."""
+"""Read a config file as names, values and lines: JSON, TOML, YAML, or shell-like pairs.
+
+Every format keeps duplicate names (TOML refuses them itself, with the line), so that a mistake can name both lines.
+tomlkit carries no lines; PyYAML is what accelerate reads its own files with, so both take them for the same.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from simpletuner.system.files import read_file
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One name and value as written, and the line where they stand (0: a place without lines)."""
+class FileEntry:
+    """One name and value as written, and their line (0: a place without lines)."""
 
     key: str
     value: Any
@@ -25,18 +29,18 @@ class Entry:
 
 
 class NotSettings(ValueError):
-    """A text that parses, and holds no names and values."""
+    """A text that parses, but is no mapping."""
 
 
 class NotParsed(ValueError):
-    """A text that does not parse, the line where, and why."""
+    """A text that does not parse: the line, and why."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(f"line {line}: {reason}")
         self.line, self.reason = line, reason
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[FileEntry]:
     """Read a file of settings. Raises SettingsError where it cannot be read or does not parse."""
     read = FORMATS.get(path.suffix.lower())
     if read is None and path.is_file():
@@ -69,7 +73,7 @@ class Pairs(dict[str, Any]):
 JSON_TOKEN = re.compile(r'(?P<text>"(?:\\.|[^"\\])*")(?P<colon>\s*:)?|[\[{]|[\]}]')
 
 
-def json_entries(text: str) -> Iterator[Entry]:
+def json_entries(text: str) -> Iterator[FileEntry]:
     """Read a JSON object. The names of the outermost object, in order, are the strings before a colon at depth 1."""
     try:
         value = json.loads(text, object_pairs_hook=Pairs)
@@ -77,6 +81,7 @@ def json_entries(text: str) -> Iterator[Entry]:
         raise NotParsed(error.lineno, f"{error.msg[0].lower()}{error.msg[1:]}, column {error.colno}") from None
     if not isinstance(value, Pairs):
         raise NotSettings("a list" if isinstance(value, list) else "one value")
+    # json has no positions: a second pass over the tokens finds the line of each name at depth 1 and 2.
     lines: list[tuple[int, dict[str, int]]] = []
     depth = 0
     for token in JSON_TOKEN.finditer(text):
@@ -88,10 +93,10 @@ def json_entries(text: str) -> Iterator[Entry]:
                 lines[-1][1][json.loads(token["text"])] = line
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
     for (key, item), (line, inner_lines) in zip(value.pairs, lines, strict=True):
-        yield Entry(key, item, line, inner_lines)
+        yield FileEntry(key, item, line, inner_lines)
 
 
-def toml_entries(text: str) -> Iterator[Entry]:
+def toml_entries(text: str) -> Iterator[FileEntry]:
     """Read TOML. A line names a key if what stands above it is whole TOML, not the middle of a long string."""
     import tomllib
 
@@ -99,15 +104,16 @@ def toml_entries(text: str) -> Iterator[Entry]:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise toml_mistake(str(error), len(lines)) from None
+        raise toml_error(str(error), len(lines)) from None
     for key, value in values.items():
         names = re.compile(rf"\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
         numbers = (number for number, line in enumerate(lines) if names.match(line))
-        yield Entry(key, value, next((number + 1 for number in numbers if is_toml("".join(lines[:number]))), 0))
+        yield FileEntry(key, value, next((number + 1 for number in numbers if is_toml("".join(lines[:number]))), 0))
 
 
-def toml_mistake(message: str, last_line: int) -> NotParsed:
-    """Return what TOML's reader said, with the line taken out of its sentence."""
+def toml_error(message: str, last_line: int) -> NotParsed:
+    """Split the message of TOML's reader into line and reason."""
+    # tomllib's words for a duplicate key are about its own tables.
     message = message.replace("Cannot overwrite a value", "a name is set twice")
     found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
     reason, line, column = found.groups() if found else (message, last_line, "")
@@ -115,7 +121,6 @@ def toml_mistake(message: str, last_line: int) -> NotParsed:
 
 
 def is_toml(text: str) -> bool:
-    """Return whether a text is TOML by itself."""
     import tomllib
 
     try:
@@ -125,8 +130,7 @@ def is_toml(text: str) -> bool:
     return True
 
 
-def yaml_entries(text: str) -> Iterator[Entry]:
-    """Read a YAML mapping."""
+def yaml_entries(text: str) -> Iterator[FileEntry]:
     import yaml
 
     loader = yaml.SafeLoader(text)
@@ -136,11 +140,13 @@ def yaml_entries(text: str) -> Iterator[Entry]:
             return
         if not isinstance(node, yaml.MappingNode):
             raise NotSettings("a list" if isinstance(node, yaml.SequenceNode) else "one value")
-        loader.flatten_mapping(node)
+        loader.flatten_mapping(node)  # `<<: *anchor`
         for key, value in node.value:
             inner = value.value if isinstance(value, yaml.MappingNode) else []
             inner_lines = {str(name.value): name.start_mark.line + 1 for name, _ in inner}
-            yield Entry(str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1, inner_lines)
+            yield FileEntry(
+                str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1, inner_lines
+            )
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise NotParsed(line, error.problem or str(error)) from None
@@ -160,7 +166,7 @@ QUOTED = re.compile(
 )
 
 
-def env_entries(text: str) -> Iterator[Entry]:
+def env_entries(text: str) -> Iterator[FileEntry]:
     """Read `NAME=value` lines as a shell would, quotes, comments and `export` included; nothing is expanded."""
     position = 0
     while position < len(text):
@@ -170,13 +176,13 @@ def env_entries(text: str) -> Iterator[Entry]:
             continue
         found = ASSIGNMENT.match(text, position)
         if found is None:
-            raise NotParsed(line, "a line is NAME=value; quote a value with blanks or signs of the shell in it")
-        yield Entry(found["key"], "".join(unquoted(part, line) for part in QUOTED.finditer(found["value"])), line)
+            raise NotParsed(line, "a line is NAME=value; quote a value with blanks or shell characters in it")
+        yield FileEntry(found["key"], "".join(unquote(part, line) for part in QUOTED.finditer(found["value"])), line)
         position = found.end()
 
 
-def unquoted(part: re.Match[str], line: int) -> str:
-    """Return one quoted or bare part of a word, as a shell would."""
+def unquote(part: re.Match[str], line: int) -> str:
+    """Remove the quotes of one part of a word, as a shell would."""
     if part["single"] is not None or part["escaped"] is not None:
         return part["single"] or (part["escaped"] or "").strip("\n")  # a backslash before a newline joins two lines
     text = part["bare"] or part["double"] or ""
@@ -185,7 +191,7 @@ def unquoted(part: re.Match[str], line: int) -> str:
     return re.sub(r'\\(\n|[$`"\\])', lambda found: found[1].strip("\n"), text) if part["double"] else text
 
 
-FORMATS: dict[str, Callable[[str], Iterator[Entry]]] = {
+FORMATS: dict[str, Callable[[str], Iterator[FileEntry]]] = {
     ".json": json_entries,
     ".toml": toml_entries,
     ".yaml": yaml_entries,

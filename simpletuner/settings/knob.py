@@ -1,4 +1,4 @@
-"""One line per knob: from it come the flag, the file key, validation, help, and `settings.json`."""
+"""Declare a setting in one line: flag, file key, validation, help and `settings.json` all come from it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def knob(default: Any, sentence: str, *, unit: str = "", aliases: tuple[str, ...
 
 
 def extra_of(field: FieldInfo, name: Literal["unit", "aliases"]) -> Any:
-    """Return what a knob's declaration adds to pydantic's: its unit, or its older names."""
+    """What `knob` adds to pydantic's declaration: the unit, or older names."""
     return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
 
 
 def shown_default(field: FieldInfo) -> str:
-    """Return a knob's default as people read it; nothing where there is none."""
+    """Format a default for people; empty where there is none."""
     value = str(field.default).lower() if isinstance(field.default, bool) else field.default
     return "" if value in (None, "", []) else str(value)
 
 
 def kind_of(annotation: Any) -> Any:
-    """Return the plain type behind an annotation, looking through Optional."""
+    """The plain type behind an annotation, looking through Optional."""
     if get_origin(annotation) in (Union, types.UnionType):
         return kind_of(next(part for part in get_args(annotation) if part is not type(None)))
     return get_origin(annotation) or annotation
 
 
 def bounds_of(field: FieldInfo, words: Mapping[str, str]) -> list[str]:
-    """Return a knob's bounds, each with the word for `ge`, `gt`, `le` or `lt` before it."""
+    """Format the bounds of a setting, each with the word for `ge`, `gt`, `le` or `lt` before it."""
     return [
         f"{word} {getattr(part, bound)}"
         for part in field.metadata
@@ -49,28 +49,27 @@ def bounds_of(field: FieldInfo, words: Mapping[str, str]) -> list[str]:
 
 
 def type_name(annotation: Any) -> str:
-    """Return the name of a knob's type as help shows it."""
     names = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", list: "TEXT", dict: "JSON"}
     return names[kind_of(annotation)]
 
 
 class Section(BaseModel):
-    """A group of knobs that one part of the program is given; frozen, and strict about unknown names."""
+    """A group of settings that one part of the program is given; frozen, and strict about unknown names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     @field_validator("*", mode="before")
     @classmethod
-    def keep_words_apart_from_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false where a number is wanted; pydantic would take them as 1 and 0."""
+    def refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is expected; pydantic would take them as 1 and 0."""
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in NUMBERS:
-            raise PydanticCustomError("word", "a number is wanted")
+            raise PydanticCustomError("word", "a number is expected")
         return value
 
     @field_validator("*", mode="after")
     @classmethod
-    def hold_what_can_be_written(cls, value: Any) -> Any:
-        """Refuse what no file and no command line could say again."""
+    def refuse_unwritable_text(cls, value: Any) -> Any:
+        """Refuse characters that no file and no command line can hold."""
         for leaf in leaves(value):
             if isinstance(leaf, str | Path) and UNWRITABLE.search(str(leaf)):
                 raise ValueError("text must be UTF-8 without NUL characters")
@@ -81,7 +80,7 @@ UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield all that a value holds at any depth; of tables the names, too."""
+    """Yield all values at any depth, and the names in tables."""
     if isinstance(value, dict):
         yield from value
     if isinstance(value, dict | list):

@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from simpletuner.errors import SettingsError
-from simpletuner.settings.deepspeed.source import spread
+from simpletuner.errors import BrokenRule, Mistake, SettingsError
+from simpletuner.settings.deepspeed.source import apply_deepspeed_config
+from simpletuner.settings.errors import did_you_mean, shorten, to_mistake
 from simpletuner.settings.knob import extra_of
-from simpletuner.settings.merging import Merged, Origin
-from simpletuner.settings.mistakes import nearest, sentence, shortened
-from simpletuner.settings.rules import contradictions, incomplete, settled, warnings_about
-from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings, knobs
-from simpletuner.settings.sources import RawValue, Source, gathered
-from simpletuner.settings.spelling import WORDS_FOR_NOTHING, normalize_name
+from simpletuner.settings.rules import find_contradictions, find_missing, normalize, warnings_about
+from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings, setting_fields
+from simpletuner.settings.sources import MergedValues, Origin, RawValue, Source, collect_sources
+from simpletuner.settings.spelling import WORDS_FOR_NOTHING, as_text, normalize_name
 from simpletuner.system.files import read_file
 
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
 """A short table of texts as it is typed: name=text,name=text."""
+NO_ORIGIN = Origin("default", None)
 
 
 @dataclass(frozen=True)
@@ -48,111 +48,121 @@ def load(
 
     Raises SettingsError that lists every mistake at once.
     """
-    return resolve(gathered(flags, config, environment), complete)
+    return resolve(collect_sources(flags, config, environment), complete)
 
 
 def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
-    """Merge sources, weakest first, into settings."""
+    """Merge sources, weakest first, into settings. Raises SettingsError that lists every mistake at once."""
     sources = list(sources)
-    merged = Merged()
+    merged = MergedValues()
     for source in sources:
-        for given in understood(source, merged.mistakes):
-            merged.take(given, source.name)
-    warnings = [*(warning for source in sources for warning in source.warnings), *spread(merged)]
+        for given in canonical_values(source, merged.mistakes):
+            merged.set(given, source.name)
+    warnings = [*(warning for source in sources for warning in source.warnings), *apply_deepspeed_config(merged)]
     mistakes, origins = merged.mistakes, merged.origins
-    settings = validated(merged.values, origins, mistakes)
+    settings = validate(merged.values, origins, mistakes)
+    # Rules compare typed values, so they wait until every setting is valid by itself.
     if settings is not None:
-        found = [*(incomplete(settings) if complete else ()), *contradictions(settings)]
+        found = [*(find_missing(settings) if complete else ()), *find_contradictions(settings)]
         mistakes += [with_places(mistake, origins) for mistake in found]
     if settings is None or mistakes:
-        raise SettingsError("\n  ".join(mistakes), "`--help` lists every setting with its type")
+        raise SettingsError(mistakes=mistakes, hint="`--help` lists every setting with its type")
     about = warnings_about(settings)
-    settings, reasons = settled(settings)
-    changed = {name: replace(origins.get(name, Origin("default", None)), reason=why) for name, why in reasons.items()}
-    found = {source.name: source.implicit for source in sources}
-    return Loaded(settings, origins | changed, (*warnings, *about), found)
+    settings, reasons = normalize(settings)
+    # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
+    changed = {name: replace(origins.get(name, NO_ORIGIN), reason=why) for name, why in reasons.items()}
+    implicit = {source.name: source.implicit for source in sources}
+    return Loaded(settings, origins | changed, (*warnings, *about), implicit)
 
 
-def understood(source: Source, mistakes: list[str]) -> Iterable[RawValue]:
-    """Return what a source gives by the names of knobs, after adding a sentence for each that cannot be meant."""
-    taken: dict[str, RawValue] = {}
-    for given in source.given:
+def canonical_values(source: Source, mistakes: list[Mistake]) -> Iterable[RawValue]:
+    """Return what a source gives by the names of settings, after adding a mistake for each that cannot be meant."""
+    found: dict[str, RawValue] = {}
+    for given in source.values:
         name = canonical_name(given.name)
         if name is None:
-            flat = ": settings stand side by side, not in sections" if isinstance(given.value, Mapping) else ""
-            mistakes.append(f"unknown setting `{given.name}` ({given.place}){flat or nearest(given.name, knobs())}")
-        elif name in taken:
-            mistakes.append(f"{name} is set twice ({taken[name].place} and {given.place}): keep one of them")
+            is_section = isinstance(given.value, Mapping)
+            message = "settings stand side by side, not in sections" if is_section else "unknown setting"
+            hint = "" if is_section else did_you_mean(given.name, setting_fields())
+            mistakes.append(Mistake(given.name, message, given.place, hint=hint))
+        elif name in found:
+            place = f"{found[name].place} and {given.place}"
+            mistakes.append(Mistake(name, "it is set twice", place, hint="keep one of them"))
         else:
-            taken[name] = opened(name, given, mistakes)
-    return taken.values()
+            found[name] = read_table(name, given, mistakes)
+    return found.values()
 
 
-def opened(name: str, given: RawValue, mistakes: list[str]) -> RawValue:
-    """Return what is given for a knob; of one that holds JSON and was given text, what that or the file in it says."""
-    text, kind = given.value, next(filter(is_table, get_args(knobs()[name].annotation)), None)
+def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
+    """For a setting that holds a table and was given text, read the JSON in the text or in the file that it names."""
+    text, kind = given.value, next(filter(is_table, get_args(setting_fields()[name].annotation)), None)
     if kind is None or not isinstance(text, str) or normalize_name(text) in WORDS_FOR_NOTHING:
         return replace(given, name=name)
+    # Only tables of text have the short form: in `a=1` a JSON table would need to know that 1 is a number.
     if get_args(kind) == (str, str) and PAIRS.fullmatch(text):
         return replace(given, name=name, value=dict(pair.split("=", 1) for pair in text.split(",")))
     file = "" if text.lstrip().startswith("{") else text
     try:
-        value = json_in(read_file(Path(file).expanduser()).decode("utf-8") if file else text)
-    except (OSError, ValueError, RuntimeError) as error:
+        value = parse_json(read_file(Path(file).expanduser()).decode("utf-8") if file else text)
+    except (OSError, ValueError, RuntimeError) as error:  # expanduser raises RuntimeError for an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
-        mistakes.append(f"{name} = {shortened(text)} ({given.place}): use JSON or the path of a JSON file: {reason}")
+        message = f"use JSON or the path of a JSON file: {reason}"
+        mistakes.append(Mistake(name, message, given.place, shorten(text)))
         value = None
     return replace(given, name=name, value=value, file=file)
 
 
-def json_in(text: str) -> Any:
-    """Return the JSON in a text. Raises ValueError for what is none, and for an object with a name in it twice."""
-    return json.loads(text, object_pairs_hook=without_doubles)
+def parse_json(text: str) -> Any:
+    """Parse JSON. Raises ValueError where it does not parse, and for an object with a duplicate key."""
+    return json.loads(text, object_pairs_hook=without_duplicates)
 
 
-def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError if a name stands twice in it: only one value could count."""
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a duplicate key, of which json would silently take the last."""
     names = [name for name, _ in pairs]
-    if doubles := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"`{min(doubles)}` stands there twice")
+    if duplicates := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"duplicate key `{min(duplicates)}`")
     return dict(pairs)
 
 
 def is_table(annotation: Any) -> bool:
-    """Return whether a type is a table of names and values."""
     return get_origin(annotation) is dict
 
 
 def canonical_name(key: str) -> str | None:
-    """Return the knob that a key means: leading dashes, dashes for underscores, any case, older names."""
+    """Return the setting that a key means: leading dashes, dashes for underscores, any case, older names."""
     name = normalize_name(key.lstrip("-"))
     if name in SECTION_OF:
         return name
-    return next((knob for knob, field in knobs().items() if name in (extra_of(field, "aliases") or [])), None)
+    return next(
+        (known for known, field in setting_fields().items() if name in (extra_of(field, "aliases") or [])), None
+    )
 
 
-def validated(values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes: list[str]) -> Settings | None:
-    """Return typed settings, or None after adding one sentence per mistake."""
+def validate(values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes: list[Mistake]) -> Settings | None:
+    """Return typed settings, or None after adding one mistake per setting."""
     sections: dict[str, Any] = {}
     for section_name, section in SECTIONS.items():
         own = {name: value for name, value in values.items() if SECTION_OF[name] == section_name}
         try:
             sections[section_name] = section(**own)
         except ValidationError as error:
-            found = {str(item["loc"][0]): item for item in error.errors()}  # one sentence per knob
+            # pydantic reports each branch of a union; one mistake per setting is enough.
+            by_setting = {str(item["loc"][0]): item for item in error.errors()}
             mistakes += [
-                sentence(item, section.model_fields[name], origins[name].given, origins[name])
-                for name, item in found.items()
+                to_mistake(item, section.model_fields[name], origins[name].given, origins[name])
+                for name, item in by_setting.items()
             ]
     return None if len(sections) < len(SECTIONS) else Settings(**sections)
 
 
-def with_places(mistake: str, origins: Mapping[str, Origin]) -> str:
-    """Return a sentence about several settings, and where each was set, unless that is the command line just typed."""
-    places = {name: str(origin) for name, origin in origins.items() if re.search(rf"\b{name}\b", mistake)}
-    said = ", ".join(f"{name}: {place}" for name, place in places.items())
-    typed = all(place.partition(" ")[0] == "flag" for place in places.values())
-    return mistake if typed else f"{mistake} [{said}]"
+def with_places(mistake: BrokenRule, origins: Mapping[str, Origin]) -> BrokenRule:
+    """Add where each of its settings was set, unless all were flags: the user has just typed them."""
+    names = (mistake.setting, *mistake.others)
+    places = {name: origin.place for name, origin in origins.items() if name in names}
+    if all(place.partition(" ")[0] == "flag" for place in places.values()):
+        return mistake
+    return replace(mistake, place=", ".join(f"{name}: {place}" for name, place in places.items()))
 
 
 def provenance(loaded: Loaded) -> str:
@@ -161,17 +171,51 @@ def provenance(loaded: Loaded) -> str:
         source: [name for name, origin in loaded.origins.items() if origin.source == source]
         for source in loaded.sources
     }
-    return (
-        "; ".join(
-            f"{source}: {', '.join(names) if loaded.sources[source] else len(names)}"
-            for source, names in decided.items()
-            if names
-        )
-        or "all at their defaults"
-    )
+    parts = [
+        f"{source}: {', '.join(names) if loaded.sources[source] else len(names)}"
+        for source, names in decided.items()
+        if names
+    ]
+    return "; ".join(parts) or "all at their defaults"
 
 
 def settings_as_json(loaded: Loaded) -> dict[str, Any]:
     """Return every setting by name, as `settings.json` holds them: a file that `--config` reads again."""
     dumped = loaded.settings.model_dump(mode="json")
     return {name: dumped[section][name] for name, section in SECTION_OF.items()}
+
+
+@dataclass(frozen=True)
+class ExplainedSetting:
+    """One setting: its value, where it came from, and why it won."""
+
+    name: str
+    value: Any
+    default: Any
+    origin: str
+    because: str
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """The row of a table."""
+        return self.name, as_text(self.value), self.origin, self.because
+
+    def as_json(self) -> dict[str, Any]:
+        return {"value": self.value, "default": self.default, "from": self.origin, "because": self.because}
+
+
+def explain_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
+    """Explain every setting, in the order of the sections."""
+    defaults = Settings().model_dump(mode="json")
+    for name, value in settings_as_json(loaded).items():
+        origin = loaded.origins.get(name, NO_ORIGIN)
+        yield ExplainedSetting(name, value, defaults[SECTION_OF[name]][name], str(origin), because(value, origin))
+
+
+def because(value: Any, origin: Origin) -> str:
+    """Say why a value is as it is: another spelling, a rule, weaker sources."""
+    reasons = [origin.reason] if origin.reason else []
+    respelled = isinstance(origin.given, str) and isinstance(value, str) and origin.given != value
+    if not reasons and respelled and normalize_name(origin.given) != normalize_name(value):
+        reasons.append(f"written `{origin.given}`")
+    reasons += [f"outranks {weaker} (= {as_text(weaker.given)})" for weaker in origin.outranks]
+    return "; ".join(reasons)

@@ -1,4 +1,4 @@
-"""Settings that contradict one another, found before torch is imported."""
+"""Rules between settings, checked before torch is imported: contradictions, what is missing, what has no effect."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from simpletuner.errors import SettingsError
+from simpletuner.errors import BrokenRule, SettingsError
 from simpletuner.settings.deepspeed.config import extra_deepspeed_settings
-from simpletuner.settings.deepspeed.limits import (
-    offloading_is_possible,
-    zero_trains_whole_models,
-)
 from simpletuner.settings.sections import Settings
 
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
-Rule = Callable[[Settings], Iterator[str]]
+Rule = Callable[[Settings], Iterator[BrokenRule]]
 
 
-def contradictions(settings: Settings) -> list[str]:
-    """Return one sentence for each contradiction."""
-    return [sentence for rule in RULES for sentence in rule(settings)]
+def broken(message: str, setting: str, *others: str) -> BrokenRule:
+    """A broken rule about some settings; a page shows it beside the first of them."""
+    return BrokenRule(setting, message, others=others)
 
 
-def incomplete(settings: Settings) -> list[str]:
-    """Return one sentence for each thing that a run cannot do without."""
-    return [*model_is_named(settings), *pictures_are_named(settings), *machine_0_is_named(settings)]
+def find_contradictions(settings: Settings) -> list[BrokenRule]:
+    return [mistake for rule in RULES for mistake in rule(settings)]
 
 
-def settled(settings: Settings) -> tuple[Settings, dict[str, str]]:
-    """Return settings without choices that have no effect, so that saved files stay the same, and why by name."""
+def find_missing(settings: Settings) -> list[BrokenRule]:
+    """What a run cannot do without, although `config show` can."""
+    return [mistake for rule in COMPLETENESS_RULES for mistake in rule(settings)]
+
+
+def normalize(settings: Settings) -> tuple[Settings, dict[str, str]]:
+    """Reset choices that have no effect, so that saved files stay the same; return by name why each was reset."""
     parallel = settings.parallel
     changes: dict[str, Any] = {}
     reasons: dict[str, str] = {}
@@ -43,27 +43,24 @@ def settled(settings: Settings) -> tuple[Settings, dict[str, str]]:
     if parallel.deepspeed_config and parallel.zero_stage:
         changes["deepspeed_config"] = rest = extra_deepspeed_settings(settings)
         if rest != parallel.deepspeed_config:
-            reasons["deepspeed_config"] = "what goes without saying is left out"
+            reasons["deepspeed_config"] = "values that follow from other settings are left out"
     if not changes:
         return settings, {}
     return settings.model_copy(update={"parallel": parallel.model_copy(update=changes)}), reasons
 
 
 def warnings_about(settings: Settings) -> list[str]:
-    """Return one sentence for each choice that is accepted but deprecated or without effect."""
+    """One sentence for each choice that is accepted, but deprecated or without effect."""
     parallel = settings.parallel
-    said = {
-        "fsdp_version=1 is deprecated: FSDP2 runs instead, with the same checkpoints": parallel.fsdp_version == 1,
-        "fsdp_cpu_ram_efficient_loading=false has no effect: each rank always reads only its own slices": (
-            not parallel.fsdp_cpu_ram_efficient_loading
-        ),
-    }
-    found = [sentence for sentence, is_so in said.items() if is_so and parallel.fsdp_enable]
-    return [*found, *accumulation_in_bf16(settings)]
+    found: list[str] = []
+    if parallel.fsdp_enable and parallel.fsdp_version == 1:
+        found.append("fsdp_version=1 is deprecated: FSDP2 runs instead, with the same checkpoints")
+    if parallel.fsdp_enable and not parallel.fsdp_cpu_ram_efficient_loading:
+        found.append("fsdp_cpu_ram_efficient_loading=false has no effect: each rank always reads only its own slices")
+    return [*found, *bf16_accumulation(settings)]
 
 
-def accumulation_in_bf16(settings: Settings) -> Iterator[str]:
-    """Say where DeepSpeed adds up the gradients of several passes in bf16."""
+def bf16_accumulation(settings: Settings) -> Iterator[str]:
     training, types = settings.training, (settings.parallel.deepspeed_config or {}).get("data_types")
     accumulates = training.gradient_accumulation_steps > 1 and training.mixed_precision == "bf16"
     if accumulates and settings.parallel.zero_stage == 1 and not types:
@@ -73,156 +70,198 @@ def accumulation_in_bf16(settings: Settings) -> Iterator[str]:
         )
 
 
-def model_is_named(settings: Settings) -> Iterator[str]:
-    """Ask for a family."""
+def needs_model_family(settings: Settings) -> Iterator[BrokenRule]:
     if not settings.model.model_family:
-        yield "model_family is missing: say what to train, such as --model_family=sdxl"
+        yield broken("model_family is missing: say what to train, such as --model_family=sdxl", "model_family")
 
 
-def pictures_are_named(settings: Settings) -> Iterator[str]:
-    """Ask for a description of the data."""
+def needs_images(settings: Settings) -> Iterator[BrokenRule]:
+    names = ("instance_data_dir", "data_backend_config")
     if settings.data.instance_data_dir is None and settings.data.data_backend_config is None:
-        yield "no pictures: give --instance_data_dir=FOLDER or --data_backend_config=FILE"
+        yield broken("no images: give --instance_data_dir=FOLDER or --data_backend_config=FILE", *names)
 
 
-def machine_0_is_named(settings: Settings) -> Iterator[str]:
-    """Ask for the address where several machines meet."""
+def needs_address_of_machine_0(settings: Settings) -> Iterator[BrokenRule]:
     launch = settings.launch
     if launch.num_machines > 1 and not launch.main_process_ip:
-        yield f"num_machines = {launch.num_machines} needs --main_process_ip: the address of machine 0"
+        message = f"num_machines = {launch.num_machines} needs --main_process_ip: the address of machine 0"
+        yield broken(message, "main_process_ip", "num_machines")
 
 
-def pictures_are_named_once(settings: Settings) -> Iterator[str]:
-    """Refuse two descriptions of the data, and a caption strategy without what it needs."""
+def images_have_one_source(settings: Settings) -> Iterator[BrokenRule]:
     data = settings.data
     if data.instance_data_dir is not None and data.data_backend_config is not None:
-        yield "instance_data_dir and data_backend_config both name pictures: keep one of them"
+        message = "instance_data_dir and data_backend_config both name images: keep one of them"
+        yield broken(message, "instance_data_dir", "data_backend_config")
     if data.caption_strategy == "instanceprompt" and not data.instance_prompt and data.data_backend_config is None:
-        yield "caption_strategy=instanceprompt needs --instance_prompt='a phrase'"
+        message = "caption_strategy=instanceprompt needs --instance_prompt='a phrase'"
+        yield broken(message, "instance_prompt", "caption_strategy")
 
 
-def sharding_trains_whole_models(settings: Settings) -> Iterator[str]:
-    """Refuse adapters under FSDP."""
-    if settings.model.model_type == "lora" and settings.parallel.fsdp_enable:
-        yield "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable"
+def lora_is_not_sharded(settings: Settings) -> Iterator[BrokenRule]:
+    if settings.model.model_type != "lora":
+        return
+    if settings.parallel.fsdp_enable:
+        message = "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable"
+        yield broken(message, "model_type", "fsdp_enable")
+    if settings.parallel.zero_stage is not None:
+        message = (
+            "model_type=lora cannot run with DeepSpeed: it shares out the state of all weights, of which an adapter "
+            "has few, and saves them whole; drop zero_stage and deepspeed_config"
+        )
+        yield broken(message, "model_type", "zero_stage", "deepspeed_config")
 
 
-def machines_are_equal(settings: Settings) -> Iterator[str]:
-    """Ask for the same number of ranks on every machine, and for a rank of this machine that there is."""
+def machines_are_equal(settings: Settings) -> Iterator[BrokenRule]:
     launch = settings.launch
     if launch.num_processes % launch.num_machines:
-        yield (
+        message = (
             f"num_processes = {launch.num_processes} cannot be shared equally by num_machines = {launch.num_machines}: "
             "every machine must run the same number of ranks"
         )
+        yield broken(message, "num_processes", "num_machines")
     if launch.machine_rank >= launch.num_machines:
-        yield (
+        message = (
             f"machine_rank = {launch.machine_rank}, but num_machines = {launch.num_machines}: "
             f"ranks of machines go from 0 to {launch.num_machines - 1}"
         )
+        yield broken(message, "machine_rank", "num_machines")
 
 
-def one_engine_shards(settings: Settings) -> Iterator[str]:
-    """Refuse two sharding engines at once."""
+def one_engine_shards(settings: Settings) -> Iterator[BrokenRule]:
     if settings.parallel.fsdp_enable and settings.parallel.zero_stage is not None:
-        yield "FSDP and DeepSpeed cannot be enabled simultaneously. Set zero_stage=none, or fsdp_enable=false"
+        message = "FSDP and DeepSpeed cannot be enabled simultaneously. Set zero_stage=none, or fsdp_enable=false"
+        yield broken(message, "fsdp_enable", "zero_stage")
 
 
-def context_parallelism_has_fsdp2(settings: Settings) -> Iterator[str]:
-    """Ask for FSDP2, and for ranks that fill the groups, where sequences are split."""
+def context_parallelism_has_fsdp2(settings: Settings) -> Iterator[BrokenRule]:
     parallel, size = settings.parallel, settings.parallel.context_parallel_size
     if size > 1 and not (parallel.fsdp_enable and parallel.fsdp_version == 2):
-        yield "Context parallelism requires FSDP2. Set fsdp_enable=true and fsdp_version=2, or context_parallel_size=1"
+        message = (
+            "Context parallelism requires FSDP2. Set fsdp_enable=true and fsdp_version=2, or context_parallel_size=1"
+        )
+        yield broken(message, "context_parallel_size", "fsdp_enable", "fsdp_version")
     if settings.launch.num_processes % size:
-        yield (
+        message = (
             f"num_processes = {settings.launch.num_processes} is no multiple of context_parallel_size = {size}: "
             "every group of ranks must be whole"
         )
+        yield broken(message, "context_parallel_size", "num_processes")
 
 
-def compiler_can_do_it(settings: Settings) -> Iterator[str]:
+def compiler_supports_settings(settings: Settings) -> Iterator[BrokenRule]:
     """Refuse what torch.compile cannot do, or would silently ignore."""
-    wish = settings.compile
-    if wish.dynamo_backend not in ("no", "inductor") and wish.dynamo_mode != "default":
-        yield (
-            f"dynamo_mode={wish.dynamo_mode} is for dynamo_backend=inductor: {wish.dynamo_backend} has no modes; "
+    own = settings.compile
+    if own.dynamo_backend not in ("no", "inductor") and own.dynamo_mode != "default":
+        message = (
+            f"dynamo_mode={own.dynamo_mode} is for dynamo_backend=inductor: {own.dynamo_backend} has no modes; "
             "leave dynamo_mode out"
         )
-    if wish.dynamo_backend != "no" and settings.parallel.zero_stage == 3:
-        yield (
-            f"dynamo_backend={wish.dynamo_backend} cannot be used with zero_stage = 3: DeepSpeed gathers weights by "
+        yield broken(message, "dynamo_mode", "dynamo_backend")
+    if own.dynamo_backend != "no" and settings.parallel.zero_stage == 3:
+        message = (
+            f"dynamo_backend={own.dynamo_backend} cannot be used with zero_stage = 3: DeepSpeed gathers weights by "
             "hooks inside the blocks, which torch.compile would compile as well, for minutes; use fsdp_enable, "
             "zero_stage=2, or dynamo_backend=no"
         )
-    whole = wish.dynamo_backend != "no" and wish.dynamo_fullgraph and not wish.dynamo_use_regional_compilation
+        yield broken(message, "dynamo_backend", "zero_stage", "fsdp_enable")
+    whole = own.dynamo_backend != "no" and own.dynamo_fullgraph and not own.dynamo_use_regional_compilation
     if whole and settings.parallel.fsdp_enable:
-        yield (
+        message = (
             "dynamo_fullgraph cannot compile a sharded denoiser as a whole, since FSDP2 gathers weights between its "
             "graphs: set dynamo_use_regional_compilation=true"
         )
+        yield broken(message, "dynamo_fullgraph", "dynamo_use_regional_compilation")
 
 
-def pickles_are_trusted(settings: Settings) -> Iterator[str]:
-    """Ask for a word before pickles are read."""
+def offloading_is_possible(settings: Settings) -> Iterator[BrokenRule]:
+    """Refuse offloading where ZeRO keeps nothing that could be offloaded, or does not know how."""
+    parallel, stage = settings.parallel, settings.parallel.zero_stage
+    devices = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_param}
+    used = {name: device for name, device in devices.items() if device != "none"}
+    if stage is None:
+        for name, device in used.items():
+            yield broken(f"{name} = {device} needs DeepSpeed: set zero_stage, or {name}=none", name, "zero_stage")
+    if stage in (1, 2) and "offload_param" in used:
+        message = (
+            f"offload_param = {used['offload_param']}, but zero_stage = {stage}: below stage 3 every rank keeps all "
+            "weights at hand; set zero_stage=3, or offload_param=none"
+        )
+        yield broken(message, "offload_param", "zero_stage")
+    if stage in (1, 2) and parallel.offload_optimizer == "nvme":
+        message = (
+            f"offload_optimizer = nvme, but zero_stage = {stage}: below stage 3 DeepSpeed keeps what is offloaded in "
+            "memory; set zero_stage=3, or offload_optimizer=cpu"
+        )
+        yield broken(message, "offload_optimizer", "zero_stage")
+    on_disk = [name for name, device in used.items() if device == "nvme"]
+    if on_disk and parallel.offload_param_path is None:
+        names = " and ".join(f"{name} = nvme" for name in on_disk)
+        message = f"{names}: where to? Set offload_param_path to a folder on a fast disk of each machine"
+        yield broken(message, "offload_param_path", *on_disk)
+
+
+def pickles_are_trusted(settings: Settings) -> Iterator[BrokenRule]:
     source = settings.checkpoints.import_deepspeed_checkpoint
     if source is not None and not settings.checkpoints.allow_pickle:
-        yield (
+        message = (
             f"import_deepspeed_checkpoint = {source} is a pickle, which can run any program when it is read: "
             "set allow_pickle=true if you trust who made it"
         )
+        yield broken(message, "allow_pickle", "import_deepspeed_checkpoint")
 
+
+def wrap_policy_is_known(settings: Settings) -> Iterator[BrokenRule]:
+    policy = settings.parallel.fsdp_auto_wrap_policy
+    if policy not in WRAP_POLICIES and "." not in policy:
+        known = ", ".join(WRAP_POLICIES)
+        message = f"fsdp_auto_wrap_policy = {policy!r}: use {known}, or a dotted path to a callable"
+        yield broken(message, "fsdp_auto_wrap_policy")
+
+
+def validation_size_is_readable(settings: Settings) -> Iterator[BrokenRule]:
+    size = settings.validation.validation_resolution
+    if size and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", size):
+        message = f"validation_resolution = {size!r}: write an edge such as 1024, or 1216x832"
+        yield broken(message, "validation_resolution")
+
+
+def warmup_ends(settings: Settings) -> Iterator[BrokenRule]:
+    steps, warmup = settings.training.max_train_steps, settings.optimizer.lr_warmup_steps
+    if steps is not None and warmup > steps:
+        message = f"lr_warmup_steps = {warmup} is more than max_train_steps = {steps}"
+        yield broken(message, "lr_warmup_steps", "max_train_steps")
+
+
+COMPLETENESS_RULES: tuple[Rule, ...] = (needs_model_family, needs_images, needs_address_of_machine_0)
+RULES: tuple[Rule, ...] = (
+    images_have_one_source,
+    lora_is_not_sharded,
+    one_engine_shards,
+    offloading_is_possible,
+    context_parallelism_has_fsdp2,
+    machines_are_equal,
+    compiler_supports_settings,
+    pickles_are_trusted,
+    wrap_policy_is_known,
+    validation_size_is_readable,
+    warmup_ends,
+)
 
 UNSUPPORTED_VALUES = {"model_type": frozenset({"lora"})}
-"""Choices that are known by name, so that they are answered, and not offered."""
+"""Choices known by name, so that users of other tools get an answer, but not offered by completion."""
 
 
-def unsupported(settings: Settings) -> list[str]:
-    """Return one sentence for each thing that this version knows by name and cannot do yet."""
+def refuse_unsupported(settings: Settings) -> None:
+    """Raise SettingsError for what this version knows by name, and cannot do yet."""
     wanted = {
         "model_type=lora": settings.model.model_type in UNSUPPORTED_VALUES["model_type"],
         "context_parallel_size above 1": settings.parallel.context_parallel_size > 1,
     }
-    return [f"{name} is not supported yet by this version" for name, is_wanted in wanted.items() if is_wanted]
-
-
-def refuse_unsupported(settings: Settings) -> None:
-    """Raise SettingsError for what this version cannot do yet."""
-    if missing := unsupported(settings):
-        raise SettingsError("\n  ".join(missing), "leave it out, or wait for a later version")
-
-
-def wrap_policy_is_known(settings: Settings) -> Iterator[str]:
-    """Accept the three policies and a dotted path."""
-    policy = settings.parallel.fsdp_auto_wrap_policy
-    if policy not in WRAP_POLICIES and "." not in policy:
-        yield f"fsdp_auto_wrap_policy = {policy!r}: use {', '.join(WRAP_POLICIES)}, or a dotted path to a callable"
-
-
-def validation_size_is_readable(settings: Settings) -> Iterator[str]:
-    """Accept EDGE and WIDTHxHEIGHT."""
-    size = settings.validation.validation_resolution
-    if size and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", size):
-        yield f"validation_resolution = {size!r}: write an edge such as 1024, or 1216x832"
-
-
-def warm_up_ends(settings: Settings) -> Iterator[str]:
-    """Refuse a warm-up that is longer than the run."""
-    steps, warm_up = settings.training.max_train_steps, settings.optimizer.lr_warmup_steps
-    if steps is not None and warm_up > steps:
-        yield f"lr_warmup_steps = {warm_up} is more than max_train_steps = {steps}"
-
-
-RULES: tuple[Rule, ...] = (
-    pictures_are_named_once,
-    sharding_trains_whole_models,
-    one_engine_shards,
-    zero_trains_whole_models,
-    offloading_is_possible,
-    context_parallelism_has_fsdp2,
-    machines_are_equal,
-    compiler_can_do_it,
-    pickles_are_trusted,
-    wrap_policy_is_known,
-    validation_size_is_readable,
-    warm_up_ends,
-)
+    mistakes = [
+        broken(f"{what} is not supported yet by this version", re.split("[ =]", what)[0])
+        for what, is_wanted in wanted.items()
+        if is_wanted
+    ]
+    if mistakes:
+        raise SettingsError(mistakes=mistakes, hint="leave it out, or wait for a later version")

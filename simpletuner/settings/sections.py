@@ -1,4 +1,4 @@
-"""Every knob, once. Names are the ones that users already have in their files."""
+"""Every setting, declared once. Names are the ones that users already have in their files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
 
 
 def in_home(path: Path | None) -> Path | None:
-    """Return a path with the home folder that `~` stands for. Raises ValueError for a user that there is not."""
+    """Replace `~` by the home folder. Raises ValueError for a user that does not exist."""
     try:
         return path and path.expanduser()
     except RuntimeError:
@@ -35,7 +35,7 @@ class Model(Section):
     model_family: Annotated[str, AfterValidator(normalize_name)] = knob("", "Which architecture to train, such as sdxl or flux.")
     model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
     model_families: Annotated[dict[str, str] | None, AfterValidator(paths_by_name)] = knob(None, "Families of your own: name=package.module:ClassName, or a table of such.")
-    model_type: Literal["full", "lora"] = knob("full", "Train all weights; `lora` is known by name, and refused by this version.")
+    model_type: Literal["full", "lora"] = knob("full", "Train all weights; this version knows `lora` by name, and refuses it.")
     pretrained_model_name_or_path: str = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.", aliases=("model_name",))
     revision: str | None = knob(None, "Hub revision: a branch, tag or commit.")
     variant: str | None = knob(None, "Weights variant in the folder, such as fp16.")
@@ -43,33 +43,33 @@ class Model(Section):
     vae_dtype: Literal["fp32", "bf16"] = knob("fp32", "Precision of the VAE while it encodes and decodes.")
 
 
-class Pictures(Section):
-    """What every dataset may say for itself; what it does not say falls back to the flag."""
+class DatasetSettings(Section):
+    """Settings that each dataset of a file can have for itself; the flags are their defaults."""
 
-    caption_strategy: Literal["textfile", "filename", "instanceprompt"] = knob("textfile", "Where captions come from: `.txt` beside the picture, its file name, or one phrase.")  # fmt: skip
+    caption_strategy: Literal["textfile", "filename", "instanceprompt"] = knob("textfile", "Where captions come from: a `.txt` file beside the image, its file name, or one phrase.")  # fmt: skip
     instance_prompt: str | None = knob(None, "The phrase for caption_strategy=instanceprompt.")
     prepend_instance_prompt: bool = knob(False, "Put the instance prompt before every caption.")
-    repeats: int = knob(0, "Extra passes over the pictures in every epoch.", ge=0)
+    repeats: int = knob(0, "Extra passes over the images in every epoch.", ge=0)
     resolution: float = knob(1024, "Target size, in the unit of resolution_type.", gt=0)
     resolution_type: Literal["pixel", "area", "pixel_area"] = knob("pixel_area", "Unit of resolution: short edge, megapixels, or the edge of a square of the same area.")  # fmt: skip
-    crop: bool = knob(False, "Crop pictures; without it only what overhangs the aspect bucket is cut.")
-    crop_style: Literal["center", "random"] = knob("center", "Where to crop; random is fixed by the seed and the picture.")
-    crop_aspect: Literal["square", "preserve"] = knob("square", "Shape of the crop: square, or the picture's aspect bucket.")
-    minimum_image_size: float | None = knob(None, "Leave out smaller pictures; same unit as resolution.", gt=0, aliases=("minimum_resolution",))
+    crop: bool = knob(False, "Crop images; without it, only what extends beyond the aspect bucket is cut off.")
+    crop_style: Literal["center", "random"] = knob("center", "Where to crop; random depends on the seed and the image alone.")
+    crop_aspect: Literal["square", "preserve"] = knob("square", "Shape of the crop: square, or the image's aspect bucket.")
+    minimum_image_size: float | None = knob(None, "Leave out smaller images; same unit as resolution.", gt=0, aliases=("minimum_resolution",))
 
 
-class Data(Pictures):
+class Data(DatasetSettings):
     """Data"""
 
-    instance_data_dir: Path | None = knob(None, "Folder of pictures, searched with its subfolders.", aliases=("instance_dir",))
+    instance_data_dir: Path | None = knob(None, "Folder of images, searched with its subfolders.", aliases=("instance_dir",))
     data_backend_config: Path | None = knob(None, "JSON file that lists several datasets (multidatabackend.json).")
     aspect_bucket_alignment: int = knob(64, "Both sides of a bucket are multiples of this.", unit="px", ge=8, le=256)
-    caption_dropout_probability: float = knob(0.1, "Share of samples trained without their caption.", ge=0, le=1)
+    caption_dropout_probability: float = knob(0.1, "Fraction of samples trained without their caption.", ge=0, le=1)
     allow_dataset_oversubscription: bool = knob(False, "Repeat small buckets as often as the effective batch needs.")
     cache_dir_vae: Path | None = knob(None, "Folder for cached latents; empty: output_dir/cache/latents.")
     cache_dir_text: Path | None = knob(None, "Folder for cached text embeddings; empty: output_dir/cache/text.")
-    vae_batch_size: int = knob(4, "Pictures that the VAE encodes at once, per rank.", ge=1)
-    text_encoder_batch_size: int = knob(8, "Captions that the text encoders read at once, per rank.", ge=1)
+    vae_batch_size: int = knob(4, "Images that the VAE encodes at once, per rank.", ge=1)
+    text_encoder_batch_size: int = knob(8, "Captions that the text encoders encode at once, per rank.", ge=1)
     tokenizer_max_length: int | None = knob(None, "Longest T5 prompt in tokens; empty: the family's own.", ge=1)
     dataloader_prefetch_qlen: int = knob(4, "Optimizer steps of batches prepared ahead.", ge=1)
 
@@ -77,11 +77,11 @@ class Data(Pictures):
 class Training(Section):
     """Training"""
 
-    output_dir: Path = knob(Path("output"), "Folder of this run: checkpoints, caches, pictures, metrics, the final pipeline.")
-    seed: int = knob(42, "Decides data order, noise, timesteps and crops.", ge=0, aliases=("training_seed",))
+    output_dir: Path = knob(Path("output"), "Folder of this run: checkpoints, caches, validation images, metrics, the final pipeline.")
+    seed: int = knob(42, "Determines data order, noise, timesteps and crops.", ge=0, aliases=("training_seed",))
     train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1)
     gradient_accumulation_steps: int = knob(1, "Forward passes per optimizer step.", ge=1)
-    max_train_steps: int | None = knob(None, "Stop after this many optimizer steps; empty: num_train_epochs decides.", ge=1)
+    max_train_steps: int | None = knob(None, "Stop after this many optimizer steps; empty: num_train_epochs counts.", ge=1)
     num_train_epochs: int = knob(1, "Stop after this many epochs, unless max_train_steps is given.", ge=1)
     mixed_precision: Literal["no", "bf16"] = knob("bf16", "Compute in bf16 over float32 master weights, or in float32.")
     gradient_checkpointing: bool = knob(True, "Recompute activations in the backward pass to save memory.")
@@ -92,7 +92,7 @@ class Optimizer(Section):
 
     optimizer: Literal["adamw", "adam", "adagrad", "lion"] = knob("adamw", "Which optimizer: AdamW, Adam (weight decay in the gradient), Adagrad or Lion.")
     learning_rate: float = knob(1e-5, "Peak learning rate.", gt=0)
-    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial"] = knob("constant", "How the learning rate goes on after the warm-up.")  # fmt: skip
+    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial"] = knob("constant", "How the learning rate changes after the warm-up.")  # fmt: skip
     lr_warmup_steps: int = knob(0, "Optimizer steps over which the learning rate rises from 0.", ge=0)
     lr_end: float = knob(0.0, "Learning rate that linear, cosine and polynomial reach when the run ends.", ge=0, aliases=("learning_rate_end",))
     lr_power: float = knob(1.0, "Exponent of the polynomial schedule.", gt=0)
@@ -103,14 +103,14 @@ class Optimizer(Section):
     max_grad_norm: float = knob(2.0, "Scale gradients down to this global norm; 0 turns it off.", ge=0)
 
 
-class Objective(Section):
+class ObjectiveSettings(Section):
     """Objective"""
 
     snr_gamma: float | None = knob(None, "Min-SNR loss weighting (5 is usual) for epsilon and v-prediction.", gt=0)
     flow_schedule_shift: float = knob(3.0, "Shift noise levels of flow matching towards noise; 1 leaves them.", gt=0)
     flow_sigmoid_scale: float = knob(1.0, "Width of the logit-normal noise levels.", gt=0)
-    flow_use_uniform_schedule: bool = knob(False, "Draw noise levels uniformly instead of logit-normally.")
-    flux_guidance_value: float = knob(1.0, "Guidance shown to guidance-distilled Flux while training.", ge=0)
+    flow_use_uniform_schedule: bool = knob(False, "Sample noise levels uniformly instead of logit-normally.")
+    flux_guidance_value: float = knob(1.0, "Guidance input of guidance-distilled Flux while training.", ge=0)
 
 
 class Ema(Section):
@@ -118,7 +118,7 @@ class Ema(Section):
 
     use_ema: bool = knob(False, "Keep an exponential moving average of the weights, in float32.")
     ema_decay: float = knob(0.995, "How much of the old average stays at each update.", ge=0, lt=1)
-    ema_device: Literal["cpu", "accelerator"] = knob("cpu", "Where the average lies: in the host's memory, or beside the weights.")
+    ema_device: Literal["cpu", "accelerator"] = knob("cpu", "Where the average is kept: in the host's memory, or with the weights.")
     ema_update_interval: int = knob(1, "Optimizer steps between updates.", ge=1)
 
 
@@ -130,18 +130,18 @@ class Parallel(Section):
     fsdp_reshard_after_forward: bool = knob(True, "Free a block's gathered weights between forward and backward.")
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = knob("SHARDED_STATE_DICT", "Checkpoint as one file per rank, or as one ordinary set of safetensors.")  # fmt: skip
     fsdp_cpu_ram_efficient_loading: bool = knob(True, "Build on the meta device and let each rank read only its own slices.")
-    fsdp_auto_wrap_policy: str = knob("TRANSFORMER_BASED_WRAP", "What becomes a sharding unit: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or `package.module.callable`.")  # fmt: skip
+    fsdp_auto_wrap_policy: str = knob("TRANSFORMER_BASED_WRAP", "What becomes an FSDP unit: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or `package.module.callable`.")  # fmt: skip
     fsdp_min_num_params: int = knob(100_000_000, "Smallest unit of SIZE_BASED_WRAP.", unit="parameters", ge=1)
     fsdp_transformer_layer_cls_to_wrap: str = knob("", "Comma-separated block classes to wrap; empty: those that `simpletuner detect-blocks` recommends.")
 
 
-    context_parallel_size: int = knob(1, "Ranks that share each sample's sequence; this version refuses more than 1.", ge=1)
+    context_parallel_size: int = knob(1, "Ranks that split each sample's sequence; this version refuses more than 1.", ge=1)
     context_parallel_comm_strategy: Literal["allgather", "alltoall"] = knob("allgather", "How the ranks of a sequence exchange keys and values; without effect in this version.")  # fmt: skip
-    zero_stage: Literal[1, 2, 3] | None = knob(None, "Share optimizer state (1), also gradients (2), also weights (3) over the ranks by DeepSpeed ZeRO; empty: DeepSpeed is off.")  # fmt: skip
+    zero_stage: Literal[1, 2, 3] | None = knob(None, "Shard optimizer state (1), also gradients (2), also weights (3) over the ranks with DeepSpeed ZeRO; empty: DeepSpeed is off.")  # fmt: skip
     offload_optimizer: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps optimizer state: on the GPU, in the machine's memory, or in files (stage 3).")  # fmt: skip
     offload_param: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps weights between uses (stage 3).")
     offload_param_path: Annotated[Path | None, AfterValidator(in_home)] = knob(None, "Folder for what DeepSpeed offloads to NVMe.")
-    deepspeed_config: dict[str, JsonValue] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; what other settings can say becomes those.")  # fmt: skip
+    deepspeed_config: dict[str, JsonValue] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; its values become settings where there are such.")  # fmt: skip
 
 
 class Launch(Section):
@@ -151,11 +151,11 @@ class Launch(Section):
     num_machines: int = knob(1, "Machines that train together, each with the same number of ranks.", ge=1, aliases=("training_num_machines",))
     machine_rank: int = knob(0, "Which of the machines this is, counted from 0.", ge=0)
     main_process_ip: str = knob("", "Address of machine 0, as the others reach it.")
-    main_process_port: int = knob(29500, "TCP port on machine 0 where all ranks meet.", ge=1, le=65535)
+    main_process_port: int = knob(29500, "TCP port on machine 0 that all ranks connect to.", ge=1, le=65535)
     node_join_timeout: float = knob(600, "How long a machine waits at the start for the others.", unit="s", gt=0)
     node_timeout: float = knob(60, "How long a machine may be silent before the others end the run.", unit="s", gt=0)
-    stall_timeout: float = knob(50, "How long a rank may be stopped, or hang while others wait for it, before the run ends and names it.", unit="s", gt=0)
-    run_secret_file: Path | None = knob(None, "File with a secret, readable for its owner alone, that the machines of a run sign their messages with; SIMPLETUNER_RUN_SECRET goes first.")
+    stall_timeout: float = knob(50, "How long a rank may be suspended, or hang while others wait for it, before the run ends and names it.", unit="s", gt=0)
+    run_secret_file: Path | None = knob(None, "File with a secret, readable by its owner alone, that the machines of a run sign their messages with; SIMPLETUNER_RUN_SECRET takes precedence.")
     gpu_ids: str = knob("all", "GPUs of each machine that the ranks use, such as 0,1,3.")
     use_cpu: bool = knob(False, "Train on the CPU even where there are GPUs.")
 
@@ -165,8 +165,8 @@ class Compile(Section):
 
     dynamo_backend: Literal["no", "inductor", "eager", "aot_eager", "cudagraphs"] = knob("no", "Compile the denoiser with this backend of torch.compile.", aliases=("training_dynamo_backend",))  # fmt: skip
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = knob("default", "How much time the compiler takes for faster code.")  # fmt: skip
-    dynamo_fullgraph: bool = knob(False, "Fail where the compiler would have to split a graph.", aliases=("dynamo_use_fullgraph",))
-    dynamo_dynamic: bool = knob(False, "Compile once for all picture sizes instead of once per size.", aliases=("dynamo_use_dynamic",))
+    dynamo_fullgraph: bool = knob(False, "Fail where the compiler would have to break the graph.", aliases=("dynamo_use_fullgraph",))
+    dynamo_dynamic: bool = knob(False, "Compile once for all image sizes instead of once per size.", aliases=("dynamo_use_dynamic",))
     dynamo_use_regional_compilation: bool = knob(True, "Compile block by block, equal blocks once; otherwise the denoiser as one.")
 
 
@@ -176,21 +176,21 @@ class Checkpoints(Section):
     checkpoint_step_interval: int = knob(500, "Optimizer steps between checkpoints.", ge=1, aliases=("checkpointing_steps",))
     checkpoints_total_limit: int = knob(5, "Keep this many of the newest checkpoints.", ge=1)
     resume_from_checkpoint: str = knob("latest", "`latest`, a checkpoint folder, or `none`.")
-    import_deepspeed_checkpoint: Path | None = knob(None, "A checkpoint folder of DeepSpeed's own to begin with, where this run has none; needs allow_pickle.")  # fmt: skip
-    allow_pickle: bool = knob(False, "Read the pickles of import_deepspeed_checkpoint: who made them can run any program here.")
+    import_deepspeed_checkpoint: Path | None = knob(None, "A folder with DeepSpeed's own checkpoint to start from, where this run has none; needs allow_pickle.")  # fmt: skip
+    allow_pickle: bool = knob(False, "Read the pickles of import_deepspeed_checkpoint: whoever made them can run any program here.")
 
 
 class Validation(Section):
     """Validation"""
 
-    validation_prompt: list[str] = knob([], "Prompt to draw; give it several times for several pictures.")
+    validation_prompt: list[str] = knob([], "Prompt of a validation image; give it several times for several images.")
     validation_negative_prompt: str = knob("", "What guidance moves away from; empty: the family's unconditional input.")
-    validation_step_interval: int = knob(100, "Optimizer steps between rounds of pictures.", ge=1, aliases=("validation_steps",))  # fmt: skip
-    validation_num_inference_steps: int = knob(30, "Denoising steps per picture.", ge=1)
+    validation_step_interval: int = knob(100, "Optimizer steps between validations.", ge=1, aliases=("validation_steps",))  # fmt: skip
+    validation_num_inference_steps: int = knob(30, "Denoising steps per image.", ge=1)
     validation_guidance: float = knob(7.5, "Guidance scale.", ge=0)
-    validation_resolution: str = knob("", "Picture size as EDGE or WIDTHxHEIGHT in px; empty: the training resolution.")
+    validation_resolution: str = knob("", "Image size as EDGE or WIDTHxHEIGHT in px; empty: the training resolution.")
     validation_seed: int | None = knob(None, "Seed of the starting noise; empty: the run's seed.", ge=0)
-    ema_validation: Literal["none", "ema_only", "comparison"] = knob("comparison", "Which weights draw when EMA is on: the trained, the averaged, or both.")  # fmt: skip
+    ema_validation: Literal["none", "ema_only", "comparison"] = knob("comparison", "Which weights validation uses when EMA is on: the trained, the averaged, or both.")  # fmt: skip
 
 
 class Logging(Section):
@@ -207,7 +207,7 @@ class Settings(Section):
     data: Data = Data()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
-    objective: Objective = Objective()
+    objective: ObjectiveSettings = ObjectiveSettings()
     ema: Ema = Ema()
     parallel: Parallel = Parallel()
     launch: Launch = Launch()
@@ -218,7 +218,7 @@ class Settings(Section):
 
     @property
     def effective_batch_size(self) -> int:
-        """Return the samples behind one optimizer step, over all ranks."""
+        """Samples per optimizer step, over all ranks."""
         training = self.training
         return training.train_batch_size * self.launch.num_processes * training.gradient_accumulation_steps
 
@@ -227,10 +227,10 @@ SECTIONS: dict[str, type[Section]] = {
     name: field.annotation for name, field in Settings.model_fields.items() if isinstance(field.annotation, type)
 }
 SECTION_OF: dict[str, str] = {
-    knob_name: name for name, section in SECTIONS.items() for knob_name in section.model_fields
+    setting: name for name, section in SECTIONS.items() for setting in section.model_fields
 }
 
 
-def knobs() -> dict[str, FieldInfo]:
-    """Return every knob by name, in the order of the sections."""
+def setting_fields() -> dict[str, FieldInfo]:
+    """Every setting by name, in the order of the sections."""
     return {name: field for section in SECTIONS.values() for name, field in section.model_fields.items()}

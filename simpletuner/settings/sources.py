@@ -1,17 +1,26 @@
-"""Where settings come from, weakest first: config.env, accelerate, a config file, the environment, flags."""
+"""Sources of settings, weakest first: config.env, accelerate, a config file, the environment, flags.
+
+A source is a list of what was written where. Merging keeps for every value its place and what it outranks, so that
+`config show` and every mistake can name file and line.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_origin
 
-from simpletuner.errors import SettingsError
-from simpletuner.settings.accelerate import Told, account, default_file, launched_entries, read_file
+from pydantic import ValidationError
+
+from simpletuner.errors import Mistake, SettingsError
+from simpletuner.settings.accelerate import default_file, launched_entries, map_file, read_file
+from simpletuner.settings.errors import shorten
 from simpletuner.settings.formats import read_entries
-from simpletuner.settings.sections import knobs
-from simpletuner.settings.spelling import WORDS_FOR_NOTHING, normalize_name
+from simpletuner.settings.key_table import MappedField
+from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
+from simpletuner.settings.spelling import WORDS_FOR_NOTHING, normalize_name, normalize_value
 
 CONFIG_CANDIDATES = ("config/config.json", "config/config.toml", "config/config.yaml")
 CONFIG_ENV = "config/config.env"
@@ -35,12 +44,13 @@ NOT_SETTINGS = {
 
 @dataclass(frozen=True)
 class RawValue:
-    """One value as written under a name, the place where it stands, and the JSON file that was read for it, if any."""
+    """A value as it was written."""
 
     name: str
     value: Any
     place: str
     file: str = ""
+    """The JSON file that was read for the value, if there was one."""
 
 
 @dataclass(frozen=True)
@@ -48,132 +58,202 @@ class Source:
     """One place that settings come from; `warnings` name what it holds that is not used."""
 
     name: str
-    given: list[RawValue]
+    values: list[RawValue]
     warnings: list[str] = field(default_factory=list)
     implicit: bool = False
-    """Found rather than named by the user: when it decides something, the user is told."""
+    """Found rather than named by the user: the run's summary says what it decided."""
 
 
-def gathered(flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]) -> list[Source]:
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from, what was written there, and what it outranked."""
+
+    place: str
+    given: Any
+    source: str = ""
+    outranks: tuple[Origin, ...] = ()
+    reason: str = ""
+    file: str = ""
+    """The JSON file that the value was read from, where a source only names one."""
+
+    def __str__(self) -> str:
+        return self.place
+
+
+@dataclass
+class MergedValues:
+    """What all sources say together, by setting."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+
+    def set(self, given: RawValue, source: str) -> None:
+        """Take a value from a source that outranks those before it."""
+        before = self.origins.get(given.name)
+        outranks = (replace(before, outranks=()), *before.outranks) if before else ()
+        self.values[given.name] = normalize_value(given.name, setting_fields()[given.name], given.value)
+        self.origins[given.name] = Origin(given.place, given.value, source, outranks, file=given.file)
+
+    def require_equal(self, given: RawValue, source: str, reason: str = "") -> None:
+        """Take a value that another setting implies; a source that says otherwise is a mistake, not outranked."""
+        before = self.origins.get(given.name)
+        if before is None:
+            self.set(given, source)
+            self.origins[given.name] = replace(self.origins[given.name], reason=reason)
+        elif not is_equal(self.value(given.name), to_setting_type(given.name, given.value)):
+            message = f"{given.place} says {shorten(given.value)}"
+            self.mistakes.append(
+                Mistake(given.name, message, str(before), shorten(before.given), hint="keep one of them")
+            )
+
+    def value(self, name: str) -> Any:
+        """A setting's value in its type, or its default; as it was written if it is none of its type."""
+        return to_setting_type(name, self.values[name]) if name in self.values else setting_fields()[name].default
+
+
+def to_setting_type(name: str, value: Any) -> Any:
+    """Convert a value to the type of a setting; return it as it came if the setting refuses it."""
+    try:
+        return validate_value(name, value)
+    except ValidationError:
+        return value
+
+
+def validate_value(name: str, value: Any) -> Any:
+    """Convert a value to the type of a setting. Raises pydantic's ValidationError if the setting refuses it."""
+    section = SECTIONS[SECTION_OF[name]]
+    return getattr(section(**{name: normalize_value(name, setting_fields()[name], value)}), name)
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Compare two values, numbers up to rounding: a learning rate may be the product of two others."""
+    both_numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return math.isclose(one, other, rel_tol=1e-9) if both_numbers else one == other
+
+
+def collect_sources(flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]) -> list[Source]:
     """Return all sources, weakest first. Raises SettingsError for a file that is missing or does not parse."""
-    flag_source = of_flags(flags)
-    variables = environment_source(environment)
-    path = config or config_path(environment)
-    files = [file_source(path)] if path else []
-    pairs = [pairs_source(Path(CONFIG_ENV))] if path != Path(CONFIG_ENV) and Path(CONFIG_ENV).is_file() else []
-    chosen = chosen_in([*pairs, *files, variables, flag_source])
-    accelerate = accelerate_source(chosen, environment)
-    return [*launcher_source(environment), *pairs, *accelerate, *files, variables, flag_source]
+    flag_source = from_flags(flags)
+    variables = from_environment(environment)
+    path = config or find_config(environment)
+    files = [from_file(path)] if path else []
+    pairs = [from_env_file(Path(CONFIG_ENV))] if path != Path(CONFIG_ENV) and Path(CONFIG_ENV).is_file() else []
+    chosen = pop_accelerate_config([*pairs, *files, variables, flag_source])
+    accelerate = from_accelerate(chosen, environment)
+    return [*from_launcher(environment), *pairs, *accelerate, *files, variables, flag_source]
 
 
-def of_flags(flags: Mapping[str, Any]) -> Source:
-    """Return what was typed; `[]` empties a list, since an empty text is an item of it."""
+def collect_from_file(path: Path) -> list[Source]:
+    """Return what a config file says, and the accelerate file if it names one, whatever other sources there are."""
+    source = from_file(path)
+    chosen = pop_accelerate_config([source])
+    return [*(from_accelerate(chosen, {}) if chosen else []), source]
+
+
+def from_flags(flags: Mapping[str, Any]) -> Source:
+    # On the command line only `[]` can empty a list: an empty text is an item of it, the empty prompt.
     return Source("flag", [RawValue(name, [] if value == ["[]"] else value, "flag") for name, value in flags.items()])
 
 
-def launcher_source(environment: Mapping[str, str]) -> list[Source]:
-    """Return how many ranks a launcher has started, if this is one of them; the weakest source, as it names no wish."""
+def from_launcher(environment: Mapping[str, str]) -> list[Source]:
+    """How many ranks a launcher has started, if this is one of them: the weakest source, since nobody wrote it."""
     if not {"RANK", "WORLD_SIZE"} <= set(environment):
         return []
     return [Source("launcher", [RawValue("num_processes", environment["WORLD_SIZE"], "launcher WORLD_SIZE")])]
 
 
-def of_file_alone(path: Path) -> list[Source]:
-    """Return what a config file says, and the accelerate file if it names one, whatever else there is."""
-    source = file_source(path)
-    chosen = chosen_in([source])
-    return [*(accelerate_source(chosen, {}) if chosen else []), source]
-
-
-def chosen_in(sources: list[Source]) -> Any:
+def pop_accelerate_config(sources: list[Source]) -> Any:
     """Take the name of the accelerate file out of the sources and return it; the strongest wins."""
     chosen = None
     for source in sources:
-        for given in [given for given in source.given if is_accelerate_config(given.name)]:
-            source.given.remove(given)
+        for given in [given for given in source.values if is_accelerate_config(given.name)]:
+            source.values.remove(given)
             chosen = given.value
     return chosen
 
 
 def is_accelerate_config(name: str) -> bool:
-    """Return whether a name means the accelerate file."""
     return normalize_name(name.lstrip("-")).removeprefix(PREFIX.lower()) == ACCELERATE_CONFIG
 
 
-def config_path(environment: Mapping[str, str]) -> Path | None:
+def find_config(environment: Mapping[str, str]) -> Path | None:
     """Return the config file that the environment names, or the first of the usual ones that exists."""
     if named := environment.get(PREFIX + "CONFIG"):
         return Path(named)
     return next((Path(name) for name in CONFIG_CANDIDATES if Path(name).is_file()), None)
 
 
-def file_source(path: Path) -> Source:
-    """Read a config file of any format."""
+def from_file(path: Path) -> Source:
     if path.suffix.lower() == ".env":
-        return pairs_source(path)
+        return from_env_file(path)
     entries = [entry for entry in read_entries(path) if entry.key != "$schema"]  # for editors, not for us
-    return Source(str(path), [RawValue(entry.key, entry.value, in_file(path, entry.line)) for entry in entries])
+    return Source(str(path), [RawValue(entry.key, entry.value, file_place(path, entry.line)) for entry in entries])
 
 
-def in_file(path: object, line: int) -> str:
-    """Return a place in a file; 0 means that the line is not known."""
+def file_place(path: object, line: int) -> str:
+    """A place in a file; line 0 means that the line is not known."""
     return f"{path}:{line}" if line else str(path)
 
 
-def pairs_source(path: Path) -> Source:
-    """Read shell-like pairs, with or without our prefix."""
+def from_env_file(path: Path) -> Source:
     pairs = {f"{path}:{entry.line}": (entry.key, entry.value) for entry in read_entries(path)}
-    return without_strangers(str(path), pairs, implicit=path == Path(CONFIG_ENV))
+    return from_pairs(str(path), pairs, implicit=path == Path(CONFIG_ENV))
 
 
-def environment_source(environment: Mapping[str, str]) -> Source:
-    """Return the variables that begin with our prefix."""
+def from_environment(environment: Mapping[str, str]) -> Source:
     ours = [name for name in environment if name.startswith(PREFIX)]
-    return without_strangers("environment", {f"environment {name}": (name, environment[name]) for name in ours})
+    return from_pairs("environment", {f"environment {name}": (name, environment[name]) for name in ours})
 
 
-def without_strangers(name: str, pairs: Mapping[str, tuple[str, Any]], implicit: bool = False) -> Source:
-    """Return a source of pairs by place; what is known not to be a setting is left out, with its reason."""
-    given, warnings = [], []
+def from_pairs(name: str, pairs: Mapping[str, tuple[str, Any]], implicit: bool = False) -> Source:
+    """A source of pairs by their places; names known not to be settings are left out, with a reason."""
+    values, warnings = [], []
     for place, (key, value) in pairs.items():
         plain = key.removeprefix(PREFIX).lower()
         if plain not in NOT_SETTINGS:
-            given.append(RawValue(plain, [] if value == "" and is_list(plain) else value, place))
+            values.append(RawValue(plain, [] if value == "" and is_list(plain) else value, place))
         elif NOT_SETTINGS[plain]:
             warnings.append(f"{key} ({place}) is not used: {NOT_SETTINGS[plain]}")
-    return Source(name, given, warnings, implicit)
+    return Source(name, values, warnings, implicit)
 
 
 def is_list(name: str) -> bool:
-    """Return whether a setting is a list, which an empty variable leaves empty; elsewhere "" is an item."""
-    return name in knobs() and get_origin(knobs()[name].annotation) is list
+    """Whether a setting is a list, which an empty variable leaves empty; elsewhere "" is an item."""
+    return name in setting_fields() and get_origin(setting_fields()[name].annotation) is list
 
 
-def accelerate_source(chosen: Any, environment: Mapping[str, str]) -> list[Source]:
-    """Return what accelerate was told: by `accelerate launch`, in the chosen file, or in its default one."""
+def from_accelerate(chosen: Any, environment: Mapping[str, str]) -> list[Source]:
+    """What accelerate is configured to do: by `accelerate launch`, in the chosen file, or in its default one."""
+    # What `accelerate launch` resolved includes its file and its own flags: the file must not be read again.
     if entries := launched_entries(environment):
-        return [accelerate_given("accelerate launch", account(entries), implicit=False)]
+        return [accelerate_source("accelerate launch", map_file(entries), implicit=False)]
     chosen = chosen or environment.get("ACCELERATE_CONFIG_FILE")
     if chosen is not None and normalize_name(chosen) in WORDS_FOR_NOTHING:
         return []
     path = Path(str(chosen)).expanduser() if chosen else default_file(environment)
     if path is None:
         return []
-    told = account(read_file(path))
-    if not any(item.field == "distributed_type" for item in told):
+    fields = map_file(read_file(path))
+    if not any(found.path == "distributed_type" for found in fields):
         raise SettingsError(
             f"{path} is no accelerate file: it has no distributed_type", "`accelerate config` writes one"
         )
-    return [accelerate_given(str(path), told, implicit=chosen is None)]
+    return [accelerate_source(str(path), fields, implicit=chosen is None)]
 
 
-def accelerate_given(name: str, told: list[Told], implicit: bool) -> Source:
-    """Return accelerate's fields as settings; those that are not used as warnings."""
-    given = [RawValue(item.knob, item.value, place_of(name, item)) for item in told if item.knob]
-    warnings = [f"{name}: {item.field} = {item.value} is not used: {item.note}" for item in told if item.warning]
-    return Source(name, given, warnings, implicit)
+def accelerate_source(name: str, fields: list[MappedField], implicit: bool) -> Source:
+    """accelerate's fields as settings; those that are not used as warnings."""
+    values = [RawValue(found.setting, found.value, accelerate_place(name, found)) for found in fields if found.setting]
+    unknown = "not a field that simpletuner knows"
+    warnings = [
+        f"{name}: {found.path} = {found.value} is not used: {found.note if found.outcome == 'unused' else unknown}"
+        for found in fields
+        if found.outcome in ("unused", "refused", "unknown")  # refused: a section that is no mapping
+    ]
+    return Source(name, values, warnings, implicit)
 
 
-def place_of(name: str, told: Told) -> str:
-    """Return where a field stands, with its own name where the setting has another."""
-    return in_file(name, told.line) + (f" {told.field}" if told.field != told.knob else "")
+def accelerate_place(name: str, found: MappedField) -> str:
+    """Where a field stands, with its own name where the setting has another."""
+    return file_place(name, found.line) + (f" {found.path}" if found.path != found.setting else "")

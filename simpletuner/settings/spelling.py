@@ -1,4 +1,4 @@
-"""Forgiving spelling, applied to every source before validation: one table per knob, and one rule for choices."""
+"""Tolerant spelling, applied to every source before validation: synonyms per setting, and one rule for choices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
 
 
 def choices_of(annotation: Any) -> tuple[Any, ...]:
-    """Return the accepted values of a Literal annotation, looking through Optional; empty for other types."""
+    """The accepted values of a Literal annotation, looking through Optional; empty for other types."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
@@ -49,12 +49,12 @@ def choices_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def normalize_name(value: object) -> str:
-    """Return the form in which spellings are compared: lower case, dashes as underscores."""
+    """The form in which spellings are compared: lower case, dashes as underscores."""
     return str(value).strip().lower().replace("-", "_")
 
 
 def normalize_value(name: str, field: FieldInfo, value: Any) -> Any:
-    """Return `value` in its canonical spelling where it can be understood; otherwise as it came, for validation."""
+    """Return `value` in its canonical spelling where it is understood; else unchanged, for validation to refuse."""
     word = SYNONYMS.get(name, {}).get(normalize_name(value), value)
     if field.annotation is bool:
         return (
@@ -67,10 +67,12 @@ def normalize_value(name: str, field: FieldInfo, value: Any) -> Any:
     if type(None) in get_args(field.annotation) and normalize_name(value) in WORDS_FOR_NOTHING:
         return None
     if get_origin(field.annotation) is list and isinstance(value, str | list):
-        return listed(value) if isinstance(value, str) else value
+        return parse_list(value) if isinstance(value, str) else value
     choices = choices_of(field.annotation)
+    # str(True) would turn a mistake into the text "True".
     if isinstance(value, bool) and not choices:
         return value
+    # YAML and TOML read `variant: 16` as a number.
     if isinstance(value, int) and field.annotation in TEXTS:
         return str(value)
     if isinstance(value, str | int | float):
@@ -78,11 +80,20 @@ def normalize_value(name: str, field: FieldInfo, value: Any) -> Any:
     return value
 
 
-def listed(text: str) -> list[Any]:
-    """Return the items of a JSON list, or the text as the only item."""
+def parse_list(text: str) -> list[Any]:
+    """Parse a JSON list; any other text is the only item."""
     if text.lstrip().startswith("["):
         try:
             return json.loads(text)
         except ValueError:
             return [text]
     return [text]
+
+
+def as_text(value: Any) -> str:
+    """Write a value as a flag or variable holds it; `normalize_value` reads it back."""
+    if isinstance(value, list) and len(value) == 1 and value[0] and not value[0].lstrip().startswith("["):
+        return value[0]
+    if isinstance(value, bool | list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return "none" if value is None else str(value)

@@ -12,7 +12,7 @@ from simpletuner.app import command_of
 from simpletuner.commands.completions import completions_for, words_of
 from simpletuner.commands.scripts import PROGRAMS
 from simpletuner.models.registry import flavours_of, presets
-from simpletuner.settings.loading import knobs
+from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import choices_of
 
 EVERY_FLAVOUR = dict.fromkeys(flavour for key in presets() for flavour in flavours_of(key))
@@ -84,10 +84,10 @@ def test_meanings_are_whole_and_on_one_line(other):
     assert batch.help == "Samples per rank in one forward pass. [default: 4]"
 
 
-@pytest.mark.parametrize("name", list(knobs()))
-def test_every_knob_is_offered_with_what_it_accepts(name):
+@pytest.mark.parametrize("name", list(setting_fields()))
+def test_every_setting_is_offered_with_what_it_accepts(name):
     assert f"--{name}" in offered(f"simpletuner train --{name}")
-    annotation = knobs()[name].annotation
+    annotation = setting_fields()[name].annotation
     refused = {"model_type": ["lora"]}.get(name, [])
     choices = [str(choice) for choice in choices_of(annotation) if choice not in refused]
     accepted = ["true", "false"] if annotation is bool else choices
@@ -146,7 +146,7 @@ def test_block_detection_is_completed_as_well(line, words):
 def test_an_empty_word_offers_the_flags_where_nothing_else_can_come():
     flags = offered("simpletuner train ")
     assert flags == offered("simpletuner train --")
-    assert {"--config", "--help", *(f"--{name}" for name in knobs())} <= set(flags)
+    assert {"--config", "--help", *(f"--{name}" for name in setting_fields())} <= set(flags)
 
 
 @pytest.mark.parametrize(

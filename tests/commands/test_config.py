@@ -12,8 +12,7 @@ import pytest
 from simpletuner.app import main
 from simpletuner.models.registry import TINY, flavour_of, presets
 from simpletuner.settings import load
-from simpletuner.settings.loading import knobs
-from simpletuner.settings.sections import Model
+from simpletuner.settings.sections import Model, setting_fields
 
 HEAVY = ("torch", "numpy", "accelerate", "diffusers", "transformers", "deepspeed", "PIL")
 ENOUGH = ("--model_family=sdxl", "--instance_data_dir=pictures")
@@ -93,7 +92,7 @@ def test_show_as_json_names_the_value_default_and_origin_of_every_setting(run):
     code, out, err = run("config", "show", "--json", *ENOUGH, "--context_parallel_comm_strategy=alltoall")
     rows = json.loads(out)
     assert (code, err) == (0, "")
-    assert list(rows) == list(knobs())
+    assert list(rows) == list(setting_fields())
     assert rows["crop"] == {"value": True, "default": False, "from": "config/config.toml:1", "because": ""}
     assert rows["mixed_precision"]["because"] == "written `fp32`"
     assert rows["lr_scheduler"]["because"] == ""
@@ -113,7 +112,7 @@ def test_show_prints_a_table_with_every_setting_on_its_line(run):
     lines = [line.split() for line in out.splitlines() if line.strip()]
     assert lines[0] == ["setting", "value", "from", "because"]
     assert {"learning_rate", "2e-05", "flag"} <= set(sum(lines, []))
-    assert [name for name in knobs() if not any(line[:1] == [name] for line in lines)] == []
+    assert [name for name in setting_fields() if not any(line[:1] == [name] for line in lines)] == []
     assert "[bold]x" in out
 
 
@@ -158,7 +157,7 @@ def test_init_never_writes_over_a_file_unless_told_to(run):
     write("config/config.toml", "seed = 1\n")
     code, _, err = run("config", "init", "--model_family=sdxl")
     assert code == 2
-    assert "is there already" in err
+    assert "exists already" in err
     assert Path("config/config.toml").read_text() == "seed = 1\n"
     assert run("config", "init", "--model_family=sdxl", "--output=new/c.toml")[0] == 0
     assert run("config", "init", "--model_family=sdxl", "--force")[0] == 0
@@ -180,7 +179,7 @@ def test_validate_accepts_what_train_would_and_leaves_other_sources_out(run, mon
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"model_family": "sdxl"}', "no pictures"),
+        ('{"model_family": "sdxl"}', "no images"),
         ('{"model_family": "sdlx", "instance_data_dir": "x"}', "did you mean `sdxl`"),
         ('{"model_family": "sdxl", "instance_data_dir": "x", "model_type": "lora"}', "not supported yet"),
         ('{"model_family": "sdxl", "instance_data_dir": "x", "seed": -1}', "c.json:1"),
@@ -231,7 +230,7 @@ def test_export_keeps_a_default_that_a_weaker_source_could_change(run):
     _, out, _ = run("config", "export", "--to=json", "--seed=42")
     assert json.loads(out) == {"seed": 42}
     _, out, _ = run("config", "export", "--to=json", "--all")
-    assert list(json.loads(out)) == list(knobs())
+    assert list(json.loads(out)) == list(setting_fields())
 
 
 IMPORTED = """

@@ -236,7 +236,7 @@ def test_mistakes_are_usage_errors(capsys, arguments, sentence):
 
 def test_an_existing_file_is_kept(capsys):
     Path("ds.json").write_text("mine")
-    assert "ds.json is there already" in refusal(capsys, "build", "--stage=1", "--output=ds.json")
+    assert "ds.json exists already" in refusal(capsys, "build", "--stage=1", "--output=ds.json")
     assert Path("ds.json").read_text() == "mine"
     assert command("deepspeed", "build", "--stage=1", "--output=ds.json", "--force") == ExitCode.OK
     assert json.loads(Path("ds.json").read_text())["zero_optimization"] == {"stage": 1}
@@ -246,7 +246,7 @@ def test_an_existing_file_is_refused_before_the_first_question(terminal, tmp_pat
     (tmp_path / "ds.json").write_text("mine")
     dialogue = terminal("deepspeed", "build", "--output=ds.json")
     assert dialogue.ended() == ExitCode.USAGE
-    assert "ds.json is there already" in dialogue.drawn and "How many" not in dialogue.drawn
+    assert "ds.json exists already" in dialogue.drawn and "How many" not in dialogue.drawn
 
 
 @pytest.mark.parametrize("name", ["run.toml", "run.json", "run.yaml", "run.env"])
@@ -271,7 +271,7 @@ def test_apply_writes_the_result_into_a_config_file(capsys, name):
     assert (rows["zero_stage"]["value"], rows["max_grad_norm"]["value"]) == (3, 1.0)
     built = json.loads(Path("config/deepspeed.json").read_text())
     assert built["train_batch_size"] == built["optimizer"]["params"]["lr"] == "auto"
-    assert "config/deepspeed.json is there already" in refusal(capsys, "build", "--stage=2", f"--apply={config}")
+    assert "config/deepspeed.json exists already" in refusal(capsys, "build", "--stage=2", f"--apply={config}")
     again = ("deepspeed", "build", "--stage=2", f"--apply={config}", "--force")
     assert command(*again) == ExitCode.OK, "what it names already is not what it says"
     assert json.loads(Path("config/deepspeed.json").read_text())["zero_optimization"] == {"stage": 2}

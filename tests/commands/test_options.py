@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from simpletuner.commands.options import as_arguments, metavar, normalize_argv, with_settings
 from simpletuner.errors import SettingsError
-from simpletuner.settings.loading import knobs
+from simpletuner.settings.sections import setting_fields
 
 CANONICAL = ["--fsdp_enable=true"]
 
@@ -42,14 +42,14 @@ def test_flags_are_understood_in_every_usual_spelling(typed, understood):
     assert normalize_argv(typed) == understood
 
 
-@given(st.sampled_from(sorted(knobs())), st.data())
+@given(st.sampled_from(sorted(setting_fields())), st.data())
 @hypothesis_settings(deadline=None)
 def test_dashes_and_underscores_mean_the_same_in_every_flag(name, data):
     typed = "".join(data.draw(st.sampled_from("-_")) if letter == "_" else letter for letter in name)
     assert normalize_argv([f"--{typed}=x"]) == [f"--{name}=x"]
 
 
-def test_a_command_gets_one_flag_per_knob_and_only_what_was_typed():
+def test_a_command_gets_one_flag_per_setting_and_only_what_was_typed():
     seen = {}
 
     def command(flags: dict, config: Path | None, *, own: bool = False) -> None:
@@ -57,9 +57,15 @@ def test_a_command_gets_one_flag_per_knob_and_only_what_was_typed():
         seen.update(flags=flags, config=config, own=own)
 
     wrapped = with_settings(command)
-    assert list(inspect.signature(wrapped).parameters) == ["context", "config", "accelerate_config", "own", *knobs()]
+    assert list(inspect.signature(wrapped).parameters) == [
+        "context",
+        "config",
+        "accelerate_config",
+        "own",
+        *setting_fields(),
+    ]
     assert wrapped.__doc__ == "Do something."
-    given_values = dict.fromkeys(knobs())
+    given_values = dict.fromkeys(setting_fields())
     context = SimpleNamespace(args=["--sed=1", "--lr", "2", "stray"])
     wrapped(context=context, config=Path("c.json"), own=True, **{**given_values, "seed": "3", "validation_prompt": []})
     assert seen == {
@@ -70,7 +76,7 @@ def test_a_command_gets_one_flag_per_knob_and_only_what_was_typed():
 
 
 def test_help_shows_choices_or_the_kind_of_value():
-    shown = {name: metavar(field.annotation) for name, field in knobs().items()}
+    shown = {name: metavar(field.annotation) for name, field in setting_fields().items()}
     assert shown["mixed_precision"] == "no|bf16"
     assert shown["fsdp_version"] == "1|2"
     assert shown["prediction_type"] == "epsilon|v_prediction"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.data.dataset_keys import UNSUPPORTED, VALUES
+from simpletuner.data.dataset_keys import REASONS, VALUES
 from simpletuner.data.datasets import ImageDataset, TextEmbeds, load_datasets
 from simpletuner.errors import SettingsError
-from simpletuner.settings.sections import Data, Pictures
+from simpletuner.settings.sections import Data, DatasetSettings
 
 
 def data_of(folder: Path, *entries: dict, **globals_) -> Data:
@@ -55,7 +55,7 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
         "crop_aspect": "preserve",
         "minimum_image_size": 100,
     }
-    assert given.keys() == Pictures.model_fields.keys()
+    assert given.keys() == DatasetSettings.model_fields.keys()
     (plain, own), _ = load_datasets(
         data_of(tmp_path, image(), image(id="two", repeats=0, resolution=2, resolution_type="area"), **given)
     )
@@ -91,10 +91,10 @@ def test_nothing_but_disabled_entries_is_no_data(tmp_path):
     assert "names no dataset of images" in refusal(data_of(tmp_path))
 
 
-@pytest.mark.parametrize("key", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("key", sorted(REASONS))
 def test_a_key_of_other_trainers_is_answered_with_the_reason(tmp_path, key):
     message = refusal(data_of(tmp_path, image(**{key: "x"})))
-    assert message == f"{tmp_path}/multidatabackend.json[0]: `{key}`: {UNSUPPORTED[key]}"
+    assert message == f"{tmp_path}/multidatabackend.json[0]: `{key}`: {REASONS[key]}"
 
 
 def test_the_metadata_backend_that_we_are_is_accepted(tmp_path):
@@ -171,10 +171,10 @@ ORIGINAL_KEYS = Path(__file__).with_name("original_keys.txt").read_text().split(
 
 def test_every_key_of_the_original_is_taken_or_answered_with_a_reason():
     taken = {*ImageDataset.model_fields, *TextEmbeds.model_fields, "disable"}
-    assert set(ORIGINAL_KEYS) - taken - set(UNSUPPORTED) == set()
-    assert set(UNSUPPORTED) & taken == set()
-    assert set(UNSUPPORTED) <= set(ORIGINAL_KEYS)
-    assert all(len(reason) > 15 for reason in UNSUPPORTED.values())
+    assert set(ORIGINAL_KEYS) - taken - set(REASONS) == set()
+    assert set(REASONS) & taken == set()
+    assert set(REASONS) <= set(ORIGINAL_KEYS)
+    assert all(len(reason) > 15 for reason in REASONS.values())
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key in VALUES for value in VALUES[key]])
@@ -235,7 +235,7 @@ def test_there_is_one_text_cache(tmp_path):
         ('[\n {"id": "a"},\n]', "line 3 column 1", "no comma before a closing bracket"),
         ("[ // mine\n]", "line 1 column 3", "no comments"),
         ("[{'id': 1}]", "line 1 column 3", "double quotes"),
-        ('[{"id": "a", "id": "b"}]', "`id` stands there twice", ""),
+        ('[{"id": "a", "id": "b"}]', "duplicate key `id`", ""),
     ],
 )
 def test_json_that_does_not_parse_says_where_and_what_is_usual(tmp_path, text, said, hint):

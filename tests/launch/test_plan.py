@@ -13,8 +13,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.launch import choose_gpus
 from simpletuner.launch.network import addresses, interface_towards
 from simpletuner.launch.node_info import MAY_DIFFER, NodeInfo, difference
-from simpletuner.settings.loading import knobs
-from simpletuner.settings.sections import Launch
+from simpletuner.settings.sections import Launch, setting_fields
 
 ENOUGH = ("--model_family=sdxl", "--instance_data_dir=my pictures")
 TWO_MACHINES = ("--num_processes=4", "--num_machines=2", "--main_process_ip=127.0.0.1")
@@ -143,7 +142,7 @@ def test_every_address_of_this_machine_belongs_to_its_interface():
 
 
 def test_what_may_differ_are_settings():
-    assert set(MAY_DIFFER) <= set(knobs())
+    assert set(MAY_DIFFER) <= set(setting_fields())
 
 
 def test_settings_and_versions_that_differ_are_told_at_once():

@@ -38,8 +38,8 @@ def fresh_compiler():
         yield
 
 
-def compiled(model: Model, **knobs) -> Model:
-    compile_in_place(model, ("Block",), Compile(dynamo_backend="eager", **knobs))
+def compiled(model: Model, **setting_fields) -> Model:
+    compile_in_place(model, ("Block",), Compile(dynamo_backend="eager", **setting_fields))
     return model
 
 

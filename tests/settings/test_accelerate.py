@@ -1,6 +1,6 @@
 """What becomes of accelerate's files: every field is a setting, a reason, or a warning; samples.txt shows all of it.
 
-Write it anew with `python tests/settings/test_accelerate.py`.
+Regenerate it with `python tests/settings/test_accelerate.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from simpletuner.settings import load
-from simpletuner.settings.accelerate import FIELDS, LAUNCHED, account, read_file
-from simpletuner.settings.loading import knobs, settings_as_json
+from simpletuner.settings.accelerate import LAUNCHED, RULES, map_file, read_file
+from simpletuner.settings.key_table import Maps
+from simpletuner.settings.loading import settings_as_json
+from simpletuner.settings.sections import setting_fields
 
 SAMPLES = Path(__file__).with_name("accelerate")
 GOLDEN = SAMPLES / "samples.txt"
@@ -33,23 +35,23 @@ SECTIONS = (
 )
 
 
-def told(name: str) -> str:
+def render(name: str) -> str:
     """Return what one sample becomes: settings with their places, what is not used, and why the rest needs nothing."""
     loaded = load({"accelerate_config": name}, complete=False, environment={})
     values = settings_as_json(loaded)
     settings = [f"  {key} = {json.dumps(values[key])}  ({origin})" for key, origin in loaded.origins.items()]
-    quiet = [item for item in account(read_file(Path(name))) if not item.knob and not item.warning]
-    reasons = [f"  {item.field} = {json.dumps(item.value)}: {item.note}" for item in quiet]
+    quiet = [item for item in map_file(read_file(Path(name))) if item.outcome == "neutral"]
+    reasons = [f"  {item.path} = {json.dumps(item.value)}: {item.note}" for item in quiet]
     return "\n".join([f"# {name}", *settings, *(f"  warning: {text}" for text in loaded.warnings), *reasons, ""])
 
 
-def all_told() -> str:
+def render_all() -> str:
     with contextlib.chdir(SAMPLES):
-        return "\n".join(map(told, NAMES))
+        return "\n".join(map(render, NAMES))
 
 
 def test_each_sample_becomes_the_reviewed_settings():
-    assert all_told() == GOLDEN.read_text(encoding="utf-8")
+    assert render_all() == GOLDEN.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,7 +69,7 @@ def test_no_field_of_a_sample_is_left_out(name):
         for entry in entries
         for field in (entry.value if isinstance(entry.value, dict) else [""])
     }
-    accounted = {item.field for item in account(entries)}
+    accounted = {item.path for item in map_file(entries)}
     together = {"fp8_config", "mpirun_config"} & accounted
     assert {field for field in leaves if field.partition(".")[0] not in together} <= accounted
 
@@ -75,7 +77,7 @@ def test_no_field_of_a_sample_is_left_out(name):
 def test_every_field_of_accelerates_configuration_has_a_row():
     from accelerate.commands.config.config_args import ClusterConfig
 
-    known = {name.partition(".")[0] for name in FIELDS}
+    known = {name.partition(".")[0] for name in RULES}
     assert {field.name for field in fields(ClusterConfig)} - known == set()
 
 
@@ -92,7 +94,7 @@ def test_every_field_that_accelerate_config_asks_for_has_a_row():
         for name in re.findall(rf'{section}\[prefix \+ "(\w+)"\]', source)
     }
     assert len(asked) > 40
-    missing = {name for name in asked if name not in FIELDS and name.partition(".")[0] not in FIELDS}
+    missing = {name for name in asked if name not in RULES and name.partition(".")[0] not in RULES}
     assert missing == set()
 
 
@@ -103,7 +105,7 @@ def test_every_flag_of_accelerate_launch_about_fsdp_deepspeed_dynamo_and_paralle
     sections = {"fsdp_": "fsdp_config", "dynamo_": "dynamo_config", "parallelism_": "parallelism_config"}
     wanted = {f"{sections[start]}.{flag}" for flag in flags for start in sections if flag.startswith(start)}
     assert len(wanted) > 25
-    assert wanted - set(FIELDS) == set()
+    assert wanted - set(RULES) == set()
 
 
 def launched_environment(name: str) -> dict[str, str]:
@@ -145,15 +147,24 @@ def test_what_accelerate_launch_hands_to_its_ranks_means_the_same_as_its_file(na
 
 
 def test_rows_and_variables_lead_to_settings_that_there_are():
-    assert {field.knob for field in FIELDS.values()} - {""} <= set(knobs())
-    assert set(LAUNCHED.values()) <= set(FIELDS)
+    assert {rule.setting for rule in RULES.values() if isinstance(rule, Maps)} <= set(setting_fields())
+    assert set(LAUNCHED.values()) <= set(RULES)
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "NO"])
+def test_a_section_without_fields_turns_nothing_on(tmp_path, engine):
+    path = tmp_path / "a.yaml"
+    path.write_text(f"distributed_type: {engine}\ndeepspeed_config: none\nfsdp_config: 3\n")
+    loaded = load({"accelerate_config": str(path)}, complete=False, environment={})
+    assert loaded.settings.parallel.zero_stage is None
+    assert loaded.warnings == (f"{path}: fsdp_config = 3 is not used: not a field that simpletuner knows",)
 
 
 def test_the_file_is_never_written(tmp_path):
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in SAMPLES.iterdir()}
-    all_told()
+    render_all()
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in SAMPLES.iterdir()} == before
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(all_told(), encoding="utf-8")
+    GOLDEN.write_text(render_all(), encoding="utf-8")

@@ -79,7 +79,7 @@ def test_the_style_of_the_file_is_kept(tmp_path, name, text, expected):
         ("c.txt", "a", "settings are read from"),
     ],
 )
-def test_what_cannot_be_edited_stays_and_is_told(tmp_path, name, text, said):
+def test_what_cannot_be_edited_is_refused_and_stays(tmp_path, name, text, said):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(SettingsError) as error:
@@ -88,7 +88,7 @@ def test_what_cannot_be_edited_stays_and_is_told(tmp_path, name, text, said):
     assert path.read_text() == text and [path] == list(tmp_path.iterdir())
 
 
-def test_a_file_that_is_not_there_or_not_to_be_written_is_told(tmp_path):
+def test_a_file_that_is_not_there_or_not_to_be_written_is_refused(tmp_path):
     with pytest.raises(SettingsError, match="cannot read"):
         set_in_file(tmp_path / "no.toml", KNOB, VALUE)
     (tmp_path / ".c.toml.unfinished").mkdir()
@@ -97,7 +97,7 @@ def test_a_file_that_is_not_there_or_not_to_be_written_is_told(tmp_path):
         set_in_file(tmp_path / "c.toml", KNOB, VALUE)
 
 
-def test_a_value_that_formats_write_differently_is_told(tmp_path):
+def test_a_value_that_formats_write_differently_is_refused(tmp_path):
     (tmp_path / "c.env").write_text("SEED=1\n")
     with pytest.raises(SettingsError, match=r"`\$HOME` is not put into a file"):
         set_in_file(tmp_path / "c.env", KNOB, "$HOME")

@@ -13,8 +13,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simpletuner.errors import SettingsError
+from simpletuner.settings.export import quoted
 from simpletuner.settings.formats import env_entries, read_entries
-from simpletuner.settings.shell import quoted
 
 BASH = ("bash", "--noprofile", "--norc")
 WITH_BASH = hypothesis_settings(

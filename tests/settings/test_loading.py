@@ -9,7 +9,9 @@ import yaml
 
 from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.settings import load, provenance, settings_as_json
-from simpletuner.settings.loading import canonical_name, knobs, nearest
+from simpletuner.settings.errors import nearest
+from simpletuner.settings.loading import canonical_name
+from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.sources import CONFIG_CANDIDATES
 
 ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures"}
@@ -50,19 +52,19 @@ def test_every_file_format_gives_the_same_settings(tmp_path, name, text):
     assert settings.data.crop is True
     assert settings.optimizer.learning_rate == 3e-5
     assert settings.optimizer.lr_scheduler == "cosine"
-    assert {loaded.origins[knob].source for knob in ("seed", "crop", "lr_scheduler")} == {str(path)}
+    assert {loaded.origins[setting].source for setting in ("seed", "crop", "lr_scheduler")} == {str(path)}
     assert str(loaded.origins["model_family"]) == "flag"
     assert "ema_decay" not in loaded.origins
 
 
-def test_flags_win_over_the_file_knob_by_knob(tmp_path):
+def test_flags_win_over_the_file_setting_by_setting(tmp_path):
     path = write(tmp_path, "c.json", '{"seed": 7, "train_batch_size": 2}')
     loaded = load({**ENOUGH, "seed": "9"}, path)
     assert (loaded.settings.training.seed, loaded.settings.training.train_batch_size) == (9, 2)
     assert (str(loaded.origins["seed"]), str(loaded.origins["train_batch_size"])) == ("flag", f"{path}:1")
 
 
-def test_an_older_name_in_a_flag_wins_over_the_knob_s_own_name_in_the_file(tmp_path):
+def test_an_older_name_in_a_flag_wins_over_the_setting_s_own_name_in_the_file(tmp_path):
     path = write(tmp_path, "c.json", '{"checkpoint_step_interval": 10}')
     assert load({**ENOUGH, "checkpointing_steps": "20"}, path).settings.checkpoints.checkpoint_step_interval == 20
 
@@ -79,36 +81,38 @@ def test_without_config_the_first_candidate_that_exists_is_read(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("older", "knob"),
+    ("older", "setting"),
     [("checkpointing_steps", "checkpoint_step_interval"), ("validation_steps", "validation_step_interval")],
 )
-def test_older_names_are_understood_in_flags_and_files(tmp_path, older, knob):
+def test_older_names_are_understood_in_flags_and_files(tmp_path, older, setting):
     path = write(tmp_path, "c.json", json.dumps({f"--{older}": 33}))
     for loaded in (load(ENOUGH, path), load({**ENOUGH, older: "33"}), load({**ENOUGH, older.replace("_", "-"): "33"})):
-        assert settings_as_json(loaded)[knob] == 33
-        assert knob in loaded.origins
+        assert settings_as_json(loaded)[setting] == 33
+        assert setting in loaded.origins
 
 
-def test_each_name_belongs_to_one_knob():
-    names = [name for knob, field in knobs().items() for name in [knob, *field.json_schema_extra["aliases"]]]
+def test_each_name_belongs_to_one_setting():
+    names = [
+        name for setting, field in setting_fields().items() for name in [setting, *field.json_schema_extra["aliases"]]
+    ]
     assert len(names) == len(set(names))
-    assert all(canonical_name(name) in knobs() for name in names)
+    assert all(canonical_name(name) in setting_fields() for name in names)
 
 
-def test_an_unknown_key_is_named_with_its_source_and_the_nearest_knob(tmp_path):
+def test_an_unknown_key_is_named_with_its_source_and_the_nearest_setting(tmp_path):
     path = write(tmp_path, "c.json", '{"--lerning-rate": 1}')
-    assert refusal(ENOUGH, path) == f"unknown setting `--lerning-rate` ({path}:1); did you mean `learning_rate`?"
+    assert refusal(ENOUGH, path) == f"--lerning-rate ({path}:1): unknown setting; did you mean `learning_rate`?"
 
 
-def test_an_unknown_key_unlike_any_knob_gets_no_suggestion():
-    assert refusal({**ENOUGH, "qqqq": "1"}) == "unknown setting `qqqq` (flag)"
-    assert nearest("qqqq", knobs()) == ""
+def test_an_unknown_key_unlike_any_setting_gets_no_suggestion():
+    assert refusal({**ENOUGH, "qqqq": "1"}) == "qqqq (flag): unknown setting"
+    assert nearest("qqqq", setting_fields()) == ""
 
 
 def test_all_mistakes_of_all_sources_are_reported_at_once(tmp_path):
     path = write(tmp_path, "c.json", '{"sed": 1, "seed": -3, "crop": "maybe", "adam_beta1": 1}')
     message = refusal({**ENOUGH, "lr_scheduler": "cosin", "train_batch_size": "many"}, path)
-    assert f"unknown setting `sed` ({path}:1); did you mean `seed`?" in message
+    assert f"sed ({path}:1): unknown setting; did you mean `seed`?" in message
     assert f"seed = -3 ({path}:1): use a whole number of at least 0" in message
     assert f"crop = 'maybe' ({path}:1): use true or false" in message
     assert f"adam_beta1 = 1 ({path}:1): use a number of at least 0 and below 1" in message
@@ -119,7 +123,7 @@ def test_all_mistakes_of_all_sources_are_reported_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("knob", "value", "said"),
+    ("setting", "value", "said"),
     [
         ("train_batch_size", 0, "use a whole number of at least 1"),
         ("train_batch_size", 2.5, "use a whole number of at least 1"),
@@ -132,10 +136,10 @@ def test_all_mistakes_of_all_sources_are_reported_at_once(tmp_path):
         ("validation_prompt", ["fine", 3], "use text or a list of texts"),
     ],
 )
-def test_a_wrong_type_or_bound_is_said_with_value_and_source(tmp_path, knob, value, said):
-    path = write(tmp_path, "c.json", json.dumps({knob: value}))
+def test_a_wrong_type_or_bound_is_said_with_value_and_source(tmp_path, setting, value, said):
+    path = write(tmp_path, "c.json", json.dumps({setting: value}))
     message = refusal(ENOUGH, path)
-    assert message == f"{knob} = {json.dumps(value)} ({path}:1): {said}"
+    assert message == f"{setting} = {json.dumps(value)} ({path}:1): {said}"
 
 
 def test_bounds_themselves_are_allowed():
@@ -187,9 +191,9 @@ def test_settings_json_read_again_gives_the_same_settings(tmp_path):
     path = write(tmp_path, "settings.json", json.dumps(settings_as_json(first)))
     again = load({}, path)
     assert again.settings == first.settings
-    assert set(again.origins) == set(knobs())
+    assert set(again.origins) == set(setting_fields())
     assert settings_as_json(again) == settings_as_json(first)
-    assert list(settings_as_json(first)) == list(knobs())
+    assert list(settings_as_json(first)) == list(setting_fields())
 
 
 def test_settings_json_round_trips_through_yaml_too(tmp_path):
@@ -222,16 +226,16 @@ def test_true_is_no_number(tmp_path):
     assert "train_batch_size = true" in refusal(ENOUGH, write(tmp_path, "c.json", '{"train_batch_size": true}'))
 
 
-@pytest.mark.parametrize("knob", ["learning_rate", "resolution"])
-def test_infinity_is_refused(knob):
-    assert f"{knob} = 'inf'" in refusal({**ENOUGH, knob: "inf"})
+@pytest.mark.parametrize("setting", ["learning_rate", "resolution"])
+def test_infinity_is_refused(setting):
+    assert f"{setting} = 'inf'" in refusal({**ENOUGH, setting: "inf"})
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\udcff", "\ud800"])
-@pytest.mark.parametrize("knob", ["instance_prompt", "output_dir", "validation_prompt", "deepspeed_config"])
-def test_text_that_no_file_could_hold_is_refused(knob, text):
-    value = {"validation_prompt": ["fine", text], "deepspeed_config": {"a": [{text: 1}]}}.get(knob, text)
-    assert refusal({**ENOUGH, knob: value}).endswith("(flag): text must be UTF-8 without NUL characters")
+@pytest.mark.parametrize("setting", ["instance_prompt", "output_dir", "validation_prompt", "deepspeed_config"])
+def test_text_that_no_file_could_hold_is_refused(setting, text):
+    value = {"validation_prompt": ["fine", text], "deepspeed_config": {"a": [{text: 1}]}}.get(setting, text)
+    assert refusal({**ENOUGH, setting: value}).endswith("(flag): text must be UTF-8 without NUL characters")
 
 
 @pytest.mark.parametrize("inner", [{1: 2}, float("nan"), date(2020, 1, 1)])
@@ -260,8 +264,8 @@ def test_the_start_up_table_tells_what_found_files_decided(tmp_path, monkeypatch
     found = write(tmp_path, "home/accelerate/default_config.yaml", "distributed_type: FSDP\nmixed_precision: 'no'\n")
     named = write(tmp_path, "run.toml", "crop = true\nrepeats = 1\n")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    told = provenance(load(ENOUGH, named))
-    assert told == f"config/config.env: seed; {found}: mixed_precision, fsdp_enable; {named}: 2; flag: 2"
+    summary = provenance(load(ENOUGH, named))
+    assert summary == f"config/config.env: seed; {found}: mixed_precision, fsdp_enable; {named}: 2; flag: 2"
     assert provenance(load(ENOUGH, named, environment={"SIMPLETUNER_ACCELERATE_CONFIG": str(found)})).split("; ")[
         1
     ] == (f"{found}: 2")

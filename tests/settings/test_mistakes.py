@@ -1,6 +1,6 @@
 """What a user reads after a mistake: every answer, in full, in mistakes.txt.
 
-Write it anew with `python tests/settings/test_mistakes.py`, and read the difference as a user would.
+Regenerate it with `python tests/settings/test_mistakes.py`, and read the difference as a user would.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from simpletuner.app import main
+from simpletuner.errors import BrokenRule, Mistake, SettingsError
+from simpletuner.settings import load
 
 GOLDEN = Path(__file__).with_name("mistakes.txt")
 ENOUGH = "--model_family=sdxl --instance_data_dir=pictures"
@@ -172,7 +176,7 @@ def place_of(case: Case) -> Iterator[None]:
             os.environ.update(before)
 
 
-def told(case: Case) -> str:
+def render(case: Case) -> str:
     """Return a case as a session in a terminal."""
     with place_of(case):
         out, err, code = answer(case)
@@ -188,13 +192,26 @@ def shown(text: str | bytes) -> str:
     return "".join(f"    {line}\n" for line in (text if isinstance(text, str) else repr(text)).splitlines())
 
 
-def all_told() -> str:
-    return "\n".join(map(told, CASES))
+def render_all() -> str:
+    return "\n".join(map(render, CASES))
 
 
 def test_every_mistake_gets_the_reviewed_answer():
-    assert all_told() == GOLDEN.read_text(encoding="utf-8")
+    assert render_all() == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_mistakes_are_values_that_a_page_can_put_beside_their_fields():
+    with pytest.raises(SettingsError) as caught:
+        load({"mixed_precision": "bf61", "lr_warmup_steps": 2, "max_train_steps": 1}, complete=False, environment={})
+    [mistake] = caught.value.mistakes  # rules between settings follow once each setting is valid
+    assert mistake == Mistake("mixed_precision", "use one of no, bf16", "flag", "'bf61'", "did you mean `bf16`?")
+    with pytest.raises(SettingsError) as caught:
+        load({"lr_warmup_steps": 2, "max_train_steps": 1}, complete=False, environment={})
+    [broken] = caught.value.mistakes
+    assert isinstance(broken, BrokenRule)
+    assert (broken.setting, broken.others) == ("lr_warmup_steps", ("max_train_steps",))
+    assert caught.value.message == broken.message
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(all_told(), encoding="utf-8")
+    GOLDEN.write_text(render_all(), encoding="utf-8")

@@ -97,7 +97,7 @@ def test_exported_variables_replay_through_a_shell_and_as_files(bash, saved_as, 
 
 
 @pytest.mark.parametrize("to", ["json", "toml", "yaml", "env", "deepspeed"])
-def test_the_command_that_is_told_after_an_export_replays_the_file_wherever_it_was_saved(bash, to):
+def test_the_command_shown_after_an_export_replays_the_file_wherever_it_was_saved(bash, to):
     settings = loaded(ODD | {"instance_prompt": f"deepspeed.json settings.{to} config.env"})
     exported = export(settings, to)
     path = Path(f"my folder/it's mine.{'json' if to == 'deepspeed' else to}")
@@ -168,7 +168,7 @@ def test_accelerate_launch_starts_the_worker_with_the_exported_settings(tmp_path
     command = ["bash", "-c", exported.replay("my accelerate.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PATH": path}, timeout=240)
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "out" / "settings.json").read_text())
-    differing = {name for name, value in settings_as_json(settings).items() if told[name] != value}
+    recorded = json.loads((tmp_path / "out" / "settings.json").read_text())
+    differing = {name for name, value in settings_as_json(settings).items() if recorded[name] != value}
     assert differing <= LAUNCH_ITSELF
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 1

@@ -4,7 +4,7 @@ import pytest
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings import Settings, load
-from simpletuner.settings.rules import RULES, contradictions
+from simpletuner.settings.rules import RULES, find_contradictions
 
 ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures"}
 
@@ -15,11 +15,11 @@ REFUSED = [
     ),
     (
         {"instance_data_dir": None},
-        "no pictures: give --instance_data_dir=FOLDER or --data_backend_config=FILE",
+        "no images: give --instance_data_dir=FOLDER or --data_backend_config=FILE",
     ),
     (
         {"data_backend_config": "d.json"},
-        "instance_data_dir and data_backend_config both name pictures: keep one of them",
+        "instance_data_dir and data_backend_config both name images: keep one of them",
     ),
     (
         {"caption_strategy": "instanceprompt"},
@@ -146,7 +146,7 @@ def test_each_contradiction_is_one_sentence(change, sentence):
 
 @pytest.mark.parametrize("change", ACCEPTED)
 def test_what_does_not_contradict_itself_is_accepted(change):
-    assert contradictions(load({**ENOUGH, **change}).settings) == []
+    assert find_contradictions(load({**ENOUGH, **change}).settings) == []
 
 
 def test_every_rule_has_a_case_above():
@@ -161,7 +161,7 @@ def test_every_rule_has_a_case_above():
     assert spoken == set(RULES)
 
 
-def test_several_contradictions_are_told_at_once():
+def test_several_contradictions_are_reported_at_once():
     with pytest.raises(SettingsError) as caught:
         load({"validation_resolution": "big", "machine_rank": 1})
     assert len(caught.value.message.splitlines()) == 4
@@ -170,7 +170,7 @@ def test_several_contradictions_are_told_at_once():
 def test_an_unknown_name_does_not_hide_a_contradiction():
     with pytest.raises(SettingsError) as caught:
         load({"instance_data_dir": "x", "sed": "1"})
-    assert "unknown setting `sed`" in caught.value.message
+    assert "sed (flag): unknown setting" in caught.value.message
     assert "model_family is missing" in caught.value.message
 
 

@@ -13,8 +13,9 @@ from jsonschema import Draft202012Validator
 from simpletuner.errors import SettingsError
 from simpletuner.models.registry import presets
 from simpletuner.settings import load, settings_as_json
-from simpletuner.settings.loading import knobs
 from simpletuner.settings.schema import json_schema, options_page
+from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
+from simpletuner.settings.spelling import choices_of
 
 SCHEMA = Draft202012Validator(json_schema(presets()))
 
@@ -26,11 +27,25 @@ def mistakes(values: dict) -> list[str]:
 def test_the_schema_is_one_and_knows_every_setting():
     Draft202012Validator.check_schema(SCHEMA.schema)
     known = set(SCHEMA.schema["properties"])
-    assert {*knobs(), "$schema", "accelerate_config"} <= known
+    assert {*setting_fields(), "$schema", "accelerate_config"} <= known
     assert all(
-        SCHEMA.schema["properties"][name]["deprecated"] for name in known - {*knobs(), "$schema", "accelerate_config"}
+        SCHEMA.schema["properties"][name]["deprecated"]
+        for name in known - {*setting_fields(), "$schema", "accelerate_config"}
     )
     assert all("description" in entry for name, entry in SCHEMA.schema["properties"].items() if name != "$schema")
+
+
+def test_the_schema_keeps_section_unit_bounds_and_choices_as_data():
+    properties = SCHEMA.schema["properties"]
+    for name, field in setting_fields().items():
+        entry = properties[name]
+        assert entry["x-section"] == SECTIONS[SECTION_OF[name]].__doc__
+        assert entry.get("x-unit", "") == field.json_schema_extra["unit"]
+        option = next((part for part in entry.get("anyOf", ()) if part["type"] != "null"), entry)
+        choices = [choice for choice in choices_of(field.annotation)]
+        assert option.get("enum", []) == choices, name
+    assert properties["node_timeout"]["x-unit"] == "s"
+    assert properties["main_process_port"]["minimum"] == 1 and properties["main_process_port"]["maximum"] == 65535
 
 
 def test_every_default_is_valid():
@@ -85,7 +100,7 @@ def test_what_a_file_may_hold_beside_settings_is_accepted_by_both(tmp_path):
 
 
 def test_older_names_are_accepted_by_both():
-    aliases = {alias: name for name, field in knobs().items() for alias in field.json_schema_extra["aliases"]}
+    aliases = {alias: name for name, field in setting_fields().items() for alias in field.json_schema_extra["aliases"]}
     assert aliases
     for alias, name in aliases.items():
         value = settings_as_json(load({}, complete=False, environment=NOWHERE))[name]
@@ -104,4 +119,4 @@ def test_lists_and_json_may_be_text_in_both(tmp_path):
 
 def test_the_page_of_settings_names_each_of_them_once():
     page = options_page()
-    assert [page.count(f"\n| `{name}` |") for name in knobs()] == [1] * len(knobs())
+    assert [page.count(f"\n| `{name}` |") for name in setting_fields()] == [1] * len(setting_fields())

@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simpletuner.settings import load, settings_as_json
-from simpletuner.settings.loading import knobs
+from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import SYNONYMS, WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, normalize_value
 
 ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures", "model_type": "full", "instance_prompt": "x"}
@@ -17,8 +17,10 @@ SPLIT = {"fsdp_enable": True, "context_parallel_size": 2, "num_processes": 2}
 """Without it the strategy of context parallelism is reset."""
 OFFLOAD = {"zero_stage": 3, "offload_param_path": "/nvme"}
 BESIDE = {"context": SPLIT, "optimizer": {"zero_stage": 1}, "offload": OFFLOAD}
-"""What choices need beside them, by the first word of their knob."""
-CHOICES = {name: choices_of(field.annotation) for name, field in knobs().items() if choices_of(field.annotation)}
+"""What choices need beside them, by the first word of their setting."""
+CHOICES = {
+    name: choices_of(field.annotation) for name, field in setting_fields().items() if choices_of(field.annotation)
+}
 ACCEPTED = [(name, choice) for name, choices in CHOICES.items() for choice in choices if choice != "lora"]
 """LoRA is a choice that a rule refuses later, with a reason."""
 
@@ -42,7 +44,7 @@ def test_choices_are_found_through_optional():
     assert choices_of(int | None) == ()
 
 
-def test_there_are_knobs_with_choices():
+def test_there_are_settings_with_choices():
     assert len(CHOICES) >= 14
 
 
@@ -64,7 +66,7 @@ def test_any_spelling_of_a_choice_is_understood_from_flags_and_files_alike(tmp_p
     ("name", "word", "meant"),
     [(name, word, meant) for name, table in SYNONYMS.items() for word, meant in table.items()],
 )
-def test_every_synonym_means_a_value_that_the_knob_accepts(name, word, meant):
+def test_every_synonym_means_a_value_that_the_setting_accepts(name, word, meant):
     flags = {**ENOUGH, **BESIDE.get(name.partition("_")[0], {}), name: word.upper().replace("_", "-")}
     value = settings_as_json(load(flags))[name]
     assert str(value).lower() == str(RUNS_AS.get((name, meant), meant)).lower()
@@ -93,7 +95,7 @@ def test_every_synonym_means_a_value_that_the_knob_accepts(name, word, meant):
     ],
 )
 def test_a_value_is_brought_to_its_canonical_spelling_or_left_as_it_came(name, value, meant):
-    got = normalize_value(name, knobs()[name], value)
+    got = normalize_value(name, setting_fields()[name], value)
     assert got == meant
     assert type(got) is type(meant)
 
@@ -105,7 +107,7 @@ def test_words_for_true_and_false_are_understood_in_any_case(word):
         assert settings.parallel.fsdp_enable is (word in WORDS_FOR_TRUE)
 
 
-def test_no_two_choices_of_a_knob_are_spelled_alike():
+def test_no_two_choices_of_a_setting_are_spelled_alike():
     for name, choices in CHOICES.items():
         folded = {str(choice).lower().replace("-", "_") for choice in choices}
         assert len(folded) == len(choices), name

@@ -1,4 +1,4 @@
-"""Valid settings of all kinds: per knob from its type and bounds, combined, and kept if they load."""
+"""Valid settings of all kinds: per setting from its type and bounds, combined, and kept if they load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings import Loaded, load
-from simpletuner.settings.loading import knobs
+from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import choices_of
 
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
@@ -102,7 +102,7 @@ OWN_WORDS = {
 
 
 def values_of(name: str, field: FieldInfo) -> st.SearchStrategy[Any]:
-    """Return a strategy for a knob's values."""
+    """Return a strategy for a setting's values."""
     return OWN_WORDS[name] if name in OWN_WORDS else of_type(field.annotation, bounds_of(field))
 
 
@@ -132,7 +132,7 @@ def of_type(annotation: Any, bounds: dict[str, float]) -> st.SearchStrategy[Any]
     return kinds[get_origin(annotation) or annotation]
 
 
-VALUES = {name: values_of(name, field) for name, field in knobs().items()}
+VALUES = {name: values_of(name, field) for name, field in setting_fields().items()}
 
 ENGINES: tuple[dict[str, Any], ...] = (
     {},
@@ -158,7 +158,7 @@ ENGINES: tuple[dict[str, Any], ...] = (
         "num_processes": 3,
     },
 )
-"""Combinations that chance alone would seldom find; knobs drawn beside them may change them."""
+"""Combinations that chance alone would seldom find; settings drawn beside them may change them."""
 SEVERAL = ("num_processes", "num_machines", "machine_rank", "context_parallel_size", "model_type", "optimizer")
 SEVERAL += ("zero_stage", "offload_optimizer", "offload_param", "fsdp_enable")
 """Knobs that mostly contradict others when drawn alone."""
@@ -166,7 +166,7 @@ SEVERAL += ("zero_stage", "offload_optimizer", "offload_param", "fsdp_enable")
 
 @st.composite
 def loaded_settings(draw: st.DrawFn) -> Loaded:
-    """Draw some knobs, and keep what loads."""
+    """Draw some settings, and keep what loads."""
     names = draw(st.lists(st.sampled_from([name for name in VALUES if name not in SEVERAL]), max_size=8, unique=True))
     values = draw(st.sampled_from(ENGINES)) | {name: draw(VALUES[name]) for name in names}
     try:

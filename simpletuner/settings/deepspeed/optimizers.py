@@ -1,7 +1,7 @@
 """The optimizers of DeepSpeed's JSON, by any of their names, and why some of them cannot be used.
 
 What DeepSpeed makes of each name stands in `_configure_basic_optimizer` of deepspeed/runtime/engine.py (0.19). Here it
-shares out the same optimizers that the other engines use, so that a run may go from one engine to another.
+shards the same optimizers that the other engines use, so that a run may change from one engine to another.
 """
 
 from __future__ import annotations
@@ -10,41 +10,56 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from simpletuner.settings.deepspeed.keys import Key, idle, refused
-from simpletuner.settings.deepspeed.reading import AUTO, Found, read_key
-from simpletuner.settings.mistakes import nearest
+from simpletuner.settings.deepspeed.keys import ANYWAY, AUTO, is_off
+from simpletuner.settings.deepspeed.parsed_config import ParsedConfig
+from simpletuner.settings.errors import did_you_mean
+from simpletuner.settings.key_table import KeyTable, Maps, Refuses, Rule, in_section
 from simpletuner.settings.sections import Settings
 from simpletuner.settings.spelling import normalize_name
 
+SETTINGS = {
+    "lr": "learning_rate",
+    "eps": "adam_epsilon",
+    "weight_decay": "adam_weight_decay",
+    "max_grad_norm": "max_grad_norm",
+}
+"""Parameters that are settings of ours; `betas` are two settings."""
+
 
 @dataclass(frozen=True)
-class Kind:
+class OptimizerSpec:
     """One optimizer: DeepSpeed's name, which of our settings it takes, its other parameters, its float32 states."""
 
     name: str
     shared: tuple[str, ...]
-    own: Mapping[str, Key] = field(default_factory=dict)
+    own: Mapping[str, Rule] = field(default_factory=dict)
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
+    @property
+    def table(self) -> KeyTable:
+        """The rules of its parameters, except `betas`."""
+        shared = {name: Maps(SETTINGS[name]) for name in (*self.shared, "max_grad_norm") if name in SETTINGS}
+        return KeyTable(in_section("optimizer.params", shared | dict(self.own)), unset=(None, AUTO), is_off=is_off)
 
-ADAM = {
-    "torch_adam": idle(),
-    "bias_correction": refused("moments are always corrected", True),
-    "adam_w_mode": idle(),
-    "fp32_optimizer_states": idle(),
-    "amsgrad": refused("there is no AMSGrad"),
+
+ADAM: dict[str, Rule] = {
+    "torch_adam": ANYWAY,
+    "bias_correction": Refuses("moments are always corrected", (True,)),
+    "adam_w_mode": ANYWAY,
+    "fp32_optimizer_states": ANYWAY,
+    "amsgrad": Refuses("there is no AMSGrad"),
 }
-ADAGRAD = {
-    "lr_decay": refused("the learning rate is that of lr_scheduler"),
-    "initial_accumulator_value": refused("sums of squares begin at zero"),
+ADAGRAD: dict[str, Rule] = {
+    "lr_decay": Refuses("the learning rate is that of lr_scheduler"),
+    "initial_accumulator_value": Refuses("sums of squares begin at zero"),
 }
-KINDS: dict[str, Kind] = {
-    "adamw": Kind("AdamW", ("lr", "betas", "eps", "weight_decay"), ADAM),
-    "adam": Kind("Adam", ("lr", "betas", "eps", "weight_decay"), ADAM),
-    "adagrad": Kind("Adagrad", ("lr", "eps", "weight_decay"), ADAGRAD, ("sum",)),
-    "lion": Kind("Lion", ("lr", "betas", "weight_decay"), {}, ("exp_avg",)),
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "adamw": OptimizerSpec("AdamW", ("lr", "betas", "eps", "weight_decay"), ADAM),
+    "adam": OptimizerSpec("Adam", ("lr", "betas", "eps", "weight_decay"), ADAM),
+    "adagrad": OptimizerSpec("Adagrad", ("lr", "eps", "weight_decay"), ADAGRAD, ("sum",)),
+    "lion": OptimizerSpec("Lion", ("lr", "betas", "weight_decay"), {}, ("exp_avg",)),
 }
-ONE_BIT = "it compresses by NCCL or MPI of its own, knows no ZeRO stage above 1, and DeepSpeed 0.19 has removed it"
+ONE_BIT = "it compresses by NCCL or MPI of its own, supports no ZeRO stage above 1, and DeepSpeed 0.19 has removed it"
 MUP = "it needs the package mup and a model that was made with mup's base shapes, which diffusers' are not"
 REFUSED: dict[str, str] = {
     "lamb": "its step depends on the norm of each layer, and ZeRO hands it slices of all layers as one tensor",
@@ -59,93 +74,68 @@ REFUSED: dict[str, str] = {
 MEANS_ADAMW = ("cpuadam", "fusedadam", "deepspeedcpuadam", "cpuadamw", "fusedadamw", "adam8bit", "adamw8bit")
 MEANS_ADAMW += ("torchadam", "torchadamw", "adamwtorch", "pagedadamw", "pagedadamw8bit")
 
-KNOBS = {
-    "lr": "learning_rate",
-    "eps": "adam_epsilon",
-    "weight_decay": "adam_weight_decay",
-    "max_grad_norm": "max_grad_norm",
-}
-"""Parameters that are settings of ours; `betas` are two."""
 
-
-def read_optimizer(block: Any, chosen: str, found: Found) -> None:
-    """Account for the optimizer of DeepSpeed's JSON; `chosen` is our setting, for a JSON that names none."""
+def read_optimizer(block: Any, chosen: str, parsed: ParsedConfig) -> None:
+    """Read the optimizer of DeepSpeed's JSON; `chosen` is our setting, for a JSON that names none."""
     if block is None or block == AUTO:
         return
     if not isinstance(block, Mapping):
-        found.wrong("optimizer", block, "use a JSON object with type and params")
+        parsed.refuse("optimizer", block, "use a JSON object with type and params")
         return
     for name in block.keys() - {"type", "params", "legacy_fusion"}:
-        found.unknown(f"optimizer.{name}", ("type", "params"))
+        parsed.refuse_unknown(f"optimizer.{name}", ("type", "params"))
     params = block.get("params") or {}
     if not isinstance(params, Mapping):
-        found.wrong("optimizer.params", params, "use a JSON object")
+        parsed.refuse("optimizer.params", params, "use a JSON object")
         return
     given = block.get("type")
-    name = chosen if given in (None, AUTO) else read_type(given, params, found)
-    if name in KINDS:
-        read_params(KINDS[name], params, found)
+    name = chosen if given in (None, AUTO) else read_type(given, params, parsed)
+    if name in OPTIMIZERS:
+        read_params(OPTIMIZERS[name], params, parsed)
 
 
-def read_type(given: Any, params: Mapping[str, Any], found: Found) -> str:
-    """Note which optimizer is meant, and return our name of it; empty for one that cannot be used."""
+def read_type(given: Any, params: Mapping[str, Any], parsed: ParsedConfig) -> str:
+    """Set which optimizer is meant, and return our name of it; empty for one that cannot be used."""
     word = normalize_name(given).replace("_", "")
     if word in REFUSED:
-        found.wrong("optimizer.type", given, f"it cannot be used: {REFUSED[word]}; use AdamW")
+        parsed.refuse("optimizer.type", given, f"it cannot be used: {REFUSED[word]}; use AdamW")
         return ""
     name = "adamw" if word in MEANS_ADAMW else word
-    if name not in KINDS:
-        known = [kind.name for kind in KINDS.values()]
-        found.wrong("optimizer.type", given, f"use one of {', '.join(known)}{nearest(str(given), known)}")
+    if name not in OPTIMIZERS:
+        known = [spec.name for spec in OPTIMIZERS.values()]
+        parsed.refuse("optimizer.type", given, f"use one of {', '.join(known)}", did_you_mean(str(given), known))
         return ""
     if word == "adam" and params.get("adam_w_mode", True) is not False:
         name = "adamw"
-        found.warnings.append(f"optimizer {given} becomes AdamW, as DeepSpeed has it unless adam_w_mode is false")
+        parsed.warnings.append(f"optimizer {given} becomes AdamW, as DeepSpeed has it unless adam_w_mode is false")
     elif word in MEANS_ADAMW:
-        found.warnings.append(f"optimizer {given} becomes AdamW, fused, wherever its state is")
-    found.say("optimizer", name, "optimizer.type")
+        parsed.warnings.append(f"optimizer {given} becomes AdamW, fused, wherever its state is")
+    parsed.set("optimizer", name, "optimizer.type")
     return name
 
 
-def read_params(kind: Kind, params: Mapping[str, Any], found: Found) -> None:
-    """Account for the parameters of an optimizer."""
-    for name, value in params.items():
-        path = f"optimizer.params.{name}"
-        if value is None or value == AUTO:
-            continue
-        if name == "betas" and "betas" in kind.shared:
-            read_betas(path, value, found)
-        elif name in KNOBS and name in (*kind.shared, "max_grad_norm"):
-            found.say(KNOBS[name], value, path)
-        elif name in kind.own:
-            read_key(kind.own[name], path, path, value, found)
-        else:
-            found.unknown(path, (*kind.shared, *kind.own))
-
-
-def read_betas(path: str, value: Any, found: Found) -> None:
-    """Note the decays of both moments."""
-    if isinstance(value, list) and len(value) == 2:
-        found.say("adam_beta1", value[0], path)
-        found.say("adam_beta2", value[1], path)
-    else:
-        found.wrong(path, value, "use a list of two numbers")
+def read_params(spec: OptimizerSpec, params: Mapping[str, Any], parsed: ParsedConfig) -> None:
+    betas = params.get("betas") if "betas" in spec.shared else None
+    rest = {name: value for name, value in params.items() if name != "betas" or "betas" not in spec.shared}
+    if isinstance(betas, list) and len(betas) == 2:
+        parsed.set("adam_beta1", betas[0], "optimizer.params.betas")
+        parsed.set("adam_beta2", betas[1], "optimizer.params.betas")
+    elif betas not in (None, AUTO):
+        parsed.refuse("optimizer.params.betas", betas, "use a list of two numbers")
+    parsed.read(rest, spec.table, "optimizer.params.")
 
 
 def optimizer_block(settings: Settings) -> dict[str, Any]:
     """Return the optimizer of DeepSpeed's JSON for our settings."""
     own = settings.optimizer
-    kind = KINDS[own.optimizer]
-    ours = {
-        "lr": own.learning_rate,
-        "betas": [own.adam_beta1, own.adam_beta2],
-        "eps": own.adam_epsilon,
-        "weight_decay": own.adam_weight_decay,
-    }
-    params = {name: ours[name] for name in kind.shared}
-    return {"type": kind.name, "params": params | ({"adam_w_mode": False} if own.optimizer == "adam" else {})}
+    spec = OPTIMIZERS[own.optimizer]
+    ours = {name: getattr(own, setting) for name, setting in SETTINGS.items()}
+    ours["betas"] = [own.adam_beta1, own.adam_beta2]
+    params = {name: ours[name] for name in spec.shared}
+    # DeepSpeed makes AdamW of "Adam" unless adam_w_mode is false.
+    return {"type": spec.name, "params": params | ({"adam_w_mode": False} if own.optimizer == "adam" else {})}
 
 
 def states_of(settings: Settings) -> tuple[str, ...]:
     """Return the names of the float32 states that the optimizer keeps of each weight, as DeepSpeed calls them."""
-    return KINDS[settings.optimizer.optimizer].states
+    return OPTIMIZERS[settings.optimizer.optimizer].states

@@ -12,9 +12,8 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load, settings_as_json
 from simpletuner.settings.deepspeed.config import deepspeed_config
-from simpletuner.settings.deepspeed.keys import KEYS
-from simpletuner.settings.deepspeed.kinds import FLAG, TEXT, TEXTS
-from simpletuner.settings.deepspeed.reading import Found
+from simpletuner.settings.deepspeed.keys import RULES, flag, text, texts
+from simpletuner.settings.key_table import Keeps, put
 
 SAMPLES = sorted(Path(__file__).with_name("samples").glob("*.json"))
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
@@ -23,19 +22,19 @@ JUNK: tuple[Any, ...] = (
     *([], {}, [None], [1, [2]], {"enabled": True}, {"": {}}, {"type": []}, {"stage": {}}, "é\n", [{}], "AdamW"),
 )
 COUNT = 500
-EXAMPLES = {FLAG: True, TEXT: "a", TEXTS: ["a", "b"]}
+EXAMPLES = {flag: True, text: "a", texts: ["a", "b"]}
 
 
 def with_every_key() -> dict[str, Any]:
     """Return a configuration that has every key that is kept for DeepSpeed."""
-    found = Found("flag")
-    for path, key in KEYS.items():
-        if key.kind and not key.knob:
-            found.keep(path, EXAMPLES.get(key.kind, 4))
+    config: dict[str, Any] = {}
+    for path, rule in RULES.items():
+        if isinstance(rule, Keeps):
+            put(config, path, EXAMPLES.get(rule.read, 4))
     for path in ("communication_data_type", "data_types.grad_accum_dtype"):
-        found.keep(path, "fp32")
-    found.kept["zero_optimization"] |= {"stage": 3}
-    return found.kept | {"train_batch_size": 8}
+        put(config, path, "fp32")
+    config["zero_optimization"] |= {"stage": 3}
+    return config | {"train_batch_size": 8}
 
 
 def inner_places(value: Any) -> Iterator[tuple[Any, Any]]:

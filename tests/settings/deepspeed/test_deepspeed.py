@@ -18,10 +18,11 @@ from hypothesis import settings as hypothesis_settings
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
 from simpletuner.settings.deepspeed.config import AIO, BUFFER_ELEMENTS, deepspeed_config
-from simpletuner.settings.deepspeed.keys import KEYS, OTHER_NAMES, SECTIONS
-from simpletuner.settings.deepspeed.optimizers import KINDS, REFUSED
+from simpletuner.settings.deepspeed.keys import OTHER_NAMES, RULES, TABLE
+from simpletuner.settings.deepspeed.optimizers import OPTIMIZERS, REFUSED
 from simpletuner.settings.deepspeed.schedules import PARAMS
 from simpletuner.settings.deepspeed.schedules import REFUSED as REFUSED_SCHEDULES
+from simpletuner.settings.key_table import Refuses
 
 FACTS = Path(__file__).parents[2] / "support" / "deepspeed_facts.py"
 SAMPLES = Path(__file__).with_name("samples")
@@ -48,7 +49,7 @@ def facts() -> dict[str, Any]:
 
 def ours(section: str) -> set[str]:
     """Return the names that our table has in a section."""
-    known = {name for name in (*KEYS, *OTHER_NAMES) if name.startswith(section and f"{section}.")}
+    known = {name for name in (*RULES, *OTHER_NAMES) if name.startswith(section and f"{section}.")}
     return {name.removeprefix(section).lstrip(".").partition(".")[0] for name in known} | (set() if section else OWN)
 
 
@@ -74,7 +75,7 @@ OLDER = {"aio.thread_count", "sequence_parallel_size"}
 def test_what_deepspeed_has_removed_is_refused(facts):
     removed, removed_of_zero = facts["removed"]
     for name in [*removed, *(f"zero_optimization.{name}" for name in removed_of_zero)]:
-        assert KEYS[name].refused, name
+        assert isinstance(RULES[name], Refuses), name
 
 
 def test_what_we_fill_in_is_what_deepspeed_would(facts):
@@ -83,12 +84,12 @@ def test_what_we_fill_in_is_what_deepspeed_would(facts):
 
 
 def test_every_optimizer_and_schedule_of_deepspeed_is_usable_or_refused(facts):
-    assert set(facts["optimizers"]) <= {*KINDS, *REFUSED}
+    assert set(facts["optimizers"]) <= {*OPTIMIZERS, *REFUSED}
     assert set(facts["schedules"]) == {*PARAMS, *REFUSED_SCHEDULES}
 
 
 def test_sections_hold_nothing_themselves():
-    assert set() == SECTIONS & set(KEYS)
+    assert set() == TABLE.sections & set(RULES)
 
 
 def drawn_configs(count: int) -> list[tuple[dict[str, Any], int]]:

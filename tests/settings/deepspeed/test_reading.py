@@ -14,7 +14,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.settings import Loaded, load, settings_as_json
 from simpletuner.settings.deepspeed.config import deepspeed_config, deepspeed_options
 from simpletuner.settings.deepspeed.optimizers import REFUSED
-from simpletuner.settings.explain import explain_settings
+from simpletuner.settings.loading import explain_settings
 
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
 STAGE2 = {"zero_optimization": {"stage": 2}}
@@ -176,7 +176,7 @@ def test_schedules_become_ours(config, expected):
     assert {name: found[name] for name in expected} == expected
 
 
-def test_what_a_schedule_says_beyond_ours_is_told():
+def test_what_a_schedule_says_beyond_ours_is_a_warning():
     config = scheduler("WarmupLR", warmup_min_lr=1e-6, warmup_num_steps=9, warmup_type="log")
     assert read(config).warnings == (
         "deepspeed_config.scheduler.params.warmup_min_lr = 1e-06 is not used: the warm-up rises from 0",

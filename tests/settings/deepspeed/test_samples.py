@@ -1,7 +1,7 @@
 """What becomes of the JSON files of DeepSpeed's documentation and of others who use it; samples.txt shows all of it.
 
 They are the samples of its reference and its ZeRO tutorials, transformers' and those that SimpleTuner documents.
-Write samples.txt anew with `python tests/settings/deepspeed/test_samples.py`, and read the difference as a user would.
+Regenerate samples.txt with `python tests/settings/deepspeed/test_samples.py`, and read the difference as a user would.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GOLDEN = SAMPLES / "samples.txt"
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
 
 
-def told(path: Path) -> str:
+def render(path: Path) -> str:
     """Return what one sample becomes: settings with their places, warnings, or mistakes."""
     try:
         loaded = load({"deepspeed_config": path.name}, complete=False, environment=NOWHERE)
@@ -30,14 +30,14 @@ def told(path: Path) -> str:
     return "\n".join([f"# {path.name}", *settings, *(f"  warning: {text}" for text in loaded.warnings), ""])
 
 
-def all_told() -> str:
+def render_all() -> str:
     with contextlib.chdir(SAMPLES):
-        return "\n".join(told(path) for path in sorted(SAMPLES.glob("*.json")))
+        return "\n".join(render(path) for path in sorted(SAMPLES.glob("*.json")))
 
 
 def test_each_sample_becomes_the_reviewed_settings_or_mistakes():
-    assert all_told() == GOLDEN.read_text(encoding="utf-8")
+    assert render_all() == GOLDEN.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(all_told(), encoding="utf-8")
+    GOLDEN.write_text(render_all(), encoding="utf-8")

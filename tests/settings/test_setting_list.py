@@ -4,16 +4,15 @@ import types
 from pathlib import Path
 from typing import Union, get_args, get_origin
 
-from simpletuner.settings.loading import knobs
-from simpletuner.settings.sections import SECTION_OF, SECTIONS
+from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
 
-GOLDEN = Path(__file__).with_name("knobs.txt")
+GOLDEN = Path(__file__).with_name("setting_list.txt")
 
 
 def listed() -> str:
-    """One line per knob: name: type: default."""
+    """One line per setting: name: type: default."""
     return "".join(
-        f"{name}: {type_name(field.annotation)}: {shown(field.default)}\n" for name, field in knobs().items()
+        f"{name}: {type_name(field.annotation)}: {shown(field.default)}\n" for name, field in setting_fields().items()
     )
 
 
@@ -29,22 +28,22 @@ def type_name(annotation: object) -> str:
     return annotation.__name__ if type(annotation) is type else str(annotation).removeprefix("typing.")
 
 
-def test_the_list_of_knobs_is_the_reviewed_one():
+def test_the_list_of_settings_is_the_reviewed_one():
     assert listed() == GOLDEN.read_text(encoding="utf-8"), (
-        "the knobs changed. If that is meant, regenerate the list with `python tests/settings/test_knobs.py`, "
-        "and review and commit the difference of tests/settings/knobs.txt"
+        "the settings changed. If that is meant, run `python tests/settings/test_setting_list.py`, "
+        "and review and commit the difference of tests/settings/setting_list.txt"
     )
 
 
-def test_a_knob_lies_in_one_section_and_explains_itself_in_one_sentence():
+def test_a_setting_lies_in_one_section_and_explains_itself_in_one_sentence():
     assert len(SECTION_OF) == sum(len(section.model_fields) for section in SECTIONS.values())
-    for name, field in knobs().items():
+    for name, field in setting_fields().items():
         assert field.description, name
         assert field.description.endswith("."), name
         assert field.description[0].isupper() or field.description[0] == "`", name
 
 
-def test_every_default_is_accepted_by_its_own_knob():
+def test_every_default_is_accepted_by_its_own_setting():
     for section in SECTIONS.values():
         section(**{name: field.default for name, field in section.model_fields.items()})
 

@@ -1,4 +1,4 @@
-"""Say what is wrong with a value: the value, its source, what is allowed, and the nearest name."""
+"""Say what is wrong with a value: where it was written, what is allowed, and the nearest name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
+from simpletuner.errors import Mistake
 from simpletuner.settings.knob import bounds_of, kind_of
 from simpletuner.settings.spelling import choices_of, normalize_name
 
-KINDS = {
+TYPES = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -25,46 +26,55 @@ KINDS = {
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 EIGHT_BIT = "this version has no 8-bit optimizers: it shares out float32 state over the ranks instead (fsdp_enable)"
 ONLINE = "this version has no online trackers; tensorboard writes files that `tensorboard --logdir` shows"
-NOT_HERE = {
+REASONS = {
     **{("optimizer", name): EIGHT_BIT for name in ("adamw8bit", "adam8bit", "adamw_8bit", "lion8bit", "bnb_adamw8bit")},
     **{("report_to", name): ONLINE for name in ("wandb", "comet_ml", "mlflow", "swanlab", "all")},
 }
 """Values that users of other tools have in their files, and why they are refused."""
 
-LONGEST = 80
-"""Letters of a value that are shown."""
+MAX_LENGTH = 80
+"""Characters of a value that are shown."""
 
 
-def sentence(item: Any, field: FieldInfo, given: Any, place: object) -> str:
-    """Turn one of pydantic's findings about what was given for a knob into a sentence."""
-    said = f"{item['loc'][0]} = {shortened(given)} ({place})"
+def to_mistake(item: Any, field: FieldInfo, given: Any, place: object) -> Mistake:
+    """Convert one of pydantic's errors about what was given for a setting."""
+    name = str(item["loc"][0])
+    message, hint = f"use {allowed(field)}", ""
     if item["type"] == "value_error":
-        return f"{said}: {item['ctx']['error']}"
-    if why := NOT_HERE.get((str(item["loc"][0]), normalize_name(str(given)))):
-        return f"{said}: {why}; use {allowed(field)}"
-    return f"{said}: use {allowed(field)}{nearest(str(given), map(str, choices_of(field.annotation)))}"
+        message = str(item["ctx"]["error"])
+    elif reason := REASONS.get((name, normalize_name(str(given)))):
+        message = f"{reason}; {message}"
+    else:
+        hint = did_you_mean(str(given), map(str, choices_of(field.annotation)))
+    return Mistake(name, message, str(place), shorten(given), hint)
 
 
-def shortened(value: Any) -> str:
-    """Return a value as it was written, the middle left out where it is long."""
+def shorten(value: Any) -> str:
+    """Return a value as it was written, without its middle where it is long."""
     is_json = isinstance(value, dict | list | bool | int | float | None)
     text = repr(value) if isinstance(value, str) else json.dumps(value, default=str) if is_json else str(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}...{text[-LONGEST // 4 :]}"
+    return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]}...{text[-MAX_LENGTH // 4 :]}"
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return what a knob accepts: its choices, or its kind and bounds."""
+    """Say what a setting accepts: its choices, or its type and bounds."""
     optional = ", or none" if type(None) in get_args(field.annotation) else ""
     if choices := choices_of(field.annotation):
         return f"one of {', '.join(map(str, choices))}{optional}"
     bounds = bounds_of(field, BOUNDS)
-    return KINDS[kind_of(field.annotation)] + (f" {' and '.join(bounds)}" if bounds else "") + optional
+    return TYPES[kind_of(field.annotation)] + (f" {' and '.join(bounds)}" if bounds else "") + optional
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Ask for the closest known word, if there is one."""
+    close = closest(word, known)
+    return f"did you mean `{close}`?" if close else ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean ...?` for the closest known word, or nothing."""
-    close = closest(word, known)
-    return f"; did you mean `{close}`?" if close else ""
+    """The same question as the end of a sentence: `; did you mean ...?`, or nothing."""
+    question = did_you_mean(word, known)
+    return f"; {question}" if question else ""
 
 
 def closest(word: str, known: Iterable[str]) -> str:
