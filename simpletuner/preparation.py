@@ -20,7 +20,7 @@ from simpletuner.data.prefetch import SampleReader
 from simpletuner.data.version import VERSION
 from simpletuner.models.family import Family
 from simpletuner.parallel.engine import compute_dtype
-from simpletuner.parallel.same_data import agree_on_data
+from simpletuner.parallel.same_data import verify_same_data
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -63,7 +63,7 @@ def plan_data(session: Session, version: int = VERSION) -> Plan:
     tell_left_out(found, session.report)
     for remark in dataset_warnings(found, datasets, alignment_px):
         session.report.warn(remark)
-    samples = agree_on_data(found, datasets, session.world, session.stop.check)
+    samples = verify_same_data(found, datasets, session.world, session.stop.check)
     return plan_of(settings, datasets, samples, text, version)
 
 

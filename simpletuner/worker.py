@@ -15,7 +15,7 @@ from simpletuner.checkpoints.saving import save
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.batch_sampler import SamplerState
 from simpletuner.data.prefetch import RankSlice, StepBatch, prefetch
-from simpletuner.errors import RemoteFailure, SimpleTunerError, system_errors_explained
+from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
 from simpletuner.launch.heartbeat import beating
 from simpletuner.launch.node_info import node_info
 from simpletuner.launch.registration import Group, verify_same_config
@@ -28,7 +28,7 @@ from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.optimizer_state import NamedTensors
-from simpletuner.parallel.same_folder import agree_on_folders
+from simpletuner.parallel.same_folder import verify_same_folders
 from simpletuner.parallel.world import STALL_SECONDS, joined_world, report_first_failure
 from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare
 from simpletuner.report import Report
@@ -36,9 +36,9 @@ from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.deepspeed.config import deepspeed_options
 from simpletuner.system.activity import Activity
-from simpletuner.system.files import remove, restore_replaced, sole_user_of
-from simpletuner.system.locks import shared_lock
-from simpletuner.system.signals import listening
+from simpletuner.system.files import remove, restore_replaced
+from simpletuner.system.locks import lock_output_dir, shared_lock
+from simpletuner.system.signals import handle_stop_signals
 from simpletuner.training.ema import EMA
 from simpletuner.training.engines import build_engine
 from simpletuner.training.loop import Run, train
@@ -69,11 +69,11 @@ def run_rank(loaded: Loaded) -> None:
     """Run one rank, from joining the others to the exported pipeline."""
     launch, activity = loaded.settings.launch, Activity()
     with (
-        listening(lambda: activity.unsaved) as stop,
+        handle_stop_signals(lambda: activity.unsaved) as stop,
         beating(os.environ, activity, stop, launch.stall_timeout) as heart,
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
         report_first_failure(world, stop, heart),
-        system_errors_explained(),
+        explain_system_errors(),
     ):
         seats = Group("rank", world.rank, world.size, message_signer(launch.run_secret_file))
         verify_same_config(world.store, seats, node_info(loaded), stop.check, STALL_SECONDS)
@@ -88,8 +88,10 @@ def open_output(session: Session, held: ExitStack) -> None:
     settings, world, error = session.settings, session.world, None
     if world.is_first:
         try:
-            with system_errors_explained():
-                held.enter_context(sole_user_of(settings.training.output_dir, session.stop.check, session.report.say))
+            with explain_system_errors():
+                held.enter_context(
+                    lock_output_dir(settings.training.output_dir, session.stop.check, session.report.say)
+                )
                 clear_leftovers(settings.training.output_dir)
                 check_targets(pipelines_of(settings))
         except SimpleTunerError as caught:
@@ -108,7 +110,7 @@ def fine_tune(session: Session) -> None:
     for warning in session.loaded.warnings:
         session.report.warn(warning)
     world, stop = session.world, session.stop.check
-    agree_on_folders([("output_dir", output)], world, stop, "output")
+    verify_same_folders([("output_dir", output)], world, stop, "output")
     checkpoint = checkpoint_to_resume(session)
     plan = plan_data(session, data_version(checkpoint))
     schedule, _ = where_to_begin(settings, plan, checkpoint)
@@ -118,7 +120,7 @@ def fine_tune(session: Session) -> None:
     else:
         caches = folders_of(settings, plan)
         with shared_lock(caches):
-            agree_on_folders([("the cache", folder) for folder in caches], world, stop, "caches")
+            verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
             fine_tune_on(session, plan, checkpoint)
     print_result(output, session.report)
 

@@ -20,8 +20,8 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family import Family
 from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
 from simpletuner.parallel.world import World
-from simpletuner.system.checksums import is_intact, signed
-from simpletuner.system.files import flush_to_disk, read_file, replace_folder, unfinished, write_json
+from simpletuner.system.checksums import is_intact, with_checksum
+from simpletuner.system.files import flush_to_disk, read_file, replace_folder, unfinished_path, write_json
 
 FINISHED = "simpletuner.json"
 """In an exported pipeline: after how many steps it was written, with size and checksum of every file; written last."""
@@ -43,7 +43,7 @@ def export_pipeline(
     `steps`, after which it was written, tells a later start that nothing is left to do. Raises EnvironmentFault on all
     ranks when one of them cannot write.
     """
-    hidden, denoiser = unfinished(target), family.denoiser_name
+    hidden, denoiser = unfinished_path(target), family.denoiser_name
 
     def write_rest() -> None:
         """Write what is not the denoiser's weights."""
@@ -53,7 +53,7 @@ def export_pipeline(
 
     def finish() -> None:
         """Write the marker and give the folder its name."""
-        write_json(hidden / FINISHED, signed({"steps": steps, "files": sizes(hidden), "checksums": sums}))
+        write_json(hidden / FINISHED, with_checksum({"steps": steps, "files": sizes(hidden), "checksums": sums}))
         keep_foreign_files(target, hidden)
         replace_folder(hidden, target)
 

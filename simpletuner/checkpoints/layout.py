@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.system.checksums import is_intact
-from simpletuner.system.files import read_file, remove, replace_folder, restore_replaced, unfinished
+from simpletuner.system.files import read_file, remove, replace_folder, restore_replaced, unfinished_path
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
@@ -183,7 +183,7 @@ def prune(root: Path, keep: int) -> None:
     A damaged one is neither counted nor removed.
     """
     for folder in [folder for folder in numbered(root) if is_complete(folder)][keep:]:
-        hidden = unfinished(folder)
+        hidden = unfinished_path(folder)
         remove(hidden)
         folder.rename(hidden)
         remove(hidden)

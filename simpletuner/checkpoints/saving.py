@@ -19,8 +19,8 @@ from simpletuner.checkpoints.tensors import (
 from simpletuner.checkpoints.verification import checksums
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
-from simpletuner.system.checksums import signed
-from simpletuner.system.files import replace_folder, unfinished, write_json
+from simpletuner.system.checksums import with_checksum
+from simpletuner.system.files import replace_folder, unfinished_path, write_json
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 
@@ -42,7 +42,7 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
     Raises EnvironmentFault on all ranks when any of them cannot write; older checkpoints stay as they are.
     """
     folder = folder_of_step(root, snapshot.step)
-    hidden = unfinished(folder)
+    hidden = unfinished_path(folder)
     together(world, hidden, lambda: prepare(hidden, world))
     for group, make in snapshot.groups.items():
         tensors = make()
@@ -97,4 +97,6 @@ def complete(hidden: Path, folder: Path, snapshot: Snapshot, sums: Mapping[str, 
 
 def write_state(hidden: Path, state: Mapping[str, Any], sums: Mapping[str, str]) -> None:
     """Write state.json, which makes a folder a checkpoint."""
-    write_json(hidden / STATE, signed({**state, "files": sizes(hidden), "checksums": dict(sorted(sums.items()))}))
+    write_json(
+        hidden / STATE, with_checksum({**state, "files": sizes(hidden), "checksums": dict(sorted(sums.items()))})
+    )

@@ -50,12 +50,12 @@ def nfs_check(
 
     Ends with 0 when all is well or there are warnings, with 3 when a check fails on any node.
     """
-    from simpletuner.system.signals import listening
+    from simpletuner.system.signals import handle_stop_signals
     from simpletuner.tools.nfs.check import check
 
     settings, report = load(flags, config, complete=False).settings, Report()
     node = node_of(settings, path, nodes, node_rank, timeout, size)
-    with listening() as stop:
+    with handle_stop_signals() as stop:
         outcome = check(node, stop, report.say)
     code = ExitCode.ENVIRONMENT if outcome.status is Status.FAIL else ExitCode.OK
     if as_json:

@@ -24,7 +24,7 @@ from simpletuner.checkpoints.layout import folder_of_step, sizes
 from simpletuner.checkpoints.saving import WEIGHTS_STEM, write_state
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.checksums import file_checksum
-from simpletuner.system.files import replace_folder, unfinished, write_json
+from simpletuner.system.files import replace_folder, unfinished_path, write_json
 
 RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_(?:model|optim)_states\.pt")
 
@@ -110,7 +110,7 @@ def import_dump(source: Path, root: Path, shapes: Shapes, config: Mapping[str, A
     """
     dump = opened_dump(source)
     folder = folder_of_step(root, dump.steps)
-    hidden = unfinished(folder)
+    hidden = unfinished_path(folder)
     prefix = prefix_of([name for name, _ in dump.tensors()], shapes, source)
     moments = dump.moments()
     write(hidden / "model", {**dict(dump.tensors()), **dict(dump.rest())}, prefix)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.cache_files import entries_of, is_plain_file, is_plain_folder
-from simpletuner.system.locks import is_held, locked
+from simpletuner.system.locks import is_locked, lock_file
 
 PREFIX, OWNER = "simpletuner-swap-", "owner.json"
 
@@ -66,7 +66,7 @@ def claimed(parent: Path, output_dir: Path) -> Iterator[Path]:
     owner = Owner(socket.gethostname(), boot_id(), os.getpid(), str(output_dir.absolute()))
     try:
         folder.mkdir(parents=True)
-        descriptor = locked(folder / OWNER, exclusive=True)
+        descriptor = lock_file(folder / OWNER, exclusive=True)
         os.write(descriptor, json.dumps(asdict(owner)).encode())  # after the lock: an owner who can be read held it
     except OSError as error:
         hint = "set offload_param_path to a folder on this machine's own NVMe"
@@ -104,7 +104,7 @@ def state_of(folder: Path, owner: Owner | None) -> State:
     """Return whether a folder's run is alive, dead, not to be judged from this machine, or none of ours."""
     if owner is None:
         return "foreign"
-    held = is_held(folder / OWNER)
+    held = is_locked(folder / OWNER)
     if held:
         return "live"
     return "dead" if owner.is_here and held is False else "elsewhere"

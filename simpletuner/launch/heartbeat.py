@@ -74,7 +74,7 @@ class Heartbeat:
         """Ask the main thread to stop, and end the process if it does not get on with that."""
         if not self.stop.signal_number:
             self.stop.signal_number = int(signal.SIGTERM)
-        self.stop.may_give_up = True
+        self.stop.may_exit = True
         meter, began = Meter(), time.monotonic()
         while not self.over.wait(BEAT_SECONDS / 4):
             idle = meter.idle_seconds(os.getpid(), self.activity.phase)
@@ -95,7 +95,7 @@ def beating(
         yield Heartbeat(None, activity, stop, stall_seconds)
         return
     os.set_inheritable(int(descriptor), False)
-    stop.may_give_up, stop.unsaved = False, None
+    stop.may_exit, stop.unsaved = False, None
     with socket.socket(fileno=int(descriptor)) as line:
         line.settimeout(SEND_SECONDS)
         heart = Heartbeat(line, activity, stop, stall_seconds)

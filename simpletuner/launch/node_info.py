@@ -14,9 +14,9 @@ from typing import Any
 
 from simpletuner import __version__
 from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerError
-from simpletuner.launch.network import own_address_towards
 from simpletuner.launch.signing import printable
 from simpletuner.settings import Loaded, settings_as_json
+from simpletuner.system.network import own_address_towards
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
 MAY_DIFFER = ("machine_rank", "main_process_ip", "gpu_ids", "node_join_timeout", "run_secret_file")

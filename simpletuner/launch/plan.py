@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.launch.environment import ranks_per_machine, visible_gpus
-from simpletuner.launch.network import interface_towards
 from simpletuner.settings.sections import Launch
+from simpletuner.system.network import interface_towards
 
 LOOPBACK = "127.0.0.1"
 FREE_PORT = "a free port"

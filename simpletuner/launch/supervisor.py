@@ -21,7 +21,7 @@ from simpletuner.launch.stall_detection import StallDetector
 from simpletuner.launch.termination import Termination, asked_to_stop, rank_died, rank_hangs_after_failing, rank_stalled
 from simpletuner.report import Report
 from simpletuner.settings import Loaded
-from simpletuner.system.signals import StopRequest, listening
+from simpletuner.system.signals import StopRequest, handle_stop_signals
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -54,8 +54,8 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
     launch, inherited = loaded.settings.launch, inherited_environment()
     visible_gpus(launch)  # finds wrong gpu_ids before anybody waits
     seal, ranks = message_signer(launch.run_secret_file), Ranks(inherited)
-    with listening(ranks.unsaved) as stop:
-        stop.before_giving_up = ranks.kill
+    with handle_stop_signals(ranks.unsaved) as stop:
+        stop.before_exit = ranks.kill
         served = serve(launch) if launch.machine_rank == 0 else None
         store = served if served and launch.num_machines == 1 else connect(launch, stop.check, Report().say)
         cards = meet(store, loaded, stop.check, seal)

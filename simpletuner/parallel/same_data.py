@@ -51,7 +51,7 @@ class Exchange:
         self.world.store.set(f"data/{key}", json.dumps(value))
 
 
-def agree_on_data(
+def verify_same_data(
     found: Found, datasets: Sequence[ImageDataset], world: World, stop: Callable[[], None]
 ) -> list[Sample]:
     """Return the samples that all ranks train on, with the file versions of rank 0. Collective.
@@ -67,12 +67,12 @@ def agree_on_data(
     world.meet("data/found", stop)  # ranks may take minutes to scan: no collective is held open
     first = json.loads(world.store.get("data/card"))
     exchange = Exchange(world, world.gather_texts(card["host"]), stop)
-    refuse(world, differing_datasets(first["datasets"], card["datasets"], exchange.names), SettingsError)
+    raise_first(world, differing_datasets(first["datasets"], card["datasets"], exchange.names), SettingsError)
     chunks = {number for number, digest in enumerate(digests) if digest != first["digests"][number]}
-    return compared(exchange, found, chunks)
+    return compare_chunks(exchange, found, chunks)
 
 
-def compared(exchange: Exchange, found: Found, chunks: set[int]) -> list[Sample]:
+def compare_chunks(exchange: Exchange, found: Found, chunks: set[int]) -> list[Sample]:
     """Compare the chunks that differ from those of rank 0 sample by sample, if any rank has such."""
     world, stop = exchange.world, exchange.stop
     wanted = {number for text in world.gather_texts(json.dumps(sorted(chunks))) for number in json.loads(text)}
@@ -93,7 +93,7 @@ def compared(exchange: Exchange, found: Found, chunks: set[int]) -> list[Sample]
     if world.is_first:
         for number in wanted:
             world.store.delete_key(f"data/chunk/{number}")
-    refuse(world, told, DataError)
+    raise_first(world, told, DataError)
     return with_versions(found.samples, first)
 
 
@@ -102,7 +102,7 @@ def facts_by_id(chunks: Any) -> dict[str, Facts]:
     return {sample_id: Facts(**facts) for chunk in chunks for sample_id, facts in chunk.items()}
 
 
-def refuse(world: World, told: str, kind: type[DataError | SettingsError]) -> None:
+def raise_first(world: World, told: str, kind: type[DataError | SettingsError]) -> None:
     """Raise, on all ranks, what the first rank that differs from rank 0 has to say. Collective."""
     for sentence in world.gather_texts(told):
         if sentence:

@@ -157,7 +157,7 @@ def joined(join: Callable[[], dist.Store], rank: int, stop: StopRequest) -> dist
     thread.start()
     while thread.is_alive():
         if stop.signal_number:
-            stop.give_up(stop.signal_number)  # nothing is lost, and the thread cannot be ended
+            stop.exit_now(stop.signal_number)  # nothing is lost, and the thread cannot be ended
         thread.join(0.05)
     if results and isinstance(results[0], dist.Store):
         return results[0]

@@ -1,4 +1,4 @@
-"""What a cache looks like on disk: the names of our files. A file of any other name is not ours."""
+"""File names of the caches on disk. A file with any other name is not ours and is never removed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,25 @@ SHARD_SUFFIX, INDEX_SUFFIX = ".shard", ".index.jsonl"
 BLOCK_CACHE = "fsdp_block_cache.json"
 
 IN_USE = ".in-use"
-"""The file in a cache folder that runs lock."""
+"""The lock file of a cache folder; see `locks.shared_lock`."""
 
 OURS = re.compile(rf"rank\d{{3,}}-\d{{5,}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})|{re.escape(IN_USE)}")
 
 
 def shard_name(rank: int, number: int) -> str:
-    """Return the name of a rank's shard."""
     return f"rank{rank:03d}-{number:05d}{SHARD_SUFFIX}"
 
 
 def index_of(shard: Path) -> Path:
-    """Return the index that lies beside a shard."""
     return shard.with_name(shard.name.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX)
 
 
 def shard_of(index: Path) -> Path:
-    """Return the shard that an index describes."""
     return index.with_name(index.name.removesuffix(INDEX_SUFFIX) + SHARD_SUFFIX)
 
 
 def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return what lies in a cache folder: our files, and what is not ours; links never are. Empty if there is none."""
+    """List a cache folder: our files, and foreign files. Links count as foreign. Empty if the folder does not exist."""
     ours: list[Path] = []
     others: list[Path] = []
     for path in entries_of(folder):
@@ -43,7 +40,7 @@ def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def entries_of(folder: Path) -> Iterator[Path]:
-    """Yield what lies in a folder, sorted; nothing if it is not there (any more)."""
+    """Yield a folder's entries, sorted; nothing if it does not exist."""
     try:
         yield from sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -51,7 +48,7 @@ def entries_of(folder: Path) -> Iterator[Path]:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Return whether this is a file itself, not a link to one."""
+    """Return whether this is a regular file, not a link to one."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -59,12 +56,12 @@ def is_plain_file(path: Path) -> bool:
 
 
 def is_plain_folder(path: Path) -> bool:
-    """Return whether this is a folder itself, not a link to one."""
+    """Return whether this is a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def bytes_of(path: Path) -> int:
-    """Return the size of a file, or of all files below a folder; links count as nothing, and what vanishes, too."""
+    """Return the size of a file, or of all files below a folder. Links, and files deleted meanwhile, count 0."""
     if is_plain_folder(path):
         return sum(bytes_of(child) for child in entries_of(path))
     try:
@@ -74,8 +71,8 @@ def bytes_of(path: Path) -> int:
 
 
 def block_cache_paths(environment: Mapping[str, str] = os.environ) -> tuple[Path, Path]:
-    """Return the file that remembers which blocks were detected in which model, and where it is if that place cannot
-    be written: in the user's home, which SIMPLETUNER_HOME moves, else in the system's folder for caches.
+    """Return the file that caches which blocks were detected in which model, and the fallback if it is not writable:
+    in the user's home (see `user_home`), else in the system's folder for caches.
     """
     from platformdirs import user_cache_path
 
@@ -83,15 +80,15 @@ def block_cache_paths(environment: Mapping[str, str] = os.environ) -> tuple[Path
 
 
 def user_home(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for what belongs to a user and to no run; SIMPLETUNER_HOME moves it."""
+    """Return the folder for per-user files that belong to no run; SIMPLETUNER_HOME overrides it."""
     return Path(environment.get("SIMPLETUNER_HOME") or "~/.simpletuner").expanduser()
 
 
 def lock_of(block_cache: Path) -> Path:
-    """Return the file to hold (`holds.alone_with`) while a block cache is read, changed and written."""
+    """Return the file to lock (`locks.exclusive_lock`) while a block cache is read, changed and written."""
     return block_cache.with_suffix(".lock")
 
 
 def damaged_of(block_cache: Path) -> Path:
-    """Return where a block cache that cannot be read is moved."""
+    """Return where an unreadable block cache is moved."""
     return block_cache.with_suffix(".damaged.json")

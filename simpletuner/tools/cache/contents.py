@@ -21,7 +21,7 @@ from simpletuner.system.cache_files import (
     is_plain_folder,
     lock_of,
 )
-from simpletuner.system.locks import is_held
+from simpletuner.system.locks import is_locked
 
 READ_BYTES = 1 << 20
 
@@ -57,7 +57,7 @@ class Item:
 def find_blocks() -> list[Item]:
     """Return the block caches that there are."""
     return [
-        Item(Kind.BLOCKS, path, entries_in_json(path), bytes_of(path), is_held(lock_of(path)))
+        Item(Kind.BLOCKS, path, entries_in_json(path), bytes_of(path), is_locked(lock_of(path)))
         for path in block_cache_paths()
         if is_plain_file(path)
     ]
@@ -100,7 +100,7 @@ def shards_in(kind: Kind, folder: Path) -> Item | None:
         return None
     entries = sum(lines_in(path) for path in ours if path.name.endswith(INDEX_SUFFIX))
     loose = [path for path in others if not is_plain_folder(path)]
-    return Item(kind, folder, entries, sum(map(bytes_of, ours)), is_held(folder / IN_USE), others=loose)
+    return Item(kind, folder, entries, sum(map(bytes_of, ours)), is_locked(folder / IN_USE), others=loose)
 
 
 def lines_in(path: Path) -> int:
