@@ -16,10 +16,10 @@ from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.batch_sampler import SamplerState
 from simpletuner.data.prefetch import RankSlice, StepBatch, prefetch
 from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
-from simpletuner.launch.heartbeat import beating
+from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.launch.node_info import node_info
-from simpletuner.launch.registration import Group, verify_same_config
-from simpletuner.launch.signing import message_signer
+from simpletuner.launch.rendezvous import Group, verify_same_config
+from simpletuner.launch.store import MessageStore, TorchStore, message_signer
 from simpletuner.models.family import Family
 from simpletuner.models.loading import load_family
 from simpletuner.models.weights import weights_files
@@ -70,13 +70,14 @@ def run_rank(loaded: Loaded) -> None:
     launch, activity = loaded.settings.launch, Activity()
     with (
         handle_stop_signals(lambda: activity.unsaved) as stop,
-        beating(os.environ, activity, stop, launch.stall_timeout) as heart,
+        connect_to_launcher(os.environ, activity, stop, launch.stall_timeout) as launcher,
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
-        report_first_failure(world, stop, heart),
+        report_first_failure(world, stop, launcher),
         explain_system_errors(),
     ):
-        seats = Group("rank", world.rank, world.size, message_signer(launch.run_secret_file))
-        verify_same_config(world.store, seats, node_info(loaded), stop.check, STALL_SECONDS)
+        messages = MessageStore(TorchStore(world.store), message_signer(launch.run_secret_file))
+        group = Group("rank", world.rank, world.size)
+        verify_same_config(messages, group, node_info(loaded), stop.check, STALL_SECONDS)
         session = Session(loaded, world, Report(quiet=not world.is_first), stop)
         with ExitStack() as held:
             open_output(session, held)

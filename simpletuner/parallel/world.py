@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentNotReady, ExitCode, SimpleTunerError, Stopped, TrainingError
-from simpletuner.launch.heartbeat import Heartbeat
+from simpletuner.launch.launcher_connection import LauncherConnection
 from simpletuner.system.activity import Activity
 from simpletuner.system.signals import StopRequest
 
@@ -203,34 +203,34 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
 
 
 @contextmanager
-def report_first_failure(world: World, stop: StopRequest, heart: Heartbeat) -> Iterator[None]:
+def report_first_failure(world: World, stop: StopRequest, launcher: LauncherConnection) -> Iterator[None]:
     """Let only the first rank of a machine that fails say why; the others leave with the same exit code."""
     try:
         yield
     except SimpleTunerError as error:
-        if is_first_failure(world, heart, error):
+        if is_first_failure(world, launcher, error):
             raise
         raise SystemExit(int(error.exit_code)) from None
     except Exception as error:
         if world.size > 1 and lost_a_peer(error):
-            if was_told_to_end(stop, heart):
+            if was_told_to_end(stop, launcher):
                 raise SystemExit(int(ExitCode.TRAINING)) from None
             raise TrainingError(f"rank {world.rank} lost contact to another rank: {error}") from None
-        if is_first_failure(world, heart, SimpleTunerError(f"{type(error).__name__}: {error}")):
+        if is_first_failure(world, launcher, SimpleTunerError(f"{type(error).__name__}: {error}")):
             raise
         raise SystemExit(int(ExitCode.BUG)) from None
 
 
-def was_told_to_end(stop: StopRequest, heart: Heartbeat) -> bool:
+def was_told_to_end(stop: StopRequest, launcher: LauncherConnection) -> bool:
     """Wait for the launcher to end this rank, as it does once another died: then it is the launcher who says why."""
-    heart.tell(lost=True)
+    launcher.send(lost_contact=True)
     end = time.monotonic() + LAUNCHER_SECONDS
     while not stop.signal_number and time.monotonic() < end:
         time.sleep(0.05)
     return bool(stop.signal_number)
 
 
-def is_first_failure(world: World, heart: Heartbeat, error: SimpleTunerError) -> bool:
+def is_first_failure(world: World, launcher: LauncherConnection, error: SimpleTunerError) -> bool:
     """Return whether no other rank of this machine has failed before; the first tells the launcher why.
 
     A store that is gone was the first rank's, which has failed.
@@ -240,7 +240,7 @@ def is_first_failure(world: World, heart: Heartbeat, error: SimpleTunerError) ->
             return False
     except dist.DistError:
         return False
-    heart.tell(reason={"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint})
+    launcher.send(reason={"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint})
     return True
 
 
