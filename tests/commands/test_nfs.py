@@ -15,8 +15,8 @@ import pytest
 from simpletuner.commands.nfs import show, verdict
 from simpletuner.report import Report
 from simpletuner.tools.nfs.check import Outcome
-from simpletuner.tools.nfs.findings import CHECKS, failed, passed, warned
-from simpletuner.tools.nfs.node import Node
+from simpletuner.tools.nfs.rendezvous import Node
+from simpletuner.tools.nfs.results import CHECKS, failed, passed, warned
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "accelerate", "diffusers", "transformers", "deepspeed", "PIL", "safetensors")

@@ -18,7 +18,7 @@ from typing import Any
 
 from simpletuner.system.signals import handle_stop_signals
 from simpletuner.tools.nfs.check import check
-from simpletuner.tools.nfs.node import Node
+from simpletuner.tools.nfs.rendezvous import Node
 
 
 def only_here(descriptor: int, operation: int) -> None:
