@@ -16,7 +16,7 @@ from simpletuner.tools.nfs.results import CHECKS, Finding, Status, format_ranks,
 
 if TYPE_CHECKING:
     from simpletuner.tools.nfs.capacity import DiskUsage
-    from simpletuner.tools.nfs.check import Outcome
+    from simpletuner.tools.nfs.check import CheckOutcome
     from simpletuner.tools.nfs.rendezvous import Node
 
 WORDS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
@@ -99,7 +99,7 @@ def disk_usage(settings: Settings) -> DiskUsage | None:
     return estimate_disk_usage(settings, *counted) if counted else None
 
 
-def show(outcome: Outcome, report: Report) -> None:
+def show(outcome: CheckOutcome, report: Report) -> None:
     """Print the table: this node's checks, what only other nodes found, and the verdict."""
     node = outcome.node
     report.line(f"{node.path}  as node {node.rank} of {node.nodes}", style="bold")
@@ -117,7 +117,7 @@ def row(finding: Finding) -> tuple[str, str, str, tuple[str, ...]]:
     return finding.check, WORDS[finding.status], finding.seen, finding.fix
 
 
-def verdict(outcome: Outcome) -> str:
+def verdict(outcome: CheckOutcome) -> str:
     """Summarize the result in one line, with the nodes that have each problem."""
     silent = [f"no report from node {rank}" for rank in outcome.silent if outcome.others]
     failures, warnings = [*problems(outcome, Status.FAIL), *silent], problems(outcome, Status.WARN)
@@ -125,7 +125,7 @@ def verdict(outcome: Outcome) -> str:
     return "; ".join(parts) or f"all is well on {plural(outcome.node.nodes, 'node')}"
 
 
-def problems(outcome: Outcome, status: Status) -> list[str]:
+def problems(outcome: CheckOutcome, status: Status) -> list[str]:
     """List each check that has this status on any node, with these nodes."""
     everyone = {outcome.node.rank: outcome.findings, **outcome.others}
     checks = {

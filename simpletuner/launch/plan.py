@@ -66,7 +66,7 @@ def choose_gpus(launch: Launch, environment: MutableMapping[str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """The ranks of one machine; `chosen` holds the variables that we set for all of them."""
 
     machine: int
@@ -108,12 +108,12 @@ class Plan:
             yield {**self.common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
 
 
-def plan_of(machine: int, launch: Launch, arguments: Sequence[str], port: int | None = None) -> Plan:
+def plan_of(machine: int, launch: Launch, arguments: Sequence[str], port: int | None = None) -> LaunchPlan:
     """Plan what a machine starts; `port` is the free port that was found for a single machine, once known."""
     several = launch.num_machines > 1
     address = launch.main_process_ip if several else LOOPBACK
     known = str(port or (launch.main_process_port if several else FREE_PORT))
-    return Plan(machine, launch, tuple(arguments), address, known, chosen_variables(machine, launch))
+    return LaunchPlan(machine, launch, tuple(arguments), address, known, chosen_variables(machine, launch))
 
 
 def chosen_variables(machine: int, launch: Launch) -> dict[str, str]:

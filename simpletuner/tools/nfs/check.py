@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from simpletuner.errors import ExitCode
 from simpletuner.system.signals import StopRequest
 from simpletuner.tools.nfs.capacity import check_space, check_speed
 from simpletuner.tools.nfs.filesystems import check_mount, mount_of_node, reach_of
 from simpletuner.tools.nfs.mounts import Mount
 from simpletuner.tools.nfs.port import check_port
 from simpletuner.tools.nfs.posix_semantics import check_delete, check_exclusive, check_lock, check_rename, check_write
-from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError, watchdog
+from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError
 from simpletuner.tools.nfs.results import (
     CHECKS,
     Finding,
@@ -30,9 +34,12 @@ from simpletuner.tools.nfs.results import (
 from simpletuner.tools.nfs.visibility import Pong, check_clock, check_identity, check_see, exchange_pings
 from simpletuner.tools.nfs.workspace import Workspace, cleanup_after_kill
 
+UNRESPONSIVE_SECONDS = 10.0
+"""After how long the watchdog says that the filesystem does not answer."""
+
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """What this node found, and what every other node that finished found."""
 
     node: Node
@@ -62,7 +69,7 @@ class Outcome:
         }
 
 
-def check(node: Node, stop: StopRequest, say: Callable[[str], None]) -> Outcome:
+def check(node: Node, stop: StopRequest, say: Callable[[str], None]) -> CheckOutcome:
     """Check a folder together with the other nodes, and leave nothing behind.
 
     `say` prints which nodes are missing, and whether the filesystem does not answer. Raises Stopped after a signal.
@@ -86,7 +93,7 @@ class CheckRun:
         self.pongs: list[list[Pong]] = []
         self.reaches: dict[int, str] = {}
 
-    def run(self) -> Outcome:
+    def run(self) -> CheckOutcome:
         """Make every check that is possible, and share the results."""
         self.findings["write"] = check_write(self.node, self.workspace)
         mount = mount_of_node(self.node)
@@ -154,7 +161,7 @@ class CheckRun:
             self.findings[name] = failed(name, f"not finished: {error}", "see the report of that node")
         self.peers.post_failure()
 
-    def share(self) -> Outcome:
+    def share(self) -> CheckOutcome:
         """Publish this node's findings, and return them with those of all others."""
         self.peers.stage = "outcome"
         posted: dict[int, list[dict[str, Any]]] = {}
@@ -166,11 +173,41 @@ class CheckRun:
             self.peers.drain()
         return self.outcome({rank: tuple(map(parse_finding, found)) for rank, found in posted.items()})
 
-    def outcome(self, others: dict[int, tuple[Finding, ...]]) -> Outcome:
+    def outcome(self, others: dict[int, tuple[Finding, ...]]) -> CheckOutcome:
         silent = tuple(rank for rank in self.node.others if rank not in others)
-        return Outcome(self.node, self.ordered(), others, silent)
+        return CheckOutcome(self.node, self.ordered(), others, silent)
 
     def ordered(self) -> tuple[Finding, ...]:
         """One finding for each check, in the order of the table."""
         why = "not checked: the nodes did not meet"
         return tuple(self.findings.get(name) or skipped(name, why) for name in CHECKS)
+
+
+@contextmanager
+def watchdog(rendezvous: Rendezvous, say: Callable[[str], None]) -> Iterator[None]:
+    """Report when the filesystem does not answer, and exit at the timeout, with the exit code of a failed check.
+
+    If a file server is down, system calls do not fail, they block, and the thread in one cannot handle a signal.
+    """
+    closed, reported = threading.Event(), threading.Event()
+    path, timeout = rendezvous.workspace.path, rendezvous.node.timeout_seconds
+
+    def watch() -> None:
+        while not closed.wait(0.5):
+            silence = time.monotonic() - rendezvous.last_progress
+            where = f"{path} has not answered for {silence:.0f} s (in `{rendezvous.stage}`)"
+            if silence > timeout:
+                say(f"error: {where}: given up")
+                say(f"hint: is its file server up? findmnt -T {path}")
+                os._exit(int(ExitCode.ENVIRONMENT))
+            if silence > UNRESPONSIVE_SECONDS and not reported.is_set():
+                reported.set()
+                say(f"{where}; waiting up to {timeout:g} s")
+
+    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join()

@@ -23,7 +23,7 @@ class Reach(StrEnum):
 
 
 @dataclass(frozen=True)
-class Kind:
+class Filesystem:
     """A filesystem: its common name, who sees its files, and why it may not suit a run."""
 
     name: str
@@ -36,30 +36,30 @@ ON_THIS_HOST = "keeps files on the host of this virtual machine: shared only bet
 
 OTHER_FILESYSTEM = "use NFS 4, Lustre or CephFS for output_dir"
 
-KINDS: dict[str, Kind] = {
-    "nfs": Kind("NFS 3", Reach.SHARED),
-    "nfs4": Kind("NFS 4", Reach.SHARED),
-    "lustre": Kind("Lustre", Reach.SHARED),
-    "ceph": Kind("CephFS", Reach.SHARED),
-    "fuse.ceph": Kind("CephFS (fuse)", Reach.SHARED),
-    "fuse.ceph-fuse": Kind("CephFS (fuse)", Reach.SHARED),
-    "beegfs": Kind("BeeGFS", Reach.SHARED),
-    "gpfs": Kind("IBM Storage Scale (GPFS)", Reach.SHARED),
-    "wekafs": Kind("WEKA", Reach.SHARED),
-    "ocfs2": Kind("OCFS2", Reach.SHARED),
-    "gfs2": Kind("GFS2", Reach.SHARED),
-    "fuse.glusterfs": Kind("GlusterFS", Reach.SHARED),
-    "fuse.juicefs": Kind("JuiceFS", Reach.SHARED),
-    "cifs": Kind("SMB", Reach.SHARED),
-    "smb3": Kind("SMB", Reach.SHARED),
-    "fuse.sshfs": Kind("sshfs", Reach.SHARED, "keeps locks on one node only, and is slow for checkpoints"),
-    "fuse.s3fs": Kind("s3fs", Reach.SHARED, OBJECTS),
-    "fuse.rclone": Kind("rclone", Reach.SHARED, OBJECTS),
-    "fuse.gcsfuse": Kind("gcsfuse", Reach.SHARED, OBJECTS),
-    "fuse.goofys": Kind("goofys", Reach.SHARED, OBJECTS),
-    "fuse.mountpoint-s3": Kind("Mountpoint for S3", Reach.SHARED, OBJECTS),
-    "9p": Kind("9p", Reach.UNKNOWN, ON_THIS_HOST),
-    "virtiofs": Kind("virtiofs", Reach.UNKNOWN, ON_THIS_HOST),
+FILESYSTEMS: dict[str, Filesystem] = {
+    "nfs": Filesystem("NFS 3", Reach.SHARED),
+    "nfs4": Filesystem("NFS 4", Reach.SHARED),
+    "lustre": Filesystem("Lustre", Reach.SHARED),
+    "ceph": Filesystem("CephFS", Reach.SHARED),
+    "fuse.ceph": Filesystem("CephFS (fuse)", Reach.SHARED),
+    "fuse.ceph-fuse": Filesystem("CephFS (fuse)", Reach.SHARED),
+    "beegfs": Filesystem("BeeGFS", Reach.SHARED),
+    "gpfs": Filesystem("IBM Storage Scale (GPFS)", Reach.SHARED),
+    "wekafs": Filesystem("WEKA", Reach.SHARED),
+    "ocfs2": Filesystem("OCFS2", Reach.SHARED),
+    "gfs2": Filesystem("GFS2", Reach.SHARED),
+    "fuse.glusterfs": Filesystem("GlusterFS", Reach.SHARED),
+    "fuse.juicefs": Filesystem("JuiceFS", Reach.SHARED),
+    "cifs": Filesystem("SMB", Reach.SHARED),
+    "smb3": Filesystem("SMB", Reach.SHARED),
+    "fuse.sshfs": Filesystem("sshfs", Reach.SHARED, "keeps locks on one node only, and is slow for checkpoints"),
+    "fuse.s3fs": Filesystem("s3fs", Reach.SHARED, OBJECTS),
+    "fuse.rclone": Filesystem("rclone", Reach.SHARED, OBJECTS),
+    "fuse.gcsfuse": Filesystem("gcsfuse", Reach.SHARED, OBJECTS),
+    "fuse.goofys": Filesystem("goofys", Reach.SHARED, OBJECTS),
+    "fuse.mountpoint-s3": Filesystem("Mountpoint for S3", Reach.SHARED, OBJECTS),
+    "9p": Filesystem("9p", Reach.UNKNOWN, ON_THIS_HOST),
+    "virtiofs": Filesystem("virtiofs", Reach.UNKNOWN, ON_THIS_HOST),
 }
 LOCAL = (
     *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "fuse.fuse-overlayfs"),
@@ -70,14 +70,14 @@ LOCAL = (
 EFS_SOURCE = re.compile(r"(fs-[0-9a-f]+)(\.efs\.[a-z0-9.-]+)?:/")
 
 
-def kind_of(mount: Mount) -> Kind:
+def filesystem_of(mount: Mount) -> Filesystem:
     if mount.fstype in LOCAL:
-        return Kind(mount.fstype, Reach.LOCAL)
-    kind = KINDS.get(mount.fstype, Kind(mount.fstype, Reach.UNKNOWN))
+        return Filesystem(mount.fstype, Reach.LOCAL)
+    filesystem = FILESYSTEMS.get(mount.fstype, Filesystem(mount.fstype, Reach.UNKNOWN))
     if mount.fstype in ("nfs", "nfs4"):
         version = mount.value_of("vers") or ("3" if mount.fstype == "nfs" else "4")
-        return replace(kind, name=f"Amazon EFS (NFS {version})" if is_efs(mount) else f"NFS {version}")
-    return kind
+        return replace(filesystem, name=f"Amazon EFS (NFS {version})" if is_efs(mount) else f"NFS {version}")
+    return filesystem
 
 
 def is_efs(mount: Mount) -> bool:
@@ -91,10 +91,10 @@ def server_of(mount: Mount) -> str:
     return mount.source.partition(":")[0] if ":" in mount.source else ""
 
 
-def cautions(mount: Mount, kind: Kind) -> Iterator[tuple[str, str]]:
+def cautions(mount: Mount, filesystem: Filesystem) -> Iterator[tuple[str, str]]:
     """Yield what may go wrong with a mount, each with its fix."""
-    if kind.caution:
-        yield f"{kind.name} {kind.caution}", OTHER_FILESYSTEM
+    if filesystem.caution:
+        yield f"{filesystem.name} {filesystem.caution}", OTHER_FILESYSTEM
     if mount.fstype in ("nfs", "nfs4"):
         yield from nfs_cautions(mount)
     if mount.fstype == "lustre":
@@ -158,29 +158,29 @@ def mount_of_node(node: Node) -> Mount | None:
 
 
 def reach_of(mount: Mount | None) -> Reach:
-    return kind_of(mount).reach if mount else Reach.UNKNOWN
+    return filesystem_of(mount).reach if mount else Reach.UNKNOWN
 
 
 def check_mount(node: Node, mount: Mount | None, others: Mapping[int, str]) -> Finding:
     """Check `mount`; `others` are the reaches of the mounts of nodes that see our files."""
     if mount is None:
         return warned("mount", f"no mount is listed for {node.path} in {node.mountinfo}", f"findmnt -T {node.path}")
-    kind, values = kind_of(mount), mount_values(mount)
+    filesystem, values = filesystem_of(mount), mount_values(mount)
     sentence = describe(mount)
     if "ro" in mount.options:
         fix = f"sudo mount -o remount,rw {mount.point}   # and `rw` in /etc/fstab, and in the server's /etc/exports"
         return failed("mount", f"{sentence}: read-only", fix, **values)
-    if kind.reach is Reach.LOCAL and node.nodes > 1:
+    if filesystem.reach is Reach.LOCAL and node.nodes > 1:
         # right on one node only: the one that serves it to the others
         served = [rank for rank, reach in others.items() if reach == Reach.SHARED]
         if served:
             return passed("mount", f"{sentence}, which this node serves to {format_ranks(served)}", **values)
         why = f"{sentence}, a local filesystem: {node.nodes} nodes cannot share it"
         return failed("mount", why, *recipe(str(node.path), node.address, node.rank), **values)
-    if found := list(cautions(mount, kind)):
+    if found := list(cautions(mount, filesystem)):
         why = f"{sentence}; " + "; ".join(reason for reason, _ in found)
         return warned("mount", why, *dict.fromkeys(fix for _, fix in found), **values)
-    if kind.reach is Reach.UNKNOWN and node.nodes > 1:
+    if filesystem.reach is Reach.UNKNOWN and node.nodes > 1:
         why = f"{sentence}, a filesystem that this check does not know: trust the checks below"
         return warned("mount", why, f"findmnt -T {node.path}", **values)
     return passed("mount", sentence, **values)
@@ -192,16 +192,16 @@ def describe(mount: Mount) -> str:
     bound = f" (its folder {mount.root})" if mount.root != "/" and mount.source.startswith("/") else ""
     words = ("rw", "ro", "hard", "soft", "softerr", "nolock", "flock", "localflock", "noac", "sync", "nobrl")
     options = ", ".join(option for option in mount.options if option in words)
-    return f"{mount.point} is {kind_of(mount).name}{source}{bound}, {options}"
+    return f"{mount.point} is {filesystem_of(mount).name}{source}{bound}, {options}"
 
 
 def mount_values(mount: Mount) -> dict[str, Any]:
-    kind = kind_of(mount)
+    filesystem = filesystem_of(mount)
     return {
         "mount_point": str(mount.point),
         "fstype": mount.fstype,
-        "kind": kind.name,
-        "reach": str(kind.reach),
+        "kind": filesystem.name,
+        "reach": str(filesystem.reach),
         "source": mount.source,
         "server": server_of(mount),
         "options": list(mount.options),

@@ -14,13 +14,11 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.errors import ExitCode
 from simpletuner.launch.heartbeat import Heartbeat, parse_heartbeat
 from simpletuner.launch.node_info import NodeInfo, identify, parse_node_info
 from simpletuner.launch.store import MessageStore
@@ -37,8 +35,6 @@ WAITING_HEARTBEAT_SECONDS = 0.1
 STALE_SECONDS = 3.0
 """A registered node without a new heartbeat for this long is dead."""
 CLAIM_ATTEMPTS = 20
-UNRESPONSIVE_SECONDS = 10.0
-"""After how long the watchdog says that the filesystem does not answer."""
 
 
 @dataclass(frozen=True)
@@ -289,33 +285,3 @@ class Rendezvous:
 
 def heartbeat_key(rank: int) -> str:
     return f"{rank}-beat"
-
-
-@contextmanager
-def watchdog(rendezvous: Rendezvous, say: Callable[[str], None]) -> Iterator[None]:
-    """Report when the filesystem does not answer, and exit at the timeout, with the exit code of a failed check.
-
-    If a file server is down, system calls do not fail, they block, and the thread in one cannot handle a signal.
-    """
-    closed, reported = threading.Event(), threading.Event()
-    path, timeout = rendezvous.workspace.path, rendezvous.node.timeout_seconds
-
-    def watch() -> None:
-        while not closed.wait(0.5):
-            silence = time.monotonic() - rendezvous.last_progress
-            where = f"{path} has not answered for {silence:.0f} s (in `{rendezvous.stage}`)"
-            if silence > timeout:
-                say(f"error: {where}: given up")
-                say(f"hint: is its file server up? findmnt -T {path}")
-                os._exit(int(ExitCode.ENVIRONMENT))
-            if silence > UNRESPONSIVE_SECONDS and not reported.is_set():
-                reported.set()
-                say(f"{where}; waiting up to {timeout:g} s")
-
-    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        closed.set()
-        thread.join()

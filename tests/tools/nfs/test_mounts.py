@@ -12,8 +12,8 @@ from simpletuner.tools.nfs.filesystems import (
     Reach,
     cautions,
     check_mount,
+    filesystem_of,
     fstab_line,
-    kind_of,
     mount_of_node,
     recipe,
     server_of,
@@ -56,7 +56,7 @@ def recorded(line: str, path: str = str(PATH)) -> Mount:
 )
 def test_every_filesystem_is_known_by_its_recorded_line(line, name, reach, server):
     mount = recorded(getattr(nfs_recorded, line))
-    kind = kind_of(mount)
+    kind = filesystem_of(mount)
     assert (kind.name, kind.reach, server_of(mount)) == (name, reach, server)
     assert mount.point == PATH
 
@@ -98,7 +98,7 @@ def test_one_node_may_use_its_own_disk(line):
 
 
 def test_the_line_for_fstab_mends_the_options_and_leaves_out_what_is_negotiated():
-    fixes = [fix for _, fix in cautions(recorded(nfs_recorded.NFS3_NOLOCK), kind_of(recorded(nfs_recorded.NFS3)))]
+    fixes = [fix for _, fix in cautions(recorded(nfs_recorded.NFS3_NOLOCK), filesystem_of(recorded(nfs_recorded.NFS3)))]
     assert fixes[0].startswith("in /etc/fstab: filer:/vol/output /mnt/shared nfs rw,")
     options = fixes[0].split(" ")[5].split(",")
     assert "hard" in options
