@@ -59,6 +59,7 @@ class PeerMonitor:
     ) -> None:
         self.messages, self.here, self.names = messages, here, names
         self.timeout_seconds, self.suspect_seconds = timeout_seconds, min(suspect_seconds, timeout_seconds)
+        # four heartbeats within the timeout, so that a single late one does not end the run
         self.interval_seconds = min(HEARTBEAT_SECONDS, timeout_seconds / 4)
         self.state, self.phase, self.lost_contact = "running", 0, False  # written by the launcher, sent by the thread
         self.count = 0
@@ -139,7 +140,7 @@ class PeerMonitor:
 
         try:
             while not self.closed:
-                state = self.state
+                state = self.state  # one reading: `has_left` must be about what was sent
                 self._send(state)
                 self._receive()
                 self._exchange_termination()

@@ -53,6 +53,7 @@ class LauncherConnection:
             status = {"phase": now.phase, "doing": now.doing, "unsaved": now.unsaved, "watched": now.watched}
             if self._is_broken(json.dumps({"status": status}).encode()):
                 self._exit_without_launcher()
+            # woken early when `unsaved` changes, so that the launcher confirms Ctrl-C correctly
             now.changed.wait(HEARTBEAT_SECONDS)
             now.changed.clear()
 

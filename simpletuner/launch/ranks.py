@@ -76,6 +76,7 @@ class Ranks:
                 connection.close()
 
     def _start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        # datagrams keep their boundaries: every recv is one message
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         ours.setblocking(False)
         self.sockets[rank], self.statuses[rank] = ours, RankStatus(time.monotonic())
@@ -115,6 +116,7 @@ class Ranks:
 
     def first_failure(self) -> ProcessExit | None:
         """Return a failed rank, if there is one; a killed one first, since others fail because they miss it."""
+        # signals are negative codes, so the least code is a kill
         failed = [(process.returncode, rank) for rank, process in self.processes.items() if process.poll()]
         return ProcessExit(min(failed)[1], self.processes[min(failed)[1]].pid, min(failed)[0]) if failed else None
 

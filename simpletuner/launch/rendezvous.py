@@ -141,6 +141,7 @@ def poll(messages: MessageStore, group: Group, check: Callable[[], None]) -> Non
 
 def reject(messages: MessageStore, group: Group, error: SimpleTunerError, info: NodeInfo) -> None:
     """Publish, for all that wait, why there will be no run."""
+    # a signal says nothing about where it came from; errors of configuration name both places themselves
     place = f"{group.name(group.number)} ({info.host}): " if isinstance(error, Stopped) else ""
     rejection = {"exit_code": int(error.exit_code), "message": place + error.message, "hint": error.hint}
     messages.put_first(group.key("refused"), rejection, parse_rejection)

@@ -1,4 +1,8 @@
-"""The launcher of one machine: rendezvous with the others, start the ranks, supervise them, shut them down."""
+"""The launcher of one machine: rendezvous with the others, start the ranks, supervise them, shut them down.
+
+Not torchrun's agent: it reports a dead rank only after it has ended the others of that machine (up to 30 s), and learns
+nothing from other machines while ranks run.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ SAVE_ON_SIGNAL_SECONDS = 900
 LINGER_SECONDS = 1.0
 """How long machine 0 keeps serving the store when machines disagree, so that all of them can read why."""
 EXIT_SECONDS = 15
-"""How long ranks may take to exit when another failed; one that waits for it in a collective never does."""
+"""How long ranks may take to exit when another failed."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
     Raises SettingsError or EnvironmentNotReady when the rendezvous fails. Exits with the exit code of the first rank
     that failed, and prints why unless that rank has printed it here.
     """
+    # the environment as the user set it, before torch is silenced for this process alone
     launch, inherited = loaded.settings.launch, inherited_environment()
     visible_gpus(launch)  # refuses wrong gpu_ids before any machine waits for another
     signer, ranks = message_signer(launch.run_secret_file), Ranks(inherited)
@@ -68,6 +73,7 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
         names = [f"machine {number} ({info.host})" for number, info in enumerate(infos)]
         plan = plan_of(launch.machine_rank, launch, arguments, store.port)
         log_ranks(launch.machine_rank, names, plan.ranks)
+        # from here on messages of another run with the same secret are rejected, even recorded ones
         messages = MessageStore(TorchStore(store), signer.for_run(infos[0].nonce))
         with (
             PeerMonitor(messages, launch.machine_rank, names, launch.node_timeout) as peers,
@@ -120,6 +126,7 @@ def supervise(run: SupervisedRun) -> Termination | None:
         if termination := find_termination(run):
             return termination
         if not ranks.alive:
+            # machine 0 serves the store, so a machine that is done keeps sending heartbeats until all are
             peers.state = "finished"
             if peers.others_are("finished", "left"):
                 return None
@@ -156,6 +163,7 @@ def shut_down(run: SupervisedRun, termination: Termination) -> None:
     if termination.signal_number and termination.machine != peers.here:
         Report().say(f"{peers.names[termination.machine]} was asked to stop; the ranks here save and stop with it")
     ranks.send_signal(termination.signal_number or signal.SIGTERM)
+    # a rank that waits in a collective for one that failed can neither save nor exit by itself
     end = time.monotonic() + (SAVE_ON_SIGNAL_SECONDS if termination.signal_number else EXIT_SECONDS)
     while ranks.alive and time.monotonic() < end and not peers.find_silent():
         ranks.receive()

@@ -50,7 +50,7 @@ def serve(launch: Launch) -> TCPStore:
         port,
         is_master=True,
         timeout=timedelta(seconds=STORE_SECONDS),
-        wait_for_workers=False,
+        wait_for_workers=False,  # launchers arrive in any order, and ranks connect later
         master_listen_fd=listener.detach(),
     )
 
@@ -60,6 +60,8 @@ def connect(launch: Launch, check: Callable[[], None], say: Callable[[str], None
     silence_torch()
     wait_for_machine_0(launch, check, say)
     host, port = launch.main_process_ip, launch.main_process_port
+    # The constructor cannot be interrupted: in a thread, Ctrl-C still works, and a server of another kind, which never
+    # answers, is found at the timeout.
     connected: Queue[TCPStore | None] = Queue()
     threading.Thread(target=open_store, args=(host, port, connected), daemon=True).start()
     end = time.monotonic() + STORE_SECONDS
@@ -76,7 +78,7 @@ def connect(launch: Launch, check: Callable[[], None], say: Callable[[str], None
 
 
 def open_store(host: str, port: int, connected: Queue[TCPStore | None]) -> None:
-    """Put a connected store into the queue, or None; in a thread, since another kind of server may never answer."""
+    """Put a connected store into the queue, or None if connecting fails."""
     from torch.distributed import DistError, TCPStore
 
     try:
