@@ -22,7 +22,7 @@ from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, with_settings
 from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
-from simpletuner.errors import SIGNAL_CODES, ExitCode, SettingsError, SimpleTunerError, system_errors_explained
+from simpletuner.errors import SIGNAL_CODES, ExitCode, SettingsError, SimpleTunerError, explain_system_errors
 from simpletuner.report import Report
 
 DEBUG = "SIMPLETUNER_DEBUG"
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
         os.environ[DEBUG] = "1"  # the ranks that this process starts inherit it
     debug = bool(os.environ.get(DEBUG))
     try:
-        with system_errors_explained():
+        with explain_system_errors():
             run(program, normalize_argv([argument for argument in given if argument != "--debug"]))
     except SimpleTunerError as error:
         print_error(error)

@@ -1,4 +1,4 @@
-"""What can go wrong, as types: each carries one sentence, a hint, and the exit code that scripts see."""
+"""Exceptions for the user: each carries one sentence, a hint and the exit code of the command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class ExitCode(IntEnum):
-    """Say how a command ended; ops scripts on every node rely on these numbers."""
+    """Exit codes of all commands; scripts rely on these numbers."""
 
     OK = 0
     BUG = 1
@@ -27,11 +27,11 @@ class ExitCode(IntEnum):
 
 
 SIGNAL_CODES = frozenset({ExitCode.HANGUP, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
-"""Exit codes of a run that was asked to stop, which is not an error."""
+"""Exit codes after a signal, which is not an error."""
 
 
 class SimpleTunerError(Exception):
-    """Stop with one sentence; `hint` ends in the next thing to type or to change."""
+    """An error with one sentence for the user; `hint` says what to type or change next."""
 
     exit_code: int = ExitCode.BUG
 
@@ -85,25 +85,25 @@ class SettingsError(SimpleTunerError):
 
 
 class EnvironmentNotReady(SimpleTunerError):
-    """The machine lacks something: a file, room on disk, a package, a network peer."""
+    """Something is missing on this machine: a file, disk space, a package, a network peer."""
 
     exit_code = ExitCode.ENVIRONMENT
 
 
 class DataError(SimpleTunerError):
-    """Pictures, captions or buckets that cannot be trained on."""
+    """Images, captions or buckets that cannot be trained on."""
 
     exit_code = ExitCode.DATA
 
 
 class TrainingError(SimpleTunerError):
-    """Training itself failed: a loss that is not a number, a rank that died."""
+    """Training failed: a loss that is not finite, a rank that died."""
 
     exit_code = ExitCode.TRAINING
 
 
 class Stopped(SimpleTunerError):
-    """A signal asked the run to end; everything worth keeping has been saved."""
+    """The run was stopped by a signal; everything worth keeping has been saved."""
 
     exit_code = ExitCode.TERMINATED
 
@@ -113,7 +113,7 @@ class Stopped(SimpleTunerError):
 
 
 class RemoteFailure(SimpleTunerError):
-    """What ended another machine or rank; this one ends with the same sentence and exit code."""
+    """The failure of another machine or rank, with whose sentence and exit code this one exits."""
 
     def __init__(self, exit_code: int, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -132,37 +132,37 @@ HINTS = {
     errno.ENOENT: "check that it exists and that nothing removes it while a run uses it",
 }
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
-"""How safetensors and tokenizers, which raise exceptions of their own, end messages about files."""
+"""Errno in exceptions of safetensors and tokenizers, which do not raise OSError."""
 
 
 @contextmanager
-def system_errors_explained(folder: Path | None = None) -> Iterator[None]:
-    """Turn what the system refuses (a full disk, a missing right, no memory) into EnvironmentFault.
+def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
+    """Turn errors of the operating system (full disk, permission denied, out of memory) into EnvironmentNotReady.
 
-    Whatever touches files may raise OSError, so this is used at the two walls, around all of a command or of a rank.
-    `folder` is named where an error names no file.
+    Any code that touches files may raise OSError, so this wraps the whole of a command and of a rank rather than each
+    caller. `folder` is named where an error names no file.
     """
     try:
         yield
-    except (SimpleTunerError, BrokenPipeError):  # a reader such as `head` that has seen enough is no fault
+    except (SimpleTunerError, BrokenPipeError):  # BrokenPipeError: the reader, such as `head`, has read enough
         raise
     except OSError as error:
-        raise os_fault(error, folder) from error
+        raise explain_os_error(error, folder) from error
     except MemoryError as error:
         raise EnvironmentNotReady("out of memory", "lower what is held at once, such as train_batch_size") from error
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, not importable here
             raise EnvironmentNotReady(str(error).partition(". ")[0], OUT_OF_GPU_MEMORY) from error
         if number := RUST_ERRNO.search(str(error)):
-            raise os_fault(OSError(int(number[1]), os.strerror(int(number[1]))), folder) from error
+            raise explain_os_error(OSError(int(number[1]), os.strerror(int(number[1]))), folder) from error
         raise
 
 
 OUT_OF_GPU_MEMORY = "lower train_batch_size, or set gradient_checkpointing or fsdp_enable"
 
 
-def os_fault(error: OSError, folder: Path | None = None) -> EnvironmentNotReady:
-    """Return what to say about a refused system call."""
+def explain_os_error(error: OSError, folder: Path | None = None) -> EnvironmentNotReady:
+    """Describe a failed system call in one sentence."""
     names = [str(name) for name in (error.filename, error.filename2) if name is not None] or [str(folder or "")]
     why = error.strerror or str(error) or type(error).__name__
     message = f"cannot use {' and '.join(names)}: {why}" if any(names) else why

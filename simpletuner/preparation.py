@@ -19,7 +19,7 @@ from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.data.prefetch import SampleReader
 from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.engine import compute_dtype
-from simpletuner.parallel.same_data import agree_on_data
+from simpletuner.parallel.same_data import verify_same_data
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -62,7 +62,7 @@ def plan_data(session: Session, version: int = DATA_VERSION) -> Plan:
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, datasets, alignment_px):
         session.report.warn(warning)
-    samples = agree_on_data(found, datasets, session.world, session.stop.check)
+    samples = verify_same_data(found, datasets, session.world, session.stop.check)
     return make_plan(settings, datasets, samples, text, version)
 
 

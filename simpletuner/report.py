@@ -1,4 +1,4 @@
-"""The only place that prints: data to stdout, talk to stderr, quiet on every rank but the first."""
+"""All printing: results to stdout, messages to stderr; only rank 0 prints messages."""
 
 from __future__ import annotations
 
@@ -17,29 +17,26 @@ if TYPE_CHECKING:
 
 
 UNFOLDED = 10_000
-"""Columns of tables that scripts read: no cell is broken into lines."""
+"""Width of tables when stdout is not a terminal: cells are not wrapped, so that scripts can parse them."""
 
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What may move the cursor, turn text round or cannot be printed: C0 and C1 but for tab and newline, bidirectional
-marks, and the surrogates that stand for bytes of a file name which are not UTF-8."""
+"""Characters that move the cursor, reverse text or cannot be printed: C0 and C1 controls except tab and newline,
+bidirectional marks, and the surrogates that stand for bytes of a file name that are not UTF-8."""
 
 
 def printable(text: str) -> str:
-    """Return text that is safe on a terminal and in a log: controls as escapes, and every further line indented.
-
-    A name with a newline in it can so never begin a line, where errors and warnings begin.
-    """
+    """Make text safe for terminals and logs: escape control characters and indent all lines but the first."""
+    # the indent keeps a file name with a newline from faking a line that begins with `error:`
     return re.sub(r"\n(?=[^\n])(?!  )", "\n  ", CONTROLS.sub(escaped, text))
 
 
 def escaped(control: re.Match[str]) -> str:
-    """Return a control character as Python writes it."""
     return control[0].encode("unicode_escape", "surrogatepass").decode()
 
 
 class Report:
-    """Tell a person, or a script, what happens; `quiet` keeps ranks above 0 from saying it again."""
+    """Print for people and scripts; `quiet` silences messages, on ranks above 0."""
 
     def __init__(self, quiet: bool = False) -> None:
         from rich.console import Console
@@ -49,48 +46,47 @@ class Report:
         self.data = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else UNFOLDED)
 
     def say(self, text: str, style: str = "") -> None:
-        """Print one line of talk."""
+        """Print a message to stderr."""
         if not self.quiet:
             self.talk.print(printable(text), style=style, markup=False)
 
     def warn(self, text: str, hint: str = "") -> None:
-        """Print something that the user should know and may ignore."""
+        """Print a warning, and what to do about it."""
         self.say(f"warning: {text}", style="yellow")
         if hint:
             self.say(f"hint: {hint}", style="dim")
 
     def error(self, error: SimpleTunerError) -> None:
-        """Print why a command ended, on any rank: whoever calls this has the reason."""
+        """Print why a command failed, on any rank, even if quiet: only the rank that knows the reason calls this."""
         self.talk.print(printable(f"error: {error.message}"), style="bold red", markup=False)
         if error.hint:
             self.talk.print(printable(f"hint: {error.hint}"), style="dim", markup=False)
 
     def json(self, value: Any) -> None:
-        """Print a value for scripts."""
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
     def text(self, text: str) -> None:
-        """Print text for scripts, as it is."""
+        """Print text unchanged."""
         sys.stdout.write(text)
 
     def table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str] = ()) -> None:
-        """Print rows as a table of talk; without `columns`, as name and value pairs."""
+        """Print rows as a table to stderr; without `columns`, as name and value pairs."""
         if not self.quiet:
             self.talk.print(table_of(title, rows, columns), markup=False)
 
     def data_table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str]) -> None:
-        """Print rows as a table that is what the user asked for; whole words, however wide."""
+        """Print rows as a table to stdout."""
         self.data.print(table_of(title, rows, columns), markup=False)
 
     def confirm(self, question: str) -> bool:
-        """Ask a person at the terminal; anything but yes means no."""
+        """Ask a yes/no question; anything but yes means no."""
         self.talk.print(printable(f"{question} [y/N] "), end="", markup=False)
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def ask(self, question: str, choices: Sequence[str] = (), default: str = "") -> str:
-        """Ask a person at the terminal until the answer is one of the choices, if there are any.
+        """Ask until the answer is one of `choices`, if any are given; an empty answer means the default.
 
-        An empty answer means the default. Raises EOFError at the end of input.
+        Raises EOFError at the end of input.
         """
         from rich.prompt import Prompt
 
@@ -99,7 +95,7 @@ class Report:
         )
 
     def checklist(self, rows: Iterable[tuple[str, str, str, Sequence[str]]], styles: Mapping[str, str]) -> None:
-        """Print name, status and sentence of each row as data, and below what to type, each on a line to be copied."""
+        """Print name, status, sentence and fixes of each row to stdout; fixes are not wrapped, to be copied."""
         from rich.text import Text
 
         for name, status, sentence, fixes in rows:
@@ -117,16 +113,15 @@ class Report:
                 self.data.print(Text(printable(f"      fix: {fix}"), style="cyan"))
 
     def line(self, text: str, style: str = "") -> None:
-        """Print one line of data."""
+        """Print a line to stdout."""
         self.data.print(printable(text), style=style, markup=False)
 
     def progress(self, title: str, total: int, done: int = 0) -> Progress:
-        """Return a progress display: a bar on a terminal, a line now and then elsewhere."""
+        """Start a progress display: a bar on a terminal, otherwise a line every 10 seconds."""
         return Progress(self, title, total, done)
 
 
 def table_of(title: str, rows: Iterable[Sequence[object]], columns: Sequence[str]) -> Table:
-    """Return rows as a plain table."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -142,7 +137,7 @@ def table_of(title: str, rows: Iterable[Sequence[object]], columns: Sequence[str
 
 
 class Progress:
-    """Show how far a long job is; `line_seconds` is the pace of plain lines where there is no terminal."""
+    """Progress of a long job; `line_seconds` is the interval between lines where there is no terminal."""
 
     def __init__(self, report: Report, title: str, total: int, done: int, line_seconds: float = 10.0) -> None:
         self.report, self.title, self.total, self.done = report, title, total, done
@@ -168,7 +163,7 @@ class Progress:
             self.bar.stop()
 
     def update(self, done: int, note: str = "") -> None:
-        """Set the count done, with a short note such as the loss."""
+        """Set the number done, with a short note such as the loss."""
         again, self.done = self.said and done == self.done, done
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=done, note=note)

@@ -9,17 +9,17 @@ from contextlib import ExitStack, closing
 from simpletuner.checkpoints.export import check_export
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.data.prefetch import RankSlice, prefetch
-from simpletuner.errors import system_errors_explained
-from simpletuner.launch.heartbeat import beating
+from simpletuner.errors import explain_system_errors
+from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.launch.node_info import node_info
-from simpletuner.launch.registration import Group, verify_same_config
-from simpletuner.launch.signing import message_signer
+from simpletuner.launch.rendezvous import Group, verify_same_config
+from simpletuner.launch.store import MessageStore, TorchStore, message_signer
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.loading import load_family
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.mesh import build_mesh
-from simpletuner.parallel.same_folder import agree_on_folders
+from simpletuner.parallel.same_folder import verify_same_folders
 from simpletuner.parallel.world import STALL_SECONDS, joined_world, report_first_failure
 from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare
 from simpletuner.report import Report
@@ -27,7 +27,7 @@ from simpletuner.session import Session
 from simpletuner.settings import Loaded
 from simpletuner.system.activity import Activity
 from simpletuner.system.locks import shared_lock
-from simpletuner.system.signals import listening
+from simpletuner.system.signals import handle_stop_signals
 from simpletuner.training.ema import EMA
 from simpletuner.training.engines import check_engine, open_engine
 from simpletuner.training.metrics import Metrics, open_metrics
@@ -55,15 +55,17 @@ def run_rank(loaded: Loaded) -> None:
     """Run one rank. Collective with the other ranks of the run."""
     launch, activity = loaded.settings.launch, Activity()
     with (
-        listening(lambda: activity.unsaved) as stop,
-        beating(os.environ, activity, stop, launch.stall_timeout) as heart,
+        handle_stop_signals(lambda: activity.unsaved) as stop,
+        connect_to_launcher(os.environ, activity, stop, launch.stall_timeout) as launcher,
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
-        report_first_failure(world, stop, heart),
-        system_errors_explained(),
+        report_first_failure(world, stop, launcher),
+        explain_system_errors(),
         ExitStack() as stack,
     ):
-        group = Group("rank", world.rank, world.size, message_signer(launch.run_secret_file))
-        verify_same_config(world.store, group, node_info(loaded), stop.check, STALL_SECONDS)
+        messages = MessageStore(TorchStore(world.store), message_signer(launch.run_secret_file))
+        verify_same_config(
+            messages, Group("rank", world.rank, world.size), node_info(loaded), stop.check, STALL_SECONDS
+        )
         session = Session(loaded, build_mesh(loaded.settings, world), Report(quiet=not world.is_first), stop)
         open_output_dir(session, stack)
         fine_tune(session)
@@ -76,7 +78,7 @@ def fine_tune(session: Session) -> None:
     silence_libraries()
     for warning in session.loaded.warnings:
         session.report.warn(warning)
-    agree_on_folders([("output_dir", output)], world, stop, "output")
+    verify_same_folders([("output_dir", output)], world, stop, "output")
     checkpoint = checkpoint_to_resume(session)
     plan = plan_data(session, data_version(checkpoint))
     schedule, _ = resume_point(settings, plan, checkpoint)
@@ -86,7 +88,7 @@ def fine_tune(session: Session) -> None:
     else:
         caches = folders_of(settings, plan)
         with shared_lock(caches):  # `cache clear` must not remove what this run reads
-            agree_on_folders([("the cache", folder) for folder in caches], world, stop, "caches")
+            verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
             fine_tune_on(session, plan, checkpoint)
     print_result(output, session.report)
 

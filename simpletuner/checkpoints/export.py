@@ -20,8 +20,8 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
 from simpletuner.parallel.world import World
-from simpletuner.system.checksums import is_intact, signed
-from simpletuner.system.files import flush_to_disk, read_file, replace_folder, unfinished, write_json
+from simpletuner.system.checksums import is_intact, with_checksum
+from simpletuner.system.files import flush_to_disk, read_file, replace_folder, unfinished_path, write_json
 
 FINISHED = "simpletuner.json"
 """In an exported pipeline: after how many steps it was written, with size and checksum of every file; written last."""
@@ -43,7 +43,7 @@ def export_pipeline(
     `steps`, after which it was written, tells a later start that nothing is left to do. Raises EnvironmentNotReady on
     all ranks when one of them cannot write.
     """
-    hidden, denoiser = unfinished(target), family.denoiser_name
+    hidden, denoiser = unfinished_path(target), family.denoiser_name
 
     def write_rest() -> None:
         write_json(hidden / denoiser / "config.json", config)
@@ -51,7 +51,7 @@ def export_pipeline(
         write_json(hidden / "scheduler" / "scheduler_config.json", family.scheduler_config)
 
     def finish() -> None:
-        write_json(hidden / FINISHED, signed({"steps": steps, "files": file_sizes(hidden), "checksums": sums}))
+        write_json(hidden / FINISHED, with_checksum({"steps": steps, "files": file_sizes(hidden), "checksums": sums}))
         keep_foreign_files(target, hidden)
         replace_folder(hidden, target)
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.system.checksums import is_intact
-from simpletuner.system.files import read_file, remove, replace_folder, restore_replaced, unfinished
+from simpletuner.system.files import read_file, remove, replace_folder, restore_replaced, unfinished_path
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
@@ -176,7 +176,7 @@ def clear_unfinished(root: Path) -> None:
 def prune_checkpoints(root: Path, keep: int) -> None:
     """Remove all but the newest complete checkpoints. A damaged one is neither counted nor removed."""
     for folder in [folder for folder in list_checkpoints(root) if is_complete(folder)][keep:]:
-        hidden = unfinished(folder)
+        hidden = unfinished_path(folder)
         remove(hidden)
         # Renamed first: a process killed while it removes files must not leave a checkpoint that looks complete.
         folder.rename(hidden)

@@ -13,8 +13,8 @@ from simpletuner.checkpoints.tensors import FILE_ERRORS, NamedTensors, error_lin
 from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
-from simpletuner.system.checksums import signed
-from simpletuner.system.files import replace_folder, unfinished, write_json
+from simpletuner.system.checksums import with_checksum
+from simpletuner.system.files import replace_folder, unfinished_path, write_json
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 
@@ -39,7 +39,7 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
     EnvironmentNotReady on all ranks when one of them cannot write; older checkpoints stay as they are.
     """
     folder = checkpoint_folder(root, snapshot.step)
-    hidden = unfinished(folder)
+    hidden = unfinished_path(folder)
     run_on_first_rank(world, hidden, lambda: make_empty_folder(hidden))
     for group, make in snapshot.groups.items():
         tensors = make()
@@ -92,4 +92,6 @@ def make_empty_folder(folder: Path) -> None:
 
 def write_state(hidden: Path, state: Mapping[str, Any], sums: Mapping[str, str]) -> None:
     """Write state.json, which makes a folder a checkpoint, so it must be written last."""
-    write_json(hidden / STATE, signed({**state, "files": file_sizes(hidden), "checksums": dict(sorted(sums.items()))}))
+    write_json(
+        hidden / STATE, with_checksum({**state, "files": file_sizes(hidden), "checksums": dict(sorted(sums.items()))})
+    )

@@ -1,4 +1,4 @@
-"""`simpletuner nfs check`: whether all nodes of a run can share its folder."""
+"""`simpletuner nfs check`: can all nodes of a run share its folder?"""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
-from simpletuner.tools.nfs.findings import CHECKS, Finding, Status, plural, ranks_in_words
+from simpletuner.tools.nfs.results import CHECKS, Finding, Status, format_ranks, plural
 
 if TYPE_CHECKING:
-    from simpletuner.tools.nfs.check import Outcome
-    from simpletuner.tools.nfs.footprint import Footprint
-    from simpletuner.tools.nfs.node import Node
+    from simpletuner.tools.nfs.capacity import DiskUsage
+    from simpletuner.tools.nfs.check import CheckOutcome
+    from simpletuner.tools.nfs.rendezvous import Node
 
 WORDS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
 STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red", "-": "dim"}
 
 
 def build_nfs() -> typer.Typer:
-    """Return the commands of `simpletuner nfs`."""
     app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look after the folder that all nodes share.")
     app.command("check", context_settings=UNKNOWN_FLAGS)(with_settings(nfs_check))
     return app
@@ -50,12 +49,12 @@ def nfs_check(
 
     Ends with 0 when all is well or there are warnings, with 3 when a check fails on any node.
     """
-    from simpletuner.system.signals import listening
+    from simpletuner.system.signals import handle_stop_signals
     from simpletuner.tools.nfs.check import check
 
     settings, report = load(flags, config, complete=False).settings, Report()
     node = node_of(settings, path, nodes, node_rank, timeout, size)
-    with listening() as stop:
+    with handle_stop_signals() as stop:
         outcome = check(node, stop, report.say)
     code = ExitCode.ENVIRONMENT if outcome.status is Status.FAIL else ExitCode.OK
     if as_json:
@@ -68,8 +67,8 @@ def nfs_check(
 def node_of(
     settings: Settings, path: Path | None, nodes: int | None, rank: int | None, timeout: float, size: int | None
 ) -> Node:
-    """Return what this node is asked: by its own options, else by the settings."""
-    from simpletuner.tools.nfs.node import Node
+    """Combine the command's options with the settings, which are the defaults."""
+    from simpletuner.tools.nfs.rendezvous import Node
 
     launch = settings.launch
     count = launch.num_machines if nodes is None else nodes
@@ -87,21 +86,21 @@ def node_of(
         size_mib=size,
         address=launch.main_process_ip,
         port=launch.main_process_port,
-        footprint=footprint(settings),
+        disk_usage=disk_usage(settings),
     )
 
 
-def footprint(settings: Settings) -> Footprint | None:
-    """Return what the configured run will write; None when its model is not known."""
+def disk_usage(settings: Settings) -> DiskUsage | None:
+    """Estimate what the configured run will write; None when its model is not known."""
     from simpletuner.models.parameter_count import parameters_of
-    from simpletuner.tools.nfs.footprint import footprint_of
+    from simpletuner.tools.nfs.capacity import estimate_disk_usage
 
     counted = parameters_of(settings.model)
-    return footprint_of(settings, *counted) if counted else None
+    return estimate_disk_usage(settings, *counted) if counted else None
 
 
-def show(outcome: Outcome, report: Report) -> None:
-    """Print the result for people: this node's checks, what only other nodes found, and the verdict."""
+def show(outcome: CheckOutcome, report: Report) -> None:
+    """Print the table: this node's checks, what only other nodes found, and the verdict."""
     node = outcome.node
     report.line(f"{node.path}  as node {node.rank} of {node.nodes}", style="bold")
     report.checklist(map(row, outcome.findings), STYLES)
@@ -115,21 +114,22 @@ def show(outcome: Outcome, report: Report) -> None:
 
 
 def row(finding: Finding) -> tuple[str, str, str, tuple[str, ...]]:
-    """Return a finding as a line of the table."""
     return finding.check, WORDS[finding.status], finding.seen, finding.fix
 
 
-def verdict(outcome: Outcome) -> str:
-    """Return the result in one line, with the nodes that each problem concerns."""
+def verdict(outcome: CheckOutcome) -> str:
+    """Summarize the result in one line, with the nodes that have each problem."""
     silent = [f"no report from node {rank}" for rank in outcome.silent if outcome.others]
     failures, warnings = [*problems(outcome, Status.FAIL), *silent], problems(outcome, Status.WARN)
-    said = [f"failed: {', '.join(failures)}"] * bool(failures) + [f"warnings: {', '.join(warnings)}"] * bool(warnings)
-    return "; ".join(said) or f"all is well on {plural(outcome.node.nodes, 'node')}"
+    parts = [f"failed: {', '.join(failures)}"] * bool(failures) + [f"warnings: {', '.join(warnings)}"] * bool(warnings)
+    return "; ".join(parts) or f"all is well on {plural(outcome.node.nodes, 'node')}"
 
 
-def problems(outcome: Outcome, status: Status) -> list[str]:
-    """Return each check that ended so on any node, with these nodes."""
+def problems(outcome: CheckOutcome, status: Status) -> list[str]:
+    """List each check that has this status on any node, with these nodes."""
     everyone = {outcome.node.rank: outcome.findings, **outcome.others}
-    ended = {rank: {finding.check for finding in found if finding.status is status} for rank, found in everyone.items()}
-    nodes_of = {name: [rank for rank in ended if name in ended[rank]] for name in CHECKS}
-    return [f"{name} ({ranks_in_words(ranks)})" for name, ranks in nodes_of.items() if ranks]
+    checks = {
+        rank: {finding.check for finding in found if finding.status is status} for rank, found in everyone.items()
+    }
+    nodes_of = {name: [rank for rank in checks if name in checks[rank]] for name in CHECKS}
+    return [f"{name} ({format_ranks(ranks)})" for name, ranks in nodes_of.items() if ranks]

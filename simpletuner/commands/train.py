@@ -22,7 +22,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     """Fine-tune a model. Run the same command again to resume."""
     from simpletuner.launch import check_world_size, choose_gpus, is_rank, launch_ranks
     from simpletuner.models.support import check_runnable
-    from simpletuner.system.signals import end_with_launcher
+    from simpletuner.system.signals import terminate_with_parent
 
     loaded = check_runnable(load(flags, config))
     if json and not dry_run:
@@ -38,7 +38,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     check_world_size(loaded, os.environ)
     choose_gpus(loaded.settings.launch, os.environ)
     if is_rank(os.environ):
-        end_with_launcher()
+        terminate_with_parent()
     # torch is imported from here on: launchers and --dry_run answer without it.
     from simpletuner.worker import run_rank
 

@@ -27,7 +27,7 @@ from simpletuner.checkpoints.layout import checkpoint_folder, file_sizes
 from simpletuner.checkpoints.saving import WEIGHTS_STEM, write_state
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.checksums import file_checksum
-from simpletuner.system.files import replace_folder, unfinished, write_json
+from simpletuner.system.files import replace_folder, unfinished_path, write_json
 
 RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_(?:model|optim)_states\.pt")
 
@@ -114,7 +114,7 @@ def import_deepspeed_checkpoint(source: Path, root: Path, shapes: Shapes, config
     """
     theirs = read_checkpoint(source)
     folder = checkpoint_folder(root, theirs.steps)
-    hidden = unfinished(folder)
+    hidden = unfinished_path(folder)
     prefix = find_prefix([name for name, _ in theirs.tensors()], shapes, source)
     moments = theirs.moment_names()
     write_tensors(hidden / "model", {**dict(theirs.tensors()), **dict(theirs.fixed_tensors())}, prefix)

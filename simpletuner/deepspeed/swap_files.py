@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.cache_files import entries_of, is_plain_file, is_plain_folder
-from simpletuner.system.locks import is_held, locked
+from simpletuner.system.locks import is_locked, lock_file
 
 SWAP_PREFIX, OWNER_FILE = "simpletuner-swap-", "owner.json"
 
@@ -67,7 +67,7 @@ def create_swap_folder(parent: Path, output_dir: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
         # Locked first, written then: whoever can read an owner without finding it locked knows that it is dead.
-        descriptor = locked(folder / OWNER_FILE, exclusive=True)
+        descriptor = lock_file(folder / OWNER_FILE, exclusive=True)
         os.write(descriptor, json.dumps(asdict(owner)).encode())
     except OSError as error:
         hint = "set offload_param_path to a folder on this machine's own NVMe"
@@ -104,7 +104,7 @@ def read_owner(folder: Path) -> SwapOwner | None:
 def find_state(folder: Path, owner: SwapOwner | None) -> SwapState:
     if owner is None:
         return "foreign"
-    held = is_held(folder / OWNER_FILE)
+    held = is_locked(folder / OWNER_FILE)
     if held:
         return "live"
     return "dead" if owner.is_this_machine and held is False else "elsewhere"

@@ -1,7 +1,14 @@
-"""Start the ranks of one machine or many: plan, meet, start, watch over one another, end together."""
+"""Start the ranks of one or many machines, supervise them, and shut them down together. No torch at import.
 
-from simpletuner.launch.environment import check_world_size, choose_gpus, is_rank
-from simpletuner.launch.plan import describe_plans
+plan                 what each machine starts         supervisor       the launcher of one machine
+store                keys, and signed messages        ranks            its rank processes
+tcp_store            the store that machine 0 serves  stall_detection  which of them hang
+rendezvous           registration and comparison      heartbeat        whether other machines are alive
+node_info            what is compared                 termination      why a run ends early
+launcher_connection  a rank's side: heartbeats to its launcher
+"""
+
+from simpletuner.launch.plan import check_world_size, choose_gpus, describe_plans, is_rank
 from simpletuner.launch.supervisor import launch_ranks
 
 __all__ = ["check_world_size", "choose_gpus", "describe_plans", "is_rank", "launch_ranks"]

@@ -1,106 +1,179 @@
-"""A rank's side of its connection to the launcher: heartbeats, why it failed, and what to do when the launcher dies.
+"""Launchers monitor each other: each writes a heartbeat to the store every second, and why the run ends, if early.
 
-It is a socket pair of this machine, not the store: no stranger can reach it, no other message can hold it up, and it
-breaks the moment that the launcher dies.
+Only the thread accesses the store. When the network fails, a call to the store may never return, and the launcher must
+still be able to kill its ranks.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from simpletuner.launch.process_usage import Meter
-from simpletuner.system.activity import Activity
-from simpletuner.system.signals import StopRequest
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.launch.store import MessageStore
+from simpletuner.launch.termination import Termination, machine_silent, parse_termination
 
-LIFELINE = "_SIMPLETUNER_LIFELINE"
-"""Variable that names the rank's end of the socket pair."""
-BEAT_SECONDS = 1.0
-SEND_SECONDS = 2.0
-"""How long a message may wait for a launcher that is stopped, as by Ctrl-Z."""
-ORPHAN_SECONDS = 8.0
-"""How long a rank without a launcher may take to leave where nothing is lost by that."""
-SAVE_SECONDS = 900.0
-"""How long a rank without a launcher may take to save its last step."""
+HEARTBEAT_SECONDS = 1.0
+ANSWER_SECONDS = 3.0
+"""How long to wait for the thread to write a message."""
+SUSPECT_SECONDS = 5.0
+"""How long a machine may be silent once a rank has lost contact to another: then it is not just a slow network."""
+
+TERMINATION_KEY = "launchers/ending"
 
 
+@dataclass(frozen=True)
 class Heartbeat:
-    """A thread that sends a heartbeat every second; without a launcher (None) it does nothing."""
+    """What a launcher, or a node of `nfs check`, writes regularly; a count that rises means that it is alive."""
 
-    def __init__(self, line: socket.socket | None, activity: Activity, stop: StopRequest, stall_seconds: float) -> None:
-        self.line, self.activity, self.stop, self.stall_seconds = line, activity, stop, stall_seconds
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+    count: int
+    state: str = "running"
+    """`running`, `finished`, or `left`."""
+    phase: int = 0
+    """The phase of its furthest rank."""
+    lost_contact: bool = False
+    """Whether one of its ranks has lost contact to another."""
+
+
+def parse_heartbeat(values: Mapping[str, Any]) -> Heartbeat | None:
+    match values:
+        case {"count": int(count), "state": str(state), "phase": int(phase), "lost_contact": bool(lost)}:
+            return Heartbeat(count, state, phase, lost)
+    return None
+
+
+class PeerMonitor:
+    """Sends this machine's heartbeat and reads those of the others; `names` are the names of all machines."""
+
+    def __init__(
+        self,
+        messages: MessageStore,
+        here: int,
+        names: Sequence[str],
+        timeout_seconds: float,
+        suspect_seconds: float = SUSPECT_SECONDS,
+    ) -> None:
+        self.messages, self.here, self.names = messages, here, names
+        self.timeout_seconds, self.suspect_seconds = timeout_seconds, min(suspect_seconds, timeout_seconds)
+        # four heartbeats within the timeout, so that a single late one does not end the run
+        self.interval_seconds = min(HEARTBEAT_SECONDS, timeout_seconds / 4)
+        self.state, self.phase, self.lost_contact = "running", 0, False  # written by the launcher, sent by the thread
+        self.count = 0
+        self.termination: Termination | None = None
+        self.proposed: Termination | None = None
+        self.cut_off = self.has_left = False
+        self.answered = time.monotonic()
+        """When the store last answered."""
+        others = (machine for machine in range(len(names)) if machine != here)
+        self.received = {machine: (Heartbeat(0, ""), self.answered) for machine in others}
+        """The last heartbeat of each other machine, and when it was read."""
+        self.wake, self.closed = threading.Event(), False
+        self.thread = threading.Thread(target=self._run, name="peer monitor", daemon=True)
+
+    def __enter__(self) -> PeerMonitor:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True  # a thread inside torch while the interpreter shuts down would abort the process
+        self.wake.set()
+        self.thread.join(0 if self._is_store_lost() else ANSWER_SECONDS)
+
+    def terminate(self, termination: Termination) -> Termination:
+        """Publish why the run ends. Return the reason that was published first, here or on another machine."""
+        self.proposed = termination
+        self._wait(lambda: self.termination, ANSWER_SECONDS)
+        return self.termination or termination
+
+    def find_silent(self) -> Termination | None:
+        """Return the termination for a machine that has been silent for too long; None if there is none."""
+        now = time.monotonic()
+        silence = {machine: now - at for machine, (beat, at) in self.received.items() if beat.state != "left"}
+        if self.here:  # machine 0 serves the store: if that does not answer, nothing is known of the others
+            silence = {**silence, 0: now - self.answered}
+        machine = max(silence, key=lambda machine: (silence[machine], -machine), default=self.here)
+        if silence.get(machine, 0) <= self._allowed_seconds():
+            return None
+        return machine_silent(self.here, self.names[machine], silence[machine])
+
+    def _allowed_seconds(self) -> float:
+        """How long a machine may be silent."""
+        lost = self.lost_contact or self.cut_off or any(beat.lost_contact for beat, _ in self.received.values())
+        return self.suspect_seconds if lost else self.timeout_seconds
+
+    def others_are(self, *states: str) -> bool:
+        """Return whether the last heartbeat of every other machine had one of these states."""
+        return all(beat.state in states for beat, _ in self.received.values())
 
     @property
-    def has_launcher(self) -> bool:
-        """Return whether a launcher of ours started this rank."""
-        return self.line is not None
+    def phase_elsewhere(self) -> int:
+        """The phase of the furthest rank of the other machines."""
+        return max((beat.phase for beat, _ in self.received.values()), default=0)
 
-    def tell(self, **message: Any) -> None:
-        """Send a message to the launcher, if there is one."""
-        with suppress(OSError):
-            if self.line is not None:
-                self.line.send(json.dumps(message).encode())
+    def leave(self, timeout_seconds: float) -> None:
+        """Publish that this machine has finished. Machine 0, which serves the store, waits for all others to leave."""
+        self.state = "left"
+        self._wait(lambda: self.has_left, ANSWER_SECONDS)
+        if self.here == 0:
+            self._wait(lambda: self.others_are("left") or self.find_silent(), timeout_seconds)
+
+    def _wait(self, done: Callable[[], object], timeout_seconds: float) -> None:
+        """Wait until the thread has done something; not where the store does not answer."""
+        self.wake.set()
+        now = begin = time.monotonic()
+        while not done() and not self.cut_off and now < begin + timeout_seconds:
+            if self._is_store_lost():
+                return
+            time.sleep(0.01)
+            now = time.monotonic()
+
+    def _is_store_lost(self) -> bool:
+        """Return whether the store has not answered for so long that waiting for it is useless."""
+        return self.here > 0 and time.monotonic() - self.answered > self._allowed_seconds()
 
     def _run(self) -> None:
-        while not self.over.is_set():
-            state = self.activity
-            beat = {"phase": state.phase, "doing": state.doing, "unsaved": state.unsaved, "watched": state.watched}
-            if self._is_cut(json.dumps({"beat": beat}).encode()):
-                self._end_without_launcher()
-            state.changed.wait(BEAT_SECONDS)
-            state.changed.clear()
+        from torch.distributed import DistError
 
-    def _is_cut(self, message: bytes) -> bool:
-        """Send a message; return whether nobody is left to receive it."""
-        assert self.line is not None
         try:
-            self.line.send(message)
-        except TimeoutError:
-            return False
-        except OSError:
-            return not self.over.is_set()
-        return False
+            while not self.closed:
+                state = self.state  # one reading: `has_left` must be about what was sent
+                self._send(state)
+                self._receive()
+                self._exchange_termination()
+                self.answered = time.monotonic()
+                self.has_left = state == "left"
+                self.wake.wait(self.interval_seconds)
+                self.wake.clear()
+        except (DistError, EnvironmentNotReady):  # machine 0 is gone, or a stranger keeps overwriting our key
+            self.cut_off = True
 
-    def _end_without_launcher(self) -> None:
-        """Ask the main thread to stop, and end the process if it does not get on with that."""
-        if not self.stop.signal_number:
-            self.stop.signal_number = int(signal.SIGTERM)
-        self.stop.may_give_up = True
-        meter, began = Meter(), time.monotonic()
-        while not self.over.wait(BEAT_SECONDS / 4):
-            idle = meter.idle_seconds(os.getpid(), self.activity.phase)
-            waited = time.monotonic() - began
-            lost_nothing = not self.activity.unsaved and waited > ORPHAN_SECONDS
-            hangs = self.activity.unsaved and self.activity.watched and idle > self.stall_seconds
-            if lost_nothing or hangs or waited > SAVE_SECONDS:
-                os._exit(128 + self.stop.signal_number)
+    def _send(self, state: str) -> None:
+        self.count += 1
+        heartbeat = Heartbeat(self.count, state, self.phase, self.lost_contact)
+        self.messages.write(heartbeat_key(self.here), asdict(heartbeat))
+
+    def _receive(self) -> None:
+        keys = {machine: heartbeat_key(machine) for machine in self.received}
+        heartbeats = self.messages.read_all(keys.values(), parse_heartbeat)
+        for machine, key in keys.items():
+            # only a higher count: a recorded heartbeat, replayed by a stranger, is not a sign of life
+            if key in heartbeats and heartbeats[key].count > self.received[machine][0].count:
+                self.received[machine] = (heartbeats[key], time.monotonic())
+
+    def _exchange_termination(self) -> None:
+        """Publish this machine's termination unless another was first, or read another's."""
+        parse = partial(parse_termination, machines=len(self.names))
+        if self.termination:
+            return
+        if self.proposed:
+            self.termination = self.messages.put_first(TERMINATION_KEY, self.proposed.as_json(), parse)
+        else:
+            self.termination = self.messages.read(TERMINATION_KEY, parse)
 
 
-@contextmanager
-def beating(
-    environment: MutableMapping[str, str], activity: Activity, stop: StopRequest, stall_seconds: float
-) -> Iterator[Heartbeat]:
-    """Send heartbeats to the launcher that left its socket in the environment, if one did."""
-    descriptor = environment.pop(LIFELINE, "")  # children of this process have no part in it
-    if not descriptor:
-        yield Heartbeat(None, activity, stop, stall_seconds)
-        return
-    os.set_inheritable(int(descriptor), False)
-    stop.may_give_up, stop.unsaved = False, None
-    with socket.socket(fileno=int(descriptor)) as line:
-        line.settimeout(SEND_SECONDS)
-        heart = Heartbeat(line, activity, stop, stall_seconds)
-        heart.thread.start()
-        try:
-            yield heart
-        finally:
-            heart.over.set()
+def heartbeat_key(machine: int) -> str:
+    return f"launchers/beat/{machine}"

@@ -1,4 +1,4 @@
-"""What machines, or ranks, must have in common, and the sentence that says where two of them differ."""
+"""Which process a machine or rank is, what all must have in common, and how a difference is reported."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from simpletuner import __version__
 from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerError
-from simpletuner.launch.network import own_address_towards
-from simpletuner.launch.signing import printable
+from simpletuner.launch.store import sanitize
 from simpletuner.settings import Loaded, settings_as_json
+from simpletuner.system.network import own_address_towards
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
 MAY_DIFFER = ("machine_rank", "main_process_ip", "gpu_ids", "node_join_timeout", "run_secret_file")
@@ -25,46 +26,69 @@ MAY_DIFFER = ("machine_rank", "main_process_ip", "gpu_ids", "node_join_timeout",
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """Who somebody is, and what all must agree about; plain values, so that it can travel as JSON."""
+    """What a machine, a rank or a node of `nfs check` registers, as JSON."""
 
     host: str
     pid: int
     settings: dict[str, Any]
     versions: dict[str, str]
     address: str = ""
-    """With which address a machine reaches machine 0."""
+    """The address with which a machine reaches machine 0."""
     nonce: str = ""
-    """Machine 0's is part of all signatures of the run."""
+    """Random per process. Machine 0's is part of all signatures of the run."""
+    uid: int = -1
+    boot: str = ""
+    """Distinguishes this boot of this machine, and this container on it, from all others; empty where unknown."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the card as plain values, from which `Card(**values)` makes it again."""
         return asdict(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process certainly is not running any more: it ran here, and its pid is free."""
+        return bool(self.boot) and self.boot == boot_of_machine() and not Path(f"/proc/{self.pid}").exists()
+
+
+def identify(settings: dict[str, Any], versions: dict[str, str], address: str = "") -> NodeInfo:
+    """Make the NodeInfo of this process."""
+    nonce = secrets.token_hex(8)
+    return NodeInfo(
+        socket.gethostname(), os.getpid(), settings, versions, address, nonce, os.geteuid(), boot_of_machine()
+    )
 
 
 def node_info(loaded: Loaded) -> NodeInfo:
-    """Return the card of this process. Folders count with their full path, since each machine has its own `.`."""
+    """Make the NodeInfo of a launcher or rank."""
     launch = loaded.settings.launch
     settings = {name: value for name, value in settings_as_json(loaded).items() if name not in MAY_DIFFER}
+    # absolute: each machine has its own current folder
     settings["output_dir"] = str(loaded.settings.training.output_dir.absolute())
     ip = launch.main_process_ip
-    address = own_address_towards(ip, launch.main_process_port) if ip else ""
-    return NodeInfo(socket.gethostname(), os.getpid(), settings, versions(), address, secrets.token_hex(8))
+    return identify(settings, versions(), own_address_towards(ip, launch.main_process_port) if ip else "")
 
 
-def parse_node_info(values: Mapping[str, Any] | None) -> NodeInfo | None:
-    """Return the card that another process wrote; None if it is none."""
+def parse_node_info(values: Mapping[str, Any]) -> NodeInfo | None:
     match values:
         case {"host": str(host), "pid": int(pid), "settings": dict(settings), "versions": dict(versions)}:
             address, nonce = values.get("address", ""), values.get("nonce", "")
-            if isinstance(address, str) and isinstance(nonce, str) and (not address or is_address(address)):
-                settings = {printable(name): value for name, value in settings.items()}
-                versions = {printable(name): version for name, version in versions.items()}
-                return NodeInfo(printable(host), pid, settings, versions, address, nonce)
+            uid, boot = values.get("uid", -1), values.get("boot", "")
+            texts = isinstance(address, str) and isinstance(nonce, str) and isinstance(boot, str)
+            if texts and isinstance(uid, int) and (not address or is_address(address)):
+                settings = {sanitize(name): value for name, value in settings.items()}
+                versions = {sanitize(name): version for name, version in versions.items()}
+                return NodeInfo(sanitize(host), pid, settings, versions, address, nonce, uid, boot)
     return None
 
 
+def boot_of_machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
 def is_address(text: str) -> bool:
-    """Return whether a text is an IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -73,7 +97,7 @@ def is_address(text: str) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that decide what a run computes, read without importing the packages."""
+    """Return the versions of what decides the results, without importing the packages."""
     found = {"simpletuner": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
     for package in PACKAGES:
         try:
@@ -84,7 +108,7 @@ def versions() -> dict[str, str]:
 
 
 def difference(first: NodeInfo, first_name: str, other: NodeInfo, other_name: str) -> SimpleTunerError | None:
-    """Return the error that names every difference with both values and both places; None where there is none."""
+    """Make the error that lists every difference with both values and both places; None where there is none."""
     names = (f"{first_name} ({first.host})", f"{other_name} ({other.host})")
     settings = differing(first.settings, other.settings, names)
     packages = differing(first.versions, other.versions, names)
@@ -96,28 +120,22 @@ def difference(first: NodeInfo, first_name: str, other: NodeInfo, other_name: st
     return None
 
 
-def check_addresses(cards: Sequence[NodeInfo]) -> None:
-    """Refuse an address that means machine 0 to the others and the loopback device to machine 0 itself.
-
-    Its ranks would wait for the others there. Raises SettingsError.
-    """
-    inside = [card.address for card in cards if card.address and is_loopback(card.address)]
-    if cards[0].address in inside and len(inside) < len(cards):
-        raise SettingsError(
-            f"main_process_ip leads machine 0 to its loopback address {cards[0].address}, which others cannot reach",
-            "give the address of its network card as --main_process_ip, or correct /etc/hosts on machine 0",
-        )
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether an address never leaves the machine."""
-    return ipaddress.ip_address(address).is_loopback
-
-
 def differing(first: dict[str, Any], other: dict[str, Any], names: tuple[str, str]) -> list[str]:
-    """Return a sentence for each name with two values."""
     return [
         f"{name} differs: {first.get(name)!r} on {names[0]}, {other.get(name)!r} on {names[1]}"
         for name in [*first, *(name for name in other if name not in first)]
         if first.get(name) != other.get(name)
     ]
+
+
+def check_addresses(infos: Sequence[NodeInfo]) -> None:
+    """Refuse a main_process_ip that is machine 0 for the others, but the loopback device on machine 0 itself.
+
+    Ranks of machine 0 would bind to the loopback device, where the others cannot reach them. Raises SettingsError.
+    """
+    inside = [info.address for info in infos if info.address and ipaddress.ip_address(info.address).is_loopback]
+    if infos[0].address in inside and len(inside) < len(infos):
+        raise SettingsError(
+            f"main_process_ip leads machine 0 to its loopback address {infos[0].address}, which others cannot reach",
+            "give the address of its network card as --main_process_ip, or correct /etc/hosts on machine 0",
+        )

@@ -1,17 +1,18 @@
-"""What one machine starts: its ranks, their command line, and what each finds in its environment."""
+"""What one machine starts: its ranks, their command line, their environment and GPUs."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from simpletuner.launch.environment import ranks_per_machine, visible_gpus
-from simpletuner.launch.network import interface_towards
+from simpletuner.errors import SettingsError
+from simpletuner.settings import Loaded
 from simpletuner.settings.sections import Launch
+from simpletuner.system.network import interface_towards
 
 LOOPBACK = "127.0.0.1"
 FREE_PORT = "a free port"
@@ -20,9 +21,53 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 single machine it would listen where others can reach it. NCCL opens its first connections there, too."""
 
 
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Return whether this process is already a rank, started by us, by torchrun or by `accelerate launch`."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def check_world_size(loaded: Loaded, environment: Mapping[str, str]) -> None:
+    """Raise SettingsError if `num_processes` is set and another launcher started a different number of ranks."""
+    world_size = int(environment["WORLD_SIZE"]) if is_rank(environment) else 1
+    wanted = loaded.settings.launch.num_processes
+    if world_size != wanted:
+        raise SettingsError(
+            f"num_processes = {wanted} ({loaded.origins['num_processes']}), but {world_size} ranks run",
+            "leave num_processes out, or start as many ranks as it says",
+        )
+
+
+def ranks_per_machine(launch: Launch) -> int:
+    return launch.num_processes // launch.num_machines  # settings refuse what does not divide
+
+
+def visible_gpus(launch: Launch) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES for gpu_ids; nothing where all GPUs may be used.
+
+    Raises SettingsError when gpu_ids lists a GPU twice, or fewer GPUs than there are ranks on a machine.
+    """
+    if launch.use_cpu or launch.gpu_ids.strip().lower() == "all":
+        return {}
+    ids = [part.strip() for part in launch.gpu_ids.split(",") if part.strip()]
+    ranks = ranks_per_machine(launch)
+    if len(set(ids)) < len(ids):
+        raise SettingsError(f"gpu_ids = {launch.gpu_ids!r} names a GPU twice", "list every GPU once, such as 0,1,3")
+    if len(ids) < ranks:
+        raise SettingsError(
+            f"gpu_ids = {launch.gpu_ids!r} names {len(ids)} GPUs, but every machine runs {ranks} ranks",
+            f"name {ranks} GPUs, or lower num_processes to {len(ids) * launch.num_machines}",
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ids)}
+
+
+def choose_gpus(launch: Launch, environment: MutableMapping[str, str]) -> None:
+    """Hide the GPUs that gpu_ids leaves out. Call it before torch is imported: CUDA reads the environment once."""
+    environment.update(visible_gpus(launch))
+
+
 @dataclass(frozen=True)
-class Plan:
-    """The ranks of one machine; `chosen` holds the variables that we add for all of them."""
+class LaunchPlan:
+    """The ranks of one machine; `chosen` holds the variables that we set for all of them."""
 
     machine: int
     launch: Launch
@@ -33,18 +78,19 @@ class Plan:
 
     @property
     def ranks(self) -> range:
-        """Return the global ranks of this machine."""
+        """The global ranks of this machine."""
         count = ranks_per_machine(self.launch)
         return range(self.machine * count, (self.machine + 1) * count)
 
     @property
     def command(self) -> list[str]:
-        """Return the command line of every rank; -P keeps files of the current folder from being imported."""
+        """The command line of every rank."""
+        # -P: a file of the current folder, such as queue.py, must not shadow a library
         return [sys.executable, "-P", "-u", "-m", "simpletuner", *self.arguments]
 
     @property
     def common(self) -> dict[str, str]:
-        """Return the variables that are equal for all ranks of this machine, named as torchrun names them."""
+        """Variables that are equal for all ranks of this machine, named as torchrun names them."""
         return {
             "MASTER_ADDR": self.address,
             "MASTER_PORT": self.port,
@@ -52,26 +98,26 @@ class Plan:
             "LOCAL_WORLD_SIZE": str(len(self.ranks)),
             "GROUP_RANK": str(self.machine),
             "GROUP_WORLD_SIZE": str(self.launch.num_machines),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to the launcher's store, it does not serve one
             **self.chosen,
         }
 
     def environments(self) -> Iterator[dict[str, str]]:
-        """Yield what each rank finds in its environment besides what this process has there."""
+        """Yield, for each rank, the variables that are added to this process's environment."""
         for local_rank, rank in enumerate(self.ranks):
             yield {**self.common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
 
 
-def plan_of(machine: int, launch: Launch, arguments: Sequence[str], port: int | None = None) -> Plan:
-    """Return what a machine starts; `port` is the one that was found where a single machine takes a free one."""
+def plan_of(machine: int, launch: Launch, arguments: Sequence[str], port: int | None = None) -> LaunchPlan:
+    """Plan what a machine starts; `port` is the free port that was found for a single machine, once known."""
     several = launch.num_machines > 1
     address = launch.main_process_ip if several else LOOPBACK
     known = str(port or (launch.main_process_port if several else FREE_PORT))
-    return Plan(machine, launch, tuple(arguments), address, known, chosen_variables(machine, launch))
+    return LaunchPlan(machine, launch, tuple(arguments), address, known, chosen_variables(machine, launch))
 
 
 def chosen_variables(machine: int, launch: Launch) -> dict[str, str]:
-    """Return threads, interface and GPUs of a machine's ranks; the user's own variables come first, except for GPUs."""
+    """Choose threads, network interface and GPUs; variables set by the user take precedence, except for GPUs."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks_per_machine(launch)))
     chosen = {"OMP_NUM_THREADS": threads}
     ip = launch.main_process_ip if launch.num_machines > 1 else LOOPBACK
@@ -82,12 +128,11 @@ def chosen_variables(machine: int, launch: Launch) -> dict[str, str]:
 
 
 def describe_plans(launch: Launch, arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """Return, machine by machine, what to type there and what that starts; arguments may not name machine_rank."""
+    """For `--dry_run`: what to type on each machine and what that starts; `arguments` must not set machine_rank."""
     return [describe(machine, launch, list(arguments)) for machine in range(launch.num_machines)]
 
 
 def describe(machine: int, launch: Launch, arguments: list[str]) -> dict[str, Any]:
-    """Return what to type on a machine and what that starts."""
     typed = [*arguments, f"--machine_rank={machine}"] if launch.num_machines > 1 else arguments
     plan = plan_of(machine, launch, typed)
     in_place = launch.num_processes == 1
@@ -101,7 +146,7 @@ def describe(machine: int, launch: Launch, arguments: list[str]) -> dict[str, An
 
 
 def as_text(description: Mapping[str, Any]) -> str:
-    """Return a description as lines to copy: the command, and below it what starts, as comments."""
+    """Format a description as shell lines: the command to type, and below it what it starts, as comments."""
     typed, ranks = shlex.join(description["type"]), description["ranks"]
     lines = [f"# machine {description['machine_rank']}", typed]
     if not description["command"]:
@@ -115,5 +160,4 @@ def as_text(description: Mapping[str, Any]) -> str:
 
 
 def assignments(variables: Mapping[str, str]) -> str:
-    """Return variables as a shell sets them."""
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())

@@ -1,4 +1,4 @@
-"""The processes of this machine's ranks: start them, hear from them, notice how they end, end them."""
+"""The rank processes of this machine: start them, receive their messages, notice how they exit, kill them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.launch.heartbeat import LIFELINE
+from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
 
 KILL_SECONDS = 10
-"""How long a killed process may take to vanish; one that waits for a broken disk or GPU driver never does."""
+"""How long a killed process may take to disappear; one that waits for a broken disk or GPU driver never does."""
 MESSAGE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """A rank that ended otherwise than it should: a negative code is the signal that killed it."""
+    """A rank that exited with an error; a negative code is the signal that killed it."""
 
     rank: int
     pid: int
@@ -37,9 +37,9 @@ class ProcessExit:
 
 @dataclass
 class RankStatus:
-    """What a rank last sent of itself, and when."""
+    """The last heartbeat of a rank, and when it was received; the fields are those of Activity."""
 
-    heard: float
+    received: float
     phase: int = 0
     doing: str = ""
     unsaved: bool = False
@@ -47,21 +47,21 @@ class RankStatus:
 
 
 class Ranks:
-    """The ranks of one machine; none is left behind when the context of `started` is left."""
+    """The ranks of one machine; none is left running when the context of `started` ends."""
 
     def __init__(self, inherited: Mapping[str, str]) -> None:
         self.inherited = inherited
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        self.lines: dict[int, socket.socket] = {}
-        self.pulses: dict[int, RankStatus] = {}
+        self.sockets: dict[int, socket.socket] = {}
+        self.statuses: dict[int, RankStatus] = {}
         self.reason: dict[str, Any] = {}
-        """What the first rank of this machine that failed has sent of that."""
+        """Why the first rank of this machine failed, as that rank sent it."""
         self.failed_at = 0.0
         self.lost_contact = False
 
     @contextmanager
     def started(self, command: Sequence[str], environments: Mapping[int, Mapping[str, str]]) -> Iterator[None]:
-        """Start a command once per rank. Raises EnvironmentFault when there is no room for all."""
+        """Start a command once per rank. Raises EnvironmentNotReady when a process cannot be started."""
         try:
             try:
                 for rank, environment in environments.items():
@@ -72,66 +72,66 @@ class Ranks:
             yield
         finally:
             self.kill()
-            for line in self.lines.values():
-                line.close()
+            for connection in self.sockets.values():
+                connection.close()
 
     def _start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start one rank, connected to this process by a socket pair."""
+        # datagrams keep their boundaries: every recv is one message
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         ours.setblocking(False)
-        self.lines[rank], self.pulses[rank] = ours, RankStatus(time.monotonic())
+        self.sockets[rank], self.statuses[rank] = ours, RankStatus(time.monotonic())
         with theirs:
-            variables = {**self.inherited, **environment, LIFELINE: str(theirs.fileno())}
+            variables = {**self.inherited, **environment, SOCKET_VARIABLE: str(theirs.fileno())}
             self.processes[rank] = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()])
 
     @property
     def alive(self) -> list[subprocess.Popen[bytes]]:
-        """Return the processes that still run."""
+        """The processes that are running."""
         return [process for process in list(self.processes.values()) if process.poll() is None]
 
     @property
     def phase(self) -> int:
-        """Return how far the furthest rank of this machine is."""
-        return max((pulse.phase for pulse in self.pulses.values()), default=0)
+        """The phase of the furthest rank of this machine."""
+        return max((status.phase for status in self.statuses.values()), default=0)
 
-    def listen(self) -> None:
-        """Take what the ranks have sent since the last time."""
-        for rank, line in self.lines.items():
+    def receive(self) -> None:
+        """Read all messages that the ranks have sent since the last call."""
+        for rank, connection in self.sockets.items():
             try:
-                while message := line.recv(MESSAGE_BYTES):
-                    self._take(rank, json.loads(message))
-            except (OSError, ValueError):  # nothing more to read, or the rank has ended
+                while message := connection.recv(MESSAGE_BYTES):
+                    self._handle(rank, json.loads(message))
+            except (OSError, ValueError):  # nothing more to read, or the rank has exited
                 continue
 
-    def _take(self, rank: int, message: Mapping[str, Any]) -> None:
-        if "beat" in message:
-            self.pulses[rank] = RankStatus(time.monotonic(), **message["beat"])
+    def _handle(self, rank: int, message: Mapping[str, Any]) -> None:
+        if "status" in message:
+            self.statuses[rank] = RankStatus(time.monotonic(), **message["status"])
         if "reason" in message and not self.reason:
             self.reason, self.failed_at = {"rank": rank, **message["reason"]}, time.monotonic()
-        self.lost_contact = self.lost_contact or "lost" in message
+        self.lost_contact = self.lost_contact or "lost_contact" in message
 
     def unsaved(self) -> bool:
-        """Return whether any rank has trained steps that no checkpoint holds yet."""
-        return any(pulse.unsaved for pulse in list(self.pulses.values()))
+        """Return whether any rank has trained steps that are not in a checkpoint yet."""
+        return any(status.unsaved for status in list(self.statuses.values()))
 
-    def first_death(self) -> ProcessExit | None:
-        """Return a rank that has failed, if any has; rather one that was killed than one that missed it."""
+    def first_failure(self) -> ProcessExit | None:
+        """Return a failed rank, if there is one; a killed one first, since others fail because they miss it."""
+        # signals are negative codes, so the least code is a kill
         failed = [(process.returncode, rank) for rank, process in self.processes.items() if process.poll()]
         return ProcessExit(min(failed)[1], self.processes[min(failed)[1]].pid, min(failed)[0]) if failed else None
 
-    def ask(self, number: int) -> None:
-        """Send a signal to all that still run."""
+    def send_signal(self, number: int) -> None:
         for process in self.alive:
             process.send_signal(number)
 
     def kill(self) -> None:
-        """End all that still run, stopped ones as well, without asking."""
-        self.ask(signal.SIGKILL)
+        """Kill all ranks, stopped ones as well."""
+        self.send_signal(signal.SIGKILL)
         end = time.monotonic() + KILL_SECONDS
         while self.alive and time.monotonic() < end:
             time.sleep(0.01)
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return what ranks inherit from this process; taken before anything here is set for the launcher alone."""
+    """Copy the environment for the ranks, before variables are set that are for the launcher alone."""
     return dict(os.environ)

@@ -1,136 +1,154 @@
-"""Where launchers meet: a key-value store that machine 0 serves, which later serves the ranks, too."""
+"""Rendezvous of machines, or of ranks: all register and compare their configuration before any of them starts to work.
+
+Number 0 registers first, and every other one compares its configuration with it before registering. So once all have
+registered, all are equal. Who finds a difference publishes it, and everyone who waits exits with that sentence.
+"""
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from queue import Queue
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from simpletuner.errors import EnvironmentNotReady
-from simpletuner.launch.plan import LOOPBACK
-from simpletuner.launch.registration import POLL_SECONDS, QUIET_SECONDS
-from simpletuner.settings.sections import Launch
+from simpletuner.errors import EnvironmentNotReady, RemoteFailure, SettingsError, SimpleTunerError, Stopped
+from simpletuner.launch.node_info import NodeInfo, difference, parse_node_info
+from simpletuner.launch.store import SECRET, MessageStore, sanitize
+from simpletuner.launch.termination import failure_code
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-STORE_SECONDS = 30
-"""How long an answer from the store may take once its machine has been reached."""
-OWN_SECONDS = 5
-"""How long machine 0 tries to reach itself at the address that the others are given."""
-RETRY_SECONDS = 0.5
+POLL_SECONDS = 0.05
+NOTICE_SECONDS = 5
+"""How long to wait before saying so."""
 
 
-def serve(launch: Launch) -> TCPStore:
-    """Return a store served by this process: on main_process_port, or on a free port that only this machine reaches."""
-    quieten_torch()
-    from torch.distributed import TCPStore
+@dataclass(frozen=True)
+class Group:
+    """Who takes part: `kind` is `machine` or `rank`, `number` is this one's, and `count` is how many there are."""
 
-    several = launch.num_machines > 1
-    wanted = launch.main_process_port if several else 0
+    kind: str
+    number: int
+    count: int
+
+    def name(self, number: int) -> str:
+        return f"{self.kind} {number}"
+
+    def key(self, what: object) -> str:
+        return f"agreement/{self.kind}/{what}"
+
+    @property
+    def members(self) -> dict[str, int]:
+        """The number of each member, by the key under which it registers."""
+        return {self.key(number): number for number in range(self.count)}
+
+
+def verify_same_config(
+    messages: MessageStore,
+    group: Group,
+    info: NodeInfo,
+    check: Callable[[], None],
+    timeout_seconds: float,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[NodeInfo]:
+    """Register, wait for all others, and return what each registered, by number.
+
+    Raises the error of the member that found a difference, on all that wait. `check` may raise to stop waiting.
+    """
     try:
-        listener = everywhere(wanted) if several else socket.create_server((LOOPBACK, 0))
-    except OSError as error:
-        raise EnvironmentNotReady(
-            f"port {wanted} on machine 0 cannot be used: {os.strerror(error.errno or 0).lower()}",
-            f"another run may be using it; choose another port on all machines: --main_process_port={wanted + 1}",
-        ) from None
-    port = listener.getsockname()[1]
-    return TCPStore(
-        LOOPBACK,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=STORE_SECONDS),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+        register(messages, group, info, check, timeout_seconds)
+        return wait_for_all(messages, group, check, timeout_seconds, say)
+    except RemoteFailure:
+        raise
+    except SimpleTunerError as error:
+        reject(messages, group, error, info)
+        raise
 
 
-def everywhere(port: int) -> socket.socket:
-    """Return a socket that listens on all addresses of this machine."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        except OSError as error:
-            if "in use" in str(error):
-                raise
-    return socket.create_server(("", port))
-
-
-def connect(launch: Launch, check: Callable[[], None], say: Callable[[str], None]) -> TCPStore:
-    """Return a connection to the store of machine 0, waiting for it to start."""
-    quieten_torch()
-    wait_for_machine_0(launch, check, say)
-    host, port = launch.main_process_ip, launch.main_process_port
-    arrived: Queue[TCPStore | None] = Queue()
-    threading.Thread(target=open_store, args=(host, port, arrived), daemon=True).start()
-    end = time.monotonic() + STORE_SECONDS
-    while arrived.empty() and time.monotonic() < end:
-        check()
-        time.sleep(POLL_SECONDS)
-    store = None if arrived.empty() else arrived.get()
-    if store is None:
-        raise EnvironmentNotReady(
-            f"something else than machine 0 of a run answers at {host}:{port}",
-            f"choose another port on all machines, such as --main_process_port={port + 1}",
+def register(
+    messages: MessageStore, group: Group, info: NodeInfo, check: Callable[[], None], timeout_seconds: float
+) -> None:
+    """Compare with number 0, then register. Raises SettingsError when another process has the same number."""
+    if group.number:
+        end = time.monotonic() + timeout_seconds
+        while not messages.store.all_exist([group.key(0)]) and time.monotonic() < end:
+            poll(messages, group, check)
+        first = read_first(messages, group) if messages.store.all_exist([group.key(0)]) else info
+        if error := difference(first, group.name(0), info, group.name(group.number)):
+            raise error
+    holder = messages.put_first(group.key(group.number), info.as_json(), parse_node_info)
+    if holder != info:
+        raise SettingsError(
+            f"{group.kind}_rank = {group.number} is used twice: by {holder.host} (pid {holder.pid}) "
+            f"and by {info.host} (pid {info.pid})",
+            f"give every machine its own --machine_rank, from 0 to {group.count - 1}",
         )
-    return store
 
 
-def open_store(host: str, port: int, arrived: Queue[TCPStore | None]) -> None:
-    """Put a connected store into the queue, or None; in a thread, since a stranger may keep it waiting for ever."""
-    from torch.distributed import DistError, TCPStore
+def read_first(messages: MessageStore, group: Group) -> NodeInfo:
+    """Read what number 0 registered. Raises SettingsError when it signs with another secret."""
+    info = messages.read(group.key(0), parse_node_info)
+    if info is None:
+        secret = "another run secret, or none" if messages.signer.secret else "a run secret, which is not here"
+        raise SettingsError(
+            f"{group.name(0)} signs its messages with {secret}",
+            f"give all machines the same secret, in {SECRET} or by --run_secret_file",
+        )
+    return info
 
-    try:
-        arrived.put(TCPStore(host, port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False))
-    except DistError:
-        arrived.put(None)
 
-
-def wait_for_machine_0(launch: Launch, check: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Wait until somebody listens at the address of machine 0. Raises EnvironmentFault when nobody does in time."""
-    host, port = launch.main_process_ip, launch.main_process_port
-    patience = launch.node_join_timeout if launch.machine_rank else min(OWN_SECONDS, launch.node_join_timeout)
-    began, said = time.monotonic(), False
-    while why := unreachable(host, port):
-        check()
+def wait_for_all(
+    messages: MessageStore,
+    group: Group,
+    check: Callable[[], None],
+    timeout_seconds: float,
+    say: Callable[[str], None],
+) -> list[NodeInfo]:
+    """Wait until all have registered. Raises EnvironmentNotReady, which names who is missing."""
+    members, began, reported = group.members, time.monotonic(), False
+    while True:
         waited = time.monotonic() - began
-        if waited > patience:
-            raise missing(launch, waited, why)
-        if waited > QUIET_SECONDS and not said:
-            say(f"waiting up to {patience:.0f} s for machine 0 at {host}:{port} ({why})")
-            said = True
-        time.sleep(RETRY_SECONDS)
+        notice = waited > NOTICE_SECONDS and not reported
+        # one request per poll while somebody is missing: a thousand ranks that read each other's keys are a million
+        if notice or waited > timeout_seconds or messages.store.all_exist(members):
+            infos = messages.read_all(members, parse_node_info)
+            if len(infos) == group.count:
+                return [infos[key] for key in members]
+            arrived = f"{len(infos)} of {group.count} {group.kind}s came"
+            if waited > timeout_seconds:
+                missing = ", ".join(group.name(number) for key, number in members.items() if key not in infos)
+                raise EnvironmentNotReady(
+                    f"waited {waited:.0f} s: {arrived}; missing: {missing}{describe_rejected(messages)}",
+                    "look at the output there, or wait longer with --node_join_timeout",
+                )
+            if notice:
+                say(f"{arrived}; waiting up to {timeout_seconds:.0f} s for the others")
+                reported = True
+        poll(messages, group, check)
 
 
-def unreachable(host: str, port: int) -> str:
-    """Return why nobody can be reached at an address; empty if somebody listens there."""
-    try:
-        socket.create_connection((host, port), timeout=2).close()
-    except OSError as error:
-        return (error.strerror or str(error) or type(error).__name__).lower()
-    return ""
+def describe_rejected(messages: MessageStore) -> str:
+    if not messages.rejected_key:
+        return ""
+    return f" (ignored what was not signed with the secret of this run, such as `{messages.rejected_key}`)"
 
 
-def missing(launch: Launch, waited: float, why: str) -> EnvironmentNotReady:
-    """Return what to say when machine 0 was not reached in time."""
-    host, port = launch.main_process_ip, launch.main_process_port
-    if launch.machine_rank == 0:
-        return EnvironmentNotReady(
-            f"this is machine 0, but main_process_ip = {host} does not lead to it ({why})",
-            "main_process_ip must be the address of machine 0; on every other machine set --machine_rank",
-        )
-    return EnvironmentNotReady(
-        f"waited {waited:.0f} s for machine 0 at {host}:{port} ({why})",
-        f"start --machine_rank=0 on the machine with the address {host}, and let TCP port {port} through its firewall",
-    )
+def poll(messages: MessageStore, group: Group, check: Callable[[], None]) -> None:
+    """Sleep for a moment. Raises RemoteFailure when another member has rejected the run."""
+    check()
+    if rejection := messages.read(group.key("refused"), parse_rejection):
+        raise rejection
+    time.sleep(POLL_SECONDS)
 
 
-def quieten_torch() -> None:
-    """Keep torch's own account of lost connections off the terminal of a launcher, which says it in a sentence."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+def reject(messages: MessageStore, group: Group, error: SimpleTunerError, info: NodeInfo) -> None:
+    """Publish, for all that wait, why there will be no run."""
+    # a signal says nothing about where it came from; errors of configuration name both places themselves
+    place = f"{group.name(group.number)} ({info.host}): " if isinstance(error, Stopped) else ""
+    rejection = {"exit_code": int(error.exit_code), "message": place + error.message, "hint": error.hint}
+    messages.put_first(group.key("refused"), rejection, parse_rejection)
+
+
+def parse_rejection(values: Mapping[str, Any]) -> RemoteFailure | None:
+    match values:
+        case {"exit_code": int(code), "message": str(message), "hint": str(hint)}:
+            return RemoteFailure(failure_code(code), sanitize(message), sanitize(hint))
+    return None

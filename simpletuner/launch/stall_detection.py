@@ -1,24 +1,115 @@
-"""Find ranks that are stopped or hang, without taking long work for it.
+"""Find ranks that are stopped or hang, by what they do rather than by how long a phase takes (Linux).
 
-A rank makes progress while its phase moves, or it or a child of it computes, reads or writes. One that does none of
-that for a while is stalled if its heartbeat has stopped as well (it was stopped by a signal, a debugger, a freezer), or
-if others are further on and wait for it. Waiting ranks are idle, too, but they are ahead.
+A rank makes progress while its phase advances, or while it or a child process uses CPU or disk. A rank that does none
+of these for a while is stalled if its heartbeat has stopped as well (it was stopped by a signal, a debugger, a frozen
+container), or if other ranks are further on and wait for it. Ranks that wait are idle too, but they are ahead.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from simpletuner.launch.process_usage import SAMPLE_SECONDS, Meter, state_of
-from simpletuner.launch.ranks import Ranks
+if TYPE_CHECKING:
+    from simpletuner.launch.ranks import Ranks
 
+PROC = Path("/proc")
+BUSY_SHARE = 0.05
+"""A process that waits in a hung call uses less CPU than this: its threads only poll."""
+SAMPLE_SECONDS = 5.0
+PAUSE_SECONDS = 10.0
+"""If nobody asked for this long, this process was stopped itself, as by Ctrl-Z, probably together with the others."""
 STATES = {
     "T": "the process is stopped (SIGSTOP)",
     "t": "the process is held by a debugger",
     "D": "it waits for a disk or a driver",
 }
 """By the letter of /proc/PID/stat."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process and its descendants have used so far."""
+
+    cpu_seconds: float
+    disk: int
+    """Bytes read from and written to disks, plus major page faults."""
+
+
+def all_processes() -> dict[int, tuple[int, list[str]]]:
+    """Return parent and stat fields by pid; empty where there is no /proc."""
+    found: dict[int, tuple[int, list[str]]] = {}
+    for folder in PROC.glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        found[int(folder.name)] = int(fields[1]), fields
+    return found
+
+
+def usage_of(pid: int, processes: Mapping[int, tuple[int, list[str]]]) -> Usage | None:
+    """Sum the usage of a process and its descendants; None where that is unknown."""
+    if pid not in processes:
+        return None
+    children: dict[int, list[int]] = {}
+    for child, (parent, _) in processes.items():
+        children.setdefault(parent, []).append(child)
+    ticks = disk = 0
+    pending = [pid]
+    while pending:
+        one = pending.pop()
+        fields = processes[one][1]
+        ticks += int(fields[11]) + int(fields[12])  # utime and stime; the fields begin at state, the third of proc(5)
+        disk += int(fields[9]) + disk_bytes(one)
+        pending += children.get(one, [])
+    return Usage(ticks / os.sysconf("SC_CLK_TCK"), disk)
+
+
+def disk_bytes(pid: int) -> int:
+    """Return the bytes that a process has read from and written to disks; 0 where that is unknown."""
+    try:
+        lines = (PROC / str(pid) / "io").read_text().splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts.get("read_bytes", 0)) + int(counts.get("write_bytes", 0))
+
+
+def state_of(pid: int) -> str:
+    """Return the kernel's letter for the state of a process, such as T for stopped; empty if unknown."""
+    try:
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+class ProgressMeter:
+    """Measures for how long a process has made no progress: no new phase, no CPU, no disk."""
+
+    def __init__(self, sample_seconds: float = SAMPLE_SECONDS) -> None:
+        self.sample_seconds = sample_seconds
+        self.phase, self.usage = -1, Usage(0, 0)
+        self.asked = self.sampled = self.active = time.monotonic()
+
+    def idle_seconds(self, pid: int, phase: int) -> float:
+        now = time.monotonic()
+        paused, self.asked = now - self.asked > PAUSE_SECONDS, now
+        if phase != self.phase or paused:
+            self.phase, self.active = phase, now
+        elapsed = now - self.sampled
+        # while phases advance there is nothing to find out: scanning /proc takes up to 20 ms
+        if min(elapsed, now - self.active) >= self.sample_seconds:
+            usage = usage_of(pid, all_processes()) or self.usage
+            busy = usage.cpu_seconds - self.usage.cpu_seconds > BUSY_SHARE * elapsed
+            if busy or usage.disk != self.usage.disk:
+                self.active = now
+            self.usage, self.sampled = usage, now
+        return now - self.active
 
 
 @dataclass(frozen=True)
@@ -41,27 +132,27 @@ class Stall:
 
 
 class StallDetector:
-    """Watch the ranks of this machine."""
+    """Finds stalled ranks of this machine."""
 
     def __init__(self, ranks: Ranks, stall_seconds: float) -> None:
         self.ranks, self.stall_seconds = ranks, stall_seconds
         sample = min(SAMPLE_SECONDS, stall_seconds / 8)
-        self.meters = {rank: Meter(sample) for rank in ranks.processes}
+        self.meters = {rank: ProgressMeter(sample) for rank in ranks.processes}
 
     def find(self, phase_elsewhere: int = 0) -> Stall | None:
-        """Return the rank that has made no progress for the longest time, if it is stalled.
+        """Return the stalled rank that has made no progress for the longest time, if there is one.
 
-        `phase_elsewhere` is how far the furthest rank of other machines is.
+        `phase_elsewhere` is the phase of the furthest rank of other machines.
         """
         furthest, now = max(self.ranks.phase, phase_elsewhere), time.monotonic()
         stalls = []
         for rank, process in self.ranks.processes.items():
             if process.poll() is not None:
                 continue
-            pulse = self.ranks.pulses[rank]
-            idle = self.meters[rank].idle_seconds(process.pid, pulse.phase)
-            frozen = now - pulse.heard > self.stall_seconds
-            behind = pulse.watched and pulse.phase < furthest
+            status = self.ranks.statuses[rank]
+            idle = self.meters[rank].idle_seconds(process.pid, status.phase)
+            frozen = now - status.received > self.stall_seconds
+            behind = status.watched and status.phase < furthest
             if idle > self.stall_seconds and (frozen or behind):
-                stalls.append(Stall(rank, process.pid, idle, pulse.doing, state_of(process.pid)))
+                stalls.append(Stall(rank, process.pid, idle, status.doing, state_of(process.pid)))
         return max(stalls, key=lambda stall: stall.seconds, default=None)

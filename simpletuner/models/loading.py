@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from simpletuner.errors import EnvironmentNotReady, SettingsError, system_errors_explained
+from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_system_errors
 from simpletuner.models.completeness import check_complete
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.malformed import opening, read_json
@@ -16,7 +16,7 @@ from simpletuner.models.tiny.build import build_tiny
 from simpletuner.models.weights import COMPONENT_SUFFIXES, refuse_pickles, refuse_special_files
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Model, Settings
-from simpletuner.system.files import replace_folder, unfinished
+from simpletuner.system.files import replace_folder, unfinished_path
 
 DOWNLOAD_SECONDS = 12 * 3600
 """How long the other ranks wait while the first downloads a model."""
@@ -38,9 +38,9 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> M
         if world.is_first and not folder.exists():
             # Saving a pipeline imports DeepSpeed where it is installed, which would print what it detects to stdout.
             os.environ.setdefault("DS_ACCELERATOR", world.device.type)
-            with system_errors_explained(folder):
-                build_tiny(cls, unfinished(folder))
-                replace_folder(unfinished(folder), folder)
+            with explain_system_errors(folder):
+                build_tiny(cls, unfinished_path(folder))
+                replace_folder(unfinished_path(folder), folder)
     else:
         folder = local_folder(model) or (download(model) if world.is_first else None)
     world.store_barrier("base model", stop, DOWNLOAD_SECONDS)

@@ -1,4 +1,7 @@
-"""Before anything is encoded, all ranks check that they found the same pictures and captions as rank 0."""
+"""Before anything is encoded, all ranks verify that they found the same images and captions as rank 0.
+
+Only digests are exchanged unless they differ.
+"""
 
 from __future__ import annotations
 
@@ -27,52 +30,50 @@ HINT = "give every machine the same files: one shared folder, or copies made wit
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one rank compares with rank 0; `hosts` are the machines of all ranks."""
+    """One rank's comparison with rank 0; `hosts` are the machines of all ranks."""
 
     world: World
     hosts: list[str]
     stop: Callable[[], None]
 
     def name(self, rank: int) -> str:
-        """Return how a rank is called in a sentence."""
         return f"rank {rank} (host {self.hosts[rank]})"
 
     @property
     def names(self) -> tuple[str, str]:
-        """Return the names of rank 0 and of this rank."""
+        """The names of rank 0 and of this rank."""
         return self.name(0), self.name(self.world.rank)
 
     def read(self, key: str) -> Any:
-        """Return what rank 0 has put into the store."""
+        """Read what rank 0 has published."""
         return json.loads(self.world.store.get(f"data/{key}"))
 
     def publish(self, key: str, value: Any) -> None:
-        """Put something into the store for all ranks."""
         self.world.store.set(f"data/{key}", json.dumps(value))
 
 
-def agree_on_data(
+def verify_same_data(
     found: Discovery, datasets: Sequence[ImageDataset], world: World, stop: Callable[[], None]
 ) -> list[Sample]:
-    """Return the samples that all ranks train on, with the file versions of rank 0. Collective.
+    """Collective: verify the data, and return the samples that all ranks train on, with the file versions of rank 0.
 
     Raises DataError or SettingsError, on all ranks, with the first difference between two of them.
     """
     if world.size == 1:
         return found.samples
     digests = chunk_digests(found.samples)
-    card = {"host": socket.gethostname(), "digests": digests, "datasets": dataset_facts(datasets)}
+    info = {"host": socket.gethostname(), "digests": digests, "datasets": dataset_facts(datasets)}
     if world.is_first:
-        world.store.set("data/card", json.dumps(card))
+        world.store.set("data/card", json.dumps(info))
     world.store_barrier("data/found", stop)  # ranks may take minutes to scan: no collective is held open
     first = json.loads(world.store.get("data/card"))
-    exchange = Exchange(world, world.gather_texts(card["host"]), stop)
-    refuse(world, find_dataset_difference(first["datasets"], card["datasets"], exchange.names), SettingsError)
+    exchange = Exchange(world, world.gather_texts(info["host"]), stop)
+    raise_first(world, find_dataset_difference(first["datasets"], info["datasets"], exchange.names), SettingsError)
     chunks = {number for number, digest in enumerate(digests) if digest != first["digests"][number]}
-    return compared(exchange, found, chunks)
+    return compare_chunks(exchange, found, chunks)
 
 
-def compared(exchange: Exchange, found: Discovery, chunks: set[int]) -> list[Sample]:
+def compare_chunks(exchange: Exchange, found: Discovery, chunks: set[int]) -> list[Sample]:
     """Compare the chunks that differ from those of rank 0 sample by sample, if any rank has such."""
     world, stop = exchange.world, exchange.stop
     wanted = {number for text in world.gather_texts(json.dumps(sorted(chunks))) for number in json.loads(text)}
@@ -85,15 +86,15 @@ def compared(exchange: Exchange, found: Discovery, chunks: set[int]) -> list[Sam
     own = facts_by_id(collect_facts(found.samples, chunks).values())
     world.store_barrier("data/details", stop)
     first = facts_by_id(exchange.read(f"chunk/{number}") for number in sorted(chunks))
-    told = find_difference(first, own, exchange.names, found.broken)
+    problem = find_difference(first, own, exchange.names, found.broken)
     count = exchange.read("samples")
-    if told and len(found.samples) != count:
-        told = f"{exchange.names[1]} has {len(found.samples)} pictures, {exchange.names[0]} has {count}: {told}"
+    if problem and len(found.samples) != count:
+        problem = f"{exchange.names[1]} has {len(found.samples)} pictures, {exchange.names[0]} has {count}: {problem}"
     world.store_barrier("data/compared", stop)
     if world.is_first:
         for number in wanted:
             world.store.delete_key(f"data/chunk/{number}")
-    refuse(world, told, DataError)
+    raise_first(world, problem, DataError)
     return adopt_versions(found.samples, first)
 
 
@@ -102,8 +103,8 @@ def facts_by_id(chunks: Any) -> dict[str, SampleFacts]:
     return {sample_id: SampleFacts(**facts) for chunk in chunks for sample_id, facts in chunk.items()}
 
 
-def refuse(world: World, told: str, kind: type[DataError | SettingsError]) -> None:
-    """Raise, on all ranks, what the first rank that differs from rank 0 has to say. Collective."""
-    for sentence in world.gather_texts(told):
+def raise_first(world: World, problem: str, kind: type[DataError | SettingsError]) -> None:
+    """Collective: raise, on all ranks, the problem of the first rank that has one."""
+    for sentence in world.gather_texts(problem):
         if sentence:
             raise kind(sentence, HINT if kind is DataError else "give every machine the same dataset file")

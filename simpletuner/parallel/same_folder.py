@@ -1,4 +1,4 @@
-"""Before anything is encoded, all ranks check that they write into the same folders."""
+"""Before anything is encoded, all ranks verify that they write into the same folders."""
 
 from __future__ import annotations
 
@@ -14,37 +14,42 @@ from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
-from simpletuner.system.locks import is_held, locked
+from simpletuner.system.locks import is_locked, lock_file
 
 VISIBLE_SECONDS = 3.0
-"""How long a client of NFS may take to see a new file once it looks at the folder again."""
+"""How long an NFS client may take to show a new file although the folder is listed again and again."""
 
 PROBE = ".probe-"
 
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def agree_on_folders(folders: Sequence[tuple[str, Path]], world: World, stop: Callable[[], None], place: str) -> None:
-    """Check that each folder, given with what it is for, is the same one on all ranks. Collective.
+def verify_same_folders(
+    folders: Sequence[tuple[str, Path]], world: World, stop: Callable[[], None], place: str
+) -> None:
+    """Collective: verify that each folder, given with what it is for, is the same one on all ranks.
 
-    `place` is unique per call. Raises EnvironmentFault, on all ranks, that names the first folder and rank.
+    Rank 0 puts a file with a random name into each, and every rank looks for it. `place` is unique per call. Raises
+    EnvironmentNotReady, on all ranks, which names the first folder and rank.
     """
     if world.size == 1:
         for _, folder in folders:
-            with suppress(OSError):  # what a killed run of several ranks left
-                remove_left_over(folder)
+            with suppress(OSError):  # left by a killed run of several ranks
+                remove_stale_probes(folder)
         return
     with ExitStack() as stack:
         if world.is_first:
-            marks = [stack.enter_context(marked(folder)) for _, folder in folders]
-            world.store.set(f"{place}/marks", json.dumps(marks))
+            probes = [stack.enter_context(create_probe(folder)) for _, folder in folders]
+            world.store.set(f"{place}/marks", json.dumps(probes))
         world.store_barrier(f"{place}/marked", stop)
-        marks = json.loads(world.store.get(f"{place}/marks"))
-        missing = [number for number, (_, folder) in enumerate(folders) if not is_seen(folder, marks[number], stop)]
-        world.store_barrier(f"{place}/looked", stop)
-        told = world.gather_texts(json.dumps([socket.gethostname(), *missing[:1]]))
-    hosts = [json.loads(text)[0] for text in told]
-    for rank, text in enumerate(told):
+        probes = json.loads(world.store.get(f"{place}/marks"))
+        missing = [
+            number for number, (_, folder) in enumerate(folders) if not wait_until_visible(folder, probes[number], stop)
+        ]
+        world.store_barrier(f"{place}/looked", stop)  # the probes are removed only after all have looked
+        results = world.gather_texts(json.dumps([socket.gethostname(), *missing[:1]]))
+    hosts = [json.loads(text)[0] for text in results]
+    for rank, text in enumerate(results):
         for number in json.loads(text)[1:]:
             name, folder = folders[number]
             raise EnvironmentNotReady(
@@ -55,16 +60,13 @@ def agree_on_folders(folders: Sequence[tuple[str, Path]], world: World, stop: Ca
 
 
 @contextmanager
-def marked(folder: Path) -> Iterator[str]:
-    """Leave a file with a name of its own in a folder for a while, and yield that name; "" where it is read-only.
-
-    The file is locked, so that one that a killed run has left can be told from one in use, and removed.
-    """
+def create_probe(folder: Path) -> Iterator[str]:
+    """Create a file with a random name, remove it at the end; yield its name, or "" where the folder is read-only."""
     path = folder / f"{PROBE}{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_left_over(folder)
-        descriptor = locked(path, exclusive=True)
+        remove_stale_probes(folder)
+        descriptor = lock_file(path, exclusive=True)  # the lock tells it from one that a killed run has left
     except OSError as error:
         if error.errno not in READ_ONLY or not folder.is_dir():
             raise EnvironmentNotReady(
@@ -79,17 +81,16 @@ def marked(folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-def remove_left_over(folder: Path) -> None:
-    """Remove the probes of runs that were killed."""
+def remove_stale_probes(folder: Path) -> None:
     for path in folder.glob(f"{PROBE}*"):
-        if is_held(path) is False:
+        if is_locked(path) is False:
             path.unlink(missing_ok=True)
 
 
-def is_seen(folder: Path, name: str, stop: Callable[[], None]) -> bool:
-    """Return whether a file is in a folder, looking again for a while, as caches of NFS may lag behind."""
+def wait_until_visible(folder: Path, name: str, stop: Callable[[], None]) -> bool:
+    """Return whether a file is in a folder, looking repeatedly since caches of NFS may be late."""
     end = time.monotonic() + VISIBLE_SECONDS
-    while name and not is_there(folder, name):
+    while name and not is_visible(folder, name):
         if time.monotonic() > end:
             return False
         stop()
@@ -97,11 +98,10 @@ def is_seen(folder: Path, name: str, stop: Callable[[], None]) -> bool:
     return True
 
 
-def is_there(folder: Path, name: str) -> bool:
-    """Return whether a name is in a folder; listing the folders makes a client of NFS ask its server."""
+def is_visible(folder: Path, name: str) -> bool:
     try:
         for listed in (folder.parent, folder):
-            list(listed.iterdir())
+            list(listed.iterdir())  # opening a folder makes an NFS client ask its server for changes
     except OSError:
         return False
     return (folder / name).exists()

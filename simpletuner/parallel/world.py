@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentNotReady, ExitCode, SimpleTunerError, Stopped, TrainingError
-from simpletuner.launch.heartbeat import Heartbeat
+from simpletuner.launch.launcher_connection import LauncherConnection
 from simpletuner.system.activity import Activity
 from simpletuner.system.signals import StopRequest
 
@@ -157,7 +157,7 @@ def joined(join: Callable[[], dist.Store], rank: int, stop: StopRequest) -> dist
     thread.start()
     while thread.is_alive():
         if stop.signal_number:
-            stop.give_up(stop.signal_number)  # nothing is lost, and the thread cannot be ended
+            stop.exit_now(stop.signal_number)  # nothing is lost, and the thread cannot be ended
         thread.join(0.05)
     if results and isinstance(results[0], dist.Store):
         return results[0]
@@ -204,34 +204,34 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
 
 
 @contextmanager
-def report_first_failure(world: World, stop: StopRequest, heart: Heartbeat) -> Iterator[None]:
+def report_first_failure(world: World, stop: StopRequest, launcher: LauncherConnection) -> Iterator[None]:
     """Print the error of the first rank of a machine that fails; the others exit with the same code, without a word."""
     try:
         yield
     except SimpleTunerError as error:
-        if is_first_failure(world, heart, error):
+        if is_first_failure(world, launcher, error):
             raise
         raise SystemExit(int(error.exit_code)) from None
     except Exception as error:
         if world.size > 1 and lost_a_peer(error):
-            if was_told_to_end(stop, heart):
+            if was_told_to_end(stop, launcher):
                 raise SystemExit(int(ExitCode.TRAINING)) from None
             raise TrainingError(f"rank {world.rank} lost contact to another rank: {error}") from None
-        if is_first_failure(world, heart, SimpleTunerError(f"{type(error).__name__}: {error}")):
+        if is_first_failure(world, launcher, SimpleTunerError(f"{type(error).__name__}: {error}")):
             raise
         raise SystemExit(int(ExitCode.BUG)) from None
 
 
-def was_told_to_end(stop: StopRequest, heart: Heartbeat) -> bool:
+def was_told_to_end(stop: StopRequest, launcher: LauncherConnection) -> bool:
     """Wait for the launcher to end this rank, as it does once another one died: then the launcher prints why."""
-    heart.tell(lost=True)
+    launcher.send(lost_contact=True)
     end = time.monotonic() + LAUNCHER_SECONDS
     while not stop.signal_number and time.monotonic() < end:
         time.sleep(0.05)
     return bool(stop.signal_number)
 
 
-def is_first_failure(world: World, heart: Heartbeat, error: SimpleTunerError) -> bool:
+def is_first_failure(world: World, launcher: LauncherConnection, error: SimpleTunerError) -> bool:
     """Return whether no other rank of this machine has failed before; the first one sends the launcher the reason.
 
     A store that cannot be reached was served by the first rank, which has failed.
@@ -241,7 +241,7 @@ def is_first_failure(world: World, heart: Heartbeat, error: SimpleTunerError) ->
             return False
     except dist.DistError:
         return False
-    heart.tell(reason={"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint})
+    launcher.send(reason={"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint})
     return True
 
 

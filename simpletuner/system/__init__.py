@@ -1,1 +1,1 @@
-"""Files, locks, signals and imports: what every other package may use, and what uses none of them."""
+"""The lowest layer: files, locks, signals, network, imports and number formats; above only errors and report."""

@@ -13,7 +13,7 @@ SHARD_SUFFIX, INDEX_SUFFIX = ".shard", ".index.jsonl"
 BLOCK_CACHE = "fsdp_block_cache.json"
 
 IN_USE = ".in-use"
-"""The file in a cache folder that runs lock."""
+"""The lock file of a cache folder; see `locks.shared_lock`."""
 
 OURS = re.compile(rf"rank\d{{3,}}-\d{{5,}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})|{re.escape(IN_USE)}")
 
@@ -71,8 +71,8 @@ def bytes_of(path: Path) -> int:
 
 
 def block_cache_paths(environment: Mapping[str, str] = os.environ) -> tuple[Path, Path]:
-    """Return the file that remembers which blocks were detected in which model, and where it is if that place cannot
-    be written: in the user's home, which SIMPLETUNER_HOME moves, else in the system's folder for caches.
+    """Return the file that caches which blocks were detected in which model, and the fallback if it is not writable:
+    in the user's home (see `user_home`), else in the system's folder for caches.
     """
     from platformdirs import user_cache_path
 
@@ -80,7 +80,7 @@ def block_cache_paths(environment: Mapping[str, str] = os.environ) -> tuple[Path
 
 
 def user_home(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for what belongs to a user and to no run; SIMPLETUNER_HOME moves it."""
+    """Return the folder for per-user files that belong to no run; SIMPLETUNER_HOME overrides it."""
     return Path(environment.get("SIMPLETUNER_HOME") or "~/.simpletuner").expanduser()
 
 
@@ -90,5 +90,5 @@ def lock_of(block_cache: Path) -> Path:
 
 
 def damaged_of(block_cache: Path) -> Path:
-    """Return where a block cache that cannot be read is moved."""
+    """Return where an unreadable block cache is moved."""
     return block_cache.with_suffix(".damaged.json")

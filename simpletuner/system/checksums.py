@@ -1,6 +1,6 @@
-"""Checksums of files. They find damage (bit rot, torn copies), not tampering: XXH3 is no cryptographic hash.
+"""Checksums that detect damage (bit rot, truncated copies), not tampering: XXH3 is not a cryptographic hash.
 
-XXH3 hashes 16 GB/s on one core where blake2b hashes 1 GB/s, so that checking costs little beside reading.
+XXH3 hashes 16 GB/s on one core, blake2b 1 GB/s, so verifying costs little compared with reading.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ READ_BYTES = 256 << 10
 
 
 def file_checksum(path: Path) -> str:
-    """Return the checksum of a file's content. Raises OSError."""
+    """Hash a file's content. Raises OSError."""
     import xxhash
 
     digest, buffer = xxhash.xxh3_128(), bytearray(READ_BYTES)
@@ -27,7 +27,7 @@ def file_checksum(path: Path) -> str:
 
 
 def value_checksum(value: Mapping[str, Any], content: bytes | memoryview = b"") -> str:
-    """Return the checksum of JSON values, in any order of their names, and of bytes that belong to them."""
+    """Hash JSON values, independent of the order of their keys, followed by `content`."""
     import xxhash
 
     digest = xxhash.xxh3_128(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
@@ -35,13 +35,13 @@ def value_checksum(value: Mapping[str, Any], content: bytes | memoryview = b"") 
     return f"xxh3:{digest.hexdigest()}"
 
 
-def signed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON values with their own checksum among them."""
+def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Add a checksum of the values to them."""
     return {**value, "checksum": value_checksum(value)}
 
 
 def is_intact(value: Mapping[str, Any]) -> bool:
-    """Return whether values are those that were signed; true for what an older version wrote without a checksum."""
+    """Verify a checksum added by `with_checksum`; true for files of older versions, which have none."""
     return "checksum" not in value or value["checksum"] == value_checksum(
         {name: item for name, item in value.items() if name != "checksum"}
     )

@@ -1,4 +1,4 @@
-"""Import what a setting names, `package.module`, from the current folder as well, and nothing else from there."""
+"""Import a module named in a setting, also from the current folder, from which nothing else is imported."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from types import ModuleType
 
 
 def import_named(module: str) -> ModuleType:
-    """Return a module that a setting names. Raises ImportError, or what the module raises.
-
-    The current folder is not on the path of ranks, where any file in it could take the place of a library. A named
-    module, or the package that holds it, is found there if it is installed nowhere.
-    """
+    """Import `package.module`. Raises ImportError, or what the module raises."""
+    # The current folder is not on sys.path of ranks: a file there could shadow a library. It is searched only for the
+    # named module, and only if that is not installed.
     top = module.partition(".")[0]
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         spec = PathFinder.find_spec(top, [str(Path.cwd())])

@@ -1,7 +1,8 @@
-"""Hold what is in use: locks of the kernel (flock), which end with the process that took them, however it ends.
+"""File locks: on the cache folders in use, on a run's output folder, and on files that several processes update.
 
-Runs share a cache folder; who clears it must be alone. A lock file may be deleted by whoever holds it alone: a lock
-counts only while the file that was locked is still the one that the name leads to.
+All are flock(2) locks. The kernel releases them when their process ends, however it ends, so no stale lock is left
+behind. Holders of an exclusive lock may delete the lock file: a lock counts only while its path still leads to the
+inode that was locked.
 """
 
 from __future__ import annotations
@@ -9,63 +10,75 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.cache_files import IN_USE
 
-PATIENCE_SECONDS = 30
-"""How long to wait for a lock that is held only while something is cleared or written."""
+WAIT_SECONDS = 30
+"""How long to wait for a lock that is only held while something is cleared or written."""
 
 POLL_SECONDS = 0.02
 
 CANNOT_LOCK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""A folder that may only be read, or a file system without locks."""
+"""A read-only folder, or a file system without locks."""
+
+RUN_LOCK = ".lock"
+"""The lock file of a run's output folder; its content names the host and pid of the run."""
+
+HANDOVER_SECONDS = 30
+"""How long to wait for a run whose launcher has died: its ranks save their last step and exit."""
+HANDOVER_POLL_SECONDS = 0.2
 
 
-def locked(path: Path, exclusive: bool, create: bool = True) -> int:
-    """Lock a file without waiting; return its descriptor, which is to be closed.
+def lock_file(path: Path, exclusive: bool, create: bool = True) -> int:
+    """Lock a file without waiting; return its descriptor, which the caller closes to release the lock.
 
-    Raises BlockingIOError when others hold it, FileNotFoundError when it is not there, OSError when it cannot be.
+    Raises BlockingIOError when another process holds it, FileNotFoundError when it does not exist, OSError when it
+    cannot be locked.
     """
     while True:
-        descriptor = opened(path, create)
+        descriptor = open_lock_file(path, create)
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            flock_without_waiting(descriptor, exclusive)
             if is_same_inode(path, descriptor):
                 return descriptor
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)
+        os.close(descriptor)  # its former holder deleted the file between our open and our flock
 
 
-def opened(path: Path, create: bool) -> int:
-    """Return a descriptor of a lock file; a file that may only be read can be locked, too."""
+def open_lock_file(path: Path, create: bool) -> int:
     flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags | os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
     except OSError as error:
         if error.errno not in CANNOT_LOCK or not path.exists():
             raise
-        return os.open(path, flags | os.O_RDONLY)
+        return os.open(path, flags | os.O_RDONLY)  # flock does not need write permission, except on NFS
+
+
+def flock_without_waiting(descriptor: int, exclusive: bool = True) -> None:
+    """Lock an open file. Raises BlockingIOError when another process holds it."""
+    fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
 
 
 def is_same_inode(path: Path, descriptor: int) -> bool:
-    """Return whether a name still leads to an open file."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
 
-def is_held(path: Path) -> bool | None:
-    """Return whether any process holds a lock file; None where that cannot be told."""
+def is_locked(path: Path) -> bool | None:
+    """Return whether any process holds a lock on a file; None where that cannot be determined."""
     try:
-        os.close(locked(path, exclusive=True, create=False))
+        os.close(lock_file(path, exclusive=True, create=False))
     except BlockingIOError:
         return True
     except FileNotFoundError:
@@ -77,29 +90,28 @@ def is_held(path: Path) -> bool | None:
 
 @contextmanager
 def shared_lock(folders: Iterable[Path]) -> Iterator[None]:
-    """Hold cache folders, together with other runs, so that nobody clears them; they are made if need be.
+    """Lock cache folders for reading and writing by runs, so that `cache clear` leaves them alone.
 
-    A folder that can only be read, or whose file system has no locks, is used without a hold. Raises EnvironmentFault
-    when a folder cannot be made.
+    Missing folders are created. A read-only folder, or one on a file system without locks, is used unlocked. Raises
+    EnvironmentNotReady when a folder cannot be created.
     """
     with ExitStack() as stack:
         for folder in sorted(set(folders)):
-            descriptor = shared(folder)
+            descriptor = lock_shared(folder)
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
         yield
 
 
-def shared(folder: Path) -> int | None:
-    """Return the descriptor of a shared hold, or None where there can be none."""
+def lock_shared(folder: Path) -> int | None:
+    """Lock one cache folder, shared; return the descriptor, or None where it cannot be locked."""
 
     def attempt() -> int:
-        """Make the folder again, too: clearing may have removed it just now."""
-        folder.mkdir(parents=True, exist_ok=True)
-        return locked(folder / IN_USE, exclusive=False)
+        folder.mkdir(parents=True, exist_ok=True)  # in every attempt: `cache clear` may just have removed it
+        return lock_file(folder / IN_USE, exclusive=False)
 
     try:
-        return retry_until_unlocked(attempt, f"{folder} is being cleared", PATIENCE_SECONDS)
+        return retry_until_unlocked(attempt, f"{folder} is being cleared", WAIT_SECONDS)
     except OSError as error:
         if folder.is_dir() and error.errno in CANNOT_LOCK:
             return None
@@ -107,19 +119,34 @@ def shared(folder: Path) -> int | None:
         raise EnvironmentNotReady(f"cannot write to the cache {folder}: {error.strerror}", hint) from None
 
 
-@contextmanager
-def exclusive_lock(path: Path, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
-    """Hold a lock file alone, and wait for it if need be. Raises EnvironmentFault when that takes too long."""
+def retry_until_unlocked(attempt: Callable[[], int], why: str, timeout_seconds: float) -> int:
+    """Retry while another process holds the lock. Raises EnvironmentNotReady, beginning with `why`, at the timeout."""
+    end = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            return attempt()
+        except (BlockingIOError, FileNotFoundError):
+            if time.monotonic() > end:
+                raise EnvironmentNotReady(
+                    f"{why}: waited {timeout_seconds:.0f} s", "run the same command again"
+                ) from None
+        time.sleep(POLL_SECONDS)
 
+
+@contextmanager
+def exclusive_lock(path: Path, timeout_seconds: float = WAIT_SECONDS) -> Iterator[None]:
+    """Lock a file exclusively, waiting for it if necessary. Raises EnvironmentNotReady at the timeout."""
+    # filelock rather than `lock_file`: it also falls back to a lock by file creation where flock does not exist.
+    # On Linux both are flock, so `is_locked` sees this lock.
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, timeout=patience_seconds)
+    lock = FileLock(path, timeout=timeout_seconds)
     try:
         lock.acquire(poll_interval=POLL_SECONDS)
     except Timeout:
         raise EnvironmentNotReady(
-            f"another process holds {path}: waited {patience_seconds:.0f} s", "run the same command again"
+            f"another process holds {path}: waited {timeout_seconds:.0f} s", "run the same command again"
         ) from None
     try:
         yield
@@ -127,15 +154,65 @@ def exclusive_lock(path: Path, patience_seconds: float = PATIENCE_SECONDS) -> It
         lock.release()
 
 
-def retry_until_unlocked(attempt: Callable[[], int], why: str, patience_seconds: float) -> int:
-    """Try until nobody else holds the lock. Raises EnvironmentFault that says why it took too long."""
-    end = time.monotonic() + patience_seconds
+@contextmanager
+def lock_output_dir(
+    output: Path, check: Callable[[], None] = lambda: None, say: Callable[[str], None] = lambda text: None
+) -> Iterator[None]:
+    """Lock a run's output folder until the run ends; `check` may raise to stop waiting.
+
+    Raises EnvironmentNotReady when another run holds it: at once if that run's launcher is alive on this machine,
+    otherwise after HANDOVER_SECONDS.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(output / RUN_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        wait_for_run_lock(descriptor, output, check, say)
+        with suppress(OSError):  # on a full disk the holder's name is lost, the lock is not
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{socket.gethostname()} {launcher_pid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def wait_for_run_lock(descriptor: int, output: Path, check: Callable[[], None], say: Callable[[str], None]) -> None:
+    end, reported = time.monotonic() + HANDOVER_SECONDS, False
     while True:
-        try:
-            return attempt()
-        except (BlockingIOError, FileNotFoundError):
-            if time.monotonic() > end:
-                raise EnvironmentNotReady(
-                    f"{why}: waited {patience_seconds:.0f} s", "run the same command again"
-                ) from None
-        time.sleep(POLL_SECONDS)
+        with suppress(BlockingIOError):
+            return flock_without_waiting(descriptor)
+        check()
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+        if is_running_here(holder) or time.monotonic() > end:
+            raise EnvironmentNotReady(
+                f"another run is using {output}{describe_holder(holder)}",
+                "wait for it, or give this one another --output_dir",
+            )
+        if not reported:
+            say(f"waiting up to {HANDOVER_SECONDS} s for an earlier run to release {output}")
+            reported = True
+        time.sleep(HANDOVER_POLL_SECONDS)
+
+
+def launcher_pid() -> int:
+    """Return the pid that stands for the run: the parent of a rank, otherwise this process."""
+    return os.getppid() if "RANK" in os.environ else os.getpid()
+
+
+def is_running_here(holder: str) -> bool:
+    """Return whether the process named in a lock file (`host pid`) runs on this machine."""
+    host, _, pid = holder.strip().rpartition(" ")
+    if host != socket.gethostname() or not pid.isdigit() or int(pid) <= 1:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
+def describe_holder(holder: str) -> str:
+    """Return ` (pid 12 on host)` for the content of a lock file; empty if it does not name a process."""
+    host, _, pid = holder.strip().rpartition(" ")
+    return f" (pid {pid} on {host})" if host.isprintable() and host and pid.isdigit() else ""

@@ -1,4 +1,4 @@
-"""Numbers of bytes and parameters as people write and read them."""
+"""Parse and format byte sizes and parameter counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "m
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """Return an amount such as `24GiB`, `80 GB` or `9237MiB` in bytes. Raises SettingsError for what is none."""
+    """Parse `24GiB`, `80 GB` or `9237MiB` into bytes. Raises SettingsError, which names `flag`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     unit = UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None or float(found[1]) == 0:
@@ -19,7 +19,7 @@ def parse_bytes(text: str, flag: str) -> int:
 
 
 def parse_count(text: str, flag: str) -> int:
-    """Return a number of parameters such as `2.6e9`, `2.6B` or `900M`. Raises SettingsError for what is none."""
+    """Parse a parameter count such as `2.6e9`, `2.6B` or `900M`. Raises SettingsError, which names `flag`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmb]?)\s*", text.replace("_", ""), re.IGNORECASE)
     count = round(float(found[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[found[2].lower()]) if found else 0
     if count < 1:
@@ -28,14 +28,14 @@ def parse_count(text: str, flag: str) -> int:
 
 
 def format_gib(count: float) -> str:
-    """Return bytes as the memory of GPUs is told; empty for none."""
+    """Format bytes in binary units, as GPU memory is given; empty for 0."""
     if not count:
         return ""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
 
 
 def format_gb(count: float) -> str:
-    """Format bytes as `df -H` does."""
+    """Format bytes in decimal units, as `df -H` does."""
     return f"{count / 10**9:,.0f} GB" if count >= 10**10 else f"{count / 10**9:.2f} GB"
 
 

@@ -1,4 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGHUP ask for an orderly end: a thread answers at once, the program looks when it can stop."""
+"""Graceful shutdown on Ctrl-C, SIGTERM and SIGHUP: a thread confirms at once, the program stops where it can.
+
+A first signal requests a stop with a checkpoint; a second one, at least a second later, exits without saving.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,19 @@ from simpletuner.errors import Stopped
 from simpletuner.report import Report
 
 REPEAT_SECONDS = 1.0
-"""Schedulers and terminals may signal twice, the process and its group: within this time it is the same request."""
+"""Schedulers and terminals may signal both a process and its group: within this time it is one request."""
 
 
 class StopRequest:
-    """The signal that asked this process to end; 0 while none did."""
+    """The signal that asked this process to stop; `signal_number` is 0 while there is none."""
 
     def __init__(self, unsaved: Callable[[], bool] | None = None) -> None:
-        self.signal_number, self.first_asked = 0, 0.0
+        self.signal_number, self.requested_at = 0, 0.0
         self.unsaved = unsaved
-        """Whether a checkpoint is saved before the end; None: another process answers."""
-        self.before_giving_up: Callable[[], None] = lambda: None
-        self.may_give_up = True
-        """Whether a second signal ends this process; a rank is ended by its launcher."""
+        """Whether a checkpoint is saved before exit; None where another process prints the confirmation."""
+        self.before_exit: Callable[[], None] = lambda: None
+        self.may_exit = True
+        """Whether a second signal exits this process. Not in ranks: their launcher kills them."""
 
     def check(self) -> None:
         """Raise Stopped if a signal came; for phases whose work is already safe on disk."""
@@ -38,81 +41,80 @@ class StopRequest:
             raise self.stopped("before training; what was prepared is kept")
 
     def stopped(self, where: str) -> Stopped:
-        """Return the error that ends the run with 128 + the signal's number; SIGTERM if another rank was asked."""
+        """Build the error that exits with 128 + the signal's number; SIGTERM if another rank received the signal."""
         number = self.signal_number or int(signal.SIGTERM)
         return Stopped(
             number, f"stopped by {signal.Signals(number).name} {where}", "run the same command again to go on"
         )
 
-    def ask(self, number: int) -> None:
-        """Take a request to stop: the first is answered, a second one ends the process without saving."""
+    def receive(self, number: int) -> None:
+        """Handle a signal: the first one requests a stop, a second one exits without saving."""
         if number == signal.SIGHUP:
-            release_lost_terminal()
+            detach_closed_terminal()
         if not self.signal_number:
-            self.first_asked, self.signal_number = time.monotonic(), number
-            self.answer(number)
-        elif self.may_give_up and time.monotonic() - self.first_asked > REPEAT_SECONDS:
-            self.give_up(number)
+            self.requested_at, self.signal_number = time.monotonic(), number
+            self.confirm(number)
+        elif self.may_exit and time.monotonic() - self.requested_at > REPEAT_SECONDS:
+            self.exit_now(number)
 
-    def answer(self, number: int) -> None:
-        """Say what happens next."""
+    def confirm(self, number: int) -> None:
         if self.unsaved is None:
             return
         again = "press Ctrl-C again" if number == signal.SIGINT else "signal again"
         if self.unsaved():
-            say(f"stopping: saving a checkpoint after this step; {again} to stop without saving")
+            print_line(f"stopping: saving a checkpoint after this step; {again} to stop without saving")
         else:
-            say(f"stopping: what was prepared is kept; {again} to stop at once")
+            print_line(f"stopping: what was prepared is kept; {again} to stop at once")
 
-    def give_up(self, number: int) -> NoReturn:
-        """End this process at once, whatever its main thread waits for."""
-        self.before_giving_up()
+    def exit_now(self, number: int) -> NoReturn:
+        """Exit without saving, even while the main thread is blocked in a library."""
+        self.before_exit()
         if self.unsaved is not None:
-            say("stopped without saving")
+            print_line("stopped without saving")
         if sys.stderr.isatty():
             with suppress(OSError):
                 os.write(2, b"\x1b[?25h")  # the progress bar hides the cursor
-        os._exit(128 + number)
+        os._exit(128 + number)  # sys.exit in this thread would only end the thread
 
 
-def say(text: str) -> None:
-    """Print a line from the thread of signals; on a terminal below the `^C`, or the progress bar."""
+def print_line(text: str) -> None:
+    """Print from the signal thread; on a terminal on a new line, below `^C` or the progress bar."""
     with suppress(OSError):
         Report().say(f"\n{text}" if sys.stderr.isatty() else text)
 
 
 @contextmanager
-def listening(unsaved: Callable[[], bool] | None = None) -> Iterator[StopRequest]:
-    """Take SIGINT, SIGTERM and SIGHUP as requests to stop, unless SIGHUP is ignored, as under `nohup`.
+def handle_stop_signals(unsaved: Callable[[], bool] | None = None) -> Iterator[StopRequest]:
+    """Turn SIGINT, SIGTERM and SIGHUP into a StopRequest, except SIGHUP where it is ignored, as under `nohup`.
 
-    Python runs handlers in the main thread, which may be blocked in a library for minutes; the file descriptor that
-    is written at once lets a thread answer. `unsaved`: see StopRequest.
+    `unsaved`: see StopRequest.
     """
+    # Python runs signal handlers in the main thread, which may be blocked in a library for minutes. The wakeup
+    # descriptor is written immediately, so a thread that reads it can respond.
     request = StopRequest(unsaved)
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     numbers = [signal.SIGINT, signal.SIGTERM]
     numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
-    thread = threading.Thread(target=take_requests, args=(reading, request, numbers), name="signals", daemon=True)
+    thread = threading.Thread(target=dispatch_signals, args=(reading, request, numbers), name="signals", daemon=True)
     before = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
     former = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     parent = os.getpid()
 
     def restore() -> None:
-        """Put back what was there before."""
         signal.set_wakeup_fd(former)
         for number, handler in before.items():
             signal.signal(number, handler)
 
     def restore_in_child() -> None:
-        """Let a forked child, which shares the descriptor, not speak for its parent."""
+        # a forked child shares the descriptor: a signal to it would otherwise stop its parent
         if os.getppid() == parent and writing.fileno() >= 0:
             restore()
 
     os.register_at_fork(after_in_child=restore_in_child)
     thread.start()
     try:
-        with losable_terminal():
+        with tolerate_closed_terminal():
             yield request
     finally:
         restore()
@@ -120,17 +122,17 @@ def listening(unsaved: Callable[[], bool] | None = None) -> Iterator[StopRequest
         thread.join(REPEAT_SECONDS)
 
 
-def take_requests(reading: socket.socket, request: StopRequest, numbers: Sequence[int]) -> None:
-    """Hand over each signal as it comes, until the other end is closed."""
+def dispatch_signals(reading: socket.socket, request: StopRequest, numbers: Sequence[int]) -> None:
+    """Pass signals on as they arrive, until the other end of the socket pair is closed."""
     with reading:
         while received := reading.recv(64):
             for number in received:
                 if number in numbers:
-                    request.ask(number)
+                    request.receive(number)
 
 
-class LosableTerminal:
-    """A terminal that may be closed while this process goes on to save: what cannot be shown is dropped."""
+class ClosableStream:
+    """A terminal stream that drops its output once the terminal is closed, so that the process can still save."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -139,47 +141,45 @@ class LosableTerminal:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write text, if there is still somewhere to write."""
         with suppress(OSError):
             return self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush, if there is still somewhere to write."""
         with suppress(OSError):
             self.stream.flush()
 
 
 @contextmanager
-def losable_terminal() -> Iterator[None]:
-    """Survive that the terminal is closed: writing to it then fails, shortly before SIGHUP says so."""
+def tolerate_closed_terminal() -> Iterator[None]:
+    """Keep running when the terminal is closed: writes to it start to fail shortly before SIGHUP arrives."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (LosableTerminal(stream) if stream.isatty() else stream for stream in streams)
+    sys.stdout, sys.stderr = (ClosableStream(stream) if stream.isatty() else stream for stream in streams)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = streams
 
 
-def release_lost_terminal() -> None:
-    """Let stdout and stderr lead nowhere where their terminal was closed."""
+def detach_closed_terminal() -> None:
+    """Redirect stdout and stderr to /dev/null where their terminal has been closed."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, descriptor)
+                os.close(null)
 
 
 PR_SET_PDEATHSIG = 1
 """Linux: send this process a signal when its parent dies; see `man 2 prctl`."""
 
 
-def end_with_launcher() -> None:
-    """Let the kernel send SIGTERM when the launcher dies, even of SIGKILL: ranks then save, leave and free GPUs."""
+def terminate_with_parent() -> None:
+    """Have the kernel send SIGTERM when the launcher dies, even of SIGKILL: ranks then save, exit and free GPUs."""
     if not sys.platform.startswith("linux"):
         return
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if os.getppid() != launcher:  # it died just before
+    if os.getppid() != launcher:  # it died before prctl took effect
         os.kill(os.getpid(), signal.SIGTERM)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from simpletuner.checkpoints.export import check_targets, export_pipeline, finished_steps
 from simpletuner.checkpoints.layout import clear_unfinished
-from simpletuner.errors import RemoteFailure, SimpleTunerError, system_errors_explained
+from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
 from simpletuner.models.family import ModelFamily
 from simpletuner.session import Session
 from simpletuner.settings import Settings
-from simpletuner.system.files import remove, restore_replaced, sole_user_of
+from simpletuner.system.files import remove, restore_replaced
+from simpletuner.system.locks import lock_output_dir
 from simpletuner.training.state import TrainingState
 
 PIPELINE, PIPELINE_EMA = "pipeline", "pipeline-ema"
@@ -23,8 +24,8 @@ def open_output_dir(session: Session, stack: ExitStack) -> None:
     output, error = session.settings.training.output_dir, None
     if session.world.is_first:
         try:
-            with system_errors_explained():
-                stack.enter_context(sole_user_of(output, session.stop.check, session.report.say))
+            with explain_system_errors():
+                stack.enter_context(lock_output_dir(output, session.stop.check, session.report.say))
                 remove_leftovers(output)
                 check_targets(pipelines_of(session.settings))
         except SimpleTunerError as caught:

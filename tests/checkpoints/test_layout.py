@@ -16,8 +16,8 @@ from simpletuner.checkpoints.layout import (
     prune_checkpoints,
 )
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.system.checksums import signed
-from simpletuner.system.files import unfinished, write_json
+from simpletuner.system.checksums import with_checksum
+from simpletuner.system.files import unfinished_path, write_json
 
 
 def checkpoint(root: Path, step: int, content: str = "weights") -> Path:
@@ -94,7 +94,7 @@ def test_a_state_that_cannot_be_is_refused(tmp_path, path, value):
 
 def test_any_other_bit_of_the_state_is_noticed_by_its_own_checksum(tmp_path):
     folder = checkpoint(tmp_path, 7)
-    whole = signed({**state_of(7), "files": {}, "model_family": "sdxl", "more": [1.5, "text"]})
+    whole = with_checksum({**state_of(7), "files": {}, "model_family": "sdxl", "more": [1.5, "text"]})
     content = json.dumps(whole, indent=2).encode()
     for place in range(len(content)):
         for bit in (0, 4):
@@ -132,14 +132,14 @@ def test_prune_touches_nothing_that_is_no_checkpoint(tmp_path):
 
 def test_what_a_killed_save_or_prune_left_is_cleared(tmp_path):
     kept = checkpoint(tmp_path, 100)
-    shutil.copytree(kept, unfinished(checkpoint_folder(tmp_path, 200)))
+    shutil.copytree(kept, unfinished_path(checkpoint_folder(tmp_path, 200)))
     (tmp_path / ".other").mkdir()
     clear_unfinished(tmp_path)
     assert names(tmp_path) == [".other", "checkpoint-000100"]
 
 
 def test_an_unfinished_folder_is_never_chosen(tmp_path):
-    checkpoint(tmp_path, 100).rename(unfinished(checkpoint_folder(tmp_path, 100)))
+    checkpoint(tmp_path, 100).rename(unfinished_path(checkpoint_folder(tmp_path, 100)))
     assert find_resume_folders(tmp_path, "latest") == []
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from simpletuner.commands.nfs import show, verdict
 from simpletuner.report import Report
-from simpletuner.tools.nfs.check import Outcome
-from simpletuner.tools.nfs.findings import CHECKS, failed, passed, warned
-from simpletuner.tools.nfs.node import Node
+from simpletuner.tools.nfs.check import CheckOutcome
+from simpletuner.tools.nfs.rendezvous import Node
+from simpletuner.tools.nfs.results import CHECKS, failed, passed, warned
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "accelerate", "diffusers", "transformers", "deepspeed", "PIL", "safetensors")
@@ -77,7 +77,7 @@ def test_a_failure_ends_with_3_and_says_on_lines_of_their_own_what_to_type(tmp_p
 def test_sentences_are_wrapped_to_the_terminal_and_what_is_to_be_typed_is_not(capsys, columns):
     report, fix = Report(), "sudo " + "x" * 150
     report.data.width = columns
-    show(Outcome(Node(Path("/x")), (failed("exclusive", "a sentence of many words " * 9, fix),)), report)
+    show(CheckOutcome(Node(Path("/x")), (failed("exclusive", "a sentence of many words " * 9, fix),)), report)
     lines = capsys.readouterr().out.splitlines()
     assert f"      fix: {fix}" in lines
     assert 40 < max(len(line) for line in lines if fix not in line) <= columns
@@ -123,7 +123,7 @@ def test_two_different_addresses_are_a_failure_on_both_nodes(tmp_path):
 def test_what_only_another_node_found_is_shown_under_its_name(capsys):
     fine = passed("lock", "held")
     bad, same = failed("write", "no permission", "sudo chown"), warned("port", "not checked")
-    outcome = Outcome(Node(Path("/x"), 0, 3), (fine, same), {1: (bad, same), 2: (fine, same)})
+    outcome = CheckOutcome(Node(Path("/x"), 0, 3), (fine, same), {1: (bad, same), 2: (fine, same)})
     show(outcome, Report())
     out, err = capsys.readouterr()
     assert err == ""
@@ -139,7 +139,7 @@ def test_what_only_another_node_found_is_shown_under_its_name(capsys):
 
 
 def test_a_node_that_gave_no_report_is_a_failure(capsys):
-    outcome = Outcome(Node(Path("/x"), 0, 3), (passed("lock", "held"),), {1: (passed("lock", "held"),)}, (2,))
+    outcome = CheckOutcome(Node(Path("/x"), 0, 3), (passed("lock", "held"),), {1: (passed("lock", "held"),)}, (2,))
     assert outcome.status == "fail"
     assert verdict(outcome) == "failed: no report from node 2"
 

@@ -11,9 +11,9 @@ import pytest
 
 from simpletuner.errors import SettingsError
 from simpletuner.launch import choose_gpus
-from simpletuner.launch.network import addresses, interface_towards
 from simpletuner.launch.node_info import MAY_DIFFER, NodeInfo, difference
 from simpletuner.settings.sections import Launch, setting_fields
+from simpletuner.system.network import addresses, interface_towards
 
 ENOUGH = ("--model_family=sdxl", "--instance_data_dir=my pictures")
 TWO_MACHINES = ("--num_processes=4", "--num_machines=2", "--main_process_ip=127.0.0.1")

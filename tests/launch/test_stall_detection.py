@@ -16,8 +16,8 @@ from simpletuner.launch.stall_detection import StallDetector
 RANK = """
 import os, subprocess, sys, threading, time
 from simpletuner.system.activity import Activity
-from simpletuner.launch.heartbeat import beating
-from simpletuner.system.signals import listening
+from simpletuner.launch.launcher_connection import connect_to_launcher
+from simpletuner.system.signals import handle_stop_signals
 
 def compute():
     while True:
@@ -41,7 +41,7 @@ def hang():
     time.sleep(1000)
 
 activity = Activity()
-with listening() as stop, beating(os.environ, activity, stop, 60):
+with handle_stop_signals() as stop, connect_to_launcher(os.environ, activity, stop, 60):
     activity.begin("work")
     globals()[sys.argv[1 + int(os.environ['RANK'])]]()
 """
@@ -51,7 +51,7 @@ def found(ranks: Ranks, seconds: float, stall_seconds: float = 1.5) -> set[tuple
     """Return the ranks that are found to hang within some seconds, with the state of their processes."""
     detector, stalls, end = StallDetector(ranks, stall_seconds), set(), time.monotonic() + seconds
     while time.monotonic() < end:
-        ranks.listen()
+        ranks.receive()
         if stall := detector.find():
             stalls.add((stall.rank, stall.state))
             assert f"rank {stall.rank} (pid {stall.pid}) has made no progress for " in str(stall)
@@ -66,8 +66,8 @@ def test_what_hangs_is_told_from_what_works_and_what_waits(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with ranks.started(command, {rank: {"RANK": str(rank)} for rank in range(5)}):
         end = time.monotonic() + 20
-        while ranks.phase < 2 or any(pulse.phase < 1 for pulse in ranks.pulses.values()):
-            ranks.listen()
+        while ranks.phase < 2 or any(status.phase < 1 for status in ranks.statuses.values()):
+            ranks.receive()
             assert time.monotonic() < end
             time.sleep(0.1)
         children = psutil.Process(ranks.processes[1].pid).children()
@@ -75,7 +75,7 @@ def test_what_hangs_is_told_from_what_works_and_what_waits(tmp_path, monkeypatch
         ranks.processes[4].kill()
         began = time.monotonic()
         for rank in (0, 2):
-            ranks.lines[rank].close()  # as when the launcher dies
+            ranks.sockets[rank].close()  # as when the launcher dies
         ranks.processes[3].send_signal(signal.SIGSTOP)  # the one that is ahead
         assert found(ranks, 4) == {(3, "T")}
         assert [ranks.processes[rank].wait(12) for rank in (0, 2)] == [143, 143]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.discovery import discover
 from simpletuner.errors import SimpleTunerError
-from simpletuner.parallel.same_data import agree_on_data
-from simpletuner.parallel.same_folder import agree_on_folders
+from simpletuner.parallel.same_data import verify_same_data
+from simpletuner.parallel.same_folder import verify_same_folders
 from simpletuner.parallel.world import World, joined_world
 
 
@@ -42,12 +42,12 @@ def compared(world: World, case: Path) -> str:
     folder = case / f"rank{world.rank}"
     values = json.loads((case / f"rank{world.rank}.json").read_text())
     datasets = [ImageDataset(id="d", instance_data_dir=folder, resolution=64, **values)]
-    samples = agree_on_data(discover(datasets, 64, 0), datasets, world, lambda: None)
+    samples = verify_same_data(discover(datasets, 64, 0), datasets, world, lambda: None)
     return " ".join(f"{sample.id}={sample.version}" for sample in samples)
 
 
 def probed(world: World, case: Path) -> str:
     """Return nothing if the folder `out` is the same one; a case may give rank 1 another by the file `apart`."""
     out = case / (f"out{world.rank}" if (case / "apart").exists() else "out")
-    agree_on_folders([("output_dir", out)], world, lambda: None, "probe")
+    verify_same_folders([("output_dir", out)], world, lambda: None, "probe")
     return ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from simpletuner.models.detection import detect
 from simpletuner.settings.sections import Model
 from simpletuner.system.cache_files import block_cache_paths, lock_of
-from simpletuner.system.files import unfinished
+from simpletuner.system.files import unfinished_path
 from simpletuner.system.locks import exclusive_lock
 
 
@@ -30,5 +30,5 @@ def die_writing(home: str) -> None:
     os.environ["SIMPLETUNER_HOME"] = home
     path, _ = block_cache_paths()
     with exclusive_lock(lock_of(path)):
-        unfinished(path).write_text('{"half": ')
+        unfinished_path(path).write_text('{"half": ')
         os.kill(os.getpid(), signal.SIGKILL)

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from simpletuner.system.signals import listening
+from simpletuner.system.signals import handle_stop_signals
 from simpletuner.tools.nfs.check import check
-from simpletuner.tools.nfs.node import Node
+from simpletuner.tools.nfs.rendezvous import Node
 
 
 def only_here(descriptor: int, operation: int) -> None:
@@ -53,7 +53,7 @@ def main(wish: dict[str, Any]) -> None:
         os.setuid(user)
     paths = {name: Path(wish.pop(name)) for name in ("path", "mountinfo") if name in wish}
     node = Node(**paths, **wish, clock=lambda: time.time() + ahead, flock=LOCKS[locks])
-    with listening() as stop:
+    with handle_stop_signals() as stop:
         outcome = check(node, stop, lambda text: print(text, file=sys.stderr, flush=True))
     print(json.dumps(outcome.as_json()))
 

@@ -2,18 +2,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from simpletuner.errors import EnvironmentNotReady, ExitCode, Stopped
-from simpletuner.system.files import replace_file, replace_folder, sole_user_of, unfinished, write_json
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.files import replace_file, replace_folder, unfinished_path, write_json
 
 
 def names(root: Path) -> list[str]:
@@ -34,7 +27,7 @@ def test_what_a_file_is_replaced_with_is_whole_and_a_pipe_stays_one(tmp_path):
 
 
 def test_an_unfinished_folder_is_hidden_beside_the_finished_one(tmp_path):
-    assert unfinished(tmp_path / "checkpoint-000100") == tmp_path / ".checkpoint-000100.unfinished"
+    assert unfinished_path(tmp_path / "checkpoint-000100") == tmp_path / ".checkpoint-000100.unfinished"
 
 
 def test_replace_folder_puts_the_new_one_in_the_place_of_the_old(tmp_path):
@@ -65,50 +58,6 @@ def test_json_is_written_readable(tmp_path):
     text = (tmp_path / "x.json").read_text()
     assert json.loads(text) == {"a": [1]}
     assert text.endswith("}\n")
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from simpletuner.system.files import sole_user_of
-with sole_user_of(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_second_process_is_told_that_the_folder_is_in_use_until_the_first_ends(tmp_path):
-    output = tmp_path / "run"
-    command = [sys.executable, "-c", HOLD, str(output)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "held\n"
-        with pytest.raises(EnvironmentNotReady) as caught, sole_user_of(output):
-            raise AssertionError("entered a folder in use")
-        assert caught.value.message == f"another run is using {output} (pid {first.pid} on {socket.gethostname()})"
-        assert "--output_dir" in caught.value.hint
-        assert caught.value.exit_code == ExitCode.ENVIRONMENT
-
-        # its launcher has died, so it may be about to end: that is waited for, unless a signal comes
-        with subprocess.Popen([sys.executable, "-c", ""]) as dead:
-            pass
-        (output / ".lock").write_text(f"{socket.gethostname()} {dead.pid}\n")
-        request, said = StopRequest(), []
-        request.signal_number = int(signal.SIGTERM)
-        with pytest.raises(Stopped), sole_user_of(output, request.check, said.append):
-            raise AssertionError("entered a folder in use")
-        threading.Timer(0.5, first.kill).start()
-        with sole_user_of(output, say=said.append):
-            assert output.is_dir()
-        assert said == [f"waiting up to 30 s for an earlier run to let go of {output}"]
-
-
-def test_a_folder_can_be_used_again_after_a_failure(tmp_path):
-    for _ in range(2):
-        with pytest.raises(RuntimeError), sole_user_of(tmp_path / "run"):
-            raise RuntimeError
-    with sole_user_of(tmp_path / "run"):
-        pass
 
 
 def test_replace_folder_loses_nothing_when_the_new_one_cannot_be_renamed(tmp_path):

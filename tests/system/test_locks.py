@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -9,29 +12,30 @@ from pathlib import Path
 import pytest
 from holders import holder
 
-from simpletuner.errors import EnvironmentNotReady
+from simpletuner.errors import EnvironmentNotReady, ExitCode, Stopped
 from simpletuner.system.cache_files import IN_USE
-from simpletuner.system.locks import exclusive_lock, is_held, locked, shared_lock
+from simpletuner.system.locks import exclusive_lock, is_locked, lock_file, lock_output_dir, shared_lock
+from simpletuner.system.signals import StopRequest
 
 
 def test_runs_share_a_folder_and_nobody_has_it_alone_until_the_last_is_killed(tmp_path):
     folder = tmp_path / "new" / "cache"
     with holder("cache", folder) as first, holder("cache", folder) as second:
-        assert is_held(folder / IN_USE)
+        assert is_locked(folder / IN_USE)
         first.kill()
         first.wait()
         with pytest.raises(BlockingIOError):
-            locked(folder / IN_USE, exclusive=True)
+            lock_file(folder / IN_USE, exclusive=True)
         second.kill()
         second.wait()
-        assert is_held(folder / IN_USE) is False
-        os.close(locked(folder / IN_USE, exclusive=True))
+        assert is_locked(folder / IN_USE) is False
+        os.close(lock_file(folder / IN_USE, exclusive=True))
 
 
 def test_a_run_waits_while_its_folder_is_cleared_and_makes_it_again(tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
-    clearing = locked(folder / IN_USE, exclusive=True)
+    clearing = lock_file(folder / IN_USE, exclusive=True)
     held = threading.Event()
 
     def run() -> None:
@@ -46,9 +50,9 @@ def test_a_run_waits_while_its_folder_is_cleared_and_makes_it_again(tmp_path):
     folder.rmdir()
     os.close(clearing)
     assert held.wait(5)
-    assert is_held(folder / IN_USE), "a lock on a deleted file is none"
+    assert is_locked(folder / IN_USE), "a lock on a deleted file is none"
     thread.join()
-    assert is_held(folder / IN_USE) is False
+    assert is_locked(folder / IN_USE) is False
 
 
 def test_whoever_holds_a_file_holds_the_one_that_is_there_though_others_delete_it(tmp_path):
@@ -58,7 +62,7 @@ def test_whoever_holds_a_file_holds_the_one_that_is_there_though_others_delete_i
     def lock_and_delete() -> None:
         while time.monotonic() < end:
             try:
-                descriptor = locked(path, exclusive=True)
+                descriptor = lock_file(path, exclusive=True)
             except BlockingIOError:
                 continue
             try:
@@ -80,12 +84,12 @@ def test_a_file_that_another_process_holds_is_waited_for_and_then_given_up(tmp_p
     with holder("file", path) as process:
         with (
             pytest.raises(EnvironmentNotReady, match=r"another process holds .*blocks\.lock: waited 0 s"),
-            exclusive_lock(path, patience_seconds=0.1),
+            exclusive_lock(path, timeout_seconds=0.1),
         ):
             pass
         threading.Timer(0.2, process.kill).start()
         with exclusive_lock(path):
-            assert is_held(path)
+            assert is_locked(path)
 
 
 def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path):
@@ -114,3 +118,47 @@ def test_a_folder_that_can_only_be_read_is_used_without_a_hold(read_only):
     with shared_lock([read_only]):
         assert list(read_only.iterdir()) == []
     assert time.monotonic() - began < 5
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from simpletuner.system.locks import lock_output_dir
+with lock_output_dir(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_told_that_the_folder_is_in_use_until_the_first_ends(tmp_path):
+    output = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(output)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(EnvironmentNotReady) as caught, lock_output_dir(output):
+            raise AssertionError("entered a folder in use")
+        assert caught.value.message == f"another run is using {output} (pid {first.pid} on {socket.gethostname()})"
+        assert "--output_dir" in caught.value.hint
+        assert caught.value.exit_code == ExitCode.ENVIRONMENT
+
+        # its launcher has died, so it may be about to end: that is waited for, unless a signal comes
+        with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+            pass
+        (output / ".lock").write_text(f"{socket.gethostname()} {dead.pid}\n")
+        request, said = StopRequest(), []
+        request.signal_number = int(signal.SIGTERM)
+        with pytest.raises(Stopped), lock_output_dir(output, request.check, said.append):
+            raise AssertionError("entered a folder in use")
+        threading.Timer(0.5, first.kill).start()
+        with lock_output_dir(output, say=said.append):
+            assert output.is_dir()
+        assert said == [f"waiting up to 30 s for an earlier run to release {output}"]
+
+
+def test_a_folder_can_be_used_again_after_a_failure(tmp_path):
+    for _ in range(2):
+        with pytest.raises(RuntimeError), lock_output_dir(tmp_path / "run"):
+            raise RuntimeError
+    with lock_output_dir(tmp_path / "run"):
+        pass

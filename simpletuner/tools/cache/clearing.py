@@ -9,8 +9,8 @@ from contextlib import ExitStack, suppress
 from simpletuner.deepspeed.swap_files import remove_swap_folder
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.cache_files import IN_USE, bytes_of, files_of, lock_of
-from simpletuner.system.files import unfinished
-from simpletuner.system.locks import exclusive_lock, locked
+from simpletuner.system.files import unfinished_path
+from simpletuner.system.locks import exclusive_lock, lock_file
 from simpletuner.tools.cache.contents import CacheItem, CacheKind
 
 SHARDED = (CacheKind.LATENTS, CacheKind.TEXT)
@@ -54,7 +54,7 @@ def clear(items: Sequence[CacheItem]) -> int:
 def lock_exclusively(item: CacheItem, stack: ExitStack) -> None:
     """Keep runs out of a cache folder until `stack` is closed. A folder that is gone needs no lock."""
     try:
-        descriptor = locked(item.path / IN_USE, exclusive=True)
+        descriptor = lock_file(item.path / IN_USE, exclusive=True)
     except FileNotFoundError:
         return
     except BlockingIOError:
@@ -68,7 +68,7 @@ def remove_blocks(item: CacheItem) -> int:
     lock = lock_of(item.path)
     with exclusive_lock(lock):
         removed = bytes_of(item.path)
-        unfinished(item.path).unlink(missing_ok=True)
+        unfinished_path(item.path).unlink(missing_ok=True)
         item.path.unlink(missing_ok=True)
         lock.unlink(missing_ok=True)
     return removed

@@ -22,7 +22,7 @@ from simpletuner.system.cache_files import (
     is_plain_folder,
     lock_of,
 )
-from simpletuner.system.locks import is_held
+from simpletuner.system.locks import is_locked
 
 if TYPE_CHECKING:
     from simpletuner.settings import Settings
@@ -59,7 +59,7 @@ class CacheItem:
 
 def find_blocks() -> list[CacheItem]:
     return [
-        CacheItem(CacheKind.BLOCKS, path, count_json_entries(path), bytes_of(path), is_held(lock_of(path)))
+        CacheItem(CacheKind.BLOCKS, path, count_json_entries(path), bytes_of(path), is_locked(lock_of(path)))
         for path in block_cache_paths()
         if is_plain_file(path)
     ]
@@ -121,7 +121,7 @@ def shards_in(kind: CacheKind, folder: Path) -> CacheItem | None:
         return None
     entries = sum(count_lines(path) for path in ours if path.name.endswith(INDEX_SUFFIX))
     foreign = [path for path in others if not is_plain_folder(path)]
-    return CacheItem(kind, folder, entries, sum(map(bytes_of, ours)), is_held(folder / IN_USE), others=foreign)
+    return CacheItem(kind, folder, entries, sum(map(bytes_of, ours)), is_locked(folder / IN_USE), others=foreign)
 
 
 def count_lines(path: Path) -> int:

@@ -1,13 +1,17 @@
-"""What a mount promises: shared between machines or local, and which of its options a run should know of."""
+"""Check `mount`: is the filesystem shared between machines, and do its mount options suit a run?"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import Any
 
-from simpletuner.tools.nfs.mounts import Mount
+from simpletuner.tools.nfs.mounts import Mount, find_mount, parse_mountinfo
+from simpletuner.tools.nfs.rendezvous import Node
+from simpletuner.tools.nfs.results import Finding, failed, format_ranks, passed, warned
 
 
 class Reach(StrEnum):
@@ -19,8 +23,8 @@ class Reach(StrEnum):
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A filesystem as people call it, who sees its files, and why it may disappoint a run."""
+class Filesystem:
+    """A filesystem: its common name, who sees its files, and why it may not suit a run."""
 
     name: str
     reach: Reach
@@ -32,74 +36,65 @@ ON_THIS_HOST = "keeps files on the host of this virtual machine: shared only bet
 
 OTHER_FILESYSTEM = "use NFS 4, Lustre or CephFS for output_dir"
 
-KINDS: dict[str, Kind] = {
-    "nfs": Kind("NFS 3", Reach.SHARED),
-    "nfs4": Kind("NFS 4", Reach.SHARED),
-    "lustre": Kind("Lustre", Reach.SHARED),
-    "ceph": Kind("CephFS", Reach.SHARED),
-    "fuse.ceph": Kind("CephFS (fuse)", Reach.SHARED),
-    "fuse.ceph-fuse": Kind("CephFS (fuse)", Reach.SHARED),
-    "beegfs": Kind("BeeGFS", Reach.SHARED),
-    "gpfs": Kind("IBM Storage Scale (GPFS)", Reach.SHARED),
-    "wekafs": Kind("WEKA", Reach.SHARED),
-    "ocfs2": Kind("OCFS2", Reach.SHARED),
-    "gfs2": Kind("GFS2", Reach.SHARED),
-    "fuse.glusterfs": Kind("GlusterFS", Reach.SHARED),
-    "fuse.juicefs": Kind("JuiceFS", Reach.SHARED),
-    "cifs": Kind("SMB", Reach.SHARED),
-    "smb3": Kind("SMB", Reach.SHARED),
-    "fuse.sshfs": Kind("sshfs", Reach.SHARED, "keeps locks on one node only, and is slow for checkpoints"),
-    "fuse.s3fs": Kind("s3fs", Reach.SHARED, OBJECTS),
-    "fuse.rclone": Kind("rclone", Reach.SHARED, OBJECTS),
-    "fuse.gcsfuse": Kind("gcsfuse", Reach.SHARED, OBJECTS),
-    "fuse.goofys": Kind("goofys", Reach.SHARED, OBJECTS),
-    "fuse.mountpoint-s3": Kind("Mountpoint for S3", Reach.SHARED, OBJECTS),
-    "9p": Kind("9p", Reach.UNKNOWN, ON_THIS_HOST),
-    "virtiofs": Kind("virtiofs", Reach.UNKNOWN, ON_THIS_HOST),
+FILESYSTEMS: dict[str, Filesystem] = {
+    "nfs": Filesystem("NFS 3", Reach.SHARED),
+    "nfs4": Filesystem("NFS 4", Reach.SHARED),
+    "lustre": Filesystem("Lustre", Reach.SHARED),
+    "ceph": Filesystem("CephFS", Reach.SHARED),
+    "fuse.ceph": Filesystem("CephFS (fuse)", Reach.SHARED),
+    "fuse.ceph-fuse": Filesystem("CephFS (fuse)", Reach.SHARED),
+    "beegfs": Filesystem("BeeGFS", Reach.SHARED),
+    "gpfs": Filesystem("IBM Storage Scale (GPFS)", Reach.SHARED),
+    "wekafs": Filesystem("WEKA", Reach.SHARED),
+    "ocfs2": Filesystem("OCFS2", Reach.SHARED),
+    "gfs2": Filesystem("GFS2", Reach.SHARED),
+    "fuse.glusterfs": Filesystem("GlusterFS", Reach.SHARED),
+    "fuse.juicefs": Filesystem("JuiceFS", Reach.SHARED),
+    "cifs": Filesystem("SMB", Reach.SHARED),
+    "smb3": Filesystem("SMB", Reach.SHARED),
+    "fuse.sshfs": Filesystem("sshfs", Reach.SHARED, "keeps locks on one node only, and is slow for checkpoints"),
+    "fuse.s3fs": Filesystem("s3fs", Reach.SHARED, OBJECTS),
+    "fuse.rclone": Filesystem("rclone", Reach.SHARED, OBJECTS),
+    "fuse.gcsfuse": Filesystem("gcsfuse", Reach.SHARED, OBJECTS),
+    "fuse.goofys": Filesystem("goofys", Reach.SHARED, OBJECTS),
+    "fuse.mountpoint-s3": Filesystem("Mountpoint for S3", Reach.SHARED, OBJECTS),
+    "9p": Filesystem("9p", Reach.UNKNOWN, ON_THIS_HOST),
+    "virtiofs": Filesystem("virtiofs", Reach.UNKNOWN, ON_THIS_HOST),
 }
-LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "tmpfs", "ramfs", "rootfs")
-LOCAL += (
-    "squashfs",
-    "erofs",
-    "vfat",
-    "exfat",
-    "ntfs",
-    "ntfs3",
-    "fuseblk",
-    "iso9660",
-    "fuse.fuse-overlayfs",
-    "devtmpfs",
+LOCAL = (
+    *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "fuse.fuse-overlayfs"),
+    *("tmpfs", "ramfs", "rootfs", "devtmpfs", "squashfs", "erofs", "iso9660"),
+    *("vfat", "exfat", "ntfs", "ntfs3", "fuseblk"),
 )
 
 EFS_SOURCE = re.compile(r"(fs-[0-9a-f]+)(\.efs\.[a-z0-9.-]+)?:/")
 
 
-def kind_of(mount: Mount) -> Kind:
-    """Return what a mount is; an NFS mount's version is read from its options."""
+def filesystem_of(mount: Mount) -> Filesystem:
     if mount.fstype in LOCAL:
-        return Kind(mount.fstype, Reach.LOCAL)
-    kind = KINDS.get(mount.fstype, Kind(mount.fstype, Reach.UNKNOWN))
+        return Filesystem(mount.fstype, Reach.LOCAL)
+    filesystem = FILESYSTEMS.get(mount.fstype, Filesystem(mount.fstype, Reach.UNKNOWN))
     if mount.fstype in ("nfs", "nfs4"):
         version = mount.value_of("vers") or ("3" if mount.fstype == "nfs" else "4")
-        return replace(kind, name=f"Amazon EFS (NFS {version})" if is_efs(mount) else f"NFS {version}")
-    return kind
+        return replace(filesystem, name=f"Amazon EFS (NFS {version})" if is_efs(mount) else f"NFS {version}")
+    return filesystem
 
 
 def is_efs(mount: Mount) -> bool:
-    """Return whether an NFS mount is Amazon's, mounted by name, or through the tunnel of its mount helper."""
+    """Recognize Amazon EFS, mounted by name or through the TLS tunnel of its mount helper."""
     through_tunnel = mount.source.startswith("127.0.0.1:/") and bool(mount.value_of("port"))
     return bool(EFS_SOURCE.match(mount.source)) or through_tunnel
 
 
 def server_of(mount: Mount) -> str:
-    """Return the machine that serves a mount, or nothing for what has none."""
+    """Return the machine that serves a mount; empty where there is none."""
     return mount.source.partition(":")[0] if ":" in mount.source else ""
 
 
-def cautions(mount: Mount, kind: Kind) -> Iterator[tuple[str, str]]:
-    """Yield what a run should know about a mount's options, each with what mends it."""
-    if kind.caution:
-        yield f"{kind.name} {kind.caution}", OTHER_FILESYSTEM
+def cautions(mount: Mount, filesystem: Filesystem) -> Iterator[tuple[str, str]]:
+    """Yield what may go wrong with a mount, each with its fix."""
+    if filesystem.caution:
+        yield f"{filesystem.name} {filesystem.caution}", OTHER_FILESYSTEM
     if mount.fstype in ("nfs", "nfs4"):
         yield from nfs_cautions(mount)
     if mount.fstype == "lustre":
@@ -109,7 +104,6 @@ def cautions(mount: Mount, kind: Kind) -> Iterator[tuple[str, str]]:
 
 
 def nfs_cautions(mount: Mount) -> Iterator[tuple[str, str]]:
-    """Yield what is risky in an NFS mount's options."""
     if soft := next((option for option in ("soft", "softerr") if option in mount.options), ""):
         why = f"`{soft}`: a slow server makes writes fail, and a checkpoint may be damaged"
         yield why, fstab_line(mount, drop=(soft,), add=("hard",))
@@ -121,7 +115,6 @@ def nfs_cautions(mount: Mount) -> Iterator[tuple[str, str]]:
 
 
 def lustre_cautions(mount: Mount) -> Iterator[tuple[str, str]]:
-    """Yield what a Lustre mount lacks for locks."""
     if "localflock" in mount.options:
         why = "`localflock`: locks hold on this node only, so two runs could share the folder"
         yield why, fstab_line(mount, drop=("localflock",), add=("flock",))
@@ -130,7 +123,8 @@ def lustre_cautions(mount: Mount) -> Iterator[tuple[str, str]]:
 
 
 def fstab_line(mount: Mount, drop: tuple[str, ...] = (), add: tuple[str, ...] = ()) -> str:
-    """Return the line of /etc/fstab that mounts this with other options; the client fills in what it negotiates."""
+    """Return the line of /etc/fstab that mounts this with other options."""
+    # /proc shows these as well, but the client negotiates them with the server
     negotiated = re.compile(r"(addr|clientaddr|mountaddr|mountport|mountproto|mountvers|local_lock|namlen|port)=")
     kept = [option for option in mount.options if option not in drop and not negotiated.match(option)]
     options = ",".join([*kept, *(option for option in add if option not in kept), "_netdev"])
@@ -140,7 +134,7 @@ def fstab_line(mount: Mount, drop: tuple[str, ...] = (), add: tuple[str, ...] = 
 
 
 def recipe(path: str, server: str, node_rank: int) -> tuple[str, ...]:
-    """Return how to share a folder of node 0 by NFS, a node's own part first; `server` is its address or nothing."""
+    """Return how to share a folder of node 0 by NFS, the part of this node first; `server` may be empty."""
     numbers = server.split(".")
     is_ipv4 = len(numbers) == 4 and all(number.isdigit() for number in numbers)
     clients = ".".join([*numbers[:3], "0/24"]) if is_ipv4 else "SUBNET/24"
@@ -154,3 +148,61 @@ def recipe(path: str, server: str, node_rank: int) -> tuple[str, ...]:
         f"to keep it, in their /etc/fstab: {node_0}:{path} {path} nfs defaults,_netdev 0 0",
     )
     return (*serve, *mount) if node_rank == 0 else (*mount, *serve)
+
+
+def mount_of_node(node: Node) -> Mount | None:
+    if not node.mountinfo.exists():  # not Linux
+        return None
+    text = node.mountinfo.read_text(encoding="utf-8", errors="surrogateescape")
+    return find_mount(PurePosixPath(node.path), parse_mountinfo(text))
+
+
+def reach_of(mount: Mount | None) -> Reach:
+    return filesystem_of(mount).reach if mount else Reach.UNKNOWN
+
+
+def check_mount(node: Node, mount: Mount | None, others: Mapping[int, str]) -> Finding:
+    """Check `mount`; `others` are the reaches of the mounts of nodes that see our files."""
+    if mount is None:
+        return warned("mount", f"no mount is listed for {node.path} in {node.mountinfo}", f"findmnt -T {node.path}")
+    filesystem, values = filesystem_of(mount), mount_values(mount)
+    sentence = describe(mount)
+    if "ro" in mount.options:
+        fix = f"sudo mount -o remount,rw {mount.point}   # and `rw` in /etc/fstab, and in the server's /etc/exports"
+        return failed("mount", f"{sentence}: read-only", fix, **values)
+    if filesystem.reach is Reach.LOCAL and node.nodes > 1:
+        # right on one node only: the one that serves it to the others
+        served = [rank for rank, reach in others.items() if reach == Reach.SHARED]
+        if served:
+            return passed("mount", f"{sentence}, which this node serves to {format_ranks(served)}", **values)
+        why = f"{sentence}, a local filesystem: {node.nodes} nodes cannot share it"
+        return failed("mount", why, *recipe(str(node.path), node.address, node.rank), **values)
+    if found := list(cautions(mount, filesystem)):
+        why = f"{sentence}; " + "; ".join(reason for reason, _ in found)
+        return warned("mount", why, *dict.fromkeys(fix for _, fix in found), **values)
+    if filesystem.reach is Reach.UNKNOWN and node.nodes > 1:
+        why = f"{sentence}, a filesystem that this check does not know: trust the checks below"
+        return warned("mount", why, f"findmnt -T {node.path}", **values)
+    return passed("mount", sentence, **values)
+
+
+def describe(mount: Mount) -> str:
+    """Describe what is mounted where, from which server, with the options that matter here."""
+    source = f" from {mount.source}" if server_of(mount) or mount.source.startswith("/") else ""
+    bound = f" (its folder {mount.root})" if mount.root != "/" and mount.source.startswith("/") else ""
+    words = ("rw", "ro", "hard", "soft", "softerr", "nolock", "flock", "localflock", "noac", "sync", "nobrl")
+    options = ", ".join(option for option in mount.options if option in words)
+    return f"{mount.point} is {filesystem_of(mount).name}{source}{bound}, {options}"
+
+
+def mount_values(mount: Mount) -> dict[str, Any]:
+    filesystem = filesystem_of(mount)
+    return {
+        "mount_point": str(mount.point),
+        "fstype": mount.fstype,
+        "kind": filesystem.name,
+        "reach": str(filesystem.reach),
+        "source": mount.source,
+        "server": server_of(mount),
+        "options": list(mount.options),
+    }

@@ -12,7 +12,7 @@ import time
 import pytest
 from nfs_recorded import NFS3_NOLOCK
 
-from simpletuner.tools.nfs.findings import CHECKS
+from simpletuner.tools.nfs.results import CHECKS
 
 
 def free_port() -> int:
@@ -261,7 +261,7 @@ def test_a_node_that_dies_in_the_midst_is_named_at_once_and_leaves_nothing(nodes
 
 @pytest.mark.parametrize("where", ["here", "on a lost machine"])
 def test_what_a_dead_session_left_is_taken_over(nodes, where):
-    """The janitor cannot help where a machine lost its power: all files of the session stay."""
+    """The cleanup process cannot help where a machine lost its power: all files of the session stay."""
     folder = nodes.path / ".simpletuner-nfs-check"
     process = nodes.start(0)
     wait_for(lambda: (folder / "0-card.json").stat().st_size if (folder / "0-card.json").exists() else False)
@@ -270,8 +270,10 @@ def test_what_a_dead_session_left_is_taken_over(nodes, where):
     process.communicate()
     wait_for(lambda: not nodes.path.exists())
     folder.mkdir(parents=True)
-    machine = '"machine": "another' if where != "here" else '"machine": "'
-    (folder / "0-card.json").write_text(card.replace('"machine": "', machine))
+    boot = "another" if where != "here" else ""
+    changed = card.replace(r"\"boot\": \"", rf"\"boot\": \"{boot}")  # the card is JSON in JSON, as signed messages are
+    assert (changed == card) == (where == "here")
+    (folder / "0-card.json").write_text(changed)
     (folder / "0-lock").touch()
     (folder / "0-seen").mkdir()
     first, second = nodes.check({}, {})

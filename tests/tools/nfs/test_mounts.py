@@ -8,16 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simpletuner.tools.nfs.filesystems import Reach, cautions, fstab_line, kind_of, recipe, server_of
-from simpletuner.tools.nfs.mounts import MOUNTINFO, Mount, mount_of, mount_of_line, parsed, unescaped
-from simpletuner.tools.nfs.node import Node
-from simpletuner.tools.nfs.sharing import judged, mounted
+from simpletuner.tools.nfs.filesystems import (
+    Reach,
+    cautions,
+    check_mount,
+    filesystem_of,
+    fstab_line,
+    mount_of_node,
+    recipe,
+    server_of,
+)
+from simpletuner.tools.nfs.mounts import MOUNTINFO, Mount, find_mount, parse_mount, parse_mountinfo, unescape
+from simpletuner.tools.nfs.rendezvous import Node
 
 PATH = PurePosixPath("/mnt/shared")
 
 
 def recorded(line: str, path: str = str(PATH)) -> Mount:
-    mount = mount_of_line(line.format(path=path))
+    mount = parse_mount(line.format(path=path))
     assert mount is not None
     return mount
 
@@ -48,7 +56,7 @@ def recorded(line: str, path: str = str(PATH)) -> Mount:
 )
 def test_every_filesystem_is_known_by_its_recorded_line(line, name, reach, server):
     mount = recorded(getattr(nfs_recorded, line))
-    kind = kind_of(mount)
+    kind = filesystem_of(mount)
     assert (kind.name, kind.reach, server_of(mount)) == (name, reach, server)
     assert mount.point == PATH
 
@@ -78,7 +86,7 @@ def test_every_filesystem_is_known_by_its_recorded_line(line, name, reach, serve
     ],
 )
 def test_two_nodes_are_told_what_a_mount_means_for_them(line, status, words):
-    finding = judged(Node(Path(PATH), nodes=2), recorded(getattr(nfs_recorded, line)), {})
+    finding = check_mount(Node(Path(PATH), nodes=2), recorded(getattr(nfs_recorded, line)), {})
     assert finding.status == status
     assert words in finding.seen
     assert bool(finding.fix) == (status != "pass")
@@ -86,11 +94,11 @@ def test_two_nodes_are_told_what_a_mount_means_for_them(line, status, words):
 
 @pytest.mark.parametrize("line", ["XFS", "TMPFS", "OVERLAY", "BIND_OF_EXT4"])
 def test_one_node_may_use_its_own_disk(line):
-    assert judged(Node(Path(PATH)), recorded(getattr(nfs_recorded, line)), {}).status == "pass"
+    assert check_mount(Node(Path(PATH)), recorded(getattr(nfs_recorded, line)), {}).status == "pass"
 
 
 def test_the_line_for_fstab_mends_the_options_and_leaves_out_what_is_negotiated():
-    fixes = [fix for _, fix in cautions(recorded(nfs_recorded.NFS3_NOLOCK), kind_of(recorded(nfs_recorded.NFS3)))]
+    fixes = [fix for _, fix in cautions(recorded(nfs_recorded.NFS3_NOLOCK), filesystem_of(recorded(nfs_recorded.NFS3)))]
     assert fixes[0].startswith("in /etc/fstab: filer:/vol/output /mnt/shared nfs rw,")
     options = fixes[0].split(" ")[5].split(",")
     assert "hard" in options
@@ -111,7 +119,7 @@ def test_the_recipe_begins_with_this_nodes_part_and_names_what_it_can():
 
 
 def table(*lines: str) -> list[Mount]:
-    return parsed("\n".join(lines))
+    return parse_mountinfo("\n".join(lines))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +148,7 @@ def test_the_mount_of_a_path_is_the_one_that_the_kernel_walks_to(path, number):
         "71 30 0:56 / /hidden rw - tmpfs tmpfs rw",  # hides the one before
         r"80 30 0:57 / /with\040space rw - nfs4 s:/my\040export rw",
     )
-    found = mount_of(PurePosixPath(path), mounts)
+    found = find_mount(PurePosixPath(path), mounts)
     assert found is not None
     assert found.number == number
 
@@ -148,7 +156,7 @@ def test_the_mount_of_a_path_is_the_one_that_the_kernel_walks_to(path, number):
 def test_escapes_are_undone_and_odd_lines_left_out():
     (mount,) = table("", "nonsense", "x y 0:1 / /a rw - ext4 /dev/a rw", r"1 0 0:1 /a\134b /c\011d rw - t s\040t rw")
     assert (mount.root, str(mount.point), mount.source) == ("/a\\b", "/c\td", "s t")
-    assert mount_of(PurePosixPath("/elsewhere"), [mount]) is None
+    assert find_mount(PurePosixPath("/elsewhere"), [mount]) is None
 
 
 names = st.text(
@@ -165,15 +173,15 @@ def escaped(text: str) -> str:
 def test_any_mount_point_is_read_back_and_found(point, below):
     path = "/" + "/".join(point)
     lines = ["1 0 0:1 / / rw - ext4 /dev/a rw", f"2 1 0:2 / {escaped(path)} rw,x shared:1 - nfs4 s:/e rw,vers=4.2"]
-    found = mount_of(PurePosixPath(path, *below), table(*lines))
+    found = find_mount(PurePosixPath(path, *below), table(*lines))
     assert found is not None
     assert (found.number, str(found.point), found.value_of("vers")) == (2, path, "4.2")
-    assert unescaped(escaped(path)) == path
+    assert unescape(escaped(path)) == path
 
 
 @given(st.text())
 def test_no_text_breaks_the_reader(text):
-    mount_of(PurePosixPath("/a/b"), parsed(text))
+    find_mount(PurePosixPath("/a/b"), parse_mountinfo(text))
 
 
 @given(
@@ -181,7 +189,7 @@ def test_no_text_breaks_the_reader(text):
 )
 def test_what_is_found_always_covers_the_path(rows):
     mounts = table(*(f"{number} {parent} 0:1 / {point} rw - t s rw" for number, parent, point in rows))
-    found = mount_of(PurePosixPath("/a/b/c"), mounts)
+    found = find_mount(PurePosixPath("/a/b/c"), mounts)
     assert (found is None) == (not any(point in ("/", "/a", "/a/b") for _, _, point in rows))
     assert found is None or found.covers(PurePosixPath("/a/b/c"))
 
@@ -192,7 +200,7 @@ def test_this_machines_mounts_are_those_that_stat_knows(path):
     if not Path(path).exists():
         pytest.skip(f"no {path} here")
     real = Path(path).resolve()
-    found = mounted(Node(real))
+    found = mount_of_node(Node(real))
     assert found is not None
     numbers = {line.split(" ")[2] for line in MOUNTINFO.read_text().splitlines() if line.startswith(f"{found.number} ")}
     device = real.stat().st_dev

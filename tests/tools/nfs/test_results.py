@@ -13,15 +13,22 @@ import pytest
 
 from simpletuner.settings.sections import Checkpoints, Ema, Settings, Training
 from simpletuner.system.signals import StopRequest
-from simpletuner.tools.nfs import behaviour, seeing
-from simpletuner.tools.nfs.faults import MEANINGS, explained
-from simpletuner.tools.nfs.findings import Finding, Status, failed, finding_from, passed, skipped, warned, worst
-from simpletuner.tools.nfs.footprint import Footprint, bytes_there, footprint_of
-from simpletuner.tools.nfs.meeting import Meeting
-from simpletuner.tools.nfs.node import Node
-from simpletuner.tools.nfs.place import Place
-from simpletuner.tools.nfs.room import space, verdict_on_speed
-from simpletuner.tools.nfs.sameness import foreign_owner
+from simpletuner.tools.nfs import posix_semantics, visibility
+from simpletuner.tools.nfs.capacity import DiskUsage, bytes_present, check_space, estimate_disk_usage, judge_speed
+from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
+from simpletuner.tools.nfs.results import (
+    ERRNO_MESSAGES,
+    Finding,
+    Status,
+    explain_errno,
+    failed,
+    parse_finding,
+    passed,
+    skipped,
+    warned,
+    worst,
+)
+from simpletuner.tools.nfs.workspace import Workspace
 
 MIB = 2**20
 
@@ -36,12 +43,12 @@ def test_the_worst_status_is_that_of_all():
 
 def test_a_finding_is_the_same_after_its_way_through_json():
     finding = failed("lock", "held", "do this", "or that", rank=3)
-    assert finding_from(json.loads(json.dumps(finding.as_json()))) == finding
+    assert parse_finding(json.loads(json.dumps(finding.as_json()))) == finding
 
 
-@pytest.mark.parametrize("number", sorted(MEANINGS))
+@pytest.mark.parametrize("number", sorted(ERRNO_MESSAGES))
 def test_every_known_error_has_a_sentence_with_its_name_and_a_remedy(number):
-    sentence, fix = explained(OSError(number, os.strerror(number)), Path("/mnt/shared"))
+    sentence, fix = explain_errno(OSError(number, os.strerror(number)), Path("/mnt/shared"))
     assert "/mnt/shared" in sentence
     assert errno.errorcode[number] in sentence
     assert fix
@@ -50,12 +57,12 @@ def test_every_known_error_has_a_sentence_with_its_name_and_a_remedy(number):
 
 def test_the_usual_refusals_are_told_apart():
     numbers = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
-    told = {explained(OSError(number, ""), Path("/x")) for number in numbers}
+    told = {explain_errno(OSError(number, ""), Path("/x")) for number in numbers}
     assert len({sentence.partition("(")[0] for sentence, _ in told}) == len({fix for _, fix in told}) == len(numbers)
 
 
 def test_an_unknown_error_keeps_its_own_words():
-    sentence, fix = explained(OSError(errno.EXDEV, "Invalid cross-device link"), Path("/x"))
+    sentence, fix = explain_errno(OSError(errno.EXDEV, "Invalid cross-device link"), Path("/x"))
     assert sentence.startswith("Invalid cross-device link at /x (EXDEV")
     assert fix
 
@@ -65,43 +72,43 @@ def test_an_unknown_error_keeps_its_own_words():
     [({"whole": 9}, "pass"), ({"whole": 9, "stale": 1}, "warn"), ({"missing": 1}, "fail"), ({"half": 1}, "fail")],
 )
 def test_what_readers_saw_decides_about_rename(seen, status):
-    assert behaviour.verdict_on_rename(Counter(seen), 3).status == status
+    assert posix_semantics.judge_rename(Counter(seen), 3).status == status
 
 
 def test_half_a_file_is_told_from_a_whole_one(tmp_path):
     path = tmp_path / "renamed"
-    assert behaviour.look(path) == "missing"
-    behaviour.replace_with(path, 7)
-    assert behaviour.look(path) == "whole"
+    assert posix_semantics.read_state(path) == "missing"
+    posix_semantics.replace_with(path, 7)
+    assert posix_semantics.read_state(path) == "whole"
     text = path.read_text()
     path.write_text(text[: len(text) // 2])
-    assert behaviour.look(path) == "half"
+    assert posix_semantics.read_state(path) == "half"
     path.write_text(text[: len(text) // 2] + text[len(text) // 2 :].replace("7", "8"))
-    assert behaviour.look(path) == "half"
+    assert posix_semantics.read_state(path) == "half"
 
 
 def test_a_deleted_file_that_still_shows_is_waited_for_only_so_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(behaviour, "DELETE_SECONDS", 0.1)
+    monkeypatch.setattr(posix_semantics, "DELETE_SECONDS", 0.1)
     stays, goes = tmp_path / "stays", tmp_path / "goes"
     stays.touch()
-    meeting = Meeting(Place(tmp_path), 0, 3, 1, StopRequest())
+    peers = Rendezvous(Workspace(tmp_path), Node(tmp_path, 0, 3), StopRequest())
     began = time.monotonic()
-    left = behaviour.wait_until_gone({1: stays, 2: goes}, meeting)
+    left = posix_semantics.wait_until_gone({1: stays, 2: goes}, peers)
     assert left == {1}
     assert time.monotonic() - began > 0.1
 
 
 def test_four_times_on_two_clocks_give_the_offset_and_its_bounds():
     pong = {"received": 110.5, "replied": 111.5, "uid": 1, "gid": 2}
-    told = seeing.answer(1, 100.0, 102.0, pong)
+    told = visibility.measure(1, 100.0, 102.0, pong)
     assert told.round_trip_seconds == 2.0
     assert told.offset_seconds == ((110.5 - 100) + (111.5 - 102)) / 2
     assert told.uncertainty_seconds == (2.0 - 1.0) / 2
 
 
 def test_a_late_sight_is_a_warning_with_the_mount_option():
-    answers = [[seeing.Answer(1, 6.5, 0, 3, 0, 0), seeing.Answer(2, 0.1, 0, 0, 0, 0)]]
-    late = seeing.sight(Node(Path("/x"), nodes=3), answers)
+    answers = [[visibility.Pong(1, 6.5, 0, 3, 0), visibility.Pong(2, 0.1, 0, 0, 0)]]
+    late = visibility.check_see(Node(Path("/x"), nodes=3), answers)
     assert late.status == "warn"
     assert "6.5 s (node 1)" in late.seen
     assert "lookupcache" in late.fix[0]
@@ -109,7 +116,7 @@ def test_a_late_sight_is_a_warning_with_the_mount_option():
 
 @pytest.mark.parametrize(("uid", "status", "words"), [(0, "warn", "root_squash"), (1000, "fail", "idmapd")])
 def test_files_that_others_see_as_somebody_elses(uid, status, words):
-    finding = foreign_owner({"uid": uid}, {1: 65534, 2: 65534}, {})
+    finding = visibility.report_foreign_owner({"uid": uid}, {1: 65534, 2: 65534}, {})
     assert (finding.status, words in finding.fix[0]) == (status, True)
     assert "nodes 1, 2 found uid 65534, not" in finding.seen
 
@@ -119,24 +126,24 @@ def settings(**training: int | None) -> Settings:
 
 
 def test_a_run_writes_its_checkpoints_one_of_them_unfinished_and_its_pipeline():
-    found = footprint_of(settings(), 1_000, "counted")
+    found = estimate_disk_usage(settings(), 1_000, "counted")
     assert (found.checkpoints, found.checkpoint_bytes) == (3, 12_000)
     assert (found.pipelines, found.pipeline_bytes) == (1, 4_000)
     assert found.total_bytes == 40_000
 
 
 def test_ema_adds_a_copy_to_each_checkpoint_and_a_pipeline():
-    found = footprint_of(settings().model_copy(update={"ema": Ema(use_ema=True)}), 1_000, "")
+    found = estimate_disk_usage(settings().model_copy(update={"ema": Ema(use_ema=True)}), 1_000, "")
     assert found.total_bytes == 3 * 16_000 + 2 * 4_000
 
 
 def test_a_short_run_writes_fewer_checkpoints():
-    assert footprint_of(settings(max_train_steps=900), 1, "").checkpoints == 2
-    assert footprint_of(settings(max_train_steps=90_000), 1, "").checkpoints == 3
+    assert estimate_disk_usage(settings(max_train_steps=900), 1, "").checkpoints == 2
+    assert estimate_disk_usage(settings(max_train_steps=90_000), 1, "").checkpoints == 3
 
 
 def room(tmp_path: Path, total_bytes: int) -> Finding:
-    return space(Node(tmp_path, footprint=Footprint(1, "counted", 1, total_bytes, 0, 0)))
+    return check_space(Node(tmp_path, disk_usage=DiskUsage(1, "counted", 1, total_bytes, 0, 0)))
 
 
 def test_room_is_compared_with_what_the_run_writes(tmp_path):
@@ -145,7 +152,7 @@ def test_room_is_compared_with_what_the_run_writes(tmp_path):
     assert room(tmp_path, 2 * free).status == "fail"
     assert room(tmp_path, int(0.95 * free)).status == "warn"
     assert room(tmp_path, 1000).status == "pass"
-    unknown = space(Node(tmp_path))
+    unknown = check_space(Node(tmp_path))
     assert unknown.status == "pass"
     assert "an unknown amount" in unknown.seen
 
@@ -156,16 +163,16 @@ def test_what_is_there_already_is_not_needed_again(tmp_path):
     (folder / "w.safetensors").write_bytes(b"x" * 700)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "shard").write_bytes(b"x" * 5000)
-    assert bytes_there(tmp_path) == 700
+    assert bytes_present(tmp_path) == 700
     assert room(tmp_path, 1000).values["need_bytes"] == 300
 
 
 def test_speed_is_told_with_what_it_means_for_a_checkpoint():
-    node = Node(Path("/x"), footprint=Footprint(1, "", 1, 100 * MIB * 90, 0, 0))
-    quick = verdict_on_speed(node, 100 * MIB, 1.0, 50 * MIB)
+    node = Node(Path("/x"), disk_usage=DiskUsage(1, "", 1, 100 * MIB * 90, 0, 0))
+    quick = judge_speed(node, 100 * MIB, 1.0, 50 * MIB)
     assert quick.status == "pass"
     assert "wrote 100 MiB/s and read 50 MiB/s (100 MiB); one checkpoint would take 90 s" in quick.seen
-    slow = verdict_on_speed(node, 10 * MIB, 1.0, 50 * MIB)
+    slow = judge_speed(node, 10 * MIB, 1.0, 50 * MIB)
     assert slow.status == "warn"
     assert "15 min" in slow.seen
     assert "below 20 MiB/s" in slow.seen

@@ -1,8 +1,9 @@
-"""Find the network interface that leads to a machine, for libraries that would take another one."""
+"""Network addresses, interfaces and listening sockets of this machine."""
 
 from __future__ import annotations
 
 import array
+import errno
 import ipaddress
 import socket
 import struct
@@ -16,28 +17,28 @@ IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def own_address_towards(host: str, port: int) -> str:
-    """Return the address with which this machine reaches a host; empty if there is no way. Sends nothing."""
+    """Find the local address from which a host is reached; empty if there is no route. Sends no packet."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         family, _, _, _, destination = found[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(destination)
+            probe.connect(destination)  # for UDP this only looks up the route
             return str(probe.getsockname()[0]).partition("%")[0]
     except OSError:
         return ""
 
 
 def interface_towards(host: str, port: int) -> str:
-    """Return the name of the interface that reaches a host; empty where that cannot be found out.
+    """Find the name of the interface that leads to a host; empty where that cannot be determined.
 
-    A machine's own address is reached through the loopback device, but it belongs to the interface that others reach.
+    For an address of this machine itself: not the loopback device but the interface that other machines reach.
     """
     address = own_address_towards(host, port)
     return next((name for name, own in addresses() if address and own == address), "")
 
 
 def addresses() -> Iterator[tuple[str, str]]:
-    """Yield every interface of this machine with an address it has; nothing where this is not Linux."""
+    """Yield interface name and address for all addresses of this machine; nothing on systems other than Linux."""
     yield from ipv4_addresses()
     if IPV6_ADDRESSES.exists():
         for line in IPV6_ADDRESSES.read_text().splitlines():
@@ -46,7 +47,7 @@ def addresses() -> Iterator[tuple[str, str]]:
 
 
 def ipv4_addresses(capacity: int = 256) -> Iterator[tuple[str, str]]:
-    """Yield every interface with an IPv4 address it has."""
+    # ioctl, since the standard library lists interfaces without their addresses
     try:
         import fcntl
 
@@ -59,3 +60,14 @@ def ipv4_addresses(capacity: int = 256) -> Iterator[tuple[str, str]]:
     for start in range(0, struct.unpack("iL", answer)[0], IFREQ_BYTES):
         entry = entries[start : start + IFREQ_BYTES].tobytes()
         yield entry[:16].split(b"\0", 1)[0].decode(), socket.inet_ntoa(entry[20:24])
+
+
+def listen_on_all_addresses(port: int) -> socket.socket:
+    """Listen on all addresses of this machine, IPv6 included where it works. Raises OSError."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # otherwise IPv6 is switched off in the kernel
+                raise
+    return socket.create_server(("", port))

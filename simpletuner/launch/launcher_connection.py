@@ -1,0 +1,104 @@
+"""A rank's connection to its launcher: heartbeats, why the rank failed, and what to do when the launcher dies.
+
+It is a socket pair within this machine rather than the store: nobody on the network can reach it, no other traffic
+delays it, and it breaks the moment the launcher dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from simpletuner.launch.stall_detection import ProgressMeter
+from simpletuner.system.activity import Activity
+from simpletuner.system.signals import StopRequest
+
+SOCKET_VARIABLE = "_SIMPLETUNER_LAUNCHER_SOCKET"
+"""Environment variable with the descriptor of the rank's end of the socket pair."""
+HEARTBEAT_SECONDS = 1.0
+SEND_SECONDS = 2.0
+"""How long sending may block when the launcher is stopped, as by Ctrl-Z."""
+ORPHAN_SECONDS = 8.0
+"""How long a rank without a launcher may take to exit when it has nothing to save."""
+SAVE_SECONDS = 900.0
+"""How long a rank without a launcher may take to save its last step."""
+
+
+class LauncherConnection:
+    """Sends a heartbeat every second from a thread; does nothing for a rank that has no launcher of ours (None)."""
+
+    def __init__(
+        self, connection: socket.socket | None, activity: Activity, stop: StopRequest, stall_seconds: float
+    ) -> None:
+        self.connection, self.activity, self.stop, self.stall_seconds = connection, activity, stop, stall_seconds
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def send(self, **message: Any) -> None:
+        """Send a message to the launcher, if there is one: `reason` of a failure, or `lost_contact` to another rank."""
+        with suppress(OSError):
+            if self.connection is not None:
+                self.connection.send(json.dumps(message).encode())
+
+    def _run(self) -> None:
+        while not self.closed.is_set():
+            now = self.activity
+            status = {"phase": now.phase, "doing": now.doing, "unsaved": now.unsaved, "watched": now.watched}
+            if self._is_broken(json.dumps({"status": status}).encode()):
+                self._exit_without_launcher()
+            # woken early when `unsaved` changes, so that the launcher confirms Ctrl-C correctly
+            now.changed.wait(HEARTBEAT_SECONDS)
+            now.changed.clear()
+
+    def _is_broken(self, message: bytes) -> bool:
+        """Send a message; return whether the launcher is gone."""
+        assert self.connection is not None
+        try:
+            self.connection.send(message)
+        except TimeoutError:  # the launcher is stopped, not dead
+            return False
+        except OSError:
+            return not self.closed.is_set()
+        return False
+
+    def _exit_without_launcher(self) -> None:
+        """Ask the main thread to stop, and exit the process if it hangs or takes too long."""
+        if not self.stop.signal_number:
+            self.stop.signal_number = int(signal.SIGTERM)
+        self.stop.may_exit = True
+        meter, began = ProgressMeter(), time.monotonic()
+        while not self.closed.wait(HEARTBEAT_SECONDS / 4):
+            idle = meter.idle_seconds(os.getpid(), self.activity.phase)
+            waited = time.monotonic() - began
+            nothing_to_save = not self.activity.unsaved and waited > ORPHAN_SECONDS
+            hangs = self.activity.unsaved and self.activity.watched and idle > self.stall_seconds
+            if nothing_to_save or hangs or waited > SAVE_SECONDS:
+                os._exit(128 + self.stop.signal_number)
+
+
+@contextmanager
+def connect_to_launcher(
+    environment: MutableMapping[str, str], activity: Activity, stop: StopRequest, stall_seconds: float
+) -> Iterator[LauncherConnection]:
+    """Send heartbeats to the launcher whose socket is in the environment; without one, to nobody."""
+    descriptor = environment.pop(SOCKET_VARIABLE, "")  # not for child processes of this rank
+    if not descriptor:
+        yield LauncherConnection(None, activity, stop, stall_seconds)
+        return
+    os.set_inheritable(int(descriptor), False)
+    stop.may_exit, stop.unsaved = False, None  # the launcher confirms Ctrl-C, and kills on the second one
+    with socket.socket(fileno=int(descriptor)) as connection:
+        connection.settimeout(SEND_SECONDS)
+        launcher = LauncherConnection(connection, activity, stop, stall_seconds)
+        launcher.thread.start()
+        try:
+            yield launcher
+        finally:
+            launcher.closed.set()

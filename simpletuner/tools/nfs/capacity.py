@@ -1,0 +1,179 @@
+"""Checks `space` and `speed`: what the run will write, whether it fits, and how fast it can be written and read."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simpletuner.settings.deepspeed.optimizers import states_of
+from simpletuner.system.numbers import format_gb
+from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
+from simpletuner.tools.nfs.results import Finding, failed, passed, plural, warned
+
+if TYPE_CHECKING:
+    from simpletuner.settings import Settings
+
+MIB, GB = 2**20, 10**9
+FLOAT32_BYTES = 4
+MARGIN = 1.2
+"""Caches, images and metrics come on top of checkpoints: below this many times the estimate is a warning."""
+LEAST_FREE_BYTES = GB
+LEAST_FREE_INODES = 10_000
+DEFAULT_SIZE_MIB = 32
+BUDGET_SECONDS = 0.4
+"""Without --size, writing stops after this long, so that the whole check stays short on a slow disk."""
+CHUNK_BYTES = 4 * MIB
+SLOW_MIB_PER_SECOND = 20.0
+
+
+@dataclass(frozen=True)
+class DiskUsage:
+    """What a run writes into its folder: the numbers of checkpoints and pipelines, and the bytes of each."""
+
+    parameters: int
+    origin: str
+    """Where the number of parameters comes from."""
+    checkpoints: int
+    checkpoint_bytes: int
+    pipelines: int
+    pipeline_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.checkpoints * self.checkpoint_bytes + self.pipelines * self.pipeline_bytes
+
+
+def estimate_disk_usage(settings: Settings, parameters: int, origin: str) -> DiskUsage:
+    """Estimate what a run writes for a denoiser with that many parameters; see docs/nfs.md."""
+    copies = 1 + len(states_of(settings)) + settings.ema.use_ema
+    return DiskUsage(
+        parameters=parameters,
+        origin=origin,
+        checkpoints=max_checkpoints(settings),
+        checkpoint_bytes=parameters * FLOAT32_BYTES * copies,
+        pipelines=1 + settings.ema.use_ema,
+        pipeline_bytes=parameters * FLOAT32_BYTES,
+    )
+
+
+def max_checkpoints(settings: Settings) -> int:
+    """Return how many checkpoints are on disk at most: those that are kept, and the one being written."""
+    most, steps = settings.checkpoints.checkpoints_total_limit + 1, settings.training.max_train_steps
+    if steps is None:
+        return most
+    return min(most, math.ceil(steps / settings.checkpoints.checkpoint_step_interval))
+
+
+def bytes_present(output: Path) -> int:
+    """Return the bytes of checkpoints and pipelines that earlier starts of the run have written."""
+    folders = [output / "checkpoints", output / "pipeline", output / "pipeline-ema"]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return sum(path.stat().st_size for path in files)
+
+
+def check_space(node: Node) -> Finding:
+    """Check `space`: does what the run will write fit into what is free?"""
+    state = os.statvfs(next(path for path in (node.path, *node.path.parents) if path.exists()))
+    free, inodes = state.f_bavail * state.f_frsize, state.f_favail
+    need = max(0, node.disk_usage.total_bytes - bytes_present(node.path)) if node.disk_usage else None
+    values: dict[str, Any] = {"free_bytes": free, "need_bytes": need}
+    values["free_inodes"] = inodes if state.f_files else None  # some filesystems, such as btrfs, have no such limit
+    sentence = f"{format_gb(free)} free" + (f", {inodes:,} inodes" if state.f_files else "")
+    sentence += f"; the run needs {describe_need(node.disk_usage, need)}"
+    more_room = f"df -h {node.path}   # make room, or lower --checkpoints_total_limit"
+    if need is not None and free < need:
+        return failed("space", sentence, more_room, **values)
+    if state.f_files and inodes < LEAST_FREE_INODES:
+        return warned("space", f"{sentence}: few inodes", f"df -i {node.path}   # remove many small files", **values)
+    if free < max(LEAST_FREE_BYTES, MARGIN * (need or 0)):
+        return warned("space", f"{sentence}: little is left for caches and images", more_room, **values)
+    return passed("space", sentence, **values)
+
+
+def describe_need(usage: DiskUsage | None, need: int | None) -> str:
+    """Describe what the run needs, and how that is computed."""
+    if usage is None or need is None:
+        return "an unknown amount: name the model with --model_family, or a folder of weights"
+    present = usage.total_bytes - need
+    return (
+        f"about {format_gb(need)}: {usage.checkpoints} x {format_gb(usage.checkpoint_bytes)} of checkpoints, "
+        f"{usage.pipelines} x {format_gb(usage.pipeline_bytes)} exported"
+        + (f", {format_gb(present)} of it there already" if present else "")
+        + f" ({usage.parameters:,} parameters, {usage.origin})"
+    )
+
+
+def check_speed(node: Node, peers: Rendezvous) -> Finding:
+    """Check `speed`: write and sync a file, read another node's; all nodes at once."""
+    own = peers.workspace.file(node.rank, "speed")
+    peers.gather("start")
+    try:
+        written, write_seconds = write_file(own, node, peers)
+        neighbour = peers.workspace.file((node.rank + 1) % node.nodes, "speed")
+        peers.gather("written")
+        read, read_seconds = read_file(neighbour, peers)
+        peers.gather("read")
+    finally:
+        own.unlink(missing_ok=True)
+    return judge_speed(node, written, write_seconds, read / max(read_seconds, 1e-9))
+
+
+def write_file(path: Path, node: Node, peers: Rendezvous) -> tuple[int, float]:
+    """Write until the size or the time budget is reached; return bytes, and seconds with the syncs."""
+    chunk, wanted = os.urandom(CHUNK_BYTES), bytes_to_write(node)  # random: some filesystems compress
+    written, began = 0, time.monotonic()
+    with path.open("wb", buffering=0) as file:
+        while written < wanted:
+            written += file.write(chunk[: wanted - written])
+            os.fsync(file.fileno())
+            if node.size_mib is None and time.monotonic() - began > BUDGET_SECONDS:
+                break
+            peers.pause(0)
+        seconds = time.monotonic() - began
+        drop_from_page_cache(file.fileno())
+    return written, seconds
+
+
+def bytes_to_write(node: Node) -> int:
+    """Return how much to write: all nodes together at most a quarter of what is free."""
+    state = os.statvfs(node.path)
+    return min((node.size_mib or DEFAULT_SIZE_MIB) * MIB, state.f_bavail * state.f_frsize // (4 * node.nodes))
+
+
+def drop_from_page_cache(descriptor: int) -> None:
+    """Make the next read of a file read the disk, not memory."""
+    with contextlib.suppress(OSError):  # only advice: some filesystems refuse it
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_file(path: Path, peers: Rendezvous) -> tuple[int, float]:
+    read, began = 0, time.monotonic()
+    with path.open("rb", buffering=0) as file:
+        drop_from_page_cache(file.fileno())
+        while block := file.read(CHUNK_BYTES):
+            read += len(block)
+            peers.pause(0)
+    return read, time.monotonic() - began
+
+
+def judge_speed(node: Node, written: int, write_seconds: float, read_rate: float) -> Finding:
+    rate = written / max(write_seconds, 1e-9)
+    values = {"write_mib_per_second": rate / MIB, "read_mib_per_second": read_rate / MIB, "written_bytes": written}
+    if written < MIB:
+        fix = f"df -h {node.path}   # make room"
+        return warned("speed", "not measured: writing 1 MiB for each node could fill the filesystem", fix, **values)
+    together = "" if node.is_alone else f", {plural(node.nodes, 'node')} at once"
+    sentence = f"wrote {rate / MIB:,.0f} MiB/s and read {read_rate / MIB:,.0f} MiB/s ({written // MIB} MiB{together})"
+    if node.disk_usage:
+        seconds = node.disk_usage.checkpoint_bytes / (rate * node.nodes)
+        checkpoint = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        sentence += f"; one checkpoint would take {checkpoint}"
+    if rate / MIB < SLOW_MIB_PER_SECOND:
+        fix = "NFS: mount with nconnect=8,rsize=1048576,wsize=1048576; look at the network and the server's disks"
+        return warned("speed", f"{sentence}: below {SLOW_MIB_PER_SECOND:g} MiB/s", fix, **values)
+    return passed("speed", sentence, **values)

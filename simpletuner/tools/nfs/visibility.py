@@ -1,0 +1,209 @@
+"""Ping and pong through files: do nodes see each other's files, how soon, with which owner, and what do clocks say?
+
+A node writes a ping; every other one answers with a file next to it. Times from two clocks are never subtracted: the
+round trip is measured on the writer's clock, the pause before the answer on the other's. Their difference bounds the
+offset of the clocks (RFC 5905, section 8). Pings are in a folder without heartbeats, so that a client's caches show.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError
+from simpletuner.tools.nfs.results import (
+    Finding,
+    failed,
+    format_duration,
+    format_ranks,
+    passed,
+    plural,
+    skipped,
+    warned,
+)
+from simpletuner.tools.nfs.workspace import invalidate_dir_cache, read_json, write_atomically
+
+LATE_SECONDS = 5.0
+"""How long to rely on the client's caches; after it they are invalidated, and the finding is a warning."""
+ROUNDS = 2
+SLOW_CACHE_FIX = "mount with shorter caches: add `lookupcache=positive,acdirmax=5` to the options in /etc/fstab"
+CLOCK_WARN_SECONDS, CLOCK_FAIL_SECONDS = 1.0, 60.0
+CLOCK_FIX = "on every node: sudo timedatectl set-ntp true; timedatectl timesync-status"
+
+
+@dataclass(frozen=True)
+class Pong:
+    """What one answer shows: the other clock is `offset_seconds` ahead, within `uncertainty_seconds`."""
+
+    rank: int
+    round_trip_seconds: float
+    offset_seconds: float
+    uncertainty_seconds: float
+    uid: int
+    """The owner that the other node sees on this node's file."""
+
+
+def exchange_pings(node: Node, peers: Rendezvous) -> list[list[Pong]]:
+    """Return the answers of all others, by round."""
+    folder = ping_folder(peers, node.rank)
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o777)  # others, perhaps as other users, write their pongs into it
+    return [exchange_round(node, peers, number) for number in range(ROUNDS)]
+
+
+def ping_folder(peers: Rendezvous, rank: int) -> Path:
+    """Return the folder with a node's pings and the pongs to them."""
+    return peers.workspace.file(rank, "seen")
+
+
+def exchange_round(node: Node, peers: Rendezvous, number: int) -> list[Pong]:
+    """Write a ping, answer those of all others, and return their answers to it.
+
+    Round 0 looks for files as any program does; later ones ask the server, so that clocks are not measured by caches.
+    """
+    peers.gather(f"start-{number}")
+    folder, began, sent = ping_folder(peers, node.rank), time.monotonic(), node.clock()
+    write_atomically(folder / f"ping-{number}", json.dumps({"sent": sent}))
+    unanswered, waiting, pongs = set(node.others), set(node.others), []
+    while unanswered or waiting:
+        unanswered -= {other for other in unanswered if answer(node, ping_folder(peers, other), number)}
+        for other in sorted(waiting):
+            path = folder / f"pong-{number}-{other}"
+            if is_listed(path, number) and (pong := read_json(path)) is not None:
+                pongs.append(measure(other, sent, node.clock(), pong))
+                waiting.remove(other)
+        waited = time.monotonic() - began
+        if waited > node.timeout_seconds:
+            raise RendezvousError(f"no sight of a file within {node.timeout_seconds:g} s", unanswered | waiting)
+        if waited > (0.1 if number else LATE_SECONDS):
+            for late in (folder, *(ping_folder(peers, other) for other in unanswered)):
+                invalidate_dir_cache(late)
+        peers.pause(0.002 if waited < 1 else 0.05)
+    return pongs
+
+
+def is_listed(path: Path, number: int) -> bool:
+    """Return whether to open a file: in round 0 always, later only once the folder lists it."""
+    # a client remembers that a name did not exist when it was asked for
+    return number == 0 or path in path.parent.iterdir()
+
+
+def answer(node: Node, folder: Path, number: int) -> bool:
+    """Answer a node's ping, with the owner that this node sees; return whether it was visible."""
+    ping = folder / f"ping-{number}"
+    if not is_listed(ping, number) or read_json(ping) is None:
+        return False
+    received, owner = node.clock(), ping.stat()
+    pong = {"received": received, "uid": owner.st_uid, "gid": owner.st_gid, "replied": node.clock()}
+    write_atomically(folder / f"pong-{number}-{node.rank}", json.dumps(pong))
+    return True
+
+
+def measure(other: int, sent: float, returned: float, pong: Mapping[str, Any]) -> Pong:
+    """Compute the offset of two clocks from four times."""
+    offset = ((pong["received"] - sent) + (pong["replied"] - returned)) / 2
+    uncertainty = ((returned - sent) - (pong["replied"] - pong["received"])) / 2
+    return Pong(other, returned - sent, offset, max(uncertainty, 0.0), pong["uid"])
+
+
+def check_see(node: Node, rounds: Sequence[Sequence[Pong]]) -> Finding:
+    """Check `see`: how soon files are visible, from the first round."""
+    if node.is_alone:
+        return skipped("see", "one node: nobody else has to see its files")
+    slowest = max(rounds[0], key=lambda pong: pong.round_trip_seconds)
+    seconds = slowest.round_trip_seconds
+    sentence = (
+        f"{plural(len(node.others), 'other node')} saw this node's file and answered; "
+        f"the slowest round trip took {format_duration(seconds)} (node {slowest.rank})"
+    )
+    if seconds > LATE_SECONDS:
+        return warned("see", f"{sentence}: above {LATE_SECONDS:g} s", SLOW_CACHE_FIX, round_trip_seconds=seconds)
+    return passed("see", sentence, round_trip_seconds=seconds)
+
+
+def check_clock(node: Node, peers: Rendezvous, rounds: Sequence[Sequence[Pong]]) -> Finding:
+    """Check `clock`: how far clocks differ; a single node compares with the file server."""
+    if node.is_alone:
+        offset, uncertainty, who = measure_file_server(node, peers)
+    else:
+        farthest = max(most_exact(rounds), key=lambda pong: abs(pong.offset_seconds))
+        offset, uncertainty, who = farthest.offset_seconds, farthest.uncertainty_seconds, f"node {farthest.rank}"
+    direction = "ahead of" if offset > 0 else "behind"
+    limits = f"warning from {CLOCK_WARN_SECONDS:g} s, failure from {CLOCK_FAIL_SECONDS:g} s"
+    difference = f"{format_duration(abs(offset))} {direction} this node"
+    sentence = f"{who} is {difference}, give or take {format_duration(uncertainty)} ({limits})"
+    values = {"offset_seconds": offset, "uncertainty_seconds": uncertainty, "compared_with": who}
+    if abs(offset) - uncertainty >= CLOCK_FAIL_SECONDS:
+        return failed("clock", sentence, CLOCK_FIX, **values)
+    if abs(offset) + uncertainty >= CLOCK_WARN_SECONDS:
+        return warned("clock", sentence, CLOCK_FIX, **values)
+    return passed("clock", sentence, **values)
+
+
+def most_exact(rounds: Iterable[Iterable[Pong]]) -> Iterable[Pong]:
+    """Return the pong with the least uncertainty of every node."""
+    best: dict[int, Pong] = {}
+    for pong in (pong for pongs in rounds for pong in pongs):
+        if pong.rank not in best or pong.uncertainty_seconds < best[pong.rank].uncertainty_seconds:
+            best[pong.rank] = pong
+    return best.values()
+
+
+def measure_file_server(node: Node, peers: Rendezvous) -> tuple[float, float, str]:
+    """Return how far the clock that stamps new files is ahead, how exactly that is known, and its name."""
+    before = node.clock()
+    stamped = peers.stat_new_file().st_mtime
+    after = node.clock()
+    return stamped - (before + after) / 2, (after - before) / 2 + 0.01, "the clock that stamps files"
+
+
+def check_identity(node: Node, peers: Rendezvous, rounds: Sequence[Sequence[Pong]]) -> Finding:
+    """Check `identity`: all nodes run as one user, and files belong to who wrote them."""
+    mine = {"uid": os.geteuid(), "gid": os.getegid(), "user": user_name()}
+    everyone = peers.gather("who", mine)
+    numbers = {"uid": mine["uid"], "gid": mine["gid"]}
+    for name, verdict in (("uid", failed), ("gid", warned)):
+        if len({who[name] for who in everyone.values()}) > 1:
+            return verdict("identity", describe_users(name, everyone), fix_user(everyone, mine, node), **numbers)
+    seen = {pong.rank: pong.uid for pong in rounds[0]}
+    owners = seen or {node.rank: peers.stat_new_file().st_uid}  # a single node only sees its own files
+    foreign = {rank: owner for rank, owner in owners.items() if owner != mine["uid"]}
+    if foreign:
+        return report_foreign_owner(mine, foreign, numbers)
+    where = "all nodes run as" if node.nodes > 1 else "files belong to"
+    return passed("identity", f"{where} {mine['user']}, uid {mine['uid']}, gid {mine['gid']}", **numbers)
+
+
+def describe_users(name: str, everyone: Mapping[int, Mapping[str, Any]]) -> str:
+    listed = ", ".join(f"node {rank}: {who['user']} {who[name]}" for rank, who in sorted(everyone.items()))
+    return f"the {name} differs ({listed}): nodes could not change or remove each other's files"
+
+
+def fix_user(everyone: Mapping[int, Mapping[str, Any]], mine: Mapping[str, Any], node: Node) -> str:
+    """Return how a node gets the user of node 0."""
+    first = everyone[0]
+    if node.rank == 0 or mine["user"] == "root":
+        return f"start every node as the same user: uid {first['uid']}, gid {first['gid']}"
+    return f"sudo groupmod -g {first['gid']} {mine['user']}; sudo usermod -u {first['uid']} {mine['user']}"
+
+
+def report_foreign_owner(mine: Mapping[str, Any], foreign: Mapping[int, int], numbers: Mapping[str, Any]) -> Finding:
+    seen = f"{format_ranks(foreign)} found uid {min(foreign.values())}, not {mine['uid']}, on this node's files"
+    if mine["uid"] == 0:
+        fix = "run as an ordinary user, or export with `no_root_squash` in /etc/exports; then sudo exportfs -ra"
+        return warned("identity", f"root is squashed: {seen}", fix, **numbers)
+    fix = "set the same `Domain =` in /etc/idmapd.conf on server and nodes; then sudo nfsidmap -c"
+    return failed("identity", seen, fix, **numbers)
+
+
+def user_name() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return f"uid {os.geteuid()}"

@@ -1,0 +1,237 @@
+"""The folder of a check: created by any node, removed when the last node leaves, even if that node was killed.
+
+Everything that a node writes is in `PATH/.simpletuner-nfs-check/` and begins with the node's rank. A node's card
+(`0-card.json`) is the first file that it writes and the last that it removes; files whose rank has no card are stale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.launch.node_info import parse_node_info
+from simpletuner.launch.store import MessageStore
+
+FOLDER = ".simpletuner-nfs-check"
+CREATED = "made-folders.json"
+CARD = "card"
+GONE = (errno.ENOENT, errno.ESTALE)
+
+
+class FolderStore:
+    """A Store (`launch/store.py`) in a shared folder, in which every key has one writer.
+
+    Clients of shared filesystems cache the content and size of files, and that a name does not exist. So no file is
+    written twice (each `set` writes a new version, `KEY.3.json`, and removes the one before), and no name is opened
+    before the folder lists it. Only the listing itself is cached: see `invalidate_dir_cache`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.versions: dict[str, int] = {}
+
+    def set(self, key: str, value: str) -> None:
+        version = self.versions[key] = self.versions.get(key, -1) + 1
+        write_atomically(self.path_of(key), value)
+        if version:
+            (self.folder / f"{key}.{version - 1}.json").unlink(missing_ok=True)
+
+    def path_of(self, key: str) -> Path:
+        """Return the file that this process has written for a key."""
+        return self.folder / f"{key}.{self.versions[key]}.json"
+
+    def existing(self, keys: Collection[str]) -> set[str]:
+        return set(self._latest()).intersection(keys)
+
+    def all_exist(self, keys: Collection[str]) -> bool:
+        return self.existing(keys) == set(keys)
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys; empty for one that was removed or replaced after the folder was listed."""
+        latest = self._latest() if keys else {}
+        return [read_bytes(self.folder / latest[key][1]) if key in latest else b"" for key in keys]
+
+    def compare_set(self, key: str, expected: bytes, desired: str) -> bytes:
+        """Create a key. Replacing a value would need a lock, and whether locks work is what the check finds out."""
+        if expected:
+            raise NotImplementedError("a folder can only create keys")
+        path = self.folder / f"{key}.json"
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return read_bytes(path)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(desired)
+        except OSError:  # such as a full disk: half a value must not stay
+            path.unlink(missing_ok=True)
+            raise
+        return desired.encode()
+
+    def _latest(self) -> dict[str, tuple[int, str]]:
+        """List the folder; return the latest version of each key, and its file name."""
+        latest: dict[str, tuple[int, str]] = {}
+        for name in os.listdir(self.folder):  # noqa: PTH208 - only names are needed
+            if found := re.fullmatch(r"(.+?)(?:\.(\d+))?\.json", name):
+                key, version = found[1], int(found[2] or 0)
+                latest[key] = max(latest.get(key, (-1, "")), (version, name))
+        return latest
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The path to check, absolute and without symlinks, and the folder in it that the nodes use."""
+
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.path / FOLDER
+
+    def file(self, rank: int, name: str) -> Path:
+        """Return the path of a node's file."""
+        return self.folder / f"{rank}-{name}"
+
+    def probe(self, rank: int) -> Path:
+        """Return the file that tests for a moment whether the path itself can be written."""
+        return self.path / f"{FOLDER}.probe-{rank}"
+
+    def create(self) -> None:
+        """Create the path and the folder, writable for every user, and record which folders of the path are new."""
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
+        with contextlib.suppress(PermissionError):  # another user's node created it
+            self.folder.chmod(0o777)
+        if missing:
+            (self.folder / CREATED).write_text(json.dumps([str(path) for path in missing]), encoding="utf-8")
+
+    def clear(self, rank: int) -> None:
+        """Remove all files of a node, its card last."""
+        self.probe(rank).unlink(missing_ok=True)
+        card = self.file(rank, f"{CARD}.json")
+        for path in sorted(self.folder.glob(f"{rank}-*")):
+            if path != card:
+                remove(path)
+        card.unlink(missing_ok=True)
+
+    def leave(self, rank: int) -> None:
+        """Remove all files of a node, and stale ones; the last node removes the folders that were created."""
+        self.clear(rank)
+        paths = sorted(self.folder.glob("[0-9]*-*"))
+        present = {path.name.partition("-")[0] for path in paths if path.name.endswith(f"-{CARD}.json")}
+        for path in paths:
+            if path.name.partition("-")[0] not in present:
+                remove(path)
+        self.remove_if_empty()
+
+    def remove_if_empty(self) -> None:
+        record = self.folder / CREATED
+        with contextlib.suppress(OSError, ValueError):  # another node is arriving, or leaving at the same moment
+            if {path.name for path in self.folder.iterdir()} - {CREATED}:
+                return
+            created = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
+            record.unlink(missing_ok=True)
+            self.folder.rmdir()
+            for path in created:
+                Path(path).rmdir()
+
+
+@contextmanager
+def cleanup_after_kill(workspace: Workspace, rank: int, nonce: str) -> Iterator[None]:
+    """Fork a process that removes this node's files if this process is killed. Enter before any thread is started.
+
+    It blocks in a read of a pipe whose other end only this process holds: the kernel closes that at any death.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writing)
+        clean_up_after_parent(reading, workspace, rank, nonce)
+    os.close(reading)
+    try:
+        yield
+    finally:
+        os.write(writing, b"x")  # cleanup already ran; tell the helper process to exit
+        os.close(writing)
+        os.waitpid(pid, 0)
+
+
+def clean_up_after_parent(pipe: int, workspace: Workspace, rank: int, nonce: str) -> None:
+    try:
+        os.setsid()
+        os.chdir("/")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):  # whoever reads the parent's output waits until all copies of it are closed
+            os.dup2(null, standard)
+        os.closerange(3, pipe)
+        os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX"))
+        if os.read(pipe, 1) == b"" and is_owner(workspace, rank, nonce):
+            workspace.leave(rank)
+    finally:
+        os._exit(0)
+
+
+def is_owner(workspace: Workspace, rank: int, nonce: str) -> bool:
+    """Return whether the rank still belongs to the killed process; a half-written card can only be its own."""
+    if not workspace.folder.exists():
+        return True
+    info = MessageStore(FolderStore(workspace.folder)).read(card_key(rank), parse_node_info)
+    return info is None or info.nonce == nonce
+
+
+def card_key(rank: int) -> str:
+    return f"{rank}-{CARD}"
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, even if another node removes it at the same time."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.chmod(0o644)  # whatever the umask: nodes may run as different users
+    new.replace(path)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a file; empty if it does not exist any more."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if error.errno in GONE:
+            return b""
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; None while it does not exist or is incomplete."""
+    try:
+        return json.loads(read_bytes(path))
+    except ValueError:
+        return None
+
+
+def invalidate_dir_cache(folder: Path) -> None:
+    """Change a folder: a client that has changed a folder reads its listing from the server again."""
+    probe = folder / f"look.{uuid.uuid4().hex}"
+    probe.touch()
+    probe.unlink(missing_ok=True)
