@@ -1,1 +1,1 @@
-"""Model families behind one Protocol: a family is one file and one registry row."""
+"""Model families: one class each, with a preset in TOML and a tiny pipeline; and what opens, checks and detects models."""
