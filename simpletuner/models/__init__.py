@@ -1,1 +1,1 @@
-"""Model families: one class each, with a preset in TOML and a tiny pipeline; and what opens, checks and detects models."""
+"""Model families: a class, a preset and a tiny pipeline each; and what opens, checks and detects models."""
