@@ -126,7 +126,7 @@ def summary(found: Detection, hidden: int) -> Iterator[tuple[str, str]]:
     named = [f"{path} {format_count(size)}" for path, size in list(blocks.outside.items())[:MAX_OUTSIDE_SHOWN]]
     more = [f"{len(blocks.outside) - len(named)} more"] if len(blocks.outside) > len(named) else []
     yield "outside", f"{format_count(outside)} ({outside / total:.1%}): {', '.join(named + more)}"
-    yield "from", f"{found.source}, {'cached, detected' if found.cached else 'detected'} {found.detected_at}"
+    yield "from", f"{found.source}, {'cached' if found.cached else 'detected'} {found.detected_at}"
     if hidden:
         yield "not shown", f"{hidden} classes that are no blocks: --json has them"
 

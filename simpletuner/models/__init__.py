@@ -1,1 +1,1 @@
-"""Model families behind one Protocol: a family is one file and one registry row."""
+"""Model families: a class, a preset and a tiny pipeline each; and what opens, checks and detects models."""
