@@ -61,7 +61,7 @@ def test_the_first_difference_is_named_and_copies_with_other_times_agree(starter
     )
     assert plain.pop("touched") == versions, "caches are keyed by the times of rank 0"
     assert plain.pop("equal").count("d/") == plain.pop("apart").count("d/") == 6
-    reason = "cannot identify image file"
+    reason = "is not an image in a known format, or is damaged"
     broken = plain.pop("broken")
     assert broken.startswith(f"4: {SECOND} has 5 pictures, {FIRST} has 6: d/4.png is missing on {SECOND} ({reason}")
     size = (root / "bytes" / "rank0" / "1.png").stat().st_size
