@@ -52,6 +52,7 @@ test: install tools
 check: install tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(run_tests)

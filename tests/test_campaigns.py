@@ -10,8 +10,8 @@ from conftest import base
 
 sys.path.insert(0, str(Path(__file__).parent / "campaigns"))
 
-from damage import Damage  # noqa: E402
-from kills import Campaign  # noqa: E402
+from damage import Damage
+from kills import Campaign
 
 
 def test_twenty_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(starter, sdxl, shapes, tmp_path):

@@ -41,7 +41,7 @@ class Owner:
     @property
     def is_here(self) -> bool:
         """Return whether that was on this machine, so that its lock can be relied on."""
-        return self.host == socket.gethostname() or bool(self.boot) and self.boot == boot_id()
+        return self.host == socket.gethostname() or (bool(self.boot) and self.boot == boot_id())
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}, output_dir {self.output_dir}"

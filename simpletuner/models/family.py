@@ -191,7 +191,7 @@ class Family:
 
     def exported_config(self) -> dict[str, Any]:
         """Return the denoiser's config as diffusers writes it into config.json: complete, with its own class."""
-        return json.loads(self.denoiser().to_json_string())  # pyright: ignore[reportCallIssue]
+        return json.loads(self.denoiser().to_json_string())
 
     def objective(self) -> Objective:
         """Return what the denoiser is trained towards, as its scheduler and the settings say."""

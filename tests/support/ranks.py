@@ -19,7 +19,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import simpletuner.app  # noqa: E402
-import simpletuner.worker  # noqa: E402, F401
+import simpletuner.worker  # noqa: E402
 
 for lazy in ("StableDiffusionXLPipeline", "FluxPipeline", "UNet2DConditionModel", "FluxTransformer2DModel"):
     getattr(diffusers, lazy)
