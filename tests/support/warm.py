@@ -1,8 +1,8 @@
 """What the fork server imports once, and all that a run would otherwise import, compile or build after its fork.
 
 Measured on a one-step run of the tiny SDXL: 2.1 CPU seconds without the second half of this file, 1.1 with it. Most of
-that is `gc.freeze`: torch, diffusers and transformers leave half a million objects, and without it every full collection in
-every rank walks over them, which also copies the pages that they share with the fork server.
+that is `gc.freeze`: torch, diffusers and transformers leave half a million objects, and without it every full
+collection in every rank walks over them, which also copies the pages that they share with the fork server.
 """
 
 from __future__ import annotations
