@@ -39,11 +39,10 @@ completions: install
 	$(BIN)/simpletuner completion zsh > completions/_simpletuner
 	$(BIN)/simpletuner completion fish > completions/simpletuner.fish
 
-# Tests of one process each run side by side; those of several ranks, which slow one another threefold, follow alone.
-SIDE_BY_SIDE := $(addprefix tests/,checkpoints commands completions data models settings system tools training zero)
+# Tests of one rank each run on all cores; those of several ranks, which slow one another threefold, follow alone.
 define run_tests
-	$(BIN)/python -m pytest -n $$(nproc) $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE:%=--ignore=%)
+	$(BIN)/python -m pytest -n $$(nproc) --dist worksteal -m side_by_side
+	$(BIN)/python -m pytest -m 'not side_by_side'
 endef
 
 test: install tools
@@ -52,6 +51,7 @@ test: install tools
 check: install tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(run_tests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from simpletuner.training.optimizers import make_optimizer
 ROUNDS = 30
 
 
-def seconds_of(action) -> float:
+def seconds_of(action: Callable[[], object]) -> float:
     """Return how long a call takes."""
     began = time.perf_counter()
     action()

@@ -34,6 +34,24 @@ os.environ["SIMPLETUNER_ACCELERATE_CONFIG"] = "none"  # what the developer's mac
 hypothesis.settings.register_profile("no deadline", deadline=None)  # machines are noisy
 hypothesis.settings.load_profile("no deadline")
 
+SIDE_BY_SIDE = (
+    *("caches", "checkpoints", "commands", "completions", "data", "models", "settings", "system", "tools", "training"),
+    *("zero", "launch/test_plan.py", "parallel/test_blocks.py", "parallel/test_units.py"),
+    *("test_app.py", "test_earlier_versions.py", "test_help.py", "test_names.py", "test_report.py", "test_wheel.py"),
+)
+"""Folders and files whose tests start one rank at most."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what may run side by side; runs of several ranks slow one another threefold, so they are not among it."""
+    for item in items:
+        path = item.path.relative_to(ROOT / "tests")
+        if {path.as_posix(), path.parts[0]} & set(SIDE_BY_SIDE) or item.get_closest_marker("one_rank"):
+            item.add_marker("side_by_side")
+    items.sort(key=lambda item: not item.get_closest_marker("one_rank"))  # the longest first, so that no core waits
+
+
 SMALL = (
     "--resolution=64",
     "--aspect_bucket_alignment=16",
@@ -51,7 +69,7 @@ def fork_server_context():
     paths = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranks"])
+    context.set_forkserver_preload(["warm"])
     return context
 
 
@@ -89,15 +107,42 @@ class Ranks:
 
 
 @dataclass
+class Launcher:
+    """A launcher in a process forked from the warm one, to be handled as one that was started."""
+
+    process: Any
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, f"the launcher runs after {timeout} s"
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+@dataclass
 class Starter:
     """Start functions or the command line on a number of ranks."""
 
     context: Any
     folder: Path
+    most_ranks: int | None = None
     started: list[Ranks] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
 
     def start(self, function: Callable[..., None], world: int, *arguments: Any) -> Ranks:
+        assert self.most_ranks is None or world <= self.most_ranks, "this test is marked one_rank"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -115,10 +160,19 @@ class Starter:
     def train(self, world: int, *flags: str) -> Ranks:
         return self.start(ranks.command_line, world, ["train", *last_wins(flags)])
 
+    def launch(self, log: Path, *flags: str) -> Launcher:
+        """Start a launcher whose ranks are forked; some tests start a real one."""
+        process = self.context.Process(
+            target=ranks.as_rank, args=(ranks.launcher, 0, 1, 0, str(log), ["train", *last_wins(flags)])
+        )
+        process.start()
+        self.started.append(Ranks([process], [log]))
+        return Launcher(process)
+
 
 @pytest.fixture
-def starter(fork_server, tmp_path):
-    starter = Starter(fork_server, tmp_path)
+def starter(request, fork_server, tmp_path):
+    starter = Starter(fork_server, tmp_path, most_ranks=1 if request.node.get_closest_marker("one_rank") else None)
     yield starter
     for run in starter.started:
         run.kill()

@@ -6,12 +6,13 @@ import random
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import base
 
 sys.path.insert(0, str(Path(__file__).parent / "campaigns"))
 
-from damage import Damage  # noqa: E402
-from kills import Campaign  # noqa: E402
+from damage import Damage
+from kills import Campaign
 
 
 def test_twenty_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(starter, sdxl, shapes, tmp_path):
@@ -21,6 +22,7 @@ def test_twenty_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(sta
     assert sum(campaign.killed.values()) == 20 and len(campaign.killed) == 3
 
 
+@pytest.mark.one_rank
 def test_a_hundred_damaged_files_are_answered_rightly_or_by_a_sentence(starter, sdxl, shapes, tmp_path):
     damage = Damage(starter, tmp_path, random.Random(12))
     damage.run(100, sdxl, shapes)

@@ -13,40 +13,38 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import ranks
-from conftest import SMALL
+from conftest import SMALL, Launcher
 from flags import last_wins
 
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
 
 
-def launched(program: str, output: Path, *flags: str, log: int | None = None, **options: Any) -> subprocess.Popen:
-    """Start the real command, which starts its ranks; what it says goes to a log, or to an open descriptor."""
+def launched(program: str, output: Path, *flags: str) -> subprocess.Popen:
+    """Start the real command, which starts its ranks."""
     command = [str(Path(sys.executable).with_name(program)), *(["train"] if program == "simpletuner" else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = [*command, *last_wins((f"--output_dir={output}", *SMALL, *flags))]
     with (output.parent / f"{output.name}.log").open("ab") as file:
-        out = file if log is None else log
-        return subprocess.Popen(arguments, stdout=out, stderr=out, env=environment, start_new_session=True, **options)
+        return subprocess.Popen(arguments, stdout=file, stderr=file, env=environment, start_new_session=True)
 
 
 def said(output: Path) -> str:
     return (output.parent / f"{output.name}.log").read_text(errors="replace")
 
 
-def wait_for_step(output: Path, process: subprocess.Popen, step: int) -> None:
+def wait_for_step(output: Path, process: subprocess.Popen | Launcher, step: int) -> None:
     metrics, end = output / "metrics.jsonl", time.monotonic() + 120
     while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
         assert process.poll() is None and time.monotonic() < end, said(output)
         time.sleep(0.02)
 
 
-def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
-    return [rank for rank in psutil.Process(process.pid).children() if "RANK" in rank.environ()]
+def ranks_of(process: subprocess.Popen | Launcher) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children()
 
 
 def is_free(output: Path) -> bool:
@@ -64,22 +62,26 @@ def expect_nothing_left(output: Path, ranks: list[psutil.Process], within_second
     assert is_free(output)
 
 
-def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_flags, tmp_path):
+def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_flags, starter, tmp_path):
     output = tmp_path / "run"
     flags = (*sdxl_flags, "--num_processes=2", "--train_batch_size=2", "--fsdp_enable", "--max_train_steps=100000")
 
-    def trained(steps: int, program: str = "simpletuner", *more: str, **options: Any) -> subprocess.Popen:
-        """Start or resume the run, and return once it has trained some steps."""
+    def trained(steps: int, *more: str, program: str = "", log: Path | None = None) -> subprocess.Popen | Launcher:
+        """Start or resume the run, for real with a program, and return once it has trained some steps."""
         (output.parent / f"{output.name}.log").unlink(missing_ok=True)
         checkpoints = list_checkpoints(output / "checkpoints")
         (output / "metrics.jsonl").unlink(missing_ok=True)  # it may tell of steps that were not saved
-        process = launched(program, output, *flags, *more, **options)
+        if program:
+            process = launched(program, output, *flags, *more)
+        else:
+            log = log or output.parent / f"{output.name}.log"
+            process = starter.launch(log, f"--output_dir={output}", *SMALL, *flags, *more)
         wait_for_step(output, process, (load_checkpoint(checkpoints[0]).step if checkpoints else 0) + steps)
         return process
 
     # a terminal is closed: nothing can be shown any more, and then SIGHUP says why
     ours, theirs = pty.openpty()
-    process = trained(3, log=theirs)
+    process = trained(3, log=Path(os.ttyname(theirs)))
     os.close(theirs)
     os.close(ours)
     time.sleep(1)  # progress is shown meanwhile
@@ -88,7 +90,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     assert len(list_checkpoints(output / "checkpoints")) == 1
 
     # Ctrl-C reaches the whole group, as in a terminal
-    process = trained(3, "simpletuner-train")
+    process = trained(3, program="simpletuner-train")
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(0.5)
     assert said(output).count("stopping: saving a checkpoint after this step; press Ctrl-C again") == 1
@@ -120,7 +122,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     assert said(output).rstrip().endswith("stopped without saving")
 
     # a rank that is stopped, and no one there
-    process = trained(2, "simpletuner", "--stall_timeout=3")
+    process = trained(2, "--stall_timeout=3")
     victim, ranks = ranks_of(process)[1], ranks_of(process)
     victim.suspend()
     assert process.wait(15) == 5
@@ -189,6 +191,7 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.one_rank
 def test_a_rank_can_be_ended_while_it_joins(starter, sdxl_flags, tmp_path):
     log = tmp_path / "log"
     flags = ["train", f"--output_dir={tmp_path / 'run'}", *SMALL, *sdxl_flags]
@@ -209,6 +212,7 @@ def test_a_rank_can_be_ended_while_it_joins(starter, sdxl_flags, tmp_path):
     assert "error:" not in log.read_text()
 
 
+@pytest.mark.one_rank
 def test_one_rank_saves_and_leaves_too(sdxl_flags, starter, tmp_path):
     run = starter.train(1, f"--output_dir={tmp_path / 'run'}", *SMALL, *sdxl_flags, "--max_train_steps=100000")
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -221,6 +225,7 @@ def test_one_rank_saves_and_leaves_too(sdxl_flags, starter, tmp_path):
     load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[0])
 
 
+@pytest.mark.one_rank
 def test_a_second_run_in_the_same_folder_is_refused(sdxl_flags, starter, train, tmp_path):
     output = tmp_path / "run"
     first = starter.train(1, f"--output_dir={output}", *SMALL, *sdxl_flags, "--max_train_steps=100000")
@@ -264,6 +269,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_a_sentence(form, sdxl_flags
     assert "resuming from" in again.said and len(again.rows) == 3
 
 
+@pytest.mark.one_rank
 def test_a_full_disk_while_caching_is_one_sentence_and_caching_goes_on(sdxl_flags, train, small_disk, tmp_path):
     cache = small_disk / "latents"
     cache.mkdir()
@@ -276,6 +282,7 @@ def test_a_full_disk_while_caching_is_one_sentence_and_caching_goes_on(sdxl_flag
     assert re.search(r"latents: making \d+ of 36", train(tmp_path / "run", *flags).said)
 
 
+@pytest.mark.one_rank
 def test_a_loss_that_is_not_a_number_stops_with_step_and_samples(sdxl_flags, train, tmp_path):
     flags = (*sdxl_flags, "--train_batch_size=4", "--learning_rate=1e30", "--max_grad_norm=0", "--max_train_steps=9")
     run = train(tmp_path / "run", *flags, "--checkpoint_step_interval=1", code=5)

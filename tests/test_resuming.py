@@ -64,6 +64,7 @@ def test_saved_by_two_ranks_resumed_by_one_and_by_four(form, sdxl_flags, train, 
         assert [row["step"] for row in run.rows] == list(range(1, 15))
 
 
+@pytest.mark.one_rank
 def test_changed_pictures_are_noticed_and_training_goes_on_with_the_next_epoch(sdxl_flags, shapes, train, tmp_path):
     pictures = tmp_path / "pictures"
     shutil.copytree(shapes, pictures)
@@ -76,6 +77,7 @@ def test_changed_pictures_are_noticed_and_training_goes_on_with_the_next_epoch(s
     assert [row["epoch"] for row in run.rows] == [0, 0, 1, 1]
 
 
+@pytest.mark.one_rank
 def test_what_version_0_1_wrote_is_resumed_with_its_own_buckets_and_order(sdxl_flags, train, tmp_path):
     flags = (*sdxl_flags, "--train_batch_size=4", "--repeats=1", "--resolution=100", "--checkpoint_step_interval=3")
     output = tmp_path / "run"
@@ -144,6 +146,7 @@ def small() -> tuple[str, ...]:
     return SMALL
 
 
+@pytest.mark.one_rank
 def test_an_incomplete_checkpoint_is_passed_over_with_the_reason(sdxl_flags, train, tmp_path):
     flags = (*sdxl_flags, "--train_batch_size=4", "--checkpoint_step_interval=2")
     train(tmp_path / "run", *flags, "--max_train_steps=4")
@@ -158,6 +161,7 @@ def test_an_incomplete_checkpoint_is_passed_over_with_the_reason(sdxl_flags, tra
     assert "there is no such folder" in refused.said
 
 
+@pytest.mark.one_rank
 def test_going_back_sets_later_checkpoints_aside_and_keeps_its_own(sdxl_flags, train, tmp_path):
     output = tmp_path / "run"
     flags = (*sdxl_flags, "--train_batch_size=4", "--checkpoint_step_interval=2", "--checkpoints_total_limit=2")

@@ -44,7 +44,7 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *file_parameters(), *own, *map(parameter_of, setting_fields() if shown is None else shown)]
     # Typer reads the signature to make its options; help shows the docstring.
-    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     return run

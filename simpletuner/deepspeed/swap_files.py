@@ -41,7 +41,7 @@ class SwapOwner:
 
     @property
     def is_this_machine(self) -> bool:
-        return self.host == socket.gethostname() or bool(self.boot) and self.boot == boot_id()
+        return self.host == socket.gethostname() or (bool(self.boot) and self.boot == boot_id())
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}, output_dir {self.output_dir}"

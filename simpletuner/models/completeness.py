@@ -98,9 +98,7 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
     )
     refuse_missing(folder, loading["missing_keys"], loading["unexpected_keys"])
     if wrong := [*loading["mismatched_keys"], *loading["error_msgs"]]:
-        raise EnvironmentNotReady(
-            f"{folder}: its weights do not fit its config: {sorted(map(str, wrong))[0]}", CHECK_COPY
-        )
+        raise EnvironmentNotReady(f"{folder}: its weights do not fit its config: {min(map(str, wrong))}", CHECK_COPY)
 
 
 def refuse_missing(folder: Path, missing: Iterable[str], unknown: Iterable[str]) -> None:

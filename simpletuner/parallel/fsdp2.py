@@ -85,7 +85,7 @@ def units_by_size(model: nn.Module, min_parameters: int) -> list[nn.Module]:
     return units
 
 
-def imported(path: str):  # noqa: ANN201 - the user's own callable: (model) -> modules
+def imported(path: str):
     """Return the callable at a dotted path. Raises SettingsError when it is not there."""
     module, _, name = path.rpartition(".")
     try:

@@ -26,7 +26,7 @@ def json_schema(families: Iterable[str]) -> dict[str, Any]:
         for name, value in described["properties"].items():
             properties[name] = value = property_of(value) | {"x-section": section.__doc__}
             older = {"description": f"Older name of {name}.", "deprecated": True}
-            properties |= {alias: value | older for alias in extra_of(section.model_fields[name], "aliases")}
+            properties |= dict.fromkeys(extra_of(section.model_fields[name], "aliases"), value | older)
     properties["model_family"]["examples"] = list(families)
     properties[ACCELERATE_CONFIG] = {"type": "string", "description": "An accelerate file to read; `none`: no file."}
     return {

@@ -68,12 +68,12 @@ class Campaign:
         """Kill that often, spread over several runs, each of which is compared in the end."""
         began = time.monotonic()
         reference = self.undisturbed()
-        seconds = {"group": time.monotonic() - began, "launcher": 3 * (time.monotonic() - began) + 15}
+        longest = time.monotonic() - began
         number = 0
         while (left := kills - sum(self.killed.values())) > 0:
             output = self.folder / f"run{number}"
             for _ in range(min(left, self.random.randint(1, most_in_a_run))):
-                self.kill_once(output, seconds)
+                self.kill_once(output, longest)
             self.finish(output)
             self.compare(reference, contents(output), output)
             shutil.rmtree(output, ignore_errors=True)
@@ -97,13 +97,13 @@ class Campaign:
         if (codes := run.wait()) != [0] * RANKS:
             self.problems.append(f"{output.name} ended with {codes}:\n{run.said}")
 
-    def kill_once(self, output: Path, seconds: dict[str, float]) -> None:
+    def kill_once(self, output: Path, longest: float) -> None:
         """Start the command, kill at a random moment, and look at what is left."""
         victim = self.random.choices(list(VICTIMS), list(VICTIMS.values()))[0]
         if victim == "launcher":
-            ranks = self.kill_launcher(output, self.random.uniform(0.5, seconds["launcher"]))
+            ranks = self.kill_launcher(output, self.random.uniform(0.05, longest))
         else:
-            ranks = self.kill_ranks(output, self.random.uniform(0.05, seconds["group"]), only_one=victim == "one rank")
+            ranks = self.kill_ranks(output, self.random.uniform(0.05, longest), only_one=victim == "one rank")
         self.killed[victim] = self.killed.get(victim, 0) + 1
         if late := psutil.wait_procs(ranks, timeout=OLDEST_SECONDS)[1]:
             self.problems.append(
@@ -127,12 +127,8 @@ class Campaign:
         return ranks
 
     def kill_launcher(self, output: Path, after: float) -> list[psutil.Process]:
-        """Kill a real launcher; return its ranks."""
-        command = [str(Path(sys.executable).with_name("simpletuner")), "train", *self.command(output)]
-        with (self.folder / "launcher.log").open("ab") as log:
-            launcher = subprocess.Popen(
-                [*command, f"--num_processes={RANKS}"], stdout=log, stderr=log, start_new_session=True
-            )
+        """Kill a launcher; return its ranks."""
+        launcher = self.starter.launch(self.folder / "launcher.log", *self.command(output), f"--num_processes={RANKS}")
         end = time.monotonic() + after
         while time.monotonic() < end and launcher.poll() is None:
             time.sleep(0.01)

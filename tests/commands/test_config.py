@@ -111,7 +111,7 @@ def test_show_prints_a_table_with_every_setting_on_its_line(run):
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines() if line.strip()]
     assert lines[0] == ["setting", "value", "from", "because"]
-    assert {"learning_rate", "2e-05", "flag"} <= set(sum(lines, []))
+    assert {"learning_rate", "2e-05", "flag"} <= {word for line in lines for word in line}
     assert [name for name in setting_fields() if not any(line[:1] == [name] for line in lines)] == []
     assert "[bold]x" in out
 

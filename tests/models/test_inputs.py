@@ -85,7 +85,7 @@ def latents_shown(family: ModelFamily, given: dict[str, Any]) -> torch.Tensor:
 def same(ours: Any, theirs: Any, name: str) -> None:
     """Expect one input to be equal, but for a batch axis of one."""
     if isinstance(theirs, torch.Tensor):
-        ours, theirs = torch.as_tensor(ours), theirs
+        ours = torch.as_tensor(ours)
         torch.testing.assert_close(ours.float().squeeze(), theirs.float().squeeze(), atol=1e-5, rtol=1e-5, msg=name)
     else:
         assert ours == theirs, name

@@ -42,7 +42,7 @@ def test_the_schema_keeps_section_unit_bounds_and_choices_as_data():
         assert entry["x-section"] == SECTIONS[SECTION_OF[name]].__doc__
         assert entry.get("x-unit", "") == field.json_schema_extra["unit"]
         option = next((part for part in entry.get("anyOf", ()) if part["type"] != "null"), entry)
-        choices = [choice for choice in choices_of(field.annotation)]
+        choices = list(choices_of(field.annotation))
         assert option.get("enum", []) == choices, name
     assert properties["node_timeout"]["x-unit"] == "s"
     assert properties["main_process_port"]["minimum"] == 1 and properties["main_process_port"]["maximum"] == 65535

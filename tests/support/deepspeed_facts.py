@@ -99,7 +99,7 @@ def accepted(wanted: dict[str, Any], ranks: int) -> str:
     comm.get_rank, comm.get_world_size = lambda: 0, lambda *_: ranks  # no ranks are started for this
     try:
         config = DeepSpeedConfig(wanted, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: ranks))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever DeepSpeed raises is its answer
         return f"{type(error).__name__}: {error}"
     micro = wanted["train_micro_batch_size_per_gpu"]
     return "" if config.train_batch_size == micro * wanted["gradient_accumulation_steps"] * ranks else "other batch"

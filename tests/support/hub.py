@@ -82,7 +82,7 @@ class Answer(BaseHTTPRequestHandler):
         if with_body:
             self.wfile.write(content)
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, *_: object) -> None:
         pass
 
 

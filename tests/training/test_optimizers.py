@@ -72,14 +72,15 @@ def test_after_the_warm_up_the_rate_never_rises_and_never_leaves_its_bounds(sche
 
 
 GRADIENTS = [torch.tensor([3.0, -0.5]), torch.tensor([-1.0, -2.0])]
-SETTINGS = dict(learning_rate=0.1, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, adam_weight_decay=0.5)
+BETAS = {"adam_beta1": 0.8, "adam_beta2": 0.95}
+SETTINGS = {"learning_rate": 0.1, **BETAS, "adam_epsilon": 1e-6, "adam_weight_decay": 0.5}
 
 
 def trained(name: str) -> Tensor:
     """Return what two steps make of two weights."""
     weights = torch.nn.Parameter(torch.tensor([2.0, -1.0]))
     unused = torch.nn.Parameter(torch.tensor([1.0]))
-    optimizer = make_optimizer([weights, unused], Optimizer(optimizer=name, **SETTINGS))  # pyright: ignore
+    optimizer = make_optimizer([weights, unused], Optimizer(optimizer=name, **SETTINGS))  # pyright: ignore[reportArgumentType]
     for gradient in GRADIENTS:
         weights.grad = gradient.clone()
         optimizer.step()
