@@ -46,7 +46,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
 
 
 def check_deepspeed(settings: Settings) -> None:
-    """Find what DeepSpeed lacks on this machine before any rank is started. Raises EnvironmentFault."""
+    """Find what DeepSpeed lacks on this machine before any rank is started. Raises EnvironmentNotReady."""
     from simpletuner.deepspeed.requirements import check_compiler, check_installed, check_settings
     from simpletuner.models.parameter_count import parameters_of
     from simpletuner.settings.deepspeed.config import deepspeed_options

@@ -49,7 +49,7 @@ def checkpoints_of(settings: Settings) -> Path:
 
 
 def check_fits(checkpoint: Checkpoint, family: ModelFamily) -> None:
-    """Raise EnvironmentFault when a checkpoint's weights are not those of the denoiser. Reads headers only."""
+    """Raise EnvironmentNotReady when a checkpoint's weights are not those of the denoiser. Reads headers only."""
     wanted = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
     found = read_shapes(checkpoint.files("model"), str(checkpoint.folder))
     wrong = [
@@ -139,7 +139,7 @@ def resumed_position(
 ) -> SamplerState:
     """Return the state to continue with: the saved one for the same data, the start of the next epoch for other data.
 
-    Raises EnvironmentFault for a position that is not in the data, which only damage explains.
+    Raises EnvironmentNotReady for a position that is not in the data, which only damage explains.
     """
     saved = checkpoint.state["position"]
     if not same_data:

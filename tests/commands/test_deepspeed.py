@@ -295,7 +295,7 @@ def test_templates_are_saved_listed_and_started_from(capsys, tmp_path):
     flags = ("--stage=2", "--offload_optimizer=cpu", "--max_grad_norm=0.5", "--save_template=mine")
     kept, told = built(capsys, *flags)
     assert f"saved as {tmp_path}/home/deepspeed/mine.toml: --template=mine" in told
-    assert "mine.toml is there already" in refusal(capsys, "build", "--stage=1", "--save_template=mine")
+    assert "mine.toml exists already" in refusal(capsys, "build", "--stage=1", "--save_template=mine")
     assert built(capsys, "--stage=1", "--save_template=own", "--force")
     assert built(capsys, "--stage=2", "--save_template=own", "--force")[0]["zero_optimization"] == {"stage": 2}
     again, _ = built(capsys, "--template=mine")
