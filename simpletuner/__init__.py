@@ -1,3 +1,3 @@
 """Fine-tune whole diffusion models on many GPUs and machines."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
