@@ -38,6 +38,7 @@ from simpletuner.training.resuming import (
     check_fits,
     checkpoint_to_resume,
     data_version,
+    has_same_data,
     imported_checkpoint,
     resume_point,
     set_later_aside,
@@ -134,6 +135,8 @@ def open_state(
     if checkpoint is not None:
         warn_of_changed_base(session, checkpoint, state.base_fingerprints)
         state.restore(checkpoint, settings, session.report)
+        if not has_same_data(plan, checkpoint):
+            session.report.warn("images or seed changed since the checkpoint: going on at the start of the next epoch")
     return state
 
 

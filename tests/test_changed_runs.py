@@ -14,7 +14,7 @@ from conftest import base
 from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.data.batch_sampler import GlobalBatchSampler
 from simpletuner.settings.sections import Data, Launch, Model, Optimizer, Settings, Training
-from simpletuner.training.optimizers import learning_rate_at
+from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.schedule import Schedule, resumed_schedule
 
 VALIDATION = ("--validation_prompt=a red circle", "--validation_num_inference_steps=1")
@@ -137,9 +137,9 @@ def test_the_learning_rate_does_not_jump_when_the_batch_changes_and_ends_with_th
     resumed = resumed_schedule(after, ORDER, saved, ORDER.with_batch_size(position, other))
     if other == batch:
         assert resumed == schedule
-    rates = [learning_rate_at(at, each, before.optimizer) for each in (schedule, resumed)]
+    rates = [LearningRate(each, before.optimizer).at(at) for each in (schedule, resumed)]
     assert rates[1] == pytest.approx(rates[0], abs=1e-12)
-    assert learning_rate_at(resumed.max_steps, resumed, after.optimizer) == pytest.approx(0, abs=1e-12)
+    assert LearningRate(resumed, after.optimizer).at(resumed.max_steps) == pytest.approx(0, abs=1e-12)
     left = 0
     for _, place in ORDER.batches(ORDER.with_batch_size(position, other)):
         if place.epoch >= epochs:

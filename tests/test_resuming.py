@@ -73,7 +73,7 @@ def test_changed_pictures_are_noticed_and_training_goes_on_with_the_next_epoch(s
     for victim in sorted(pictures.glob("*"))[:2]:
         victim.unlink()
     run = train(tmp_path / "run", *flags, "--max_train_steps=4")
-    assert "pictures or seed changed since the checkpoint" in run.said
+    assert "images or seed changed since the checkpoint" in run.said
     assert [row["epoch"] for row in run.rows] == [0, 0, 1, 1]
 
 
@@ -90,7 +90,7 @@ def test_what_version_0_1_wrote_is_resumed_with_its_own_buckets_and_order(sdxl_f
         del state[added]
     path.write_text(json.dumps({**state, "data": "0123456789abcdef"}))
     other = train(output, *flags, "--max_train_steps=4")
-    assert "pictures or seed changed since the checkpoint" in other.said
+    assert "images or seed changed since the checkpoint" in other.said
     state = json.loads((output / "checkpoints" / "checkpoint-000004" / "state.json").read_text())
     assert state["data_version"] == 1 and state["position"]["epoch"] == 1
     resumed = train(output, *flags, "--max_train_steps=6")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import find_newest_healthy
 from simpletuner.models.family import ModelFamily
-from simpletuner.models.registry import traits_of
+from simpletuner.models.registry import family_class
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
@@ -99,7 +99,7 @@ def prepared_by(world: World, settings: Settings) -> Prepared:
 
 def session_of(world: World, settings: Settings) -> tuple[Session, ModelFamily]:
     session = Session(Loaded(settings, {}), build_mesh(settings, world), Report(quiet=True), StopRequest())
-    return session, ModelFamily(traits_of(settings.model), Path(settings.model.pretrained_model_name_or_path), settings)
+    return session, family_class(settings.model).open(Path(settings.model.pretrained_model_name_or_path), settings)
 
 
 @contextmanager
