@@ -23,13 +23,14 @@ from flags import last_wins
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
 
 
-def launched(program: str, output: Path, *flags: str) -> subprocess.Popen:
+def launched(program: str, output: Path, *flags: str, log: int | None = None) -> subprocess.Popen:
     """Start the real command, which starts its ranks."""
     command = [str(Path(sys.executable).with_name(program)), *(["train"] if program == "simpletuner" else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = [*command, *last_wins((f"--output_dir={output}", *SMALL, *flags))]
     with (output.parent / f"{output.name}.log").open("ab") as file:
-        return subprocess.Popen(arguments, stdout=file, stderr=file, env=environment, start_new_session=True)
+        shown = file if log is None else log
+        return subprocess.Popen(arguments, stdout=shown, stderr=shown, env=environment, start_new_session=True)
 
 
 def said(output: Path) -> str:
@@ -66,22 +67,23 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     output = tmp_path / "run"
     flags = (*sdxl_flags, "--num_processes=2", "--train_batch_size=2", "--fsdp_enable", "--max_train_steps=100000")
 
-    def trained(steps: int, *more: str, program: str = "", log: Path | None = None) -> subprocess.Popen | Launcher:
+    def trained(steps: int, *more: str, program: str = "", log: int | None = None) -> subprocess.Popen | Launcher:
         """Start or resume the run, for real with a program, and return once it has trained some steps."""
         (output.parent / f"{output.name}.log").unlink(missing_ok=True)
         checkpoints = list_checkpoints(output / "checkpoints")
         (output / "metrics.jsonl").unlink(missing_ok=True)  # it may tell of steps that were not saved
         if program:
-            process = launched(program, output, *flags, *more)
+            process = launched(program, output, *flags, *more, log=log)
         else:
-            log = log or output.parent / f"{output.name}.log"
-            process = starter.launch(log, f"--output_dir={output}", *SMALL, *flags, *more)
+            process = starter.launch(
+                output.parent / f"{output.name}.log", f"--output_dir={output}", *SMALL, *flags, *more
+            )
         wait_for_step(output, process, (load_checkpoint(checkpoints[0]).step if checkpoints else 0) + steps)
         return process
 
     # a terminal is closed: nothing can be shown any more, and then SIGHUP says why
     ours, theirs = pty.openpty()
-    process = trained(3, log=Path(os.ttyname(theirs)))
+    process = trained(3, program="simpletuner", log=theirs)
     os.close(theirs)
     os.close(ours)
     time.sleep(1)  # progress is shown meanwhile

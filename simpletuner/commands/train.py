@@ -21,6 +21,7 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again to resume."""
     from simpletuner.launch import check_world_size, choose_gpus, is_rank, launch_ranks
+    from simpletuner.launch.launcher_connection import exit_if_launcher_died
     from simpletuner.models.support import check_runnable
     from simpletuner.system.signals import terminate_with_parent
 
@@ -39,6 +40,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     choose_gpus(loaded.settings.launch, os.environ)
     if is_rank(os.environ):
         terminate_with_parent()
+        exit_if_launcher_died(os.environ)
     # torch is imported from here on: launchers and --dry_run answer without it.
     from simpletuner.worker import run_rank
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -102,3 +102,12 @@ def connect_to_launcher(
             yield launcher
         finally:
             launcher.closed.set()
+
+
+def exit_if_launcher_died(environment: Mapping[str, str]) -> None:
+    """Exit if the launcher died before the kernel was asked to tell: nobody would wait for this rank's imports."""
+    if descriptor := environment.get(SOCKET_VARIABLE):
+        try:
+            os.write(int(descriptor), b"{}")
+        except OSError:
+            raise SystemExit(128 + signal.SIGTERM) from None
