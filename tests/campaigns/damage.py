@@ -146,6 +146,7 @@ class Damage:
         if verdict not in ("right", "said and right", "said and other", "refused", "not read"):
             how = f"{verdict} (exit code {code}, {time.monotonic() - began:.0f} s)"
             self.problems.append(f"case {number}: {name} {damage}: {how}\n{said}")
+            print(self.problems[-1], flush=True)  # a campaign takes an hour: what is found must survive its end
         shutil.rmtree(folder, ignore_errors=True)
 
     def verdict(self, name: str, code: int | None, said: str, folder: Path, wanted: dict[str, str]) -> str:
@@ -195,7 +196,6 @@ def main() -> None:
         fixtures(folder, starter)
         campaign = Damage(starter, folder, random.Random(given.seed))
         campaign.run(given.cases, folder / "base", folder / "shapes")
-    print("\n".join(campaign.problems))
     print(f"{given.cases} cases {dict(sorted(campaign.answers.items()))}: {len(campaign.problems)} problems")
     raise SystemExit(bool(campaign.problems))
 
