@@ -1,4 +1,4 @@
-"""From settings to data that can be trained on: samples, buckets, the global order, cached latents and text."""
+"""From settings to data that can be trained on: samples, buckets, the global batch sampler, cached latents and text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Plan:
     samples: list[Sample]
     buckets: Buckets
     text_folder: Path
-    order: GlobalBatchSampler
+    sampler: GlobalBatchSampler
     digest: str
     """Identity of seed, buckets and order: a saved position is valid only for the same ones."""
     version: int
@@ -45,7 +45,7 @@ class Prepared:
     """Everything that batches are made of; the plan without images that could not be decoded."""
 
     plan: Plan
-    source: SampleReader
+    reader: SampleReader
     text: TextCache
 
 
@@ -77,8 +77,8 @@ def make_plan(
     # Ids, not indices: with another image in the place of one, indices would stay the same.
     contents = {name: [samples[index].id for index in items] for name, items in buckets.items()}
     identity = [seed, contents] if version == 1 else [version, seed, contents]  # 0.1.0 hashed no version
-    order = GlobalBatchSamplerV1(buckets, seed) if version == 1 else GlobalBatchSampler(buckets, seed)
-    return Plan(datasets, samples, buckets, text_folder, order, short_hash(identity), version)
+    sampler = GlobalBatchSamplerV1(buckets, seed) if version == 1 else GlobalBatchSampler(buckets, seed)
+    return Plan(datasets, samples, buckets, text_folder, sampler, short_hash(identity), version)
 
 
 def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
@@ -98,14 +98,14 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
         plan = make_plan(settings, plan.datasets, whole, plan.text_folder, plan.version)
     no_caption = family.unconditional({key: value[None] for key, value in text.read("").items()})
-    source = SampleReader(
+    reader = SampleReader(
         samples=whole,
         latents=lambda sample: caches[sample.dataset].read(sample),
         image=lambda sample: family.size_conditioning(sample.geometry),
         text=text.read,
         no_caption={key: value[0] for key, value in no_caption.items()},
     )
-    return Prepared(plan, source, text)
+    return Prepared(plan, reader, text)
 
 
 def latents_cache(

@@ -158,7 +158,7 @@ def build_trainer(
         engine=state.engine,
         family=family,
         objective=family.objective(),
-        batches=prefetch(prepared.source, prepared.plan.order, state.sampler_state, state.step, rank_slice, ahead),
+        batches=prefetch(prepared.reader, prepared.plan.sampler, state.sampler_state, state.step, rank_slice, ahead),
         learning_rate=LearningRate(state.schedule, settings.optimizer),
         ema=state.ema,
         logger=StepLogger(mesh, StopVote(session.stop), metrics, settings.effective_batch_size),

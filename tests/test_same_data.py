@@ -63,11 +63,11 @@ def test_the_first_difference_is_named_and_copies_with_other_times_agree(starter
     assert plain.pop("equal").count("d/") == plain.pop("apart").count("d/") == 6
     reason = "is not an image in a known format, or is damaged"
     broken = plain.pop("broken")
-    assert broken.startswith(f"4: {SECOND} has 5 pictures, {FIRST} has 6: d/4.png is missing on {SECOND} ({reason}")
+    assert broken.startswith(f"4: {SECOND} has 5 images, {FIRST} has 6: d/4.png is missing on {SECOND} ({reason}")
     size = (root / "bytes" / "rank0" / "1.png").stat().st_size
     assert plain == {
-        "missing": f"4: {SECOND} has 5 pictures, {FIRST} has 6: d/2.png is missing on {SECOND}",
-        "more": f"4: {SECOND} has 7 pictures, {FIRST} has 6: d/9.png is missing on {FIRST}",
+        "missing": f"4: {SECOND} has 5 images, {FIRST} has 6: d/2.png is missing on {SECOND}",
+        "more": f"4: {SECOND} has 7 images, {FIRST} has 6: d/9.png is missing on {FIRST}",
         "bytes": f"4: d/1.png has {size + 7} bytes on {SECOND}, {size} on {FIRST}",
         "content": f"4: d/1.png has other content on {SECOND} than on {FIRST}",
         "caption": f"4: d/5.png has another caption on {SECOND} than on {FIRST}: "

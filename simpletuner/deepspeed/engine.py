@@ -37,6 +37,7 @@ from simpletuner.deepspeed.row_shards import ElementRange, RowShards
 from simpletuner.deepspeed.startup import import_deepspeed
 from simpletuner.deepspeed.swap_files import create_swap_folder
 from simpletuner.errors import SettingsError
+from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState
 from simpletuner.parallel.torch_engine import MakeOptimizer, ShardUpdate, local_tensor
 from simpletuner.parallel.world import World
@@ -159,7 +160,7 @@ def gather_ranges(partitions: OptimizerPartitions, names: list[str]) -> dict[str
 def build_deepspeed_engine(
     model: nn.Module,
     settings: Settings,
-    world: World,
+    mesh: Mesh,
     dtype: torch.dtype,
     load_weights: Callable[[dict[str, Tensor]], None],
     make_optimizer: MakeOptimizer,
@@ -169,7 +170,7 @@ def build_deepspeed_engine(
     Raises SettingsError for parameters that DeepSpeed cannot train.
     """
     refuse_scalar_parameters(model)
-    options = deepspeed_options(settings)
+    options, world = deepspeed_options(settings), mesh.world
     assert options is not None
     with ExitStack() as stack:
         config = engine_config(settings, world.size, max(parameter.numel() for parameter in model.parameters()))
@@ -179,7 +180,7 @@ def build_deepspeed_engine(
         import_deepspeed(world)
         stack.enter_context(torch_linear_restored())
         master_device = world.device if options.offload_optimizer == "none" else torch.device("cpu")
-        row_shards = RowShards({name: parameter.shape for name, parameter in model.named_parameters()})
+        row_shards = RowShards({name: parameter.shape for name, parameter in model.named_parameters()}, mesh)
         weights = {name: row_shards.empty(name, master_device) for name in row_shards.shapes}
         buffers = move_buffers(model, world.device)
         load_weights({**weights, **buffers})

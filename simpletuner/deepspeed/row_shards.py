@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+
+from simpletuner.parallel.mesh import Mesh
 
 
 class ElementRange(NamedTuple):
@@ -59,10 +60,9 @@ def exchange(elements: Tensor, have: Sequence[ElementRange], want: Sequence[Elem
 class RowShards:
     """Makes and converts row shards of parameters, given the shapes of the whole parameters by name."""
 
-    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self.shapes, self.num_ranks, self.rank = shapes, dist.get_world_size(), dist.get_rank()
+    def __init__(self, shapes: Mapping[str, torch.Size], mesh: Mesh) -> None:
+        self.shapes, self.mesh, self.num_ranks, self.rank = shapes, mesh, mesh.world.size, mesh.world.rank
         self.ranges = {name: row_ranges(shape, self.num_ranks) for name, shape in shapes.items()}
-        self.meshes: dict[str, DeviceMesh] = {}  # by device type: moments and masters may be on the CPU
 
     def empty(self, name: str, device: torch.device) -> DTensor:
         """Allocate this rank's rows (r, ...) in float32; r may be 0."""
@@ -70,11 +70,9 @@ class RowShards:
 
     def as_dtensor(self, name: str, elements: Tensor) -> DTensor:
         """View this rank's elements (1-D) as its rows (r, ...) of a DTensor, without a copy."""
-        device_type, shape = elements.device.type, self.shapes[name]
-        if device_type not in self.meshes:
-            self.meshes[device_type] = init_device_mesh(device_type, (self.num_ranks,))
+        shape, mesh = self.shapes[name], self.mesh.shard_mesh(elements.device.type)
         stride = torch.empty(shape, device="meta").stride()
-        rows, mesh = elements.view(-1, *shape[1:]), self.meshes[device_type]
+        rows = elements.view(-1, *shape[1:])
         # run_check would compare shapes over all ranks, per parameter, and refuse ranks that have no rows
         return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 

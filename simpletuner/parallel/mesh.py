@@ -60,7 +60,7 @@ class Mesh:
 
     def sum_over_shards(self, value: torch.Tensor) -> torch.Tensor:
         """Add up a tensor, in place, over the ranks that hold shards of one copy of the parameters. Collective."""
-        dist.all_reduce(value)
+        dist.all_reduce(value, group=self.shard_mesh(value.device.type).get_group())
         return value
 
 

@@ -89,7 +89,7 @@ def compare_chunks(exchange: Exchange, found: Discovery, chunks: set[int]) -> li
     problem = find_difference(first, own, exchange.names, found.broken)
     count = exchange.read("samples")
     if problem and len(found.samples) != count:
-        problem = f"{exchange.names[1]} has {len(found.samples)} pictures, {exchange.names[0]} has {count}: {problem}"
+        problem = f"{exchange.names[1]} has {len(found.samples)} images, {exchange.names[0]} has {count}: {problem}"
     world.store_barrier("data/compared", stop)
     if world.is_first:
         for number in wanted:

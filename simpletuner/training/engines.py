@@ -71,7 +71,7 @@ def build_engine(
     if settings.parallel.zero_stage is not None:
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 
-        return build_deepspeed_engine(model, settings, world, dtype, load_weights, make_optimizer)
+        return build_deepspeed_engine(model, settings, mesh, dtype, load_weights, make_optimizer)
     allocate(model, world.device)
     load_weights(model.state_dict())
     if settings.parallel.fsdp_enable:

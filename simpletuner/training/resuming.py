@@ -115,11 +115,11 @@ def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) 
 
     With other data than the checkpoint's, that is the start of the next epoch.
     """
-    order, batch_size = plan.order, settings.effective_batch_size
+    sampler, batch_size = plan.sampler, settings.effective_batch_size
     if checkpoint is None:
-        return new_schedule(settings, order), order.start(batch_size)
-    position = resumed_position(order, checkpoint, has_same_data(plan, checkpoint), batch_size)
-    return resumed_schedule(settings, order, checkpoint.state, position), position
+        return new_schedule(settings, sampler), sampler.start(batch_size)
+    position = resumed_position(sampler, checkpoint, has_same_data(plan, checkpoint), batch_size)
+    return resumed_schedule(settings, sampler, checkpoint.state, position), position
 
 
 def data_version(checkpoint: Checkpoint | None) -> int:
@@ -135,7 +135,7 @@ def has_same_data(plan: Plan, checkpoint: Checkpoint) -> bool:
 
 
 def resumed_position(
-    order: GlobalBatchSampler, checkpoint: Checkpoint, same_data: bool, batch_size: int
+    sampler: GlobalBatchSampler, checkpoint: Checkpoint, same_data: bool, batch_size: int
 ) -> SamplerState:
     """Return the state to continue with: the saved one for the same data, the start of the next epoch for other data.
 
@@ -143,12 +143,12 @@ def resumed_position(
     """
     saved = checkpoint.state["position"]
     if not same_data:
-        return order.start(batch_size, epoch=saved["epoch"] + 1)
+        return sampler.start(batch_size, epoch=saved["epoch"] + 1)
     position = SamplerState(**saved)
-    whole_epoch = order.count_steps_left(replace(position, batch=0), position.epoch + 1)
-    if position.consumed.keys() != order.buckets.keys() or position.batch > whole_epoch:
+    whole_epoch = sampler.count_steps_left(replace(position, batch=0), position.epoch + 1)
+    if position.consumed.keys() != sampler.buckets.keys() or position.batch > whole_epoch:
         raise EnvironmentNotReady(
             f"{checkpoint.folder} is damaged: there is no batch {position.batch} in epoch {position.epoch}",
             "take an earlier one with --resume_from_checkpoint",
         )
-    return order.with_batch_size(position, batch_size)
+    return sampler.with_batch_size(position, batch_size)

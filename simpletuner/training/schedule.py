@@ -37,19 +37,19 @@ class Schedule:
         return {"max_steps": self.max_steps, "schedule": {"epochs": self.epochs, **start}}
 
 
-def new_schedule(settings: Settings, order: GlobalBatchSampler) -> Schedule:
+def new_schedule(settings: Settings, sampler: GlobalBatchSampler) -> Schedule:
     """Return the schedule of a new run. Raises DataError when there is nothing to train."""
     training = settings.training
     if training.max_train_steps is not None:
         return Schedule(training.max_train_steps)
-    steps = order.count_steps(training.num_train_epochs, settings.effective_batch_size)
+    steps = sampler.count_steps(training.num_train_epochs, settings.effective_batch_size)
     if steps == 0:
         raise DataError("there is nothing to train: no bucket fills a batch", "raise num_train_epochs")
     return Schedule(steps, training.num_train_epochs)
 
 
 def resumed_schedule(
-    settings: Settings, order: GlobalBatchSampler, saved: Mapping[str, Any], position: SamplerState
+    settings: Settings, sampler: GlobalBatchSampler, saved: Mapping[str, Any], position: SamplerState
 ) -> Schedule:
     """Return the schedule of a resumed run; `saved` is its checkpoint's state.
 
@@ -59,7 +59,7 @@ def resumed_schedule(
     if training.max_train_steps is not None:
         return Schedule(training.max_train_steps)
     before = saved_schedule(saved)
-    epochs, total = training.num_train_epochs, step + order.count_steps_left(position, training.num_train_epochs)
+    epochs, total = training.num_train_epochs, step + sampler.count_steps_left(position, training.num_train_epochs)
     if total == before.max_steps:
         return Schedule(total, epochs, before.start_step, before.start_progress)
     if before.epochs not in (epochs, None):  # the user asked for another length: the schedule stretches over it

@@ -39,6 +39,15 @@ class StopVote:
 
 
 @dataclass(frozen=True)
+class StepOutput:
+    """One optimizer step: this rank's mean loss and the norm before clipping, scalars still on the device."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    learning_rate: float
+
+
+@dataclass(frozen=True)
 class PendingStep:
     """A step whose scalars (loss, wish to stop, gradient norm; shape (3,)) have not been read yet."""
 
@@ -54,7 +63,6 @@ class StepLogger:
         self.mesh, self.stop_vote, self.metrics, self.batch_size = mesh, stop_vote, metrics, batch_size
         self.pending: PendingStep | None = None
         self.shown: Progress | None = None
-        self.learning_rate = self.data_seconds = 0.0
         self.clock = time.perf_counter()
 
     @contextmanager
@@ -68,14 +76,14 @@ class StepLogger:
         """Do not count what happened since the last step, such as a save, as training time."""
         self.clock = time.perf_counter()
 
-    def log(self, step: int, loss: Tensor, grad_norm: Tensor, batch: StepBatch) -> None:
+    def log(self, step: int, output: StepOutput, batch: StepBatch, data_seconds: float) -> None:
         """Reduce a step's scalars over the ranks, and write those of the step before. Collective."""
-        reduced = self.mesh.data_mean(torch.stack([loss, self.stop_vote.wish(loss.device)]))
-        scalars = torch.cat([reduced, grad_norm.reshape(1)])  # the norm is over all ranks already
+        reduced = self.mesh.data_mean(torch.stack([output.loss, self.stop_vote.wish(output.loss.device)]))
+        scalars = torch.cat([reduced, output.grad_norm.reshape(1)])  # the norm is over all ranks already
         self.flush()
         now = time.perf_counter()
-        row = {"step": step, "epoch": batch.next_state.epoch, "learning_rate": self.learning_rate}
-        row |= {"data_seconds": self.data_seconds, "seconds": now - self.clock}
+        row = {"step": step, "epoch": batch.next_state.epoch, "learning_rate": output.learning_rate}
+        row |= {"data_seconds": data_seconds, "seconds": now - self.clock}
         self.clock = now
         self.pending = PendingStep(row, scalars, [sample for each in batch.micro_batches for sample in each.ids])
 

@@ -31,7 +31,7 @@ def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
         *([("wrapping", format_units(family.denoiser(), parallel))] if parallel.fsdp_enable else []),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
-        ("pictures", describe_buckets(plan)),
+        ("images", describe_buckets(plan)),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),
         ("steps", f"{state.step} to {state.schedule.max_steps}"),
         ("output", training.output_dir),
@@ -60,7 +60,7 @@ def print_result(output: Path, report: Report) -> None:
     checkpoints = list_checkpoints(output / "checkpoints")
     places = [
         ("checkpoint", checkpoints[0] if checkpoints else "-"),
-        ("pictures", grids[-1] if grids else "none: give --validation_prompt"),
+        ("images", grids[-1] if grids else "none: give --validation_prompt"),
         ("loss curve", output / CURVE),
         ("pipeline", output / "pipeline"),
     ]

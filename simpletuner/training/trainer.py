@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from simpletuner.data.prefetch import StepBatch
 from simpletuner.models.family import ModelFamily
@@ -19,16 +18,8 @@ from simpletuner.system.signals import StopRequest
 from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.state import Checkpointer
-from simpletuner.training.step_logger import StepLogger
+from simpletuner.training.step_logger import StepLogger, StepOutput
 from simpletuner.training.validation import Validator
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """Scalars of one optimizer step, still on the device: this rank's mean loss, and the norm before clipping."""
-
-    loss: Tensor
-    grad_norm: Tensor
 
 
 @dataclass(kw_only=True)
@@ -72,21 +63,20 @@ class Trainer:
             self.validate()
         with self.logger.progress(self.report, self.max_steps, self.step):
             while self.step < self.max_steps:
-                batch = self.next_batch()
+                batch, data_seconds = self.next_batch()
                 output = self.train_step(batch)
                 self.step += 1
                 if self.ema is not None:
                     self.ema.update(self.step)
-                self.logger.log(self.step, output.loss, output.grad_norm, batch)  # reads the numbers of the step before
+                self.logger.log(self.step, output, batch, data_seconds)  # reads the numbers of the step before
                 self.save_and_validate(batch)
 
-    def next_batch(self) -> StepBatch:
-        """Wait for this rank's micro-batches, which a thread prepares; the wait is logged as `data_seconds`."""
+    def next_batch(self) -> tuple[StepBatch, float]:
+        """Return this rank's micro-batches, which a thread prepares, and how long the wait for them was in seconds."""
         self.activity.begin(f"reading the batch of step {self.step + 1}", unsaved=True)
         began = time.perf_counter()
         batch = next(self.batches)
-        self.logger.data_seconds = time.perf_counter() - began
-        return batch
+        return batch, time.perf_counter() - began
 
     def train_step(self, batch: StepBatch) -> StepOutput:
         """Accumulate the gradients of all micro-batches, and update the weights.
@@ -106,9 +96,9 @@ class Trainer:
                 loss = sample_losses(prediction, noised.target, noised.weights).mean()
                 self.engine.backward(loss / len(batch.micro_batches))
             losses.append(loss.detach())
-        self.logger.learning_rate = self.learning_rate.at(self.step)
-        grad_norm = self.engine.step(self.logger.learning_rate, self.max_grad_norm)
-        return StepOutput(torch.stack(losses).mean(), grad_norm)
+        learning_rate = self.learning_rate.at(self.step)
+        grad_norm = self.engine.step(learning_rate, self.max_grad_norm)
+        return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate)
 
     def save_and_validate(self, batch: StepBatch) -> None:
         """Do what is due after a step. The last step is always saved, and so is the one at which the run stops."""

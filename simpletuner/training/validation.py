@@ -171,7 +171,7 @@ def open_validator(
         ema=state.ema,
         variants=VARIANTS[validation.ema_validation] if state.ema is not None else ("trained",),
         prompts=[(prompt, prepared.text.read(prompt)) for prompt in validation.validation_prompt],
-        negative=prepared.text.read(negative) if negative else prepared.source.no_caption,
+        negative=prepared.text.read(negative) if negative else prepared.reader.no_caption,
         sampling=SamplingParams(image_size(settings), steps, guidance, seed),
         dtype=compute_dtype(settings),
         folder=settings.training.output_dir / "validation",

@@ -118,7 +118,7 @@ def steps_of(trainer: Trainer, world: World, count: int) -> list[list[float]]:
     """Take some steps, and return each one's mean loss and gradient norm; save after the second of a run."""
     taken = []
     for _ in range(count):
-        batch = trainer.next_batch()
+        batch, _ = trainer.next_batch()
         output = trainer.train_step(batch)
         trainer.step += 1
         if trainer.ema is not None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from simpletuner.deepspeed.row_shards import ElementRange, RowShards
 from simpletuner.parallel.engine import Engine
-from simpletuner.parallel.mesh import build_mesh
+from simpletuner.parallel.mesh import Mesh, build_mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.sections import Ema, Optimizer, Parallel, Settings, Training
 from simpletuner.training.ema import EMA
@@ -27,12 +27,12 @@ SHAPES = [(7, 3), (1,), (3,), (2, 5, 2), (13,), (4, 4)]
 def to_rows_and_back(report: str) -> None:
     """Write whether partitions, cut as at stages 1 and 2, become the right row shards and the same partitions again."""
     with joined_world() as world:
-        right = []
+        right, mesh = [], Mesh(world, dp_shard=world.size)
         for number, shape in enumerate(SHAPES):
             name, values = str(shape), torch.randn(shape, generator=torch.Generator().manual_seed(number))
             for have in cuts(values.numel(), world.size):
                 first, end = have[world.rank]
-                row_shards, partition = RowShards({name: values.shape}), values.flatten()[first:end]
+                row_shards, partition = RowShards({name: values.shape}, mesh), values.flatten()[first:end]
                 rows = row_shards.from_partition(name, partition, have)
                 right.append(torch.equal(rows.full_tensor(), values))
                 right.append(torch.equal(row_shards.to_partition(name, rows, have), partition))

@@ -136,7 +136,8 @@ def rows_in(tmp_path) -> list[dict[str, Any]]:
 
 def test_a_step_accumulates_its_micro_batches_and_only_the_last_one_reduces(build):
     trainer = build(losses=[4.0], micro_batches=2)
-    output = trainer.train_step(trainer.next_batch())
+    batch, _ = trainer.next_batch()
+    output = trainer.train_step(batch)
     assert trainer.calls == ["micro-batch", "backward 2", "last micro-batch", "backward 2", "step 1"]
     assert output.loss.item() == 4.0 and output.grad_norm.item() == 0.5
 
