@@ -135,6 +135,13 @@ RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 """Errno in exceptions of safetensors and tokenizers, which do not raise OSError."""
 
 
+def without_errno(error: Exception) -> str:
+    """An error's message without Python's `[Errno 2]`: the reason, and the file where one is named."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error)
+
+
 @contextmanager
 def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
     """Turn errors of the operating system (full disk, permission denied, out of memory) into EnvironmentNotReady.

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
-from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.system.checksums import is_intact
 from simpletuner.system.files import read_file, remove, replace_folder, restore_replaced, unfinished_path
 
@@ -111,7 +111,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             f"{folder} is not a complete checkpoint: {STATE}{': ' + where if where else ''}: {first['msg'].lower()}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise EnvironmentNotReady(f"{folder} is not a complete checkpoint: {error}") from None
+        raise EnvironmentNotReady(f"{folder} is not a complete checkpoint: {without_errno(error)}") from None
     return Checkpoint(folder, state)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from simpletuner.checkpoints.layout import Checkpoint, all_damaged_error, find_resume_folders, load_checkpoint
-from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.parallel.world import World
 from simpletuner.system.checksums import file_checksum
 
@@ -93,5 +93,5 @@ def find_file_damage(checkpoint: Checkpoint, name: str) -> str:
             with safe_open(path, "pt"):
                 pass
     except (OSError, SafetensorError) as error:
-        return f"{path} is damaged: {error}"
+        return f"{path} is damaged: {without_errno(error)}"
     return ""

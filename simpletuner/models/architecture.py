@@ -89,7 +89,9 @@ def architecture_in_config(path: Path) -> Architecture:
     """The denoiser that a config.json describes. Raises EnvironmentNotReady if it describes none."""
     try:
         config: Any = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise EnvironmentNotReady(f"cannot read {path}: {error.strerror}", "copy or download the model again") from None
+    except (ValueError, RecursionError) as error:
         raise EnvironmentNotReady(f"cannot read {path}: {error}", "copy or download the model again") from None
     class_name = config.get("_class_name") if isinstance(config, dict) else None
     if not isinstance(class_name, str):

@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from simpletuner.errors import EnvironmentNotReady
+from simpletuner.errors import EnvironmentNotReady, without_errno
 from simpletuner.system.files import read_file
 
 RAISED = (
@@ -48,7 +48,7 @@ def reason(error: Exception) -> str:
     """The first line of a library's message."""
     if isinstance(error, KeyError):
         return f"there is no `{error.args[0] if error.args else ''}`"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in without_errno(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:MAX_REASON_LENGTH]
 
 
@@ -57,7 +57,9 @@ def read_json(path: Path) -> dict[str, Any]:
     hint = "pretrained_model_name_or_path must be a pipeline folder in diffusers format"
     try:
         content = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise EnvironmentNotReady(f"cannot read {path}: {error.strerror}", hint) from None
+    except (ValueError, RecursionError) as error:
         raise EnvironmentNotReady(f"cannot read {path}: {reason(error)}", hint) from None
     if not isinstance(content, dict):
         raise EnvironmentNotReady(f"cannot read {path}: it holds no JSON object", hint)
