@@ -107,31 +107,6 @@ class Ranks:
 
 
 @dataclass
-class Launcher:
-    """A launcher in a process forked from the warm one, to be handled as one that was started."""
-
-    process: Any
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self.process.join(timeout)
-        assert self.process.exitcode is not None, f"the launcher runs after {timeout} s"
-        return self.process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.process.kill()
-
-
-@dataclass
 class Starter:
     """Start functions or the command line on a number of ranks."""
 
@@ -160,15 +135,6 @@ class Starter:
     def train(self, world: int, *flags: str) -> Ranks:
         return self.start(ranks.command_line, world, ["train", *last_wins(flags)])
 
-    def launch(self, log: Path, *flags: str) -> Launcher:
-        """Start a launcher whose ranks are forked; some tests start a real one."""
-        process = self.context.Process(
-            target=ranks.as_rank, args=(ranks.launcher, 0, 1, 0, str(log), ["train", *last_wins(flags)])
-        )
-        process.start()
-        self.started.append(Ranks([process], [log]))
-        return Launcher(process)
-
 
 @pytest.fixture
 def starter(request, fork_server, tmp_path):
@@ -176,6 +142,25 @@ def starter(request, fork_server, tmp_path):
     yield starter
     for run in starter.started:
         run.kill()
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """Mount a file system of its own: `tmpfs("size=80m")` returns its folder."""
+    folders: list[Path] = []
+
+    def mount(options: str) -> Path:
+        folder = tmp_path / f"tmpfs{len(folders)}"
+        folder.mkdir()
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True)
+        if mounted.returncode:
+            pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
+        folders.append(folder)
+        return folder
+
+    yield mount
+    for folder in folders:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @dataclass(frozen=True)

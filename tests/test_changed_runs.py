@@ -202,14 +202,8 @@ def test_links_in_the_output_folder_are_not_followed_when_files_are_written(sdxl
 
 
 @pytest.fixture
-def tiny_disk(tmp_path):
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small tmpfs here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def tiny_disk(tmpfs):
+    return tmpfs("size=400k")
 
 
 def test_full_and_read_only_disks_and_things_in_the_way_are_sentences(sdxl, shapes, train, tiny_disk, tmp_path):

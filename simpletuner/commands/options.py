@@ -59,8 +59,6 @@ def unknown_flags(arguments: Sequence[str]) -> dict[str, str]:
             found[waiting], waiting = argument, ""
             continue
         key, equals, value = argument.partition("=")
-        if not (equals or argument.startswith("-")):
-            raise SettingsError(f"unexpected argument `{argument}`", "settings are flags, such as --output_dir=FOLDER")
         found[key] = value
         waiting = key if argument.startswith("-") and not equals else ""
     return found

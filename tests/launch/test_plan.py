@@ -11,6 +11,7 @@ import pytest
 
 from simpletuner.errors import SettingsError
 from simpletuner.launch import choose_gpus
+from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
 from simpletuner.launch.node_info import MAY_DIFFER, NodeInfo, difference
 from simpletuner.settings.sections import Launch, setting_fields
 from simpletuner.system.network import addresses, interface_towards
@@ -155,3 +156,22 @@ def test_settings_and_versions_that_differ_are_told_at_once():
         "  new differs: True on machine 0 (a), None on machine 1 (b)",
         "  torch differs: '2.9' on machine 0 (a), '2.8' on machine 1 (b)",
     ]
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_rank_whose_launcher_is_gone_exits_before_it_imports_torch(is_alive, tmp_path):
+    launcher, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if not is_alive:
+        launcher.close()
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", SOCKET_VARIABLE: str(rank.fileno())}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # where a rank that goes on finds no store
+    command = [sys.executable, "-c", IMPORTED, "train", *ENOUGH, "--num_processes=2", "--use_cpu"]
+    with launcher, rank:
+        done = subprocess.Popen(
+            command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment, pass_fds=[rank.fileno()]
+        )
+        if is_alive:
+            assert launcher.recv(1 << 16) == b"{}", "what it finds out by"
+            done.kill()
+        said = done.communicate(timeout=60)[1]
+    assert is_alive or (done.returncode, said) == (143, "[]\n")

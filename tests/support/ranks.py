@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
-import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -55,57 +51,3 @@ def command_line_at(folders: list[str], arguments: list[str]) -> None:
 
     os.chdir(folders[int(os.environ["RANK"])])
     simpletuner.app.main(arguments)
-
-
-def launcher(arguments: list[str]) -> None:
-    """Run a launcher in a session of its own; its ranks are forked from it, with torch loaded, instead of started."""
-    os.setsid()
-    subprocess.Popen = ForkedRank
-    command_line(arguments)
-
-
-class ForkedRank:
-    """What a launcher needs of `subprocess.Popen`, over a fork of the launcher itself.
-
-    A rank that is started spends 5 CPU seconds on imports. As after a start, it has its own environment, the default
-    signal handlers, and no open files but
-    those passed on: a rank notices by a socket that breaks that its launcher has died.
-    """
-
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._become(command, env, pass_fds)
-
-    def _become(self, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> NoReturn:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for name in [path.name for path in Path("/proc/self/fd").iterdir()]:
-            if int(name) > 2 and int(name) not in pass_fds:
-                with suppress(OSError):  # the one that lists this folder
-                    os.close(int(name))
-        os.environ.clear()
-        os.environ.update(env)
-        code = 1
-        try:
-            command_line(list(command[command.index("simpletuner") + 1 :]))
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        except BaseException:  # noqa: BLE001 - what an interpreter does with it
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # what the launcher would clean up at its exit is not this process's
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)

@@ -102,15 +102,9 @@ def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path):
 
 
 @pytest.fixture
-def read_only(tmp_path) -> Path:
+def read_only(tmpfs) -> Path:
     """Return a folder of a file system that cannot be written."""
-    folder = tmp_path / "read-only"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    return tmpfs("ro")
 
 
 def test_a_folder_that_can_only_be_read_is_used_without_a_hold(read_only):
