@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import ExitCode
 from simpletuner.system.signals import StopRequest
-from simpletuner.tools.nfs.capacity import check_space, check_speed
-from simpletuner.tools.nfs.filesystems import check_mount, mount_of_node, reach_of
-from simpletuner.tools.nfs.mounts import Mount
-from simpletuner.tools.nfs.port import check_port
-from simpletuner.tools.nfs.posix_semantics import check_delete, check_exclusive, check_lock, check_rename, check_write
+from simpletuner.tools.nfs import mounts, posix_semantics, resources, visibility
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError
-from simpletuner.tools.nfs.results import (
-    CHECKS,
-    Finding,
-    Status,
-    explain_errno,
-    failed,
-    format_ranks,
-    parse_finding,
-    skipped,
-    worst,
-)
-from simpletuner.tools.nfs.visibility import Pong, check_clock, check_identity, check_see, exchange_pings
-from simpletuner.tools.nfs.workspace import Workspace, cleanup_after_kill
+from simpletuner.tools.nfs.results import CHECKS, Finding, Status, explain_errno, failed, parse_finding, skipped, worst
+from simpletuner.tools.nfs.workspace import cleanup_after_kill
 
 UNRESPONSIVE_SECONDS = 10.0
 """After how long the watchdog says that the filesystem does not answer."""
+
+Check = Callable[[Rendezvous], Finding]
+IN_ORDER: dict[str, Check] = {
+    "write": posix_semantics.check_write,
+    "see": visibility.check_see,
+    "rename": posix_semantics.check_rename,
+    "exclusive": posix_semantics.check_exclusive,
+    "lock": posix_semantics.check_lock,
+    "delete": posix_semantics.check_delete,
+    "identity": visibility.check_identity,
+    "clock": visibility.check_clock,
+    "speed": resources.check_speed,
+    "port": resources.check_port,
+    # last: a local filesystem is right on one node, if the others see its files through a shared one
+    "mount": lambda peers: mounts.check_mount(peers.node, mounts.mount_of_node(peers.node), peers.reaches),
+    "space": lambda peers: resources.check_space(peers.node),
+}
+"""The checks in the order in which all nodes make them."""
+INDEPENDENT = ("write", "see", "mount", "space")
+"""Checks that are made even if the nodes do not meet."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,15 @@ class CheckOutcome:
         """For scripts; the format is described in docs/nfs.md."""
         return {
             "path": str(self.node.path),
-            "status": str(self.status),
+            "status": self.status,
             "nodes": self.node.nodes,
             "node_rank": self.node.rank,
             "checks": [finding.as_json() for finding in self.findings],
             "others": [
-                {"node_rank": rank, "status": str(worst(found)), "checks": [finding.as_json() for finding in found]}
+                {"node_rank": rank, "status": worst(found), "checks": [finding.as_json() for finding in found]}
                 for rank, found in sorted(self.others.items())
             ],
-            "silent": list(self.silent),
+            "silent": self.silent,
         }
 
 
@@ -75,133 +79,68 @@ def check(node: Node, stop: StopRequest, say: Callable[[str], None]) -> CheckOut
     `say` prints which nodes are missing, and whether the filesystem does not answer. Raises Stopped after a signal.
     """
     node = replace(node, path=Path(os.path.realpath(node.path.expanduser())))
-    workspace = Workspace(node.path)
-    peers = Rendezvous(workspace, node, stop)
-    with cleanup_after_kill(workspace, node.rank, peers.info.nonce), watchdog(peers, say):
+    peers = Rendezvous(node, stop, say)
+    with cleanup_after_kill(peers.workspace, node.rank, peers.info.nonce), watchdog(peers, say):
         try:
-            return CheckRun(node, workspace, peers, say).run()
+            findings: dict[str, Finding] = {}
+            for name, make in IN_ORDER.items():
+                if name in INDEPENDENT or findings["see"].status is not Status.FAIL:
+                    findings[name] = attempt(name, make, peers)
+            skip = "not checked: the nodes did not meet"
+            ordered = tuple(findings.get(name) or skipped(name, skip) for name in CHECKS)
+            others = share(ordered, peers) if findings["see"].status is not Status.FAIL else {}
         finally:
             peers.leave()
+    return CheckOutcome(node, ordered, others, tuple(rank for rank in node.others if rank not in others))
 
 
-class CheckRun:
-    """One run of all checks on one node, with what they have found so far."""
-
-    def __init__(self, node: Node, workspace: Workspace, peers: Rendezvous, say: Callable[[str], None]) -> None:
-        self.node, self.workspace, self.peers, self.say = node, workspace, peers, say
-        self.findings: dict[str, Finding] = {}
-        self.pongs: list[list[Pong]] = []
-        self.reaches: dict[int, str] = {}
-
-    def run(self) -> CheckOutcome:
-        """Make every check that is possible, and share the results."""
-        self.findings["write"] = check_write(self.node, self.workspace)
-        mount = mount_of_node(self.node)
-        joined = self.join(mount)
-        if joined:
-            self.check_together()
-        # last: a local filesystem is right on one node, if the others see its files through a shared one
-        self.findings["mount"] = check_mount(self.node, mount, self.reaches)
-        self.attempt("space", lambda: check_space(self.node))
-        return self.share() if joined else self.outcome({})
-
-    def join(self, mount: Mount | None) -> bool:
-        """Find the others, and check `see`; return whether the checks that need all nodes are possible."""
-        self.peers.stage = "see"
-        try:
-            self.peers.register()
-            self.peers.join(self.report_missing)
-            reaches = self.peers.gather("reach", str(reach_of(mount)))
-            self.pongs = exchange_pings(self.node, self.peers)
-            self.peers.gather("end")
-        except OSError as error:
-            sentence, fix = explain_errno(error, self.node.path)
-            self.findings["see"] = failed("see", f"cannot meet: {sentence}", fix)
-        except RendezvousError as error:
-            self.findings["see"] = failed("see", str(error), *self.commands(error.ranks))
+def attempt(name: str, make: Check, peers: Rendezvous) -> Finding:
+    """Make one check; an error of the filesystem, or a node that is gone, becomes its finding."""
+    peers.stage, is_meeting = name, name == "see"
+    try:
+        return make(peers)
+    except OSError as error:
+        sentence, fix = explain_errno(error, peers.node.path)
+        finding = failed(name, f"cannot meet: {sentence}" if is_meeting else sentence, fix)
+    except RendezvousError as error:
+        if is_meeting:
+            finding = failed(name, str(error), *peers.node.commands(error.ranks))
         else:
-            self.reaches = {rank: reaches[rank] for rank in self.node.others}
-            self.findings["see"] = check_see(self.node, self.pongs)
-            return True
-        self.peers.post_failure()
-        return False
+            finding = failed(name, f"not finished: {error}", "see the report of that node")
+    peers.post_failure()
+    return finding
 
-    def report_missing(self, missing: list[int]) -> None:
-        """Print who is late, and what to start there."""
-        self.say(f"waiting up to {self.node.timeout_seconds:g} s for {format_ranks(missing)}:")
-        for command in self.commands(missing):
-            self.say(f"  {command}")
 
-    def commands(self, ranks: Iterable[int]) -> list[str]:
-        missing = [f"on node {rank}: {self.node.command_of(rank)}" for rank in ranks if rank != self.node.rank]
-        return missing or ["give every node its own --node-rank, from 0 to nodes - 1, and the same --nodes"]
-
-    def check_together(self) -> None:
-        """Make the checks for which nodes work together. All nodes make them in this order."""
-        node, peers, pongs = self.node, self.peers, self.pongs
-        self.attempt("rename", lambda: check_rename(node, peers))
-        self.attempt("exclusive", lambda: check_exclusive(node, peers))
-        self.attempt("lock", lambda: check_lock(node, peers))
-        self.attempt("delete", lambda: check_delete(node, peers))
-        self.attempt("identity", lambda: check_identity(node, peers, pongs))
-        self.attempt("clock", lambda: check_clock(node, peers, pongs))
-        self.attempt("speed", lambda: check_speed(node, peers))
-        self.attempt("port", lambda: check_port(node, peers))
-
-    def attempt(self, name: str, make: Callable[[], Finding]) -> None:
-        """Make one check; an error of the filesystem, or a node that is gone, becomes its finding."""
-        self.peers.stage = name
-        try:
-            self.findings[name] = make()
-            return
-        except OSError as error:
-            sentence, fix = explain_errno(error, self.node.path)
-            self.findings[name] = failed(name, sentence, fix)
-        except RendezvousError as error:
-            self.findings[name] = failed(name, f"not finished: {error}", "see the report of that node")
-        self.peers.post_failure()
-
-    def share(self) -> CheckOutcome:
-        """Publish this node's findings, and return them with those of all others."""
-        self.peers.stage = "outcome"
-        posted: dict[int, list[dict[str, Any]]] = {}
-        with contextlib.suppress(OSError):  # a folder that fails even now has been found wrong by the checks
-            self.peers.post("findings", [finding.as_json() for finding in self.ordered()])
-            for other in self.node.others:
-                with contextlib.suppress(RendezvousError):  # the outcome lists it as silent
-                    posted |= self.peers.wait("findings", [other])
-            self.peers.drain()
-        return self.outcome({rank: tuple(map(parse_finding, found)) for rank, found in posted.items()})
-
-    def outcome(self, others: dict[int, tuple[Finding, ...]]) -> CheckOutcome:
-        silent = tuple(rank for rank in self.node.others if rank not in others)
-        return CheckOutcome(self.node, self.ordered(), others, silent)
-
-    def ordered(self) -> tuple[Finding, ...]:
-        """One finding for each check, in the order of the table."""
-        why = "not checked: the nodes did not meet"
-        return tuple(self.findings.get(name) or skipped(name, why) for name in CHECKS)
+def share(findings: Iterable[Finding], peers: Rendezvous) -> dict[int, tuple[Finding, ...]]:
+    """Publish this node's findings, and return those of all others that finished."""
+    peers.stage, others = "outcome", dict[int, tuple[Finding, ...]]()
+    with suppress(OSError):  # a folder that fails even now has been found wrong by the checks
+        peers.post("findings", [finding.as_json() for finding in findings])
+        for rank, found in peers.available("findings"):
+            others[rank] = tuple(map(parse_finding, found))
+        peers.drain()
+    return others
 
 
 @contextmanager
-def watchdog(rendezvous: Rendezvous, say: Callable[[str], None]) -> Iterator[None]:
+def watchdog(peers: Rendezvous, say: Callable[[str], None]) -> Iterator[None]:
     """Report when the filesystem does not answer, and exit at the timeout, with the exit code of a failed check.
 
     If a file server is down, system calls do not fail, they block, and the thread in one cannot handle a signal.
     """
-    closed, reported = threading.Event(), threading.Event()
-    path, timeout = rendezvous.workspace.path, rendezvous.node.timeout_seconds
+    closed, path, timeout = threading.Event(), peers.node.path, peers.node.timeout_seconds
 
     def watch() -> None:
+        reported = False
         while not closed.wait(0.5):
-            silence = time.monotonic() - rendezvous.last_progress
-            where = f"{path} has not answered for {silence:.0f} s (in `{rendezvous.stage}`)"
+            silence = time.monotonic() - peers.last_progress
+            where = f"{path} has not answered for {silence:.0f} s (in `{peers.stage}`)"
             if silence > timeout:
                 say(f"error: {where}: given up")
                 say(f"hint: is its file server up? findmnt -T {path}")
                 os._exit(int(ExitCode.ENVIRONMENT))
-            if silence > UNRESPONSIVE_SECONDS and not reported.is_set():
-                reported.set()
+            if silence > UNRESPONSIVE_SECONDS and not reported:
+                reported = True
                 say(f"{where}; waiting up to {timeout:g} s")
 
     thread = threading.Thread(target=watch, name="watchdog", daemon=True)

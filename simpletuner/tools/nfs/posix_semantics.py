@@ -9,14 +9,12 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from simpletuner.tools.nfs.filesystems import OTHER_FILESYSTEM
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
 from simpletuner.tools.nfs.results import (
+    OTHER_FILESYSTEM,
     Finding,
     explain_errno,
     failed,
@@ -28,7 +26,7 @@ from simpletuner.tools.nfs.results import (
     warned,
 )
 from simpletuner.tools.nfs.visibility import LATE_SECONDS, SLOW_CACHE_FIX, ping_folder
-from simpletuner.tools.nfs.workspace import GONE, Workspace, invalidate_dir_cache
+from simpletuner.tools.nfs.workspace import invalidate_dir_cache, read_bytes, write_atomically
 
 RENAMING_SECONDS = 0.25
 LINES = 512
@@ -42,17 +40,17 @@ LOCKS_FIX = (
 REFUSED = (errno.EWOULDBLOCK, errno.EACCES)
 
 
-def check_write(node: Node, workspace: Workspace) -> Finding:
+def check_write(peers: Rendezvous) -> Finding:
     """Check `write`: create a file in the path itself, and sync it to the disk."""
-    probe, began = workspace.probe(node.rank), time.monotonic()
+    probe, began = peers.workspace.probe(peers.node.rank), time.monotonic()
     try:
-        workspace.create()
+        peers.workspace.create()
         with probe.open("wb") as file:
             file.write(b"x" * 4096)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        sentence, fix = explain_errno(error, workspace.path)
+        sentence, fix = explain_errno(error, peers.node.path)
         return failed("write", sentence, fix, errno=errno.errorcode.get(error.errno or 0, ""))
     finally:
         with contextlib.suppress(OSError):  # a folder that refuses this as well has been found wrong already
@@ -61,36 +59,34 @@ def check_write(node: Node, workspace: Workspace) -> Finding:
     return passed("write", f"a file was created, synced and removed in {format_duration(seconds)}", seconds=seconds)
 
 
-def check_rename(node: Node, peers: Rendezvous) -> Finding:
+def check_rename(peers: Rendezvous) -> Finding:
     """Check `rename`: replace a file again and again while all nodes read each other's."""
-    own, readers = peers.workspace.file(node.rank, "renamed"), node.others or [node.rank]
+    node, seen, closed, versions = peers.node, Counter[str](), threading.Event(), [0]
+    own = peers.workspace.file(node.rank, "renamed")
+
+    def keep_replacing() -> None:
+        while not closed.wait(0.001):
+            versions.append(versions[-1] + 1)
+            replace_with(own, versions[-1])
+
     replace_with(own, 0)
     peers.gather("start")
-    closed, seen, replaced = threading.Event(), Counter[str](), Counter[str]()
-    writer = threading.Thread(target=keep_replacing, args=(own, closed, replaced), daemon=True)
+    writer = threading.Thread(target=keep_replacing, daemon=True)
     writer.start()
     ends = time.monotonic() + RENAMING_SECONDS
     while time.monotonic() < ends:
-        for other in readers:
+        for other in node.others or [node.rank]:
             seen[read_state(peers.workspace.file(other, "renamed"))] += 1
         peers.pause(0)
     closed.set()
     writer.join()
     peers.gather("end")
-    return judge_rename(seen, replaced["replaced"])
-
-
-def keep_replacing(path: Path, closed: threading.Event, replaced: Counter[str]) -> None:
-    while not closed.wait(0.001):
-        replaced["replaced"] += 1
-        replace_with(path, replaced["replaced"])
+    return judge_rename(seen, versions[-1])
 
 
 def replace_with(path: Path, version: int) -> None:
-    """Write a version under a temporary name and rename it; every line holds the version, so half a file shows."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(f"{version:08d}\n" * LINES, encoding="utf-8")
-    new.replace(path)
+    """Write a version in every line, so that half a file shows."""
+    write_atomically(path, f"{version:08d}\n" * LINES)
 
 
 def read_state(path: Path) -> str:
@@ -118,11 +114,16 @@ def judge_rename(seen: Counter[str], replaced: int) -> Finding:
     return passed("rename", f"{counts}: never missing, never half", **values)
 
 
-def check_exclusive(node: Node, peers: Rendezvous) -> Finding:
+def check_exclusive(peers: Rendezvous) -> Finding:
     """Check `exclusive`: all nodes create the same files with O_EXCL at once, and each file must have one winner."""
+    node = peers.node
     names = [f"{owner}-race-{number}" for owner in range(node.nodes) for number in range(RACES_PER_NODE)]
     peers.gather("start")
-    wins = [name for name in names * 2 if creates(peers.workspace.folder / name)]
+    wins = []
+    for name in names * 2:
+        with contextlib.suppress(FileExistsError):
+            (peers.workspace.folder / name).touch(exist_ok=False)
+            wins.append(name)
     everyone = peers.gather("wins", wins)
     winners = Counter(name for won in everyone.values() for name in won)
     wrong = {name: winners[name] for name in names if winners[name] != 1}
@@ -135,124 +136,87 @@ def check_exclusive(node: Node, peers: Rendezvous) -> Finding:
     return passed("exclusive", f"{contest}: one winner each, {len(wins)} here", won=len(wins))
 
 
-def creates(path: Path) -> bool:
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    except FileExistsError:
-        return False
-    return True
-
-
-def check_lock(node: Node, peers: Rendezvous) -> Finding:
+def check_lock(peers: Rendezvous) -> Finding:
     """Check `lock`: node 0 takes a lock, the others must be refused, and obtain it after its release."""
     # flock(2), since that keeps two runs out of one folder (`locks.lock_output_dir`)
-    path = peers.workspace.file(0, "lock")
+    node, path = peers.node, peers.workspace.file(0, "lock")
     if node.rank == 0:
         path.touch()
         path.chmod(0o666)
     peers.gather("start")
-    part = hold_lock(node, peers, path) if node.rank == 0 else contend_for_lock(node, peers, path)
-    return judge_lock(node, path, peers.gather("result", part))
+    # NFS grants exclusive locks only on files that are open for writing
+    with path.open("r+b") as first, path.open("r+b") as second:
+        held = peers.gather("held", try_lock(node, first.fileno(), keep=True) if node.rank == 0 else 0)[0]
+        if held in REFUSED:
+            return failed("lock", "node 0 could not take a lock on a new file: another process holds it", *LOCKS_FIX)
+        if held:
+            return judge_lock(node, path, {0: held}, {})
+        contends = node.is_alone or node.rank != 0
+        tried = peers.gather("tried", try_lock(node, second.fileno()) if contends else errno.EWOULDBLOCK)
+        if node.rank == 0:
+            node.flock(first.fileno(), fcntl.LOCK_UN)
+        peers.gather("released")
+        seconds = peers.gather("seconds", seconds_until_locked(peers, second.fileno()))
+    return judge_lock(node, path, tried, seconds)
 
 
-def hold_lock(node: Node, peers: Rendezvous, path: Path) -> dict[str, Any]:
-    """Take the lock, let the others try, release it; return how that went."""
-    with open_for_lock(path) as file, open_for_lock(path) as second:
-        number = try_lock(node, file)
-        peers.post("held", number)
-        if number:
-            return {"error": number, "tried": number, "seconds": None}
-        peers.wait("tried")
-        tried_again = try_lock(node, second) if node.is_alone else errno.EWOULDBLOCK
-        node.flock(file, fcntl.LOCK_UN)
-        peers.post("released")
-        return {"error": 0, "tried": tried_again, "seconds": seconds_until_locked(node, peers, second)}
-
-
-def contend_for_lock(node: Node, peers: Rendezvous, path: Path) -> dict[str, Any]:
-    """Try the lock while node 0 holds it and after its release; return how that went."""
-    with open_for_lock(path) as file:
-        if number := peers.wait("held", [0])[0]:
-            return {"error": 0, "tried": number, "seconds": None}
-        tried = try_lock(node, file)
-        if tried == 0:
-            node.flock(file, fcntl.LOCK_UN)
-        peers.post("tried")
-        peers.wait("released", [0])
-        return {"error": 0, "tried": tried, "seconds": seconds_until_locked(node, peers, file)}
-
-
-@contextmanager
-def open_for_lock(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR)  # NFS grants exclusive locks only on files that are open for writing
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def try_lock(node: Node, descriptor: int) -> int:
-    """Return 0 when the lock was obtained, else the errno."""
+def try_lock(node: Node, descriptor: int, keep: bool = False) -> int:
+    """Lock, and unlock again unless it is to be kept; return 0 when the lock was obtained, else the errno."""
     try:
         node.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not keep:
+            node.flock(descriptor, fcntl.LOCK_UN)
     except OSError as error:
         return error.errno or errno.EIO
     return 0
 
 
-def seconds_until_locked(node: Node, peers: Rendezvous, descriptor: int) -> float | None:
+def seconds_until_locked(peers: Rendezvous, descriptor: int) -> float | None:
     """Return how long it took to obtain a lock that was released; None if that failed."""
-    began = time.monotonic()
-    while (seconds := time.monotonic() - began) < RELEASE_SECONDS:
-        number = try_lock(node, descriptor)
-        if number == 0:
-            node.flock(descriptor, fcntl.LOCK_UN)
-            return seconds
+    for waited in peers.polls(RELEASE_SECONDS):
+        number = try_lock(peers.node, descriptor)
         if number not in REFUSED:
-            return None
-        peers.pause(0.01)
+            return None if number else waited
     return None
 
 
-def judge_lock(node: Node, path: Path, parts: Mapping[int, Mapping[str, Any]]) -> Finding:
-    """Judge what all nodes found, the most informative problem first."""
-    unable = {rank: part["error"] or part["tried"] for rank, part in parts.items()}
-    unable = {rank: number for rank, number in unable.items() if number not in (0, *REFUSED)}
-    values = {"obtained_seconds": parts[node.rank]["seconds"]}
-    if unable:
+def judge_lock(node: Node, path: Path, tried: Mapping[int, int], seconds: Mapping[int, float | None]) -> Finding:
+    """Judge by what trying returned while node 0 held the lock, and by how soon after its release it was obtained."""
+    values = {"obtained_seconds": seconds.get(node.rank)}
+    if unable := {rank: number for rank, number in tried.items() if number not in (0, *REFUSED)}:
         rank, number = min(unable.items())
         sentence, fix = explain_errno(OSError(number, os.strerror(number)), path.parent.parent)
         return failed("lock", f"node {rank}: {sentence}", fix, **values)
-    if parts[0]["error"]:
-        return failed("lock", "node 0 could not take a lock on a new file: another process holds it", *LOCKS_FIX)
-    if ignored := [rank for rank, part in parts.items() if part["tried"] == 0]:
+    if ignored := [rank for rank, number in tried.items() if number == 0]:
         sentence = f"{format_ranks(ignored)} got the lock that node 0 was holding: locks are not shared"
         return failed("lock", sentence, *LOCKS_FIX, **values)
-    if late := [rank for rank, part in parts.items() if part["seconds"] is None]:
+    if late := [rank for rank, waited in seconds.items() if waited is None]:
         sentence = f"{format_ranks(late)} did not get the lock within {RELEASE_SECONDS:g} s of its release"
         return failed("lock", sentence, *LOCKS_FIX, **values)
     who = "a second opener was" if node.is_alone else "the others were"
     return passed("lock", f"flock held by node 0: {who} refused, and obtained it after its release", **values)
 
 
-def check_delete(node: Node, peers: Rendezvous) -> Finding:
+def check_delete(peers: Rendezvous) -> Finding:
     """Check `delete`: how soon the others see that a file is gone."""
+    node = peers.node
     if node.is_alone:
         return skipped("delete", "one node: nobody else has to see that a file is gone")
     files = {rank: ping_folder(peers, rank) / "doomed" for rank in range(node.nodes)}
-    files[node.rank].write_text("x", encoding="utf-8")
+    own = files.pop(node.rank)
+    own.write_text("x", encoding="utf-8")
     peers.gather("written")
-    for other in node.others:
-        is_visible(files[other])  # so that it is in this client's cache
+    for path in files.values():
+        read_bytes(path)  # so that it is in this client's cache
     peers.gather("read")
     began = time.monotonic()  # all nodes delete now; the clock starts before, so the next `gather` counts as well
-    files[node.rank].unlink()
+    own.unlink()
     peers.gather("deleted")
-    still_visible = wait_until_gone({rank: files[rank] for rank in node.others}, peers)
+    still_visible = wait_until_gone(files, peers)
     seconds = time.monotonic() - began
     peers.gather("end")
     if still_visible:
-        sentence = f"{len(still_visible)} of {len(files) - 1} deleted files still show after {DELETE_SECONDS:g} s"
+        sentence = f"{len(still_visible)} of {len(files)} deleted files still show after {DELETE_SECONDS:g} s"
         return failed("delete", sentence, SLOW_CACHE_FIX, seconds=seconds)
     sentence = f"what other nodes deleted was gone here in {format_duration(seconds)}"
     if seconds > LATE_SECONDS:
@@ -260,25 +224,14 @@ def check_delete(node: Node, peers: Rendezvous) -> Finding:
     return passed("delete", sentence, seconds=seconds)
 
 
-def wait_until_gone(files: dict[int, Path], peers: Rendezvous) -> set[int]:
+def wait_until_gone(files: Mapping[int, Path], peers: Rendezvous) -> set[int]:
     """Wait until no file is visible any more; return those that still are at the timeout."""
-    began, left = time.monotonic(), set(files)
-    while left := {rank for rank in left if is_visible(files[rank])}:
-        waited = time.monotonic() - began
-        if waited > DELETE_SECONDS:
+    left = set(files)
+    for waited in peers.polls(DELETE_SECONDS):
+        left = {rank for rank in left if read_bytes(files[rank]) is not None}
+        if not left:
             break
         if waited > LATE_SECONDS:
             for rank in left:
                 invalidate_dir_cache(files[rank].parent)
-        peers.pause(0.005 if waited < 1 else 0.05)
     return left
-
-
-def is_visible(path: Path) -> bool:
-    try:
-        path.read_bytes()
-    except OSError as error:
-        if error.errno in GONE:
-            return False
-        raise
-    return True

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,6 @@ class Status(StrEnum):
     FAIL = "fail"
 
 
-SEVERITY = tuple(Status)
-
-
 @dataclass(frozen=True)
 class Finding:
     """One check's result; `values` are the numbers of the sentence for scripts, `fix` what to type or to change."""
@@ -40,7 +38,7 @@ class Finding:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "status": str(self.status), "fix": list(self.fix), "values": dict(self.values)}
+        return asdict(self)
 
 
 def parse_finding(value: Mapping[str, Any]) -> Finding:
@@ -49,25 +47,19 @@ def parse_finding(value: Mapping[str, Any]) -> Finding:
 
 def worst(findings: Iterable[Finding]) -> Status:
     """Return the most severe status; `pass` when all were skipped."""
-    return max((finding.status for finding in findings), key=SEVERITY.index, default=Status.PASS)
+    return max((finding.status for finding in findings), key=list(Status).index, default=Status.PASS)
 
 
-def passed(check: str, seen: str, **values: Any) -> Finding:
-    return Finding(check, Status.PASS, seen, (), values)
+def make_finding(status: Status, check: str, seen: str, *fix: str, **values: Any) -> Finding:
+    return Finding(check, status, seen, fix, values)
 
 
-def warned(check: str, seen: str, *fix: str, **values: Any) -> Finding:
-    """A run works with this, but not as well as it could."""
-    return Finding(check, Status.WARN, seen, fix, values)
-
-
-def failed(check: str, seen: str, *fix: str, **values: Any) -> Finding:
-    """This stops or damages a run."""
-    return Finding(check, Status.FAIL, seen, fix, values)
-
-
-def skipped(check: str, why: str) -> Finding:
-    return Finding(check, Status.SKIP, why)
+passed = partial(make_finding, Status.PASS)
+skipped = partial(make_finding, Status.SKIP)
+warned = partial(make_finding, Status.WARN)
+"""A run works with this, but not as well as it could."""
+failed = partial(make_finding, Status.FAIL)
+"""This stops or damages a run."""
 
 
 def plural(count: int, noun: str) -> str:
@@ -86,28 +78,22 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"node{'' if len(listed) == 1 else 's'} {', '.join(map(str, listed))}"
 
 
-DENIED = (
-    "no permission to write in {path}",
-    "sudo chown {who} {path}   # on the file server, if root is squashed here",
-)
+OTHER_FILESYSTEM = "use NFS 4, Lustre or CephFS for output_dir"
+DENIED = "no permission to write in {path}", "sudo chown {user} {path}   # on the file server, if root is squashed here"
 NO_LOCKS = (
     "this mount has no working locks at {path}",
     "remount with locks: NFS 3 without `nolock` and with rpc.statd running, NFS 4, or Lustre with `flock`",
 )
-
+READ_ONLY = "{path} is read-only", "sudo mount -o remount,rw {path}   # and `rw` in /etc/exports of the file server"
+SERVER_FAILED = "the file server failed to answer for {path}"
+STALE = "the file server no longer knows {path}: it was exported again or replaced"
 ERRNO_MESSAGES: dict[int, tuple[str, str]] = {
     errno.EACCES: DENIED,
     errno.EPERM: DENIED,
-    errno.EROFS: (
-        "{path} is read-only",
-        "sudo mount -o remount,rw {path}   # and `rw` in /etc/exports of the file server",
-    ),
+    errno.EROFS: READ_ONLY,
     errno.ENOSPC: ("no room is left at {path}", "df -h {path}; df -i {path}   # then remove what is not needed"),
     errno.EDQUOT: ("your quota at {path} is used up", "quota -s   # on Lustre: lfs quota -h {path}"),
-    errno.ESTALE: (
-        "the file server no longer knows {path}: it was exported again or replaced",
-        "sudo umount -l {path}; sudo mount {path}",
-    ),
+    errno.ESTALE: (STALE, "sudo umount -l {path}; sudo mount {path}"),
     errno.EIO: (
         "the file server failed to answer for {path}",
         "sudo dmesg | tail   # and look at the file server's health",
@@ -115,18 +101,15 @@ ERRNO_MESSAGES: dict[int, tuple[str, str]] = {
     errno.ETIMEDOUT: ("the file server did not answer in time for {path}", "ping the file server; look at its health"),
     errno.ENOTCONN: ("the program behind this mount has ended at {path}", "fusermount -u {path}; then mount it again"),
     errno.ENOTDIR: ("{path}, or a folder above it, is a file", "give --path=FOLDER"),
-    errno.ENOLCK: NO_LOCKS,
-    errno.ENOSYS: NO_LOCKS,
-    errno.EOPNOTSUPP: NO_LOCKS,
+    **dict.fromkeys((errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP), NO_LOCKS),
 }
 """What an errno of the filesystem means for a run, and the fix."""
 
 
 def explain_errno(error: OSError, path: Path) -> tuple[str, str]:
     """Return the sentence and the fix for an error of the filesystem."""
-    number = error.errno or 0
-    name = errno.errorcode.get(number, "an error")
-    unknown = (f"{error.strerror or error} at {{path}}", "sudo dmesg | tail  # and the file server's log")
-    sentence, fix = ERRNO_MESSAGES.get(number, unknown)
-    who = f"{os.geteuid()}:{os.getegid()}"
-    return f"{sentence.format(path=path)} ({name}, uid:gid {who})", fix.format(path=path, who=who)
+    number, user = error.errno or 0, f"{os.geteuid()}:{os.getegid()}"
+    unknown = "{reason} at {path}", "sudo dmesg | tail  # and the file server's log"
+    known = {"path": path, "user": user, "reason": error.strerror or error}
+    sentence, fix = (text.format(**known) for text in ERRNO_MESSAGES.get(number, unknown))
+    return f"{sentence} ({errno.errorcode.get(number, 'an error')}, uid:gid {user})", fix

@@ -1,4 +1,4 @@
-"""Ping and pong through files: do nodes see each other's files, how soon, with which owner, and what do clocks say?
+"""Checks `see`, `identity` and `clock`: do nodes see each other's files, how soon, and with which owner and time?
 
 A node writes a ping; every other one answers with a file next to it. Times from two clocks are never subtracted: the
 round trip is measured on the writer's clock, the pause before the answer on the other's. Their difference bounds the
@@ -7,15 +7,17 @@ offset of the clocks (RFC 5905, section 8). Pings are in a folder without heartb
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from simpletuner.tools.nfs.mounts import mount_of_node, reach_of
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError
 from simpletuner.tools.nfs.results import (
     Finding,
@@ -27,7 +29,7 @@ from simpletuner.tools.nfs.results import (
     skipped,
     warned,
 )
-from simpletuner.tools.nfs.workspace import invalidate_dir_cache, read_json, write_atomically
+from simpletuner.tools.nfs.workspace import invalidate_dir_cache, read_bytes, write_atomically
 
 LATE_SECONDS = 5.0
 """How long to rely on the client's caches; after it they are invalidated, and the finding is a warning."""
@@ -49,12 +51,18 @@ class Pong:
     """The owner that the other node sees on this node's file."""
 
 
-def exchange_pings(node: Node, peers: Rendezvous) -> list[list[Pong]]:
-    """Return the answers of all others, by round."""
-    folder = ping_folder(peers, node.rank)
+def check_see(peers: Rendezvous) -> Finding:
+    """Check `see`: find the others, tell them about this node's mount, and exchange pings."""
+    peers.register()
+    peers.join()
+    reaches = peers.gather("reach", reach_of(mount_of_node(peers.node)))
+    folder = ping_folder(peers, peers.node.rank)
     folder.mkdir(exist_ok=True)
     folder.chmod(0o777)  # others, perhaps as other users, write their pongs into it
-    return [exchange_round(node, peers, number) for number in range(ROUNDS)]
+    peers.rounds = [exchange_pings(peers, number) for number in range(ROUNDS)]
+    peers.gather("end")
+    peers.reaches = reaches
+    return judge_see(peers.node, peers.rounds)
 
 
 def ping_folder(peers: Rendezvous, rank: int) -> Path:
@@ -62,45 +70,49 @@ def ping_folder(peers: Rendezvous, rank: int) -> Path:
     return peers.workspace.file(rank, "seen")
 
 
-def exchange_round(node: Node, peers: Rendezvous, number: int) -> list[Pong]:
+def exchange_pings(peers: Rendezvous, number: int) -> list[Pong]:
     """Write a ping, answer those of all others, and return their answers to it.
 
     Round 0 looks for files as any program does; later ones ask the server, so that clocks are not measured by caches.
     """
     peers.gather(f"start-{number}")
-    folder, began, sent = ping_folder(peers, node.rank), time.monotonic(), node.clock()
+    node, folder, pongs = peers.node, ping_folder(peers, peers.node.rank), []
+    sent = node.clock()
     write_atomically(folder / f"ping-{number}", json.dumps({"sent": sent}))
-    unanswered, waiting, pongs = set(node.others), set(node.others), []
-    while unanswered or waiting:
+    unanswered, waiting = set(node.others), set(node.others)
+    for waited in peers.polls():
         unanswered -= {other for other in unanswered if answer(node, ping_folder(peers, other), number)}
         for other in sorted(waiting):
-            path = folder / f"pong-{number}-{other}"
-            if is_listed(path, number) and (pong := read_json(path)) is not None:
+            if pong := read_visible(folder / f"pong-{number}-{other}", number):
                 pongs.append(measure(other, sent, node.clock(), pong))
                 waiting.remove(other)
-        waited = time.monotonic() - began
-        if waited > node.timeout_seconds:
-            raise RendezvousError(f"no sight of a file within {node.timeout_seconds:g} s", unanswered | waiting)
+        if not unanswered | waiting:
+            return pongs
         if waited > (0.1 if number else LATE_SECONDS):
             for late in (folder, *(ping_folder(peers, other) for other in unanswered)):
                 invalidate_dir_cache(late)
-        peers.pause(0.002 if waited < 1 else 0.05)
-    return pongs
+    raise RendezvousError(f"no sight of a file within {node.timeout_seconds:g} s", unanswered | waiting)
 
 
-def is_listed(path: Path, number: int) -> bool:
-    """Return whether to open a file: in round 0 always, later only once the folder lists it."""
-    # a client remembers that a name did not exist when it was asked for
-    return number == 0 or path in path.parent.iterdir()
+def read_visible(path: Path, number: int) -> Any:
+    """Read a JSON file; None while it is not visible or not complete.
+
+    A client remembers that a name did not exist when it was asked for. So only round 0 asks for names that the folder
+    does not list.
+    """
+    with contextlib.suppress(ValueError):
+        if number == 0 or path in path.parent.iterdir():
+            return json.loads(read_bytes(path) or b"")
+    return None
 
 
 def answer(node: Node, folder: Path, number: int) -> bool:
     """Answer a node's ping, with the owner that this node sees; return whether it was visible."""
     ping = folder / f"ping-{number}"
-    if not is_listed(ping, number) or read_json(ping) is None:
+    if not read_visible(ping, number):
         return False
-    received, owner = node.clock(), ping.stat()
-    pong = {"received": received, "uid": owner.st_uid, "gid": owner.st_gid, "replied": node.clock()}
+    received, owner = node.clock(), ping.stat().st_uid
+    pong = {"received": received, "uid": owner, "replied": node.clock()}
     write_atomically(folder / f"pong-{number}-{node.rank}", json.dumps(pong))
     return True
 
@@ -112,8 +124,8 @@ def measure(other: int, sent: float, returned: float, pong: Mapping[str, Any]) -
     return Pong(other, returned - sent, offset, max(uncertainty, 0.0), pong["uid"])
 
 
-def check_see(node: Node, rounds: Sequence[Sequence[Pong]]) -> Finding:
-    """Check `see`: how soon files are visible, from the first round."""
+def judge_see(node: Node, rounds: Sequence[Sequence[Pong]]) -> Finding:
+    """Judge how soon files are visible, by the first round."""
     if node.is_alone:
         return skipped("see", "one node: nobody else has to see its files")
     slowest = max(rounds[0], key=lambda pong: pong.round_trip_seconds)
@@ -127,12 +139,16 @@ def check_see(node: Node, rounds: Sequence[Sequence[Pong]]) -> Finding:
     return passed("see", sentence, round_trip_seconds=seconds)
 
 
-def check_clock(node: Node, peers: Rendezvous, rounds: Sequence[Sequence[Pong]]) -> Finding:
+def check_clock(peers: Rendezvous) -> Finding:
     """Check `clock`: how far clocks differ; a single node compares with the file server."""
-    if node.is_alone:
-        offset, uncertainty, who = measure_file_server(node, peers)
+    if peers.node.is_alone:
+        before, stamped, after = peers.node.clock(), stat_new_file(peers).st_mtime, peers.node.clock()
+        offset, uncertainty = stamped - (before + after) / 2, (after - before) / 2 + 0.01
+        who = "the clock that stamps files"
     else:
-        farthest = max(most_exact(rounds), key=lambda pong: abs(pong.offset_seconds))
+        pongs = sorted(chain(*peers.rounds), key=lambda pong: -pong.uncertainty_seconds)
+        most_exact = {pong.rank: pong for pong in pongs}.values()
+        farthest = max(most_exact, key=lambda pong: abs(pong.offset_seconds))
         offset, uncertainty, who = farthest.offset_seconds, farthest.uncertainty_seconds, f"node {farthest.rank}"
     direction = "ahead of" if offset > 0 else "behind"
     limits = f"warning from {CLOCK_WARN_SECONDS:g} s, failure from {CLOCK_FAIL_SECONDS:g} s"
@@ -146,43 +162,30 @@ def check_clock(node: Node, peers: Rendezvous, rounds: Sequence[Sequence[Pong]])
     return passed("clock", sentence, **values)
 
 
-def most_exact(rounds: Iterable[Iterable[Pong]]) -> Iterable[Pong]:
-    """Return the pong with the least uncertainty of every node."""
-    best: dict[int, Pong] = {}
-    for pong in (pong for pongs in rounds for pong in pongs):
-        if pong.rank not in best or pong.uncertainty_seconds < best[pong.rank].uncertainty_seconds:
-            best[pong.rank] = pong
-    return best.values()
+def stat_new_file(peers: Rendezvous) -> os.stat_result:
+    """Return owner and times that the filesystem gives to a file that this node has just written."""
+    path = peers.workspace.file(peers.node.rank, f"{peers.stage}-stamp")
+    write_atomically(path, "")
+    return path.stat()
 
 
-def measure_file_server(node: Node, peers: Rendezvous) -> tuple[float, float, str]:
-    """Return how far the clock that stamps new files is ahead, how exactly that is known, and its name."""
-    before = node.clock()
-    stamped = peers.stat_new_file().st_mtime
-    after = node.clock()
-    return stamped - (before + after) / 2, (after - before) / 2 + 0.01, "the clock that stamps files"
-
-
-def check_identity(node: Node, peers: Rendezvous, rounds: Sequence[Sequence[Pong]]) -> Finding:
+def check_identity(peers: Rendezvous) -> Finding:
     """Check `identity`: all nodes run as one user, and files belong to who wrote them."""
-    mine = {"uid": os.geteuid(), "gid": os.getegid(), "user": user_name()}
+    node, mine = peers.node, {"uid": os.geteuid(), "gid": os.getegid(), "user": user_name()}
     everyone = peers.gather("who", mine)
     numbers = {"uid": mine["uid"], "gid": mine["gid"]}
     for name, verdict in (("uid", failed), ("gid", warned)):
         if len({who[name] for who in everyone.values()}) > 1:
-            return verdict("identity", describe_users(name, everyone), fix_user(everyone, mine, node), **numbers)
-    seen = {pong.rank: pong.uid for pong in rounds[0]}
-    owners = seen or {node.rank: peers.stat_new_file().st_uid}  # a single node only sees its own files
+            listed = ", ".join(f"node {rank}: {who['user']} {who[name]}" for rank, who in sorted(everyone.items()))
+            sentence = f"the {name} differs ({listed}): nodes could not change or remove each other's files"
+            return verdict("identity", sentence, fix_user(everyone, mine, node), **numbers)
+    seen = {pong.rank: pong.uid for pong in peers.rounds[0]}
+    owners = seen or {node.rank: stat_new_file(peers).st_uid}  # a single node only sees its own files
     foreign = {rank: owner for rank, owner in owners.items() if owner != mine["uid"]}
     if foreign:
         return report_foreign_owner(mine, foreign, numbers)
     where = "all nodes run as" if node.nodes > 1 else "files belong to"
     return passed("identity", f"{where} {mine['user']}, uid {mine['uid']}, gid {mine['gid']}", **numbers)
-
-
-def describe_users(name: str, everyone: Mapping[int, Mapping[str, Any]]) -> str:
-    listed = ", ".join(f"node {rank}: {who['user']} {who[name]}" for rank, who in sorted(everyone.items()))
-    return f"the {name} differs ({listed}): nodes could not change or remove each other's files"
 
 
 def fix_user(everyone: Mapping[int, Mapping[str, Any]], mine: Mapping[str, Any], node: Node) -> str:

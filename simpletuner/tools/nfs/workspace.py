@@ -11,21 +11,19 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from simpletuner.launch.node_info import parse_node_info
 from simpletuner.launch.store import MessageStore
+from simpletuner.system.files import remove
 
 FOLDER = ".simpletuner-nfs-check"
 CREATED = "made-folders.json"
-CARD = "card"
 GONE = (errno.ENOENT, errno.ESTALE)
 
 
@@ -43,13 +41,9 @@ class FolderStore:
 
     def set(self, key: str, value: str) -> None:
         version = self.versions[key] = self.versions.get(key, -1) + 1
-        write_atomically(self.path_of(key), value)
+        write_atomically(self.folder / f"{key}.{version}.json", value)
         if version:
             (self.folder / f"{key}.{version - 1}.json").unlink(missing_ok=True)
-
-    def path_of(self, key: str) -> Path:
-        """Return the file that this process has written for a key."""
-        return self.folder / f"{key}.{self.versions[key]}.json"
 
     def existing(self, keys: Collection[str]) -> set[str]:
         return set(self._latest()).intersection(keys)
@@ -60,7 +54,8 @@ class FolderStore:
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys; empty for one that was removed or replaced after the folder was listed."""
         latest = self._latest() if keys else {}
-        return [read_bytes(self.folder / latest[key][1]) if key in latest else b"" for key in keys]
+        found = [read_bytes(self.folder / latest[key][1]) if key in latest else None for key in keys]
+        return [value or b"" for value in found]
 
     def compare_set(self, key: str, expected: bytes, desired: str) -> bytes:
         """Create a key. Replacing a value would need a lock, and whether locks work is what the check finds out."""
@@ -68,11 +63,11 @@ class FolderStore:
             raise NotImplementedError("a folder can only create keys")
         path = self.folder / f"{key}.json"
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            file = path.open("x", encoding="utf-8")
         except FileExistsError:
-            return read_bytes(path)
+            return read_bytes(path) or b""
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            with file:
                 file.write(desired)
         except OSError:  # such as a full disk: half a value must not stay
             path.unlink(missing_ok=True)
@@ -117,22 +112,14 @@ class Workspace:
         if missing:
             (self.folder / CREATED).write_text(json.dumps([str(path) for path in missing]), encoding="utf-8")
 
-    def clear(self, rank: int) -> None:
-        """Remove all files of a node, its card last."""
-        self.probe(rank).unlink(missing_ok=True)
-        card = self.file(rank, f"{CARD}.json")
-        for path in sorted(self.folder.glob(f"{rank}-*")):
-            if path != card:
-                remove(path)
-        card.unlink(missing_ok=True)
-
     def leave(self, rank: int) -> None:
-        """Remove all files of a node, and stale ones; the last node removes the folders that were created."""
-        self.clear(rank)
-        paths = sorted(self.folder.glob("[0-9]*-*"))
-        present = {path.name.partition("-")[0] for path in paths if path.name.endswith(f"-{CARD}.json")}
-        for path in paths:
-            if path.name.partition("-")[0] not in present:
+        """Remove a node's files, its card last, and stale ones; the last node removes the folders that were created."""
+        self.probe(rank).unlink(missing_ok=True)
+        files = [(path.name.partition("-")[0], path) for path in sorted(self.folder.glob("[0-9]*-*"))]
+        present = {owner for owner, path in files if path.name == f"{card_key(owner)}.json"} - {str(rank)}
+        own_card = self.folder / f"{card_key(rank)}.json"
+        for owner, path in sorted(files, key=lambda file: (file[0] != str(rank), file[1] == own_card)):
+            if owner not in present:
                 remove(path)
         self.remove_if_empty()
 
@@ -141,7 +128,7 @@ class Workspace:
         with contextlib.suppress(OSError, ValueError):  # another node is arriving, or leaving at the same moment
             if {path.name for path in self.folder.iterdir()} - {CREATED}:
                 return
-            created = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
+            created = json.loads(read_bytes(record) or b"[]")
             record.unlink(missing_ok=True)
             self.folder.rmdir()
             for path in created:
@@ -179,30 +166,17 @@ def clean_up_after_parent(pipe: int, workspace: Workspace, rank: int, nonce: str
             os.dup2(null, standard)
         os.closerange(3, pipe)
         os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX"))
-        if os.read(pipe, 1) == b"" and is_owner(workspace, rank, nonce):
-            workspace.leave(rank)
+        if os.read(pipe, 1) == b"":
+            messages = MessageStore(FolderStore(workspace.folder))
+            card = messages.read(card_key(rank), parse_node_info) if workspace.folder.exists() else None
+            if card is None or card.nonce == nonce:  # a card that is half written can only be its own
+                workspace.leave(rank)
     finally:
         os._exit(0)
 
 
-def is_owner(workspace: Workspace, rank: int, nonce: str) -> bool:
-    """Return whether the rank still belongs to the killed process; a half-written card can only be its own."""
-    if not workspace.folder.exists():
-        return True
-    info = MessageStore(FolderStore(workspace.folder)).read(card_key(rank), parse_node_info)
-    return info is None or info.nonce == nonce
-
-
-def card_key(rank: int) -> str:
-    return f"{rank}-{CARD}"
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder, even if another node removes it at the same time."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def card_key(rank: int | str) -> str:
+    return f"{rank}-card"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -212,22 +186,14 @@ def write_atomically(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def read_bytes(path: Path) -> bytes:
-    """Read a file; empty if it does not exist any more."""
+def read_bytes(path: Path) -> bytes | None:
+    """Read a file; None if it does not exist any more."""
     try:
         return path.read_bytes()
     except OSError as error:
         if error.errno in GONE:
-            return b""
+            return None
         raise
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file; None while it does not exist or is incomplete."""
-    try:
-        return json.loads(read_bytes(path))
-    except ValueError:
-        return None
 
 
 def invalidate_dir_cache(folder: Path) -> None:

@@ -8,17 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simpletuner.tools.nfs.filesystems import (
+from simpletuner.tools.nfs.mounts import (
+    MOUNTINFO,
+    Mount,
     Reach,
     cautions,
     check_mount,
-    filesystem_of,
+    find_mount,
     fstab_line,
     mount_of_node,
+    name_of,
+    parse_mount,
+    parse_mountinfo,
+    reach_of,
     recipe,
     server_of,
+    unescape,
 )
-from simpletuner.tools.nfs.mounts import MOUNTINFO, Mount, find_mount, parse_mount, parse_mountinfo, unescape
 from simpletuner.tools.nfs.rendezvous import Node
 
 PATH = PurePosixPath("/mnt/shared")
@@ -56,8 +62,7 @@ def recorded(line: str, path: str = str(PATH)) -> Mount:
 )
 def test_every_filesystem_is_known_by_its_recorded_line(line, name, reach, server):
     mount = recorded(getattr(nfs_recorded, line))
-    kind = filesystem_of(mount)
-    assert (kind.name, kind.reach, server_of(mount)) == (name, reach, server)
+    assert (name_of(mount), reach_of(mount), server_of(mount)) == (name, reach, server)
     assert mount.point == PATH
 
 
@@ -98,7 +103,7 @@ def test_one_node_may_use_its_own_disk(line):
 
 
 def test_the_line_for_fstab_mends_the_options_and_leaves_out_what_is_negotiated():
-    fixes = [fix for _, fix in cautions(recorded(nfs_recorded.NFS3_NOLOCK), filesystem_of(recorded(nfs_recorded.NFS3)))]
+    fixes = [fix for _, fix in cautions(recorded(nfs_recorded.NFS3_NOLOCK))]
     assert fixes[0].startswith("in /etc/fstab: filer:/vol/output /mnt/shared nfs rw,")
     options = fixes[0].split(" ")[5].split(",")
     assert "hard" in options

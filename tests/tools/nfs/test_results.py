@@ -14,8 +14,8 @@ import pytest
 from simpletuner.settings.sections import Checkpoints, Ema, Settings, Training
 from simpletuner.system.signals import StopRequest
 from simpletuner.tools.nfs import posix_semantics, visibility
-from simpletuner.tools.nfs.capacity import DiskUsage, bytes_present, check_space, estimate_disk_usage, judge_speed
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
+from simpletuner.tools.nfs.resources import DiskUsage, bytes_present, check_space, estimate_disk_usage, judge_speed
 from simpletuner.tools.nfs.results import (
     ERRNO_MESSAGES,
     Finding,
@@ -28,7 +28,6 @@ from simpletuner.tools.nfs.results import (
     warned,
     worst,
 )
-from simpletuner.tools.nfs.workspace import Workspace
 
 MIB = 2**20
 
@@ -91,7 +90,7 @@ def test_a_deleted_file_that_still_shows_is_waited_for_only_so_long(tmp_path, mo
     monkeypatch.setattr(posix_semantics, "DELETE_SECONDS", 0.1)
     stays, goes = tmp_path / "stays", tmp_path / "goes"
     stays.touch()
-    peers = Rendezvous(Workspace(tmp_path), Node(tmp_path, 0, 3), StopRequest())
+    peers = Rendezvous(Node(tmp_path, 0, 3), StopRequest(), print)
     began = time.monotonic()
     left = posix_semantics.wait_until_gone({1: stays, 2: goes}, peers)
     assert left == {1}
@@ -108,7 +107,7 @@ def test_four_times_on_two_clocks_give_the_offset_and_its_bounds():
 
 def test_a_late_sight_is_a_warning_with_the_mount_option():
     answers = [[visibility.Pong(1, 6.5, 0, 3, 0), visibility.Pong(2, 0.1, 0, 0, 0)]]
-    late = visibility.check_see(Node(Path("/x"), nodes=3), answers)
+    late = visibility.judge_see(Node(Path("/x"), nodes=3), answers)
     assert late.status == "warn"
     assert "6.5 s (node 1)" in late.seen
     assert "lookupcache" in late.fix[0]

@@ -1,19 +1,26 @@
-"""Checks `space` and `speed`: what the run will write, whether it fits, and how fast it can be written and read."""
+"""Checks `space`, `speed` and `port`: are the disk and the address that the run will use large, fast and reachable?"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
+import shutil
+import socket
+import threading
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.settings.deepspeed.optimizers import states_of
+from simpletuner.system.network import listen_on_all_addresses
 from simpletuner.system.numbers import format_gb
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
-from simpletuner.tools.nfs.results import Finding, failed, passed, plural, warned
+from simpletuner.tools.nfs.results import Finding, failed, format_ranks, passed, plural, skipped, warned
 
 if TYPE_CHECKING:
     from simpletuner.settings import Settings
@@ -29,16 +36,18 @@ BUDGET_SECONDS = 0.4
 """Without --size, writing stops after this long, so that the whole check stays short on a slow disk."""
 CHUNK_BYTES = 4 * MIB
 SLOW_MIB_PER_SECOND = 20.0
+CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """What a run writes into its folder: the numbers of checkpoints and pipelines, and the bytes of each."""
+    """What a run writes into its folder: at most so many checkpoints and pipelines, and the bytes of each."""
 
     parameters: int
     origin: str
     """Where the number of parameters comes from."""
     checkpoints: int
+    """Those that are kept, and the one being written."""
     checkpoint_bytes: int
     pipelines: int
     pipeline_bytes: int
@@ -51,22 +60,11 @@ class DiskUsage:
 def estimate_disk_usage(settings: Settings, parameters: int, origin: str) -> DiskUsage:
     """Estimate what a run writes for a denoiser with that many parameters; see docs/nfs.md."""
     copies = 1 + len(states_of(settings)) + settings.ema.use_ema
-    return DiskUsage(
-        parameters=parameters,
-        origin=origin,
-        checkpoints=max_checkpoints(settings),
-        checkpoint_bytes=parameters * FLOAT32_BYTES * copies,
-        pipelines=1 + settings.ema.use_ema,
-        pipeline_bytes=parameters * FLOAT32_BYTES,
-    )
-
-
-def max_checkpoints(settings: Settings) -> int:
-    """Return how many checkpoints are on disk at most: those that are kept, and the one being written."""
-    most, steps = settings.checkpoints.checkpoints_total_limit + 1, settings.training.max_train_steps
-    if steps is None:
-        return most
-    return min(most, math.ceil(steps / settings.checkpoints.checkpoint_step_interval))
+    checkpoints, steps = settings.checkpoints.checkpoints_total_limit + 1, settings.training.max_train_steps
+    if steps is not None:
+        checkpoints = min(checkpoints, math.ceil(steps / settings.checkpoints.checkpoint_step_interval))
+    weight_bytes = parameters * FLOAT32_BYTES
+    return DiskUsage(parameters, origin, checkpoints, copies * weight_bytes, 1 + settings.ema.use_ema, weight_bytes)
 
 
 def bytes_present(output: Path) -> int:
@@ -99,21 +97,21 @@ def describe_need(usage: DiskUsage | None, need: int | None) -> str:
     """Describe what the run needs, and how that is computed."""
     if usage is None or need is None:
         return "an unknown amount: name the model with --model_family, or a folder of weights"
-    present = usage.total_bytes - need
+    present = f", {format_gb(usage.total_bytes - need)} of it there already" if need < usage.total_bytes else ""
     return (
         f"about {format_gb(need)}: {usage.checkpoints} x {format_gb(usage.checkpoint_bytes)} of checkpoints, "
-        f"{usage.pipelines} x {format_gb(usage.pipeline_bytes)} exported"
-        + (f", {format_gb(present)} of it there already" if present else "")
-        + f" ({usage.parameters:,} parameters, {usage.origin})"
+        f"{usage.pipelines} x {format_gb(usage.pipeline_bytes)} exported{present}"
+        f" ({usage.parameters:,} parameters, {usage.origin})"
     )
 
 
-def check_speed(node: Node, peers: Rendezvous) -> Finding:
+def check_speed(peers: Rendezvous) -> Finding:
     """Check `speed`: write and sync a file, read another node's; all nodes at once."""
+    node = peers.node
     own = peers.workspace.file(node.rank, "speed")
     peers.gather("start")
     try:
-        written, write_seconds = write_file(own, node, peers)
+        written, write_seconds = write_file(own, peers)
         neighbour = peers.workspace.file((node.rank + 1) % node.nodes, "speed")
         peers.gather("written")
         read, read_seconds = read_file(neighbour, peers)
@@ -123,10 +121,11 @@ def check_speed(node: Node, peers: Rendezvous) -> Finding:
     return judge_speed(node, written, write_seconds, read / max(read_seconds, 1e-9))
 
 
-def write_file(path: Path, node: Node, peers: Rendezvous) -> tuple[int, float]:
+def write_file(path: Path, peers: Rendezvous) -> tuple[int, float]:
     """Write until the size or the time budget is reached; return bytes, and seconds with the syncs."""
-    chunk, wanted = os.urandom(CHUNK_BYTES), bytes_to_write(node)  # random: some filesystems compress
-    written, began = 0, time.monotonic()
+    node, chunk = peers.node, os.urandom(CHUNK_BYTES)  # random: some filesystems compress
+    room = shutil.disk_usage(node.path).free // (4 * node.nodes)  # all nodes together: a quarter of what is free
+    wanted, written, began = min((node.size_mib or DEFAULT_SIZE_MIB) * MIB, room), 0, time.monotonic()
     with path.open("wb", buffering=0) as file:
         while written < wanted:
             written += file.write(chunk[: wanted - written])
@@ -137,12 +136,6 @@ def write_file(path: Path, node: Node, peers: Rendezvous) -> tuple[int, float]:
         seconds = time.monotonic() - began
         drop_from_page_cache(file.fileno())
     return written, seconds
-
-
-def bytes_to_write(node: Node) -> int:
-    """Return how much to write: all nodes together at most a quarter of what is free."""
-    state = os.statvfs(node.path)
-    return min((node.size_mib or DEFAULT_SIZE_MIB) * MIB, state.f_bavail * state.f_frsize // (4 * node.nodes))
 
 
 def drop_from_page_cache(descriptor: int) -> None:
@@ -177,3 +170,92 @@ def judge_speed(node: Node, written: int, write_seconds: float, read_rate: float
         fix = "NFS: mount with nconnect=8,rsize=1048576,wsize=1048576; look at the network and the server's disks"
         return warned("speed", f"{sentence}: below {SLOW_MIB_PER_SECOND:g} MiB/s", fix, **values)
     return passed("speed", sentence, **values)
+
+
+def check_port(peers: Rendezvous) -> Finding:
+    """Check `port`: the other nodes connect to node 0 at the address and port that the run will use."""
+    node = peers.node
+    if node.is_alone:
+        return skipped("port", "one node: nobody else has to connect")
+    addresses = peers.gather("address", f"{node.address}:{node.port}")
+    if len(set(addresses.values())) > 1:
+        listed = ", ".join(f"node {rank}: {address}" for rank, address in sorted(addresses.items()))
+        fix = "give all nodes the same --main_process_ip and --main_process_port"
+        return failed("port", f"the nodes were told different addresses of node 0 ({listed})", fix)
+    if not node.address:
+        return warned("port", "not checked: main_process_ip is not set", "add --main_process_ip=ADDRESS of node 0")
+    with listening(node, peers.info.nonce) if node.rank == 0 else contextlib.nullcontext(0) as number:
+        if number := peers.gather("listening", number)[0]:
+            return cannot_listen(node, number)
+        why = "" if node.rank == 0 else why_unreachable(node, peers.infos[0].nonce)
+        return judge_port(node, peers.gather("outcome", why))
+
+
+@contextmanager
+def listening(node: Node, nonce: str) -> Iterator[int]:
+    """Listen as the run will, and send a nonce to everyone who connects, as proof that it is node 0 who answers.
+
+    Yields 0, or the errno if that is not possible.
+    """
+    try:
+        server = listen_on_all_addresses(node.port)
+    except OSError as error:
+        yield error.errno or errno.EIO
+        return
+    closed = threading.Event()
+
+    def send_nonce() -> None:
+        server.settimeout(0.05)
+        while not closed.is_set():
+            with contextlib.suppress(OSError):  # nobody connected, or the other end hung up
+                client, _ = server.accept()
+                with client:
+                    client.settimeout(CONNECT_SECONDS)
+                    client.sendall(nonce.encode())
+
+    thread = threading.Thread(target=send_nonce, daemon=True)
+    with server:
+        thread.start()
+        try:
+            yield 0
+        finally:
+            closed.set()
+            thread.join()
+
+
+def why_unreachable(node: Node, nonce: str) -> str:
+    """Connect to node 0 and return why that failed; empty if it did not."""
+    try:
+        with socket.create_connection((node.address, node.port), timeout=CONNECT_SECONDS) as connection:
+            received = connection.makefile("rb").read(len(nonce))
+    except TimeoutError:
+        return f"no answer within {CONNECT_SECONDS:g} s, as when a firewall drops it"
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if received == nonce.encode() else "somebody else than node 0 answers there"
+
+
+def judge_port(node: Node, outcomes: Mapping[int, str]) -> Finding:
+    where = f"{node.address} port {node.port}"
+    refused = {rank: why for rank, why in outcomes.items() if why}
+    if not refused:
+        return passed("port", f"{format_ranks(range(1, node.nodes))} reached node 0 at {where}")
+    listed = "; ".join(f"node {rank}: {why}" for rank, why in sorted(refused.items()))
+    return failed(
+        "port",
+        f"node 0 is not reached at {where} ({listed})",
+        f"on node 0, with ufw: sudo ufw allow {node.port}/tcp",
+        f"on node 0, with firewalld: sudo firewall-cmd --permanent --add-port={node.port}/tcp; "
+        "sudo firewall-cmd --reload",
+        f"and see that {node.address} is an address of node 0: ip addr",
+        refused=refused,
+    )
+
+
+def cannot_listen(node: Node, number: int) -> Finding:
+    other = f"or choose another port: --main_process_port={node.port + 1}"
+    if number == errno.EADDRINUSE:
+        look = f"on node 0: sudo ss -ltnp 'sport = :{node.port}'   # who has it"
+        return failed("port", f"port {node.port} of node 0 is already in use", look, other)
+    reason = "ports below 1024 are for root" if number == errno.EACCES else errno.errorcode.get(number, "an error")
+    return failed("port", f"node 0 cannot listen on port {node.port}: {reason}", other)
