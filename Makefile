@@ -39,14 +39,10 @@ completions: install
 	$(BIN)/simpletuner completion zsh > completions/_simpletuner
 	$(BIN)/simpletuner completion fish > completions/simpletuner.fish
 
-# Tests of one rank each run on all cores; those of several ranks, which slow one another threefold, follow alone.
-define run_tests
-	$(BIN)/python -m pytest -n $$(nproc) --dist worksteal -m side_by_side
-	$(BIN)/python -m pytest -m 'not side_by_side'
-endef
+RUN_TESTS := $(BIN)/python -m pytest -n $$(nproc) --dist worksteal
 
 test: install tools
-	$(run_tests)
+	$(RUN_TESTS)
 
 check: install tools
 	$(BIN)/ruff format --check .
@@ -54,7 +50,7 @@ check: install tools
 	$(BIN)/codespell
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(run_tests)
+	$(RUN_TESTS)
 
 clean:
 	rm -rf demo .pytest_cache .ruff_cache .hypothesis

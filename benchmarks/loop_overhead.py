@@ -1,7 +1,7 @@
 """What our loop costs: beside a hand-written one that trains the same U-Net on the same batches in the same process.
 
-Ours is what `simpletuner train` runs: feed, noise, objective, engine, ledger and metrics, composed by the worker.
-The plain one holds every batch in memory already, noise and timesteps included, and keeps no account of anything.
+Ours is what `simpletuner train` runs: prefetched batches, objective, engine, step logger and metrics, as the worker
+connects them. The plain one holds every batch in memory already, noise and timesteps included, and logs nothing.
 """
 
 from __future__ import annotations

@@ -74,13 +74,19 @@ class BrokenRule(Mistake):
         return f"{self.message} [{self.place}]" if self.place else self.message
 
 
+MAX_MISTAKES = 100
+"""How many are printed. The nearest name, which takes long to find, is looked for in no more."""
+
+
 class SettingsError(SimpleTunerError):
     """A flag, file or combination of settings that cannot be run; `mistakes` lists them where there are several."""
 
     exit_code = ExitCode.USAGE
 
     def __init__(self, message: str = "", hint: str = "", *, mistakes: Sequence[Mistake] = ()) -> None:
-        super().__init__(message or "\n  ".join(map(str, mistakes)), hint)
+        more = len(mistakes) - MAX_MISTAKES
+        shown = [*map(str, mistakes[:MAX_MISTAKES]), *([f"and {more:,} more"] if more > 0 else [])]
+        super().__init__(message or "\n  ".join(shown), hint)
         self.mistakes = tuple(mistakes)
 
 

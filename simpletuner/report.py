@@ -42,8 +42,10 @@ class Report:
         from rich.console import Console
 
         self.quiet = quiet
-        self.talk = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.data = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else UNFOLDED)
+        # Without `emoji=False` rich would print the folder `run:key:1` as `run🔑1`.
+        self.talk = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+        width = None if sys.stdout.isatty() else UNFOLDED
+        self.data = Console(highlight=False, soft_wrap=True, emoji=False, width=width)
 
     def say(self, text: str, style: str = "") -> None:
         """Print a message to stderr."""
@@ -55,6 +57,10 @@ class Report:
         self.say(f"warning: {text}", style="yellow")
         if hint:
             self.say(f"hint: {hint}", style="dim")
+
+    def warn_all(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.warn(text)
 
     def error(self, error: SimpleTunerError) -> None:
         """Print why a command failed, on any rank, even if quiet: only the rank that knows the reason calls this."""
@@ -126,9 +132,9 @@ def table_of(title: str, rows: Iterable[Sequence[object]], columns: Sequence[str
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=printable(title), title_justify="left", box=box.SIMPLE, show_header=bool(columns), pad_edge=False
-    )
+    # Text, not str: a str would be read as markup
+    heading = Text(printable(title), style="table.title") if title else None
+    table = Table(title=heading, title_justify="left", box=box.SIMPLE, show_header=bool(columns), pad_edge=False)
     for index, column in enumerate(columns or ("", "")):
         table.add_column(column, style="" if columns or index else "dim", overflow="fold")
     for row in rows:

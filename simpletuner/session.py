@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
 
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World
@@ -27,3 +29,8 @@ class Session:
     @property
     def world(self) -> World:
         return self.mesh.world
+
+    def restarted(self) -> Session:
+        """Return the session of another attempt: barriers and jobs in the store, known by name, count from 0 again."""
+        world = replace(self.world, store=dist.PrefixStore("restarted", self.world.store))
+        return replace(self, mesh=replace(self.mesh, world=world))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from pathlib import Path
 
-from simpletuner.checkpoints.export import check_export
+from simpletuner.checkpoints.export import base_files, check_export
 from simpletuner.checkpoints.layout import Checkpoint
+from simpletuner.checkpoints.verification import CheckpointDamaged, Checksums, Verification
 from simpletuner.data.prefetch import RankSlice, prefetch
 from simpletuner.errors import explain_system_errors
 from simpletuner.launch.launcher_connection import connect_to_launcher
@@ -73,14 +76,27 @@ def run_rank(loaded: Loaded) -> None:
 
 
 def fine_tune(session: Session) -> None:
-    """Find the data and train on it, or say that nothing is left to do."""
-    settings, world, stop = session.settings, session.world, session.stop.check
-    output = settings.training.output_dir
+    """Train from the newest checkpoint that is not damaged, or from the base model."""
     silence_libraries()
     for warning in session.loaded.warnings:
         session.report.warn(warning)
-    verify_same_folders([("output_dir", output)], world, stop, "output")
-    checkpoint = checkpoint_to_resume(session)
+    output = session.settings.training.output_dir
+    verify_same_folders([("output_dir", output)], session.world, session.stop.check, "output")
+    damaged: dict[Path, str] = {}
+    while True:
+        try:
+            fine_tune_from(session, checkpoint_to_resume(session, damaged))
+            break
+        except CheckpointDamaged as error:  # known before the engine is built; what was encoded is in the caches
+            damaged[error.folder] = error.message
+            session = session.restarted()
+    print_result(output, session.report)
+
+
+def fine_tune_from(session: Session, checkpoint: Checkpoint | None) -> None:
+    """Find the data and train on it, or say that nothing is left to do. Raises CheckpointDamaged on all ranks."""
+    settings, world, stop = session.settings, session.world, session.stop.check
+    verification = Verification(checkpoint, world) if checkpoint else None
     plan = plan_data(session, data_version(checkpoint))
     schedule, _ = resume_point(settings, plan, checkpoint)
     done = exported_steps(session)
@@ -90,29 +106,44 @@ def fine_tune(session: Session) -> None:
         caches = folders_of(settings, plan)
         with shared_lock(caches):  # `cache clear` must not remove what this run reads
             verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
-            fine_tune_on(session, plan, checkpoint)
-    print_result(output, session.report)
+            fine_tune_on(session, plan, checkpoint, verification)
 
 
-def fine_tune_on(session: Session, plan: Plan, checkpoint: Checkpoint | None) -> None:
+def fine_tune_on(
+    session: Session, plan: Plan, checkpoint: Checkpoint | None, verification: Verification | None
+) -> None:
     """Encode the data, build the engine, train, export."""
     family = load_family(session.settings, session.world, session.stop.check)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     check_export(family, pipelines_of(session.settings))
+    wait_for_base_checksums = start_base_checksums(session, family, checkpoint)
     check_engine(session, family)
     checkpoint = checkpoint or imported_checkpoint(session, family)
     if checkpoint is not None:
-        check_fits(checkpoint, family)
+        check_fits(checkpoint, family, session.world, verification)
     prepared = prepare(session, plan, family)
+    if verification is not None:
+        session.world.activity.begin("verifying the checkpoint")
+        verification.wait()
     session.world.activity.begin("loading weights", watched=False)
     with closing(open_engine(session, family, checkpoint)) as engine:
         state = open_state(session, family, engine, prepared, checkpoint)
+        state.base_checksums = wait_for_base_checksums()
         set_later_aside(session, state.step)
         print_plan(session, family, state, prepared.plan)
         record_settings(session, state.step)
         with open_metrics(session.settings, state.step, session.world) as metrics, compiler_explained():
             build_trainer(session, family, prepared, state, metrics).train()
         export(session, family, state)
+
+
+def start_base_checksums(
+    session: Session, family: ModelFamily, checkpoint: Checkpoint | None
+) -> Callable[[], Mapping[str, str]]:
+    """Return what waits for the checksums of the base model when the run began: a checkpoint has them."""
+    if checkpoint is not None and (known := checkpoint.state.get("base_checksums")):
+        return lambda: known
+    return Checksums(base_files(family), session.world).wait
 
 
 def open_state(

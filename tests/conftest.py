@@ -34,22 +34,11 @@ os.environ["SIMPLETUNER_ACCELERATE_CONFIG"] = "none"  # what the developer's mac
 hypothesis.settings.register_profile("no deadline", deadline=None)  # machines are noisy
 hypothesis.settings.load_profile("no deadline")
 
-SIDE_BY_SIDE = (
-    *("caches", "checkpoints", "commands", "completions", "data", "models", "settings", "system", "tools", "training"),
-    *("zero", "launch/test_plan.py", "parallel/test_blocks.py", "parallel/test_units.py"),
-    *("test_app.py", "test_earlier_versions.py", "test_help.py", "test_names.py", "test_report.py", "test_wheel.py"),
-)
-"""Folders and files whose tests start one rank at most."""
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what may run side by side; runs of several ranks slow one another threefold, so they are not among it."""
-    for item in items:
-        path = item.path.relative_to(ROOT / "tests")
-        if {path.as_posix(), path.parts[0]} & set(SIDE_BY_SIDE) or item.get_closest_marker("one_rank"):
-            item.add_marker("side_by_side")
-    items.sort(key=lambda item: not item.get_closest_marker("one_rank"))  # the longest first, so that no core waits
+    """Begin with the tests that take longest, so that no core waits for another one's last test."""
+    items.sort(key=lambda item: not item.get_closest_marker("long"))
 
 
 SMALL = (
@@ -112,12 +101,10 @@ class Starter:
 
     context: Any
     folder: Path
-    most_ranks: int | None = None
     started: list[Ranks] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
 
     def start(self, function: Callable[..., None], world: int, *arguments: Any) -> Ranks:
-        assert self.most_ranks is None or world <= self.most_ranks, "this test is marked one_rank"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -137,8 +124,8 @@ class Starter:
 
 
 @pytest.fixture
-def starter(request, fork_server, tmp_path):
-    starter = Starter(fork_server, tmp_path, most_ranks=1 if request.node.get_closest_marker("one_rank") else None)
+def starter(fork_server, tmp_path):
+    starter = Starter(fork_server, tmp_path)
     yield starter
     for run in starter.started:
         run.kill()

@@ -15,6 +15,7 @@ from damage import Damage
 from kills import Campaign
 
 
+@pytest.mark.long
 def test_twenty_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(starter, sdxl, shapes, tmp_path):
     campaign = Campaign(starter, base("sdxl", sdxl, shapes), tmp_path, random.Random(11))
     campaign.run(20)
@@ -22,7 +23,7 @@ def test_twenty_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(sta
     assert sum(campaign.killed.values()) == 20 and len(campaign.killed) == 3
 
 
-@pytest.mark.one_rank
+@pytest.mark.long
 def test_a_hundred_damaged_files_are_answered_rightly_or_by_a_sentence(starter, sdxl, shapes, tmp_path):
     damage = Damage(starter, tmp_path, random.Random(12))
     damage.run(100, sdxl, shapes)

@@ -57,7 +57,6 @@ def names_in(folder) -> set[str]:
     return names
 
 
-@pytest.mark.one_rank
 def test_two_and_two_compiled_steps_equal_four(flags, train, tmp_path):
     flags = (*flags, "--train_batch_size=4", "--dynamo_backend=eager", "--use_ema")
     straight = train(tmp_path / "straight", *flags, "--max_train_steps=4")
@@ -79,7 +78,6 @@ def test_inductor_gives_the_same_losses_alone_and_under_fsdp2(world, fsdp, start
         assert losses["inductor"] == pytest.approx(losses["no"], rel=1e-5)
 
 
-@pytest.mark.one_rank
 def test_a_compiler_that_fails_is_one_sentence(flags, starter, tmp_path):
     flags = (f"--output_dir={tmp_path / 'run'}", *SMALL, *flags, "--max_train_steps=1", "--dynamo_backend=inductor")
     run = starter.start(compiling.command_line_without_cxx, 1, ["train", *last_wins(flags)])
@@ -88,7 +86,6 @@ def test_a_compiler_that_fails_is_one_sentence(flags, starter, tmp_path):
     assert "Traceback" not in run.said
 
 
-@pytest.mark.one_rank
 def test_what_cannot_be_compiled_is_refused_before_anything_is_encoded(flags, train, tmp_path):
     run = train(tmp_path / "run", *flags, "--dynamo_backend=eager", "--zero_stage=3", code=2)
     assert "dynamo_backend=eager cannot be used with zero_stage = 3" in run.said and "making" not in run.said

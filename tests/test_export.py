@@ -53,7 +53,6 @@ def test_each_engine_trains_what_another_has_exported_and_every_part_opens(sdxl,
         assert config["_class_name"] == "UNet2DConditionModel"
 
 
-@pytest.mark.one_rank
 def test_what_version_0_1_wrote_with_the_class_name_of_fsdp_is_understood(sdxl, shapes, train, tmp_path, capsys):
     from simpletuner.app import main
 
@@ -69,7 +68,6 @@ def test_what_version_0_1_wrote_with_the_class_name_of_fsdp_is_understood(sdxl, 
     assert json.loads(capsys.readouterr().out)["denoiser"] == "UNet2DConditionModel"
 
 
-@pytest.mark.one_rank
 def test_only_what_the_index_names_is_exported_and_nothing_from_outside(sdxl, shapes, train, tmp_path):
     pipeline, secret = tmp_path / "base", tmp_path / "secret"
     shutil.copytree(sdxl, pipeline)
@@ -107,7 +105,6 @@ def test_only_what_the_index_names_is_exported_and_nothing_from_outside(sdxl, sh
     assert "inside a component of the base model" in refused.said
 
 
-@pytest.mark.one_rank
 def test_what_is_not_ours_is_neither_replaced_nor_removed(sdxl, shapes, train, tmp_path):
     output = tmp_path / "run"
     flags = (*base("sdxl", sdxl, shapes), "--train_batch_size=4")
@@ -127,7 +124,6 @@ def test_what_is_not_ours_is_neither_replaced_nor_removed(sdxl, shapes, train, t
     assert json.loads((output / "pipeline" / "simpletuner.json").read_text())["steps"] == 2
 
 
-@pytest.mark.one_rank
 def test_finished_means_that_the_pipeline_is_whole_and_nothing_else_is_left(sdxl, shapes, train, starter, tmp_path):
     output = tmp_path / "run"
     flags = (*base("sdxl", sdxl, shapes), "--train_batch_size=4", "--max_train_steps=2")

@@ -213,7 +213,6 @@ def test_photographs_of_many_kinds_train_end_to_end_from_a_dataset_file(sdxl, ph
     assert "making" not in train(tmp_path / "run", *flags, *SHARDED, "--num_train_epochs=3", world=2).said
 
 
-@pytest.mark.one_rank
 def test_buckets_that_cannot_fill_the_batch_say_what_would(sdxl_flags, train, tmp_path):
     flags = (*sdxl_flags, "--train_batch_size=20", "--max_train_steps=1")
     refused = train(tmp_path / "run", *flags, code=4)
@@ -223,7 +222,6 @@ def test_buckets_that_cannot_fill_the_batch_say_what_would(sdxl_flags, train, tm
     assert len(train(tmp_path / "other", *flags, "--allow_dataset_oversubscription").rows) == 1
 
 
-@pytest.mark.one_rank
 def test_a_pickle_is_refused_with_a_sentence(sdxl, shapes, train, tmp_path):
     for component, name in (("unet", "diffusion_pytorch_model.bin"), ("text_encoder", "pytorch_model.bin")):
         pipeline = tmp_path / component
@@ -234,7 +232,6 @@ def test_a_pickle_is_refused_with_a_sentence(sdxl, shapes, train, tmp_path):
         assert "a pickle: loading it can run any code, so it is refused" in refused.said
 
 
-@pytest.mark.one_rank
 def test_v_prediction_is_read_from_the_scheduler_and_a_variant_is_loaded(sdxl, shapes, train, tmp_path):
     pipeline = tmp_path / "base"
     shutil.copytree(sdxl, pipeline)
@@ -260,7 +257,6 @@ def test_v_prediction_is_read_from_the_scheduler_and_a_variant_is_loaded(sdxl, s
     assert variant.losses == pytest.approx(losses["v_prediction"], rel=1e-2)
 
 
-@pytest.mark.one_rank
 def test_a_run_inside_its_own_pictures_never_trains_on_what_it_draws_and_draws_the_empty_prompt(
     sdxl, shapes, train, tmp_path
 ):

@@ -101,6 +101,7 @@ def test_gradients_of_several_passes_are_added_up_in_float32_at_stages_2_and_3(r
     assert norms[1] == pytest.approx(expected, rel=1e-3)  # stage 3 also computes norms in bf16
 
 
+@pytest.mark.long
 def test_every_engine_resumes_from_every_other_on_any_number_of_ranks(run_on, arguments_of):
     arguments = arguments_of("flux", ema=True)
     engines_of = {1: ["whole"], 2: ["whole", "fsdp2", "zero1", "zero2-cpu", "zero3"], 4: ["fsdp2", "zero3"]}

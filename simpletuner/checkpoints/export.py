@@ -25,6 +25,8 @@ from simpletuner.system.files import flush_to_disk, read_file, replace_folder, u
 
 FINISHED = "simpletuner.json"
 """In an exported pipeline: after how many steps it was written, with size and checksum of every file; written last."""
+SCHEDULER = "scheduler/scheduler_config.json"
+"""Written from the family's config, which holds the run's prediction type; all other components are copied."""
 
 
 class MarkerFields(BaseModel):
@@ -37,18 +39,18 @@ class MarkerFields(BaseModel):
 
 def export_pipeline(
     family: ModelFamily, target: Path, config: dict[str, Any], weights: NamedTensors, world: World, steps: int
-) -> None:
-    """Collective: write the pipeline to `target`; all ranks write weights, rank 0 copies the rest.
+) -> dict[str, str]:
+    """Collective: write the pipeline to `target`, and return the checksum of every file by name.
 
-    `steps`, after which it was written, tells a later start that nothing is left to do. Raises EnvironmentNotReady on
-    all ranks when one of them cannot write.
+    All ranks write weights, rank 0 copies the rest. `steps`, after which it was written, tells a later start that
+    nothing is left to do. Raises EnvironmentNotReady on all ranks when one of them cannot write.
     """
     hidden, denoiser = unfinished_path(target), family.denoiser_name
 
     def write_rest() -> None:
         write_json(hidden / denoiser / "config.json", config)
         copy_other_components(family, hidden)
-        write_json(hidden / "scheduler" / "scheduler_config.json", family.scheduler_config)
+        write_json(hidden / SCHEDULER, family.scheduler_config)
 
     def finish() -> None:
         write_json(hidden / FINISHED, with_checksum({"steps": steps, "files": file_sizes(hidden), "checksums": sums}))
@@ -60,6 +62,7 @@ def export_pipeline(
     run_on_first_rank(world, hidden, write_rest)
     sums = compute_checksums(hidden, world)
     run_on_first_rank(world, hidden, finish)
+    return sums
 
 
 def copy_other_components(family: ModelFamily, target: Path) -> None:
@@ -93,6 +96,11 @@ def files_to_copy(family: ModelFamily) -> list[tuple[str, Path]]:
             if belongs_to_component(path):
                 found.append((path.relative_to(base).as_posix(), path))
     return found
+
+
+def base_files(family: ModelFamily) -> dict[str, Path]:
+    """Return the files that an exported pipeline has exactly as they are in the base model, by name."""
+    return {name: path for name, path in files_to_copy(family) if name != SCHEDULER}
 
 
 def walk_files(folder: Path) -> Iterator[Path]:

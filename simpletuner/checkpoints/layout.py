@@ -66,6 +66,7 @@ class StateFields(BaseModel):
     checksums: dict[str, str] = {}
     max_steps: Count = 0
     base: dict[str, str] = {}
+    base_checksums: dict[str, str] = {}
     model_family: str = ""
 
 

@@ -1,10 +1,16 @@
-"""Checksums of checkpoint files, each rank computing its share; a damaged checkpoint is skipped on all ranks."""
+"""Checksums of checkpoint files, each rank computing its share; a damaged checkpoint is skipped on all ranks.
+
+What a run resumes from is verified in the background while it scans its data and opens its base model. The pass over
+the files overlaps with that, and leaves them in the page cache, from which the weights are loaded.
+"""
 
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -13,48 +19,94 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.parallel.world import World
 from simpletuner.system.checksums import file_checksum
 
+T = TypeVar("T")
+
 THREADS = 4
 """Files read at once: XXH3 releases the GIL, and one stream rarely saturates a disk or a network file system."""
 
 
+class Checksums:
+    """Checksums of files by name, computed in the background, each rank those of its share."""
+
+    def __init__(self, files: Mapping[str, Path], world: World) -> None:
+        self.world = world
+        self.found = in_background(lambda name: (name, file_checksum(files[name])), sorted(files), world)
+
+    def wait(self) -> dict[str, str]:
+        """Collective: return all of them. Raises EnvironmentNotReady on all ranks when one cannot read a file."""
+        found, problem = {}, ""
+        try:
+            found = dict(self.found.get())
+        except OSError as error:
+            problem = f"cannot read {error.filename}: {error.strerror}"
+        answers = [json.loads(text) for text in self.world.gather_texts(json.dumps([problem, found]))]
+        if problems := [problem for problem, _ in answers if problem]:
+            raise EnvironmentNotReady(problems[0])
+        return {name: value for _, part in answers for name, value in part.items()}
+
+
+def in_background(function: Callable[[str], T], names: list[str], world: World) -> AsyncResult[list[T]]:
+    """Call a function with every name of this rank's share, in threads that end with the process."""
+    # Not ThreadPoolExecutor: the interpreter would wait for its threads when a run ends early.
+    pool = ThreadPool(THREADS)
+    results = pool.map_async(function, names[world.rank :: world.size], chunksize=1)
+    pool.close()  # no more is to come
+    return results
+
+
 def compute_checksums(folder: Path, world: World) -> dict[str, str]:
-    """Collective: return the checksum of every file below a folder by name; each rank reads its share.
+    """Collective: return the checksum of every file below a folder by name.
 
     Raises EnvironmentNotReady on all ranks when one cannot read a file.
     """
     own = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     # Rank 0's list is the one to divide: with a network file system's caches, ranks may see different files.
     names = json.loads(world.gather_texts(json.dumps(own))[0])
-    found, problem = {}, ""
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            share = names[world.rank :: world.size]
-            found = dict(zip(share, pool.map(lambda name: file_checksum(folder / name), share), strict=True))
-    except OSError as error:
-        problem = f"cannot read {error.filename}: {error.strerror}"
-    answers = [json.loads(text) for text in world.gather_texts(json.dumps([problem, found]))]
-    if problems := [problem for problem, _ in answers if problem]:
-        raise EnvironmentNotReady(problems[0])
-    return {name: value for _, part in answers for name, value in part.items()}
+    return Checksums({name: folder / name for name in names}, world).wait()
 
 
-def find_newest_healthy(root: Path, wish: str, world: World) -> tuple[Checkpoint | None, list[str]]:
-    """Collective: return the checkpoint to resume from, and why newer ones were skipped.
+class CheckpointDamaged(EnvironmentNotReady):
+    """The content of a checkpoint's files does not match their checksums. Raised on all ranks."""
+
+    def __init__(self, folder: Path, problem: str) -> None:
+        super().__init__(problem)
+        self.folder = folder
+
+
+class Verification:
+    """Compares the checksums of a checkpoint's files in the background, each rank those of its share."""
+
+    def __init__(self, checkpoint: Checkpoint, world: World) -> None:
+        self.checkpoint, self.world = checkpoint, world
+        names = sorted(checkpoint.state["files"])
+        self.problems = in_background(lambda name: find_file_damage(checkpoint, name), names, world)
+
+    def wait(self) -> None:
+        """Collective: wait until all files are compared. Raises CheckpointDamaged on all ranks."""
+        problem = next(filter(None, self.problems.get()), "")
+        if found := next(filter(None, self.world.gather_texts(problem)), ""):
+            raise CheckpointDamaged(self.checkpoint.folder, found)
+
+
+def find_newest(
+    root: Path, wish: str, world: World, damaged: Mapping[Path, str]
+) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """Collective: return the checkpoint to resume from, and why newer ones were skipped: `damaged`, or incomplete.
 
     Raises SettingsError for a folder that is not there, EnvironmentNotReady for one that is damaged, and where there
     are checkpoints and all of them are damaged: starting again from the base model must be asked for.
     """
-    skipped: list[str] = []
+    skipped: dict[Path, str] = {}
     for folder in find_folders_on_first_rank(root, wish, world):
-        problem = find_damage(folder, world)
+        problem = damaged.get(folder) or find_incomplete(folder, world)
         if not problem:
             return load_checkpoint(folder), skipped
         if wish != "latest":
             raise EnvironmentNotReady(problem, "take another one, or `latest` for the newest that is not damaged")
-        skipped.append(problem)
+        skipped[folder] = problem
     if skipped:
-        raise all_damaged_error(root, skipped)
-    return None, []
+        raise all_damaged_error(root, list(skipped.values()))
+    return None, skipped
 
 
 def find_folders_on_first_rank(root: Path, wish: str, world: World) -> list[Path]:
@@ -71,13 +123,11 @@ def find_folders_on_first_rank(root: Path, wish: str, world: World) -> list[Path
     return [Path(text) for text in found["folders"]]
 
 
-def find_damage(folder: Path, world: World) -> str:
-    """Collective: return what is wrong with a checkpoint, the same on all ranks; empty if it is healthy."""
+def find_incomplete(folder: Path, world: World) -> str:
+    """Collective: return what is wrong with a checkpoint's state and the sizes of its files; empty if nothing is."""
     try:
-        checkpoint = load_checkpoint(folder)
-        names = sorted(checkpoint.state["files"])[world.rank :: world.size]
-        with ThreadPoolExecutor(THREADS) as pool:
-            problem = next(filter(None, pool.map(lambda name: find_file_damage(checkpoint, name), names)), "")
+        load_checkpoint(folder)
+        problem = ""
     except EnvironmentNotReady as error:
         problem = error.message
     return next(filter(None, world.gather_texts(problem)), "")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.output_file import refuse_overwriting, save
-from simpletuner.errors import DataError
+from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.report import Report
-from simpletuner.settings import Loaded, load
-
-if TYPE_CHECKING:
-    from simpletuner.data.datasets import ImageDataset
+from simpletuner.settings import load
 
 
 class Format(StrEnum):
@@ -33,7 +30,7 @@ class Format(StrEnum):
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Output = Annotated[Path | None, typer.Option("--output", help="Write to this file instead of stdout.")]
+Output = Annotated[Path | None, path_option("--output", "Write to this file instead of stdout.")]
 
 
 def build_config() -> typer.Typer:
@@ -59,41 +56,22 @@ def show(
     report = Report()
     loaded = load(flags, config, complete=False)
     rows = [row for row in explain_settings(loaded) if not changed or row.value != row.default]
-    print_warnings(report, loaded)
+    report.warn_all(loaded.warnings)
     if as_json:
         report.json({row.name: row.as_json() for row in rows})
     else:
         report.data_table("", [row.cells() for row in rows], ("setting", "value", "from", "because"))
 
 
-def validate(file: Annotated[Path, typer.Argument(help="JSON, TOML, YAML or .env file of settings.")]) -> None:
+def validate(file: Annotated[Path, path_argument("JSON, TOML, YAML or .env file of settings.")]) -> None:
     """Check a config file as `train` would, without running anything."""
-    from simpletuner.data.datasets import load_datasets
-    from simpletuner.deepspeed.requirements import check_settings
-    from simpletuner.models.parameter_count import parameters_of
-    from simpletuner.models.support import check_runnable
+    from simpletuner.commands.run_check import check_run
     from simpletuner.settings.loading import resolve
     from simpletuner.settings.sources import collect_from_file
 
-    loaded = check_runnable(resolve(collect_from_file(file)))
-    datasets, _ = load_datasets(loaded.settings.data)
-    counted = parameters_of(loaded.settings.model)
-    about_zero = check_settings(loaded.settings, counted and counted[0])
-    check_image_folders(datasets)
-    print_warnings(Report(), loaded)
-    for warning in about_zero:
-        Report().warn(warning)
+    loaded = check_run(resolve(collect_from_file(file)))
+    Report().warn_all(loaded.warnings)
     Report().say(f"{file}: {len(loaded.origins)} settings, all valid")
-
-
-def check_image_folders(datasets: Sequence[ImageDataset]) -> None:
-    """Raise DataError for an image folder that does not exist."""
-    for dataset in datasets:
-        if not dataset.instance_data_dir.is_dir():
-            raise DataError(
-                f"dataset `{dataset.id}`: there is no folder {dataset.instance_data_dir}",
-                "set instance_data_dir to your images",
-            )
 
 
 def schema() -> None:
@@ -104,18 +82,23 @@ def schema() -> None:
     Report().json(json_schema(presets()))
 
 
-def docs() -> None:
+def docs(
+    original: Annotated[
+        bool, typer.Option("--original", help="The page of the original's names, docs/from-the-original.md.")
+    ] = False,
+) -> None:
     """Print the page of all settings, docs/options.md."""
+    from simpletuner.settings.original_page import original_page
     from simpletuner.settings.schema import options_page
 
-    Report().text(options_page())
+    Report().text(original_page() if original else options_page())
 
 
 def init(
     model_family: Annotated[str, typer.Option("--model_family", help="Which architecture to train.")],
     model_flavour: Annotated[str, typer.Option("--model_flavour", help="Which published checkpoint of it.")] = "",
     num_processes: Annotated[str, typer.Option("--num_processes", help="How many GPUs.", metavar="INTEGER")] = "1",
-    output: Annotated[Path, typer.Option("--output", help="Where to write it.")] = Path("config/config.toml"),
+    output: Annotated[Path, path_option("--output", "Where to write it.")] = Path("config/config.toml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented config file to start from."""
@@ -154,8 +137,3 @@ def export(
     if to is not Format.CLI:
         report.say("replay with:", style="dim")
         report.say(result.replay(str(output or "")).rstrip(), style="dim")
-
-
-def print_warnings(report: Report, loaded: Loaded) -> None:
-    for warning in loaded.warnings:
-        report.warn(warning)

@@ -14,6 +14,7 @@ import typer
 
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.output_file import refuse_overwriting, save
+from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 
@@ -63,10 +64,8 @@ def build(
     save_template: Annotated[
         str | None, typer.Option("--save_template", help="Save the result under this name.", metavar="NAME")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="Write to this file instead of stdout.")] = None,
-    apply: Annotated[
-        Path | None, typer.Option("--apply", help="Name the result in this config file.", metavar="FILE")
-    ] = None,
+    output: Annotated[Path | None, path_option("--output", "Write to this file instead of stdout.")] = None,
+    apply: Annotated[Path | None, path_option("--apply", "Name the result in this config file.", "FILE")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
     """Build DeepSpeed's JSON and see the memory it needs.
@@ -141,7 +140,7 @@ def write(report: Report, config: Mapping[str, Any], output: Path | None, apply:
 
 
 def validate(
-    file: Annotated[Path, typer.Argument(help="DeepSpeed's JSON.")],
+    file: Annotated[Path, path_argument("DeepSpeed's JSON.")],
     num_processes: Annotated[
         str, typer.Option("--num_processes", help="Ranks, to check the batch size with.", metavar="INTEGER")
     ] = "1",

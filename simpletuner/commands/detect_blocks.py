@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
+from simpletuner.commands.paths import path_option
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import load
@@ -26,7 +28,7 @@ SHOWN = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revi
 
 Refresh = Annotated[bool, typer.Option("--refresh", help="Detect again, even if the result is cached.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Apply = Annotated[Path | None, typer.Option("--apply", metavar="FILE", help=f"Write {SETTING} into this config file.")]
+Apply = Annotated[Path | None, path_option("--apply", f"Write {SETTING} into this config file.", "FILE")]
 
 WIDTH = 80
 LONGEST_NAME = 41
@@ -45,8 +47,9 @@ def detect_blocks(
     from simpletuner.models.detection import detect
 
     report = Report()
-    settings = load(flags, config or apply, complete=False).settings
-    found = detect(settings.model, refresh, report.warn)
+    loaded = load(flags, config or apply, complete=False)
+    loaded.pass_on_variables(os.environ)  # HF_TOKEN opens a gated repository
+    found = detect(loaded.settings.model, refresh, report.warn)
     if as_json:
         report.json(found.as_json())
     else:

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
+from simpletuner.commands.paths import path_option
 from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
 from simpletuner.tools.nfs.results import CHECKS, Finding, Status, format_ranks, plural
 
 if TYPE_CHECKING:
-    from simpletuner.tools.nfs.capacity import DiskUsage
     from simpletuner.tools.nfs.check import CheckOutcome
     from simpletuner.tools.nfs.rendezvous import Node
+    from simpletuner.tools.nfs.resources import DiskUsage
 
 WORDS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
 STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red", "-": "dim"}
@@ -33,7 +34,7 @@ def nfs_check(
     flags: Mapping[str, Any],
     config: Path | None,
     *,
-    path: Annotated[Path | None, typer.Option("--path", help="Folder to check; empty: output_dir.")] = None,
+    path: Annotated[Path | None, path_option("--path", "Folder to check; empty: output_dir.")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes in all; empty: num_machines.")] = None,
     node_rank: Annotated[
         int | None,
@@ -93,7 +94,7 @@ def node_of(
 def disk_usage(settings: Settings) -> DiskUsage | None:
     """Estimate what the configured run will write; None when its model is not known."""
     from simpletuner.models.parameter_count import parameters_of
-    from simpletuner.tools.nfs.capacity import estimate_disk_usage
+    from simpletuner.tools.nfs.resources import estimate_disk_usage
 
     counted = parameters_of(settings.model)
     return estimate_disk_usage(settings, *counted) if counted else None

@@ -10,10 +10,12 @@ from typing import Any, get_args, get_origin
 import typer
 from typer.models import OptionInfo
 
+from simpletuner.commands.paths import parse_path
 from simpletuner.errors import SettingsError
 from simpletuner.settings.errors import closest
 from simpletuner.settings.knob import extra_of, shown_default, type_name
 from simpletuner.settings.loading import canonical_name
+from simpletuner.settings.original import TABLE
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
 from simpletuner.settings.sources import ACCELERATE_CONFIG
 from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, normalize_name
@@ -59,8 +61,9 @@ def unknown_flags(arguments: Sequence[str]) -> dict[str, str]:
             found[waiting], waiting = argument, ""
             continue
         key, equals, value = argument.partition("=")
-        found[key] = value
-        waiting = key if argument.startswith("-") and not equals else ""
+        is_flag = argument.startswith("-")
+        found[key] = "true" if is_flag and not equals else value  # a switch of the original, such as --push_to_hub
+        waiting = key if is_flag and not equals else ""
     return found
 
 
@@ -68,6 +71,8 @@ def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
     """Raise SettingsError for what is nearest to an option of the command; the settings layer suggests settings."""
     flags = {normalize_name(flag.lstrip("-")): flag for flag in own}
     for flag in unknown:
+        if normalize_name(flag.lstrip("-")) in TABLE.rules:  # a setting of the original, which has its own answer
+            continue
         if meant := flags.get(closest(flag, [*flags, *setting_fields()])):
             raise SettingsError(f"unknown option `{flag}`; did you mean `{meant}`?", "`--help` lists every option")
 
@@ -84,7 +89,7 @@ def file_parameters() -> list[inspect.Parameter]:
     config = "Config file (JSON, TOML, YAML or .env); else config/config.json, .toml, .yaml."
     accelerate = "Accelerate file; else ACCELERATE_CONFIG_FILE, or what `accelerate config` wrote; `none`: no file."
     return [
-        keyword("config", typer.Option(None, "--config", help=config, metavar="PATH"), Path | None),
+        keyword("config", typer.Option(None, "--config", help=config, metavar="PATH", parser=parse_path), Path | None),
         keyword(
             ACCELERATE_CONFIG, typer.Option(None, f"--{ACCELERATE_CONFIG}", help=accelerate, metavar="PATH"), str | None
         ),
@@ -121,7 +126,10 @@ def as_arguments(flags: Mapping[str, Any], config: Path | None) -> list[str]:
     pairs = [
         (name, value) for name, given in flags.items() for value in (given if isinstance(given, list) else [given])
     ]
-    return [f"--config={config}"] * (config is not None) + [f"--{name}={value}" for name, value in pairs]
+    return [f"--config={config}"] * (config is not None) + [
+        f"--{name.lstrip('-')}={value}"
+        for name, value in pairs  # a flag of the original comes with its dashes
+    ]
 
 
 def normalize_argv(arguments: Sequence[str]) -> list[str]:

@@ -20,15 +20,20 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again to resume."""
+    from simpletuner.commands.run_check import check_run
     from simpletuner.launch import check_world_size, choose_gpus, is_rank, launch_ranks
     from simpletuner.launch.launcher_connection import exit_if_launcher_died
     from simpletuner.models.support import check_runnable
     from simpletuner.system.signals import terminate_with_parent
 
-    loaded = check_runnable(load(flags, config))
+    loaded = load(flags, config)
+    loaded.pass_on_variables(os.environ)  # first: CUDA_VISIBLE_DEVICES decides which GPUs there are
+    # What started a rank has checked all this, or each rank does so as it goes.
+    loaded = check_runnable(loaded) if is_rank(os.environ) else check_run(loaded)
     if json and not dry_run:
         raise SettingsError("--json needs --dry_run", "add --dry_run")
     if dry_run:
+        Report().warn_all(loaded.warnings)
         show_plan(loaded, flags, config, json)
         return
     if loaded.settings.parallel.zero_stage is not None and not is_rank(os.environ):
@@ -49,12 +54,9 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
 
 def check_deepspeed(settings: Settings) -> None:
     """Find what DeepSpeed lacks on this machine before any rank is started. Raises EnvironmentNotReady."""
-    from simpletuner.deepspeed.requirements import check_compiler, check_installed, check_settings
-    from simpletuner.models.parameter_count import parameters_of
+    from simpletuner.deepspeed.requirements import check_compiler, check_installed
     from simpletuner.settings.deepspeed.config import deepspeed_options
 
-    counted = parameters_of(settings.model)
-    check_settings(settings, counted and counted[0])
     check_installed()
     if (zero := deepspeed_options(settings)) is not None and zero.uses_nvme:
         check_compiler()

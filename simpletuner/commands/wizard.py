@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletuner.commands.deepspeed_builder import DeepSpeedBuilder
+from simpletuner.commands.paths import parse_path
 from simpletuner.deepspeed.estimate import stage_candidates
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
@@ -70,7 +71,7 @@ class Wizard:
     def ask_output(self, force: bool) -> Path:
         """Ask where to write, until the file does not exist or may be overwritten."""
         while True:
-            path = Path(self.report.ask("Write to", default=str(DEFAULT_OUTPUT)))
+            path = parse_path(self.report.ask("Write to", default=str(DEFAULT_OUTPUT)))
             if force or not path.is_file() or self.report.confirm(f"{path} exists already: overwrite it?"):
                 return path
 

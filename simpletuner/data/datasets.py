@@ -15,13 +15,13 @@ from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.folders import check_id, find_nested_ids, id_of_folder
 from simpletuner.errors import SettingsError
 from simpletuner.settings.errors import allowed, nearest, shorten
-from simpletuner.settings.formats import FileEntry
+from simpletuner.settings.file_entries import FileEntry
+from simpletuner.settings.formats import read_text
 from simpletuner.settings.key_table import Keeps, KeyTable, interpret
 from simpletuner.settings.knob import Section
 from simpletuner.settings.loading import parse_json
 from simpletuner.settings.sections import Data, DatasetSettings
 from simpletuner.settings.spelling import choices_of, normalize_name, normalize_value
-from simpletuner.system.files import read_file
 
 LARGEST_PIXELS = 1 << 28
 TOO_LARGE = "at most 16384x16384 px"
@@ -47,7 +47,7 @@ class ImageDataset(DatasetSettings):
 
     @model_validator(mode="after")
     def check_resolution(self) -> ImageDataset:
-        area = self.resolution * 1_000_000 if self.resolution_type == "area" else self.resolution**2
+        area = self.resolution * (1_000_000 if self.resolution_type == "area" else self.resolution)  # `**` raises
         if area > LARGEST_PIXELS:
             raise ValueError(f"resolution={self.resolution:g} ({self.resolution_type}) is too large: {TOO_LARGE}")
         return self
@@ -114,12 +114,9 @@ def inherited(data: Data) -> dict[str, Any]:
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
     try:
-        text = read_file(path).decode("utf-8")
-        entries = parse_json(text)
+        entries = parse_json(read_text(path))
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}", "check data_backend_config") from None
-    except RecursionError:
-        raise SettingsError(f"{path} does not parse: its brackets are nested too deeply") from None
     except json.JSONDecodeError as error:
         raise SettingsError(f"{path} does not parse: {error}", json_hint(error)) from None
     except ValueError as error:

@@ -15,6 +15,7 @@ from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
+from simpletuner.system.paths import descriptor_of
 
 KILL_SECONDS = 10
 """How long a killed process may take to disappear; one that waits for a broken disk or GPU driver never does."""
@@ -82,7 +83,9 @@ class Ranks:
         self.sockets[rank], self.statuses[rank] = ours, RankStatus(time.monotonic())
         with theirs:
             variables = {**self.inherited, **environment, SOCKET_VARIABLE: str(theirs.fileno())}
-            self.processes[rank] = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()])
+            self.processes[rank] = subprocess.Popen(
+                command, env=variables, pass_fds=[theirs.fileno(), *named_descriptors(command)]
+            )
 
     @property
     def alive(self) -> list[subprocess.Popen[bytes]]:
@@ -130,6 +133,12 @@ class Ranks:
         end = time.monotonic() + KILL_SECONDS
         while self.alive and time.monotonic() < end:
             time.sleep(0.01)
+
+
+def named_descriptors(command: Sequence[str]) -> list[int]:
+    """The open files that arguments such as `--config=/dev/fd/63` name: ranks inherit no others."""
+    found = (descriptor_of(argument.partition("=")[2]) for argument in command)
+    return [number for number in found if number is not None]
 
 
 def inherited_environment() -> dict[str, str]:

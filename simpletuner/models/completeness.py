@@ -45,7 +45,7 @@ def check_denoiser_weights(family: ModelFamily) -> None:
         for path in weights_files(folder, family.settings.model.variant):
             with opening(path), safe_open(path, framework="pt") as file:
                 found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        wanted = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in family.meta_denoiser.state_dict().items()}
         refuse_missing(folder, wanted.keys() - found.keys(), found.keys() - wanted.keys())
         for name, shape in wanted.items():
             if found[name] != shape:

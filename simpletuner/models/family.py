@@ -10,6 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -169,9 +170,14 @@ class ModelFamily(ABC):
             parameter.requires_grad_(not name.startswith(unused))
         return model
 
+    @cached_property
+    def meta_denoiser(self) -> nn.Module:
+        """The denoiser without any memory, buffers included, for names, shapes and classes. Not to be modified."""
+        return self.denoiser().to("meta")
+
     def exported_config(self) -> dict[str, Any]:
         """The denoiser's config as diffusers writes it into config.json: with all defaults and its own class."""
-        return json.loads(self.denoiser().to_json_string())
+        return json.loads(self.meta_denoiser.to_json_string())
 
     def scheduler(self) -> Any:
         return component_class(self.index, "scheduler", self.folder).from_config(self.scheduler_config)

@@ -11,6 +11,8 @@ from simpletuner.models.registry import flavour_of
 from simpletuner.settings.sections import Model
 
 DENOISERS = ("transformer", "unet")
+LONGEST_HEADER = 100_000_000
+"""Bytes; the longest that safetensors itself reads."""
 
 
 def parameters_of(model: Model) -> tuple[int, str] | None:
@@ -34,10 +36,12 @@ def weights_of_variant(files: Iterable[Path], variant: str | None) -> list[Path]
 
 def parameters_in(path: Path) -> int:
     """Count the numbers of a safetensors file by its header, which lists every shape; 0 for a damaged file."""
+    if not path.is_file():  # opening a FIFO would wait for somebody to write into it
+        return 0
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, path.stat().st_size)))
+            header = json.loads(file.read(min(length, LONGEST_HEADER)))
         return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return 0

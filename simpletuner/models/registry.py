@@ -62,6 +62,8 @@ class Preset:
     """Whether the text encoders read a fixed number of tokens, so that tokenizer_max_length has no effect."""
     embeds_guidance: bool = False
     """Whether some checkpoint embeds the guidance scale, so that flux_guidance_value has an effect."""
+    image_multiple: int = 16
+    """Both sides of a validation image are multiples of this, in px: the VAE's scale times the patch size."""
     order: float = float("inf")
     """Where the family stands in lists; without a number it comes last."""
 

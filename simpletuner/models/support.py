@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,13 +53,29 @@ def check_runnable(loaded: Loaded) -> Loaded:
     Raises SettingsError for what this version cannot run.
     """
     settings = loaded.settings
+    refuse_unsupported(settings)  # first: whoever wants a LoRA is not helped by another family
     check_trainable(settings.model)
     check_path(settings.model)
-    refuse_unsupported(settings)
+    check_validation_size(settings)
     without_effect = list(settings_without_effect(settings))
     if harmful := [sentence for sentence, harms in without_effect if harms]:
         raise SettingsError("\n  ".join(harmful), "leave it out")
     return replace(loaded, warnings=(*loaded.warnings, *(sentence for sentence, _ in without_effect)))
+
+
+def check_validation_size(settings: Settings) -> None:
+    """Raise SettingsError for a validation size that the family's pipeline cannot sample."""
+    size, family = settings.validation.validation_resolution, settings.model.model_family
+    preset = load_preset(family)
+    # Of a user's own family only what its VAE does is known, which makes 1 of 8 px in all that are published.
+    multiple = preset.image_multiple if preset and family not in (settings.model.model_families or {}) else 8
+    sides = [int(side) for side in re.findall(r"\d+", size)]
+    if any(side % multiple for side in sides):
+        nearest = re.sub(r"\d+", lambda side: str(max(1, round(int(side[0]) / multiple)) * multiple), size)
+        raise SettingsError(
+            f"validation_resolution = {size}: both sides must be multiples of {multiple} px with model_family={family}",
+            f"the nearest is {nearest}",
+        )
 
 
 def settings_without_effect(settings: Settings) -> Iterator[tuple[str, bool]]:

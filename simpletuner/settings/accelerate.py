@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.formats import FileEntry, read_entries
+from simpletuner.settings.file_entries import FileEntry
+from simpletuner.settings.formats import read_entries
 from simpletuner.settings.key_table import (
     Ignores,
     KeyTable,
@@ -197,9 +198,15 @@ def default_file(environment: Mapping[str, str]) -> Path | None:
 
 def read_file(path: Path) -> list[FileEntry]:
     """Read an accelerate file. Raises SettingsError when it is missing or does not parse."""
-    if not path.is_file():
+    if not path.exists():
         raise SettingsError(f"there is no accelerate file {path}", "`accelerate config` writes one; or name none")
-    return read_entries(path)
+    entries = read_entries(path)
+    lines: dict[str, int] = {}
+    for entry in entries:
+        if lines.setdefault(entry.key, entry.line) != entry.line:
+            places = f"lines {lines[entry.key]} and {entry.line}"
+            raise SettingsError(f"{path}: {entry.key} is set twice, in {places}", "keep one of them")
+    return entries
 
 
 LAUNCHED = {

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.formats import ASSIGNMENT, BLANK, FORMATS, JSON_TOKEN, FileEntry, is_toml, read_entries
+from simpletuner.settings.config_files import PREFIX
+from simpletuner.settings.file_entries import FileEntry
+from simpletuner.settings.formats import ASSIGNMENT, BLANK, FORMATS, JSON_TOKEN, is_toml, read_entries, suffix_of
 from simpletuner.settings.loading import canonical_name
-from simpletuner.settings.sources import PREFIX
 from simpletuner.system.files import replace_file
 
 TOML_TEXT = r'"(?:\\.|[^"\\\n])*"(?!")|\'[^\'\n]*\'(?!\')'
@@ -71,7 +72,7 @@ def edit_text(path: Path, name: str, value: str) -> str | None:
     if edit.index is not None and entries[edit.index].value == value:
         return None
     text = path.read_bytes().decode("utf-8")
-    candidates = EDITORS[path.suffix.lower()](text.removeprefix(BOM), edit)
+    candidates = EDITORS[suffix_of(path)](text.removeprefix(BOM), edit)
     new = next((new for new in candidates if reads_as(path, new, entries, edit)), None)
     if new is None:
         raise SettingsError(
@@ -90,13 +91,13 @@ def write(path: Path, text: str) -> None:
 
 def setting_of(path: Path, entry: FileEntry) -> str | None:
     """The setting that an entry means; in .env files our prefix is optional."""
-    return canonical_name(entry.key.removeprefix(PREFIX) if path.suffix.lower() == ".env" else entry.key)
+    return canonical_name(entry.key.removeprefix(PREFIX) if suffix_of(path) == ".env" else entry.key)
 
 
 def reads_as(path: Path, text: str, before: list[FileEntry], edit: Edit) -> bool:
     """Whether a text has all other settings as before, in the same order, and the new value once."""
     try:
-        after = list(FORMATS[path.suffix.lower()](text))
+        after = list(FORMATS[suffix_of(path)](text))
     except ValueError:
         return False
     ours = [entry.value for entry in after if setting_of(path, entry) == edit.name]

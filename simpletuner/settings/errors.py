@@ -24,10 +24,10 @@ TYPES = {
     dict: "a JSON object",
 }
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
-EIGHT_BIT = "this version has no 8-bit optimizers: it shares out float32 state over the ranks instead (fsdp_enable)"
 ONLINE = "this version has no online trackers; tensorboard writes files that `tensorboard --logdir` shows"
 REASONS = {
-    **{("optimizer", name): EIGHT_BIT for name in ("adamw8bit", "adam8bit", "adamw_8bit", "lion8bit", "bnb_adamw8bit")},
+    ("lr_scheduler", "sine"): "no schedule rises again",
+    ("lr_scheduler", "cosine_with_restarts"): "no schedule rises again: cosine falls once",
     **{("report_to", name): ONLINE for name in ("wandb", "comet_ml", "mlflow", "swanlab", "all")},
 }
 """Values that users of other tools have in their files, and why they are refused."""
@@ -42,9 +42,12 @@ def to_mistake(item: Any, field: FieldInfo, given: Any, place: object) -> Mistak
     message, hint = f"use {allowed(field)}", ""
     if item["type"] == "value_error":
         message = str(item["ctx"]["error"])
+    elif item["type"] == "finite_number" and len(item["loc"]) > 1:
+        path = ".".join(map(str, item["loc"][1::2]))  # every other part is the type that pydantic tried
+        message = f"{path} is {item['input']}, but must be a finite number"
     elif reason := REASONS.get((name, normalize_name(str(given)))):
         message = f"{reason}; {message}"
-    else:
+    elif given is not None:
         hint = did_you_mean(str(given), map(str, choices_of(field.annotation)))
     return Mistake(name, message, str(place), shorten(given), hint)
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.accelerate import map_file, to_fields
+from simpletuner.settings.config_files import PREFIX
 from simpletuner.settings.deepspeed.config import deepspeed_config
-from simpletuner.settings.formats import FileEntry
+from simpletuner.settings.file_entries import FileEntry
 from simpletuner.settings.loading import Loaded, settings_as_json
 from simpletuner.settings.sections import SECTION_OF, Settings, setting_fields
-from simpletuner.settings.sources import PREFIX
 from simpletuner.settings.spelling import as_text, normalize_value
 
 SAVE_SECONDS = 300

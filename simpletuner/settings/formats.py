@@ -7,47 +7,38 @@ tomlkit carries no lines; PyYAML is what accelerate reads its own files with, so
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
+from simpletuner.settings.file_entries import TOO_DEEP, FileEntry, NotParsed, NotSettings, check_depth
 from simpletuner.system.files import read_file
+from simpletuner.system.paths import descriptor_of
+
+Format = Callable[[str], Iterator[FileEntry]]
+YAML_HEAD = re.compile(r"""---|[\w"'-]+[ \t]*:(\s|$)|%YAML""")
 
 
-@dataclass(frozen=True)
-class FileEntry:
-    """One name and value as written, and their line (0: a place without lines)."""
-
-    key: str
-    value: Any
-    line: int = 0
-    inner_lines: Mapping[str, int] = field(default_factory=dict)
-    """Lines of the names in a value that is itself names and values; of JSON and YAML."""
+MAX_FILE_BYTES = 4 << 20
+"""60,000 settings take 1.5 MiB."""
 
 
-class NotSettings(ValueError):
-    """A text that parses, but is no mapping."""
-
-
-class NotParsed(ValueError):
-    """A text that does not parse: the line, and why."""
-
-    def __init__(self, line: int, reason: str) -> None:
-        super().__init__(f"line {line}: {reason}")
-        self.line, self.reason = line, reason
+def read_text(path: Path) -> str:
+    """Read a file that a user has written. Raises OSError, and UnicodeDecodeError for what is not UTF-8."""
+    return read_file(path, MAX_FILE_BYTES).decode("utf-8-sig")  # bytes: newlines inside values stay as they are
 
 
 def read_entries(path: Path) -> list[FileEntry]:
     """Read a file of settings. Raises SettingsError where it cannot be read or does not parse."""
-    read = FORMATS.get(path.suffix.lower())
-    if read is None and path.is_file():
-        raise SettingsError(f"{path}: settings are read from {', '.join(FORMATS)} files", "give the file such a name")
     try:
-        text = read_file(path).decode("utf-8-sig")  # bytes: newlines inside values stay as they are
-        return list(read(text)) if read else []
+        text = read_text(path)
+        entries = list(format_of(path, text)(text))
+        for entry in entries:
+            check_depth(entry.value)
+        return entries
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}", "check the path") from None
     except UnicodeDecodeError as error:
@@ -58,8 +49,26 @@ def read_entries(path: Path) -> list[FileEntry]:
         raise SettingsError(f"{path} holds {error}, not names and values", hint) from None
     except NotParsed as error:
         raise SettingsError(f"{path}:{error.line} does not parse: {error.reason}", "correct that line") from None
+    except RecursionError:
+        raise SettingsError(f"{path} does not parse: {TOO_DEEP}", "correct that value") from None
     except ValueError as error:
         raise SettingsError(f"{path} does not parse: {error}", "correct that value") from None
+
+
+def format_of(path: Path, text: str) -> Format:
+    """Return the reader for a file's suffix; what a pipe holds shows in its first line. Raises SettingsError."""
+    suffix = suffix_of(path)
+    if descriptor_of(path) is not None or str(path) == os.devnull:
+        head = re.sub(r"\A(\s|#.*\n)+", "", text)
+        suffix = ".json" if head.startswith("{") else ".yaml" if YAML_HEAD.match(head) else ".toml"
+    if suffix not in FORMATS:
+        raise SettingsError(f"{path}: settings are read from {', '.join(FORMATS)} files", "give the file such a name")
+    return FORMATS[suffix]
+
+
+def suffix_of(path: Path) -> str:
+    """A file's suffix; `.env` is a whole name, too."""
+    return path.suffix.lower() or path.name.lower()
 
 
 class Pairs(dict[str, Any]):
@@ -70,7 +79,7 @@ class Pairs(dict[str, Any]):
         self.pairs = pairs
 
 
-JSON_TOKEN = re.compile(r'(?P<text>"(?:\\.|[^"\\])*")(?P<colon>\s*:)?|[\[{]|[\]}]')
+JSON_TOKEN = re.compile(r'(?P<text>"(?:\\.|[^"\\])*")(?P<colon>\s*:)?|[\[{]|[\]}]|\n')
 
 
 def json_entries(text: str) -> Iterator[FileEntry]:
@@ -81,34 +90,77 @@ def json_entries(text: str) -> Iterator[FileEntry]:
         raise NotParsed(error.lineno, f"{error.msg[0].lower()}{error.msg[1:]}, column {error.colno}") from None
     if not isinstance(value, Pairs):
         raise NotSettings("a list" if isinstance(value, list) else "one value")
-    # json has no positions: a second pass over the tokens finds the line of each name at depth 1 and 2.
-    lines: list[tuple[int, dict[str, int]]] = []
-    depth = 0
-    for token in JSON_TOKEN.finditer(text):
-        if token["colon"] and depth in (1, 2):
-            line = text.count("\n", 0, token.start()) + 1
-            if depth == 1:
-                lines.append((line, {}))
-            else:
-                lines[-1][1][json.loads(token["text"])] = line
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
-    for (key, item), (line, inner_lines) in zip(value.pairs, lines, strict=True):
+    for (key, item), (line, inner_lines) in zip(value.pairs, json_lines(text), strict=True):
         yield FileEntry(key, item, line, inner_lines)
 
 
+def json_lines(text: str) -> list[tuple[int, dict[str, int]]]:
+    """Return the line of each name at depth 1, with those of the names at depth 2, of a text that parses.
+
+    json has no positions, so this is a second pass over the tokens. Raises NotParsed for a duplicate key at any depth
+    but the first, of which json would silently take the last.
+    """
+    lines: list[tuple[int, dict[str, int]]] = []
+    open_names: list[dict[str, int]] = []
+    line = 1
+    for token in JSON_TOKEN.finditer(text):
+        if token[0] in ("{", "["):
+            open_names.append({})
+        elif token[0] in ("}", "]"):
+            open_names.pop()
+        elif token["colon"] and len(open_names) == 1:
+            lines.append((line, {}))
+        elif token["colon"]:
+            name = json.loads(token["text"])
+            names = lines[-1][1] if len(open_names) == 2 else open_names[-1]
+            if name in names:
+                raise NotParsed(line, f"duplicate key `{name}`")
+            names[name] = line
+        line += token[0].count("\n")
+    return lines
+
+
 def toml_entries(text: str) -> Iterator[FileEntry]:
-    """Read TOML. A line names a key if what stands above it is whole TOML, not the middle of a long string."""
     import tomllib
 
-    lines = [line + "\n" for line in text.split("\n")]  # splitlines() also splits at characters that TOML does not
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise toml_error(str(error), len(lines)) from None
+        raise toml_error(str(error), text.count("\n") + 1) from None
+    lines = toml_lines(text)
     for key, value in values.items():
-        names = re.compile(rf"\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
-        numbers = (number for number, line in enumerate(lines) if names.match(line))
-        yield FileEntry(key, value, next((number + 1 for number in numbers if is_toml("".join(lines[:number]))), 0))
+        yield FileEntry(key, value, lines.get(key, 0))
+
+
+TOML_TOKEN = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?\"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|\#[^\n]*|[\[{]|[\]}]|\n""", re.DOTALL
+)
+TOML_NAME = re.compile(
+    r"""[ \t]*(?P<table>\[*)[ \t]*(?:"(?P<double>[^"\n]*)"|'(?P<single>[^'\n]*)'|(?P<bare>[\w-]+))"""
+)
+
+
+def toml_lines(text: str) -> dict[str, int]:
+    """Return the line of each outermost name of a text that parses; tomllib has no positions.
+
+    A line begins a statement unless it stands within brackets or a long string.
+    """
+    lines: dict[str, int] = {}
+    depth, in_table = 0, False
+    starts = [(0, 1)]
+    line = 1
+    for token in TOML_TOKEN.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
+        line += token[0].count("\n")
+        if token[0] == "\n" and depth == 0:
+            starts.append((token.end(), line))
+    for position, number in starts:
+        name = TOML_NAME.match(text, position)
+        if name is None or (in_table and not name["table"]):
+            continue
+        in_table = bool(name["table"])
+        lines.setdefault(name["double"] or name["single"] or name["bare"] or "", number)
+    return lines
 
 
 def toml_error(message: str, last_line: int) -> NotParsed:
@@ -131,27 +183,9 @@ def is_toml(text: str) -> bool:
 
 
 def yaml_entries(text: str) -> Iterator[FileEntry]:
-    import yaml
+    from simpletuner.settings.yaml_format import read_yaml  # PyYAML takes 15 ms to import
 
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return
-        if not isinstance(node, yaml.MappingNode):
-            raise NotSettings("a list" if isinstance(node, yaml.SequenceNode) else "one value")
-        loader.flatten_mapping(node)  # `<<: *anchor`
-        for key, value in node.value:
-            inner = value.value if isinstance(value, yaml.MappingNode) else []
-            inner_lines = {str(name.value): name.start_mark.line + 1 for name, _ in inner}
-            yield FileEntry(
-                str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1, inner_lines
-            )
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise NotParsed(line, error.problem or str(error)) from None
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    return read_yaml(text)
 
 
 ASSIGNMENT = re.compile(
@@ -167,18 +201,22 @@ QUOTED = re.compile(
 
 
 def env_entries(text: str) -> Iterator[FileEntry]:
-    """Read `NAME=value` lines as a shell would, quotes, comments and `export` included; nothing is expanded."""
-    position = 0
+    """Read `NAME=value` lines as a shell would: quotes, comments, `export`, a leading `~`. Nothing else is expanded."""
+    position, line = 0, 1
     while position < len(text):
-        line = text.count("\n", 0, position) + 1
-        if blank := BLANK.match(text, position):
-            position = blank.end()
-            continue
-        found = ASSIGNMENT.match(text, position)
+        found = BLANK.match(text, position) or ASSIGNMENT.match(text, position)
         if found is None:
             raise NotParsed(line, "a line is NAME=value; quote a value with blanks or shell characters in it")
-        yield FileEntry(found["key"], "".join(unquote(part, line) for part in QUOTED.finditer(found["value"])), line)
+        if found.re is ASSIGNMENT:
+            home, value = split_home(found["value"])
+            yield FileEntry(found["key"], home + "".join(unquote(part, line) for part in QUOTED.finditer(value)), line)
+        line += text.count("\n", position, found.end())
         position = found.end()
+
+
+def split_home(word: str) -> tuple[str, str]:
+    """Return the home folder where a word begins with an unquoted `~`, and the rest of the word, as a shell would."""
+    return (str(Path.home()), word[1:]) if re.match(r"~(/|$)", word) else ("", word)
 
 
 def unquote(part: re.Match[str], line: int) -> str:
@@ -191,7 +229,7 @@ def unquote(part: re.Match[str], line: int) -> str:
     return re.sub(r'\\(\n|[$`"\\])', lambda found: found[1].strip("\n"), text) if part["double"] else text
 
 
-FORMATS: dict[str, Callable[[str], Iterator[FileEntry]]] = {
+FORMATS: dict[str, Format] = {
     ".json": json_entries,
     ".toml": toml_entries,
     ".yaml": yaml_entries,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from simpletuner.settings.formats import FileEntry
+from simpletuner.settings.file_entries import FileEntry
 from simpletuner.settings.sections import SECTION_OF, Settings
 from simpletuner.settings.spelling import normalize_name
 

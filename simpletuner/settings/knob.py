@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from simpletuner.system.paths import expand_home
+
 NUMBERS = (int, float, int | None, float | None)
 
 
@@ -64,6 +66,21 @@ class Section(BaseModel):
         """Refuse true and false where a number is expected; pydantic would take them as 1 and 0."""
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in NUMBERS:
             raise PydanticCustomError("word", "a number is expected")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def expand_path(cls, value: Any, info: ValidationInfo) -> Any:
+        """Replace `~` by the home folder wherever a path comes from: flag, file, variable."""
+        is_path = kind_of(cls.model_fields[str(info.field_name)].annotation) is Path
+        return expand_home(value) if is_path and isinstance(value, str | Path) else value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def refuse_huge_number(cls, value: Any) -> Any:
+        """Refuse a number that neither torch nor TOML can hold."""
+        if isinstance(value, int) and value >= 1 << 63:
+            raise ValueError("use a whole number below 2^63")
         return value
 
     @field_validator("*", mode="after")

@@ -5,22 +5,36 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from simpletuner.errors import BrokenRule, Mistake, SettingsError
+from simpletuner.errors import MAX_MISTAKES, BrokenRule, Mistake, SettingsError
 from simpletuner.settings.deepspeed.source import apply_deepspeed_config
 from simpletuner.settings.errors import did_you_mean, shorten, to_mistake
+from simpletuner.settings.file_entries import TOO_DEEP, check_depth
+from simpletuner.settings.formats import read_text
 from simpletuner.settings.knob import extra_of
-from simpletuner.settings.rules import find_contradictions, find_missing, normalize, warnings_about
+from simpletuner.settings.original import has_own_names, map_name
+from simpletuner.settings.original_warnings import Fields, about_source, is_original, other_defaults
+from simpletuner.settings.rules import LORA, find_contradictions, find_missing, normalize, warnings_about
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings, setting_fields
-from simpletuner.settings.sources import MergedValues, Origin, RawValue, Source, collect_sources
+from simpletuner.settings.sources import (
+    MergedValues,
+    Origin,
+    RawValue,
+    Source,
+    collect_sources,
+    is_equal,
+    to_setting_type,
+)
 from simpletuner.settings.spelling import WORDS_FOR_NOTHING, as_text, normalize_name
-from simpletuner.system.files import read_file
+from simpletuner.system.paths import expand_home
 
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
 """A short table of texts as it is typed: name=text,name=text."""
@@ -36,6 +50,12 @@ class Loaded:
     warnings: tuple[str, ...] = ()
     sources: Mapping[str, bool] = field(default_factory=dict)
     """Every source by name, weakest first, and whether it was found rather than named by the user."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables of other programs that config.env holds."""
+
+    def pass_on_variables(self, environment: MutableMapping[str, str]) -> None:
+        """Add them to the environment, which takes precedence, as it does for settings; ranks inherit it."""
+        environment.update({name: value for name, value in self.variables.items() if name not in environment})
 
 
 def load(
@@ -55,10 +75,15 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     """Merge sources, weakest first, into settings. Raises SettingsError that lists every mistake at once."""
     sources = list(sources)
     merged = MergedValues()
+    warnings = [warning for source in sources for warning in source.warnings]
+    originals: list[str] = []
     for source in sources:
-        for given in canonical_values(source, merged.mistakes):
+        fields = map_source(source)
+        for given in canonical_values(fields, merged.mistakes):
             merged.set(given, source.name)
-    warnings = [*(warning for source in sources for warning in source.warnings), *apply_deepspeed_config(merged)]
+        warnings += about_source(source, fields)
+        originals += [source.name] if is_original(source, fields) else []
+    warnings += [*other_defaults(originals, merged.values), *apply_deepspeed_config(merged)]
     mistakes, origins = merged.mistakes, merged.origins
     settings = validate(merged.values, origins, mistakes)
     # Rules compare typed values, so they wait until every setting is valid by itself.
@@ -66,31 +91,60 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
         found = [*(find_missing(settings) if complete else ()), *find_contradictions(settings)]
         mistakes += [with_places(mistake, origins) for mistake in found]
     if settings is None or mistakes:
-        raise SettingsError(mistakes=mistakes, hint="`--help` lists every setting with its type")
+        decisive = [with_places(LORA, origins)] if merged.value("model_type") == "lora" else []
+        raise SettingsError(mistakes=[*decisive, *mistakes], hint="`--help` lists every setting with its type")
     about = warnings_about(settings)
     settings, reasons = normalize(settings)
     # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
     changed = {name: replace(origins.get(name, NO_ORIGIN), reason=why) for name, why in reasons.items()}
     implicit = {source.name: source.implicit for source in sources}
-    return Loaded(settings, origins | changed, (*warnings, *about), implicit)
+    variables = {name: value for source in sources for name, value in source.variables.items()}
+    return Loaded(settings, origins | changed, (*warnings, *about), implicit, variables)
 
 
-def canonical_values(source: Source, mistakes: list[Mistake]) -> Iterable[RawValue]:
+def map_source(source: Source) -> Fields:
+    """Say what becomes of each value, by the names that the original and this version have."""
+    names = [canonical_name(given.name) or plain_name(given.name) for given in source.values]
+    theirs = source.is_file and has_own_names(names)
+    return [
+        (given, map_name(given.name, name, given.value, theirs))
+        for given, name in zip(source.values, names, strict=True)
+    ]
+
+
+def canonical_values(fields: Fields, mistakes: list[Mistake]) -> Iterable[RawValue]:
     """Return what a source gives by the names of settings, after adding a mistake for each that cannot be meant."""
-    found: dict[str, RawValue] = {}
-    for given in source.values:
-        name = canonical_name(given.name)
-        if name is None:
-            is_section = isinstance(given.value, Mapping)
-            message = "settings stand side by side, not in sections" if is_section else "unknown setting"
-            hint = "" if is_section else did_you_mean(given.name, setting_fields())
-            mistakes.append(Mistake(given.name, message, given.place, hint=hint))
-        elif name in found:
-            place = f"{found[name].place} and {given.place}"
-            mistakes.append(Mistake(name, "it is set twice", place, hint="keep one of them"))
-        else:
-            found[name] = read_table(name, given, mistakes)
-    return found.values()
+    taken: dict[str, RawValue] = {}
+    for given, found in fields:
+        name = found.setting
+        if found.outcome == "unknown":
+            # Looking for a like name takes a millisecond, which tens of thousands of mistakes must not cost.
+            mistakes.append(unknown_setting(given, may_guess=len(mistakes) < MAX_MISTAKES))
+        elif found.outcome == "refused":
+            mistakes.append(Mistake(given.name, found.note, given.place, shorten(given.value)))
+        elif found.outcome == "set" and name in taken:
+            if not says_the_same(name, taken[name], replace(given, value=found.value)):
+                place = f"{taken[name].place} and {given.place}"
+                mistakes.append(Mistake(name, "it is set twice", place, hint="keep one of them"))
+        elif found.outcome == "set":
+            written = None if found.value is given.value else given.value
+            taken[name] = replace(given, value=found.value, written=written)
+    return [read_table(name, given, mistakes) for name, given in taken.items()]
+
+
+def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
+    if isinstance(given.value, Mapping):
+        return Mistake(given.name, "settings stand side by side, not in sections", given.place)
+    is_variable = Path(given.place.rpartition(":")[0]).suffix.lower() == ".env"
+    otherwise = "set it in the shell if it is a variable of another program" if is_variable else ""
+    like = did_you_mean(given.name, setting_fields()) if may_guess else ""
+    return Mistake(given.name, "unknown setting", given.place, hint=like or otherwise)
+
+
+def says_the_same(name: str, one: RawValue, other: RawValue) -> bool:
+    """Whether two names of a setting have the same value; one name that stands twice is a slip even so."""
+    same_name = plain_name(one.name) == plain_name(other.name)
+    return not same_name and is_equal(to_setting_type(name, one.value), to_setting_type(name, other.value))
 
 
 def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
@@ -103,8 +157,8 @@ def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
         return replace(given, name=name, value=dict(pair.split("=", 1) for pair in text.split(",")))
     file = "" if text.lstrip().startswith("{") else text
     try:
-        value = parse_json(read_file(Path(file).expanduser()).decode("utf-8") if file else text)
-    except (OSError, ValueError, RuntimeError) as error:  # expanduser raises RuntimeError for an unknown user
+        value = parse_json(read_text(expand_home(file)) if file else text)
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"use JSON or the path of a JSON file: {reason}"
         mistakes.append(Mistake(name, message, given.place, shorten(text)))
@@ -113,15 +167,20 @@ def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError where it does not parse, and for an object with a duplicate key."""
-    return json.loads(text, object_pairs_hook=without_duplicates)
+    """Parse JSON. Raises ValueError where it does not parse, is nested deeply, or has a duplicate key in an object."""
+    try:
+        value = json.loads(text, object_pairs_hook=without_duplicates)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    check_depth(value)
+    return value
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises ValueError for a duplicate key, of which json would silently take the last."""
-    names = [name for name, _ in pairs]
-    if duplicates := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"duplicate key `{min(duplicates)}`")
+    counts = Counter(name for name, _ in pairs)
+    if len(counts) < len(pairs):
+        raise ValueError(f"duplicate key `{min(name for name, count in counts.items() if count > 1)}`")
     return dict(pairs)
 
 
@@ -131,12 +190,17 @@ def is_table(annotation: Any) -> bool:
 
 def canonical_name(key: str) -> str | None:
     """Return the setting that a key means: leading dashes, dashes for underscores, any case, older names."""
-    name = normalize_name(key.lstrip("-"))
-    if name in SECTION_OF:
-        return name
-    return next(
-        (known for known, field in setting_fields().items() if name in (extra_of(field, "aliases") or [])), None
-    )
+    name = plain_name(key)
+    return name if name in SECTION_OF else older_names().get(name)
+
+
+@cache
+def older_names() -> Mapping[str, str]:
+    return {alias: name for name, field in setting_fields().items() for alias in extra_of(field, "aliases") or []}
+
+
+def plain_name(key: str) -> str:
+    return normalize_name(key.lstrip("-"))
 
 
 def validate(values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes: list[Mistake]) -> Settings | None:

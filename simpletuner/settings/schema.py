@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from simpletuner.settings.config_files import PREFIX
 from simpletuner.settings.knob import bounds_of, extra_of, shown_default, type_name
 from simpletuner.settings.sections import SECTIONS, Settings, setting_fields
-from simpletuner.settings.sources import ACCELERATE_CONFIG, PREFIX
+from simpletuner.settings.sources import ACCELERATE_CONFIG
 from simpletuner.settings.spelling import choices_of
 
 

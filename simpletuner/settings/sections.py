@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, JsonValue
 from pydantic.fields import FieldInfo
 
+from simpletuner.settings.hosts import check_host
 from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.spelling import normalize_name
+from simpletuner.system.paths import expand_home
 
 
 def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
@@ -21,12 +25,9 @@ def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
     return families and {normalize_name(name): path for name, path in families.items()}
 
 
-def in_home(path: Path | None) -> Path | None:
-    """Replace `~` by the home folder. Raises ValueError for a user that does not exist."""
-    try:
-        return path and path.expanduser()
-    except RuntimeError:
-        raise ValueError(f"there is no home folder {path}") from None
+def in_home(name: str) -> str:
+    """Replace `~` by the home folder in text that may be a path or another name."""
+    return str(expand_home(name)) if name.startswith("~") else name
 
 
 class Model(Section):
@@ -36,7 +37,7 @@ class Model(Section):
     model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
     model_families: Annotated[dict[str, str] | None, AfterValidator(paths_by_name)] = knob(None, "Families of your own: name=package.module:ClassName, or a table of such.")
     model_type: Literal["full", "lora"] = knob("full", "Train all weights; this version knows `lora` by name, and refuses it.")
-    pretrained_model_name_or_path: str = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.", aliases=("model_name",))
+    pretrained_model_name_or_path: Annotated[str, AfterValidator(in_home)] = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.", aliases=("model_name",))
     revision: str | None = knob(None, "Hub revision: a branch, tag or commit.")
     variant: str | None = knob(None, "Weights variant in the folder, such as fp16.")
     prediction_type: Literal["epsilon", "v_prediction"] | None = knob(None, "What a DDPM model predicts; empty: as its scheduler says.")  # fmt: skip
@@ -49,7 +50,7 @@ class DatasetSettings(Section):
     caption_strategy: Literal["textfile", "filename", "instanceprompt"] = knob("textfile", "Where captions come from: a `.txt` file beside the image, its file name, or one phrase.")  # fmt: skip
     instance_prompt: str | None = knob(None, "The phrase for caption_strategy=instanceprompt.")
     prepend_instance_prompt: bool = knob(False, "Put the instance prompt before every caption.")
-    repeats: int = knob(0, "Extra passes over the images in every epoch.", ge=0)
+    repeats: int = knob(0, "Extra passes over the images in every epoch.", ge=0, le=1_000_000)
     resolution: float = knob(1024, "Target size, in the unit of resolution_type.", gt=0)
     resolution_type: Literal["pixel", "area", "pixel_area"] = knob("pixel_area", "Unit of resolution: short edge, megapixels, or the edge of a square of the same area.")  # fmt: skip
     crop: bool = knob(False, "Crop images; without it, only what extends beyond the aspect bucket is cut off.")
@@ -140,17 +141,17 @@ class Parallel(Section):
     zero_stage: Literal[1, 2, 3] | None = knob(None, "Shard optimizer state (1), also gradients (2), also weights (3) over the ranks with DeepSpeed ZeRO; empty: DeepSpeed is off.")  # fmt: skip
     offload_optimizer: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps optimizer state: on the GPU, in the machine's memory, or in files (stage 3).")  # fmt: skip
     offload_param: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps weights between uses (stage 3).")
-    offload_param_path: Annotated[Path | None, AfterValidator(in_home)] = knob(None, "Folder for what DeepSpeed offloads to NVMe.")
+    offload_param_path: Path | None = knob(None, "Folder for what DeepSpeed offloads to NVMe.")
     deepspeed_config: dict[str, JsonValue] | None = knob(None, "DeepSpeed's JSON, inline or as the path of a file; its values become settings where there are such.")  # fmt: skip
 
 
 class Launch(Section):
     """Launch"""
 
-    num_processes: int = knob(1, "Ranks in total, over all machines.", ge=1, aliases=("training_num_processes",))
-    num_machines: int = knob(1, "Machines that train together, each with the same number of ranks.", ge=1, aliases=("training_num_machines",))
+    num_processes: int = knob(1, "Ranks in total, over all machines.", ge=1, le=1_000_000, aliases=("training_num_processes",))
+    num_machines: int = knob(1, "Machines that train together, each with the same number of ranks.", ge=1, le=1_000_000, aliases=("training_num_machines",))
     machine_rank: int = knob(0, "Which of the machines this is, counted from 0.", ge=0)
-    main_process_ip: str = knob("", "Address of machine 0, as the others reach it.")
+    main_process_ip: Annotated[str, AfterValidator(check_host)] = knob("", "Address of machine 0, as the others reach it.")
     main_process_port: int = knob(29500, "TCP port on machine 0 that all ranks connect to.", ge=1, le=65535)
     node_join_timeout: float = knob(600, "How long a machine waits at the start for the others.", unit="s", gt=0)
     node_timeout: float = knob(60, "How long a machine may be silent before the others end the run.", unit="s", gt=0)
@@ -175,7 +176,7 @@ class Checkpoints(Section):
 
     checkpoint_step_interval: int = knob(500, "Optimizer steps between checkpoints.", ge=1, aliases=("checkpointing_steps",))
     checkpoints_total_limit: int = knob(5, "Keep this many of the newest checkpoints.", ge=1)
-    resume_from_checkpoint: str = knob("latest", "`latest`, a checkpoint folder, or `none`.")
+    resume_from_checkpoint: Annotated[str, AfterValidator(in_home)] = knob("latest", "`latest`, a checkpoint folder, or `none`.")
     import_deepspeed_checkpoint: Path | None = knob(None, "A folder with DeepSpeed's own checkpoint to start from, where this run has none; needs allow_pickle.")  # fmt: skip
     allow_pickle: bool = knob(False, "Read the pickles of import_deepspeed_checkpoint: whoever made them can run any program here.")
 
@@ -185,7 +186,7 @@ class Validation(Section):
 
     validation_prompt: list[str] = knob([], "Prompt of a validation image; give it several times for several images.")
     validation_negative_prompt: str = knob("", "What guidance moves away from; empty: the family's unconditional input.")
-    validation_step_interval: int = knob(100, "Optimizer steps between validations.", ge=1, aliases=("validation_steps",))  # fmt: skip
+    validation_step_interval: int = knob(100, "Optimizer steps between validations; 0: only before the first step and after the last.", ge=0, aliases=("validation_steps",))  # fmt: skip
     validation_num_inference_steps: int = knob(30, "Denoising steps per image.", ge=1)
     validation_guidance: float = knob(7.5, "Guidance scale.", ge=0)
     validation_resolution: str = knob("", "Image size as EDGE or WIDTHxHEIGHT in px; empty: the training resolution.")
@@ -231,6 +232,7 @@ SECTION_OF: dict[str, str] = {
 }
 
 
-def setting_fields() -> dict[str, FieldInfo]:
+@cache
+def setting_fields() -> Mapping[str, FieldInfo]:
     """Every setting by name, in the order of the sections."""
     return {name: field for section in SECTIONS.values() for name, field in section.model_fields.items()}

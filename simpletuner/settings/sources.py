@@ -16,15 +16,16 @@ from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.accelerate import default_file, launched_entries, map_file, read_file
+from simpletuner.settings.config_files import PREFIX, FoundConfig, find_config, named_path
 from simpletuner.settings.errors import shorten
-from simpletuner.settings.formats import read_entries
+from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.key_table import MappedField
+from simpletuner.settings.original import TABLE
+from simpletuner.settings.original_names import RENAMED
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
 from simpletuner.settings.spelling import WORDS_FOR_NOTHING, normalize_name, normalize_value
 
-CONFIG_CANDIDATES = ("config/config.json", "config/config.toml", "config/config.yaml")
 CONFIG_ENV = "config/config.env"
-PREFIX = "SIMPLETUNER_"
 ACCELERATE_CONFIG = "accelerate_config"
 """Names a source rather than a setting; may stand wherever settings do. `none` turns the default file off."""
 
@@ -33,13 +34,25 @@ NOT_SETTINGS = {
     "debug": "",
     "home": "",
     "run_secret": "",
-    "env": "pass the file with --config",
+    "env": "set it in the shell: there it chooses a folder of config/",
+    "environment": "set SIMPLETUNER_ENVIRONMENT in the shell: there it chooses a folder of config/",
     "log_level": "errors are short; `--debug` shows more",
     "config_backend": "the file's suffix says its format",
+    "config_type": "the file's suffix says its format",
+    "config_dir": "name the file with --config",
+    "workspace": "set output_dir",
+    "log_format": "errors are short; `--debug` shows more",
     "accelerate_extra_args": "set gpu_ids, use_cpu or an accelerate file",
     "trainer_extra_args": "write each argument as a setting",
 }
 """Names that users have beside settings in config.env or in the environment, and why not used ("": quietly)."""
+OTHER_PROGRAMS = (
+    *("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "DIFFUSERS_", "TOKENIZERS_", "SAFETENSORS_"),
+    *("CUDA_", "NVIDIA_", "CUDNN_", "CUBLAS_", "NCCL_", "GLOO_", "UCX_", "RCCL_", "HIP_", "HSA_", "ROCR_", "MIOPEN_"),
+    *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "XFORMERS_", "OMP_", "MKL_", "DS_"),
+    *("WANDB_", "AWS_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+)
+"""How variables of other programs begin, which the original's config.env holds beside settings."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,8 @@ class RawValue:
     place: str
     file: str = ""
     """The JSON file that was read for the value, if there was one."""
+    written: Any = None
+    """What the file has, where `value` was converted from it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,10 @@ class Source:
     warnings: list[str] = field(default_factory=list)
     implicit: bool = False
     """Found rather than named by the user: the run's summary says what it decided."""
+    is_file: bool = False
+    """A config file or config.env, which may be one of the original's."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables of other programs in config.env, which ranks are given."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +112,8 @@ class MergedValues:
         before = self.origins.get(given.name)
         outranks = (replace(before, outranks=()), *before.outranks) if before else ()
         self.values[given.name] = normalize_value(given.name, setting_fields()[given.name], given.value)
-        self.origins[given.name] = Origin(given.place, given.value, source, outranks, file=given.file)
+        written = given.value if given.written is None else given.written
+        self.origins[given.name] = Origin(given.place, written, source, outranks, file=given.file)
 
     def require_equal(self, given: RawValue, source: str, reason: str = "") -> None:
         """Take a value that another setting implies; a source that says otherwise is a mistake, not outranked."""
@@ -135,8 +155,10 @@ def is_equal(one: Any, other: Any) -> bool:
 def collect_sources(flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]) -> list[Source]:
     """Return all sources, weakest first. Raises SettingsError for a file that is missing or does not parse."""
     flag_source = from_flags(flags)
-    variables = from_environment(environment)
-    path = config or find_config(environment)
+    found = FoundConfig(config) if config else find_config(environment)
+    variables = from_environment({name: value for name, value in environment.items() if name != found.variable})
+    variables.warnings.extend(found.warnings)
+    path = found.path
     files = [from_file(path)] if path else []
     pairs = [from_env_file(Path(CONFIG_ENV))] if path != Path(CONFIG_ENV) and Path(CONFIG_ENV).is_file() else []
     chosen = pop_accelerate_config([*pairs, *files, variables, flag_source])
@@ -174,21 +196,16 @@ def pop_accelerate_config(sources: list[Source]) -> Any:
 
 
 def is_accelerate_config(name: str) -> bool:
-    return normalize_name(name.lstrip("-")).removeprefix(PREFIX.lower()) == ACCELERATE_CONFIG
-
-
-def find_config(environment: Mapping[str, str]) -> Path | None:
-    """Return the config file that the environment names, or the first of the usual ones that exists."""
-    if named := environment.get(PREFIX + "CONFIG"):
-        return Path(named)
-    return next((Path(name) for name in CONFIG_CANDIDATES if Path(name).is_file()), None)
+    name = normalize_name(name.lstrip("-")).removeprefix(PREFIX.lower())
+    return name in (ACCELERATE_CONFIG, *RENAMED[ACCELERATE_CONFIG].split())
 
 
 def from_file(path: Path) -> Source:
-    if path.suffix.lower() == ".env":
+    if suffix_of(path) == ".env":
         return from_env_file(path)
     entries = [entry for entry in read_entries(path) if entry.key != "$schema"]  # for editors, not for us
-    return Source(str(path), [RawValue(entry.key, entry.value, file_place(path, entry.line)) for entry in entries])
+    values = [RawValue(entry.key, entry.value, file_place(path, entry.line)) for entry in entries]
+    return Source(str(path), values, is_file=True)
 
 
 def file_place(path: object, line: int) -> str:
@@ -197,8 +214,18 @@ def file_place(path: object, line: int) -> str:
 
 
 def from_env_file(path: Path) -> Source:
-    pairs = {f"{path}:{entry.line}": (entry.key, entry.value) for entry in read_entries(path)}
-    return from_pairs(str(path), pairs, implicit=path == Path(CONFIG_ENV))
+    entries = read_entries(path)
+    variables = {entry.key: entry.value for entry in entries if is_variable(entry.key)}
+    pairs = {f"{path}:{entry.line}": (entry.key, entry.value) for entry in entries if entry.key not in variables}
+    source = from_pairs(str(path), pairs, implicit=path == Path(CONFIG_ENV))
+    # Names only: their values may be secrets.
+    passed_on = [f"{path}: passed on to the ranks, as variables: {', '.join(variables)}"] if variables else []
+    return replace(source, warnings=[*source.warnings, *passed_on], is_file=True, variables=variables)
+
+
+def is_variable(key: str) -> bool:
+    """Whether a name in config.env is a variable of another program, such as HF_TOKEN."""
+    return key.upper().startswith(OTHER_PROGRAMS) and normalize_name(key) not in (*TABLE.rules, *SECTION_OF)
 
 
 def from_environment(environment: Mapping[str, str]) -> Source:
@@ -231,7 +258,7 @@ def from_accelerate(chosen: Any, environment: Mapping[str, str]) -> list[Source]
     chosen = chosen or environment.get("ACCELERATE_CONFIG_FILE")
     if chosen is not None and normalize_name(chosen) in WORDS_FOR_NOTHING:
         return []
-    path = Path(str(chosen)).expanduser() if chosen else default_file(environment)
+    path = named_path(chosen, ACCELERATE_CONFIG) if chosen else default_file(environment)
     if path is None:
         return []
     fields = map_file(read_file(path))

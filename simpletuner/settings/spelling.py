@@ -85,7 +85,7 @@ def parse_list(text: str) -> list[Any]:
     if text.lstrip().startswith("["):
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return [text]
     return [text]
 

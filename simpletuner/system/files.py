@@ -7,7 +7,10 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from pathlib import Path
+
+from simpletuner.system.paths import descriptor_of
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags for appending to a run's own files: symbolic links are not followed, a FIFO without a reader is refused."""
@@ -60,19 +63,34 @@ def replace_file(path: Path, content: bytes) -> None:
     flush_to_disk(path.parent)
 
 
-def read_file(path: Path) -> bytes:
-    """Return a file's content. Raises OSError, also for a FIFO or a device: reading it might never end.
+def read_file(path: Path, max_bytes: int | None = None) -> bytes:
+    """Return a file's content, or what a pipe at /dev/stdin or /dev/fd/N holds (`--config=<(...)`).
 
-    Process substitution (`--config=<(...)`, a pipe at /dev/fd/N) is the exception.
+    Raises OSError, also for a file above `max_bytes`, and for any other FIFO and all devices: reading them might never
+    end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, opening a FIFO blocks until there is a writer
     with os.fdopen(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode) and not str(path).startswith(("/dev/", "/proc/")):
+        pipe = descriptor_of(path) if stat.S_ISFIFO(mode) else None
+        if not stat.S_ISREG(mode) and pipe is None and str(path) != os.devnull:
             code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
             raise OSError(code, "is a directory" if code == errno.EISDIR else "not a regular file", str(path))
         os.set_blocking(descriptor, True)
-        return file.read()
+        content = file.read(-1 if max_bytes is None else max_bytes + 1)
+    if max_bytes is not None and len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes >> 20} MiB", str(path))
+    if pipe is not None:
+        replace_pipe(pipe, content)
+    return content
+
+
+def replace_pipe(descriptor: int, content: bytes) -> None:
+    """Put a file with its content in the place of a pipe, which gives it only once: ranks must read it, too."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        os.dup2(file.fileno(), descriptor)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -31,7 +31,7 @@ def check_engine(session: Session, family: ModelFamily) -> None:
     settings = session.settings
     weights_files(family.folder / family.denoiser_name, settings.model.variant)
     if settings.parallel.fsdp_enable:
-        model = family.denoiser()
+        model = family.meta_denoiser
         units_of(model, recommended_blocks(model), settings.parallel)
     if (options := deepspeed_options(settings)) is not None:
         from simpletuner.deepspeed.startup import start_deepspeed  # DeepSpeed is optional, and takes seconds to import

@@ -68,6 +68,14 @@ def export(session: Session, family: ModelFamily, state: TrainingState) -> None:
     output = session.settings.training.output_dir
     weights = {PIPELINE_EMA: state.ema.tensors} if state.ema is not None else {}
     weights[PIPELINE] = state.weights  # last, since `exported_steps` takes it as the sign that all is done
+    changed: set[str] = set()
     for name, tensors in weights.items():
         session.report.say(f"writing {output / name}")
-        export_pipeline(family, output / name, state.config, tensors(), session.world, state.schedule.max_steps)
+        sums = export_pipeline(family, output / name, state.config, tensors(), session.world, state.schedule.max_steps)
+        changed |= {file for file, value in state.base_checksums.items() if sums.get(file, value) != value}
+    if changed:
+        names = ", ".join(sorted(changed))
+        session.report.warn(
+            f"{family.folder} changed since the run began, and the pipeline has it as it is now: {names}",
+            "compare it with another copy of the base model",
+        )

@@ -9,11 +9,12 @@ from pathlib import Path
 from simpletuner.caches.keys import file_fingerprint
 from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, load_checkpoint, set_aside
 from simpletuner.checkpoints.tensors import read_shapes
-from simpletuner.checkpoints.verification import find_newest_healthy
+from simpletuner.checkpoints.verification import Verification, find_newest
 from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
 from simpletuner.deepspeed.import_checkpoint import import_deepspeed_checkpoint
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family import ModelFamily
+from simpletuner.parallel.world import World
 from simpletuner.preparation import Plan
 from simpletuner.session import Session
 from simpletuner.settings import Settings
@@ -22,15 +23,15 @@ from simpletuner.training.schedule import Schedule, new_schedule, resumed_schedu
 SHOWN = 3
 
 
-def checkpoint_to_resume(session: Session) -> Checkpoint | None:
-    """Return the checkpoint that the settings ask for, or the newest undamaged one. Collective.
+def checkpoint_to_resume(session: Session, damaged: Mapping[Path, str]) -> Checkpoint | None:
+    """Return the checkpoint that the settings ask for, or the newest that is complete and not `damaged`. Collective.
 
     Raises SettingsError when it is of another model family.
     """
     settings = session.settings
     root, wish = checkpoints_of(settings), settings.checkpoints.resume_from_checkpoint
-    checkpoint, passed_over = find_newest_healthy(root, wish, session.world)
-    for why in passed_over:
+    checkpoint, passed_over = find_newest(root, wish, session.world, damaged)
+    for why in passed_over.values():
         session.report.warn(f"passed over: {why}")
     if checkpoint is None:
         return None
@@ -48,21 +49,32 @@ def checkpoints_of(settings: Settings) -> Path:
     return settings.training.output_dir / "checkpoints"
 
 
-def check_fits(checkpoint: Checkpoint, family: ModelFamily) -> None:
-    """Raise EnvironmentNotReady when a checkpoint's weights are not those of the denoiser. Reads headers only."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
-    found = read_shapes(checkpoint.files("model"), str(checkpoint.folder))
+def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verification: Verification | None) -> None:
+    """Compare the shapes of a checkpoint's weights with the denoiser's; reads headers only. Collective.
+
+    Raises EnvironmentNotReady on all ranks, CheckpointDamaged where a damaged header looks like another model.
+    """
+    if problem := next(filter(None, world.gather_texts(find_misfit(checkpoint, family))), ""):
+        if verification is not None:
+            verification.wait()
+        hint = "check pretrained_model_name_or_path, give another --output_dir, or --resume_from_checkpoint=none"
+        raise EnvironmentNotReady(problem, hint)
+
+
+def find_misfit(checkpoint: Checkpoint, family: ModelFamily) -> str:
+    """Return which weights of a checkpoint are not those of the denoiser; empty if all are."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in family.meta_denoiser.state_dict().items()}
+    try:
+        found = read_shapes(checkpoint.files("model"), str(checkpoint.folder))
+    except EnvironmentNotReady as error:
+        return error.message
     wrong = [
         f"{name} is {found.get(name, 'missing')} in the checkpoint, {wanted.get(name, 'missing')} in the model"
         for name in sorted(wanted.keys() | found.keys())
         if wanted.get(name) != found.get(name)
     ]
-    if wrong:
-        more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise EnvironmentNotReady(
-            f"{checkpoint.folder} is of another model: {'; '.join(wrong[:SHOWN])}{more}",
-            "check pretrained_model_name_or_path, give another --output_dir, or --resume_from_checkpoint=none",
-        )
+    more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    return f"{checkpoint.folder} is of another model: {'; '.join(wrong[:SHOWN])}{more}" if wrong else ""
 
 
 def base_fingerprints(family: ModelFamily) -> dict[str, str]:
@@ -96,7 +108,7 @@ def imported_checkpoint(session: Session, family: ModelFamily) -> Checkpoint | N
     session.report.say(f"importing {source}")
     folder = ""
     if world.is_first:
-        shapes = {name: tuple(tensor.shape) for name, tensor in family.denoiser().state_dict().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in family.meta_denoiser.state_dict().items()}
         root = checkpoints_of(session.settings)
         folder = str(import_deepspeed_checkpoint(source.expanduser(), root, shapes, family.config))
     world.store_barrier("import", session.stop.check)

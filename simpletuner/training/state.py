@@ -38,6 +38,8 @@ class TrainingState:
     sampler_state: SamplerState
     base_fingerprints: Mapping[str, str] = field(default_factory=dict)
     """Of the base model's files, by name."""
+    base_checksums: Mapping[str, str] = field(default_factory=dict)
+    """Of the files that an export copies from the base model, by name, as they were when the run began."""
 
     def snapshot(self, step: int, sampler_state: SamplerState, facts: Mapping[str, Any]) -> Snapshot:
         """Return what a checkpoint after `step` holds; `facts` are for people who read its state.json."""
@@ -53,6 +55,7 @@ class TrainingState:
             "data": self.data_digest,
             "data_version": self.data_version,
             "base": dict(self.base_fingerprints),
+            "base_checksums": dict(self.base_checksums),
             "optimizer": {"steps": optimizer.steps, "moments": sorted(optimizer.tensors)},
             "ema_updates": self.ema.updates if self.ema is not None else None,
         }

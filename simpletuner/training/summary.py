@@ -29,7 +29,7 @@ def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan
     rows: list[tuple[str, Any]] = [
         ("model", f"{settings.model.model_family}, {parameters}, mixed precision: {training.mixed_precision}"),
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
-        *([("wrapping", format_units(family.denoiser(), parallel))] if parallel.fsdp_enable else []),
+        *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
         ("images", describe_buckets(plan)),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),

@@ -118,7 +118,7 @@ class Trainer:
         self.logger.restart_clock()  # what happened since the step is no training time
 
     def is_validation_due(self) -> bool:
-        return self.step == self.max_steps or self.step % self.validate_every == 0
+        return self.step == self.max_steps or bool(self.validate_every and self.step % self.validate_every == 0)
 
     def has_lost_validation(self) -> bool:
         """Return whether a killed run saved this step's checkpoint, but not its validation images. Collective."""

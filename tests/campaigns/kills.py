@@ -1,8 +1,9 @@
 """Kill runs at random moments, run the same command until it is done, and compare every file with an undisturbed run.
 
-    .venv/bin/python tests/campaigns/kills.py --kills 300      # about 90 minutes on 2 cores
+    .venv/bin/python tests/campaigns/kills.py --kills 300      # about an hour on 2 cores
 
-Who is killed is drawn, too: all ranks at once, one rank, or the launcher, whose ranks must then end by themselves.
+Who is killed is drawn, too: all ranks at once, one rank, whose launcher must then end the others, or the launcher,
+whose ranks must then end by themselves.
 `tests/test_campaigns.py` runs a small sample.
 """
 
@@ -37,7 +38,7 @@ from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint  # 
 OLDEST_SECONDS = 15
 """How long a process of a killed run may live on."""
 RANKS = 2
-VICTIMS = {"group": 0.6, "one rank": 0.25, "launcher": 0.15}
+VICTIMS = {"group": 0.65, "one rank": 0.15, "launcher": 0.2}
 TIMINGS = {"samples_per_second", "seconds", "data_seconds"}
 FLAGS = (
     "--fsdp_enable",
@@ -69,7 +70,7 @@ class Campaign:
         began = time.monotonic()
         reference = self.undisturbed()
         # a real launcher and its ranks import torch first, which warm ranks do not
-        longest = {"group": time.monotonic() - began, "launcher": 3 * (time.monotonic() - began) + 15}
+        longest = {"group": time.monotonic() - began, "launched": 3 * (time.monotonic() - began) + 15}
         number = 0
         while (left := kills - sum(self.killed.values())) > 0:
             output = self.folder / f"run{number}"
@@ -101,46 +102,54 @@ class Campaign:
     def kill_once(self, output: Path, longest: dict[str, float]) -> None:
         """Start the command, kill at a random moment, and look at what is left."""
         victim = self.random.choices(list(VICTIMS), list(VICTIMS.values()))[0]
-        if victim == "launcher":
-            ranks = self.kill_launcher(output, self.random.uniform(0.5, longest["launcher"]))
+        if victim == "group":
+            left = self.kill_ranks(output, self.random.uniform(0.05, longest["group"]))
         else:
-            ranks = self.kill_ranks(output, self.random.uniform(0.05, longest["group"]), only_one=victim == "one rank")
+            left = self.kill_launched(output, self.random.uniform(0.5, longest["launched"]), victim)
         self.killed[victim] = self.killed.get(victim, 0) + 1
-        if late := psutil.wait_procs(ranks, timeout=OLDEST_SECONDS)[1]:
-            self.problems.append(
-                f"{output.name}: {victim} was killed, and {len(late)} ranks live {OLDEST_SECONDS} s on"
-            )
-            for process in late:
-                process.kill()
+        if late := psutil.wait_procs(left, timeout=OLDEST_SECONDS)[1]:
+            doing = self.abort(late)
+            self.problems.append(f"{output.name}: {victim} killed, {len(late)} live {OLDEST_SECONDS} s on:\n{doing}")
+            print(self.problems[-1], flush=True)
         for checkpoint in list_checkpoints(output / "checkpoints"):
             load_checkpoint(checkpoint)  # raises when one that can be seen is not whole
 
-    def kill_ranks(self, output: Path, after: float, only_one: bool) -> list[psutil.Process]:
-        """Kill warm ranks, all or one of them; return those that are to end by themselves."""
+    def kill_ranks(self, output: Path, after: float) -> list[psutil.Process]:
+        """Kill all warm ranks; return them."""
         run = self.starter.train(RANKS, *self.command(output))
         time.sleep(after)
         ranks = [psutil.Process(process.pid) for process in run.processes if process.is_alive()]
-        for process in self.random.sample(run.processes, 1) if only_one else run.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
-        for process in run.processes:
-            process.join(OLDEST_SECONDS)
+        run.kill()
+        run.wait()
         return ranks
 
-    def kill_launcher(self, output: Path, after: float) -> list[psutil.Process]:
-        """Kill a real launcher; return its ranks."""
+    def kill_launched(self, output: Path, after: float, victim: str) -> list[psutil.Process]:
+        """Kill a real launcher, or one of its ranks; return all processes that should end then."""
         command = [str(Path(sys.executable).with_name("simpletuner")), "train", *self.command(output)]
-        with (self.folder / "launcher.log").open("ab") as log:
-            launcher = subprocess.Popen(
-                [*command, f"--num_processes={RANKS}"], stdout=log, stderr=log, start_new_session=True
+        with (self.folder / "launched.log").open("wb") as log:
+            launcher = psutil.Popen(
+                [*command, f"--num_processes={RANKS}"],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "PYTHONFAULTHANDLER": "1"},
             )
         end = time.monotonic() + after
         while time.monotonic() < end and launcher.poll() is None:
             time.sleep(0.01)
-        ranks = psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else []
-        launcher.kill()
-        launcher.wait()
-        return ranks
+        if launcher.poll() is not None:
+            return []
+        processes = [launcher, *launcher.children(recursive=True)]
+        ranks = [process for process in processes if is_rank(process)]
+        (launcher if victim == "launcher" or not ranks else self.random.choice(ranks)).kill()
+        return processes
+
+    def abort(self, processes: list[psutil.Process]) -> str:
+        """End processes that should have ended; return the log, where faulthandler writes what they were doing."""
+        for process in processes:
+            process.send_signal(signal.SIGABRT)
+        psutil.wait_procs(processes, timeout=OLDEST_SECONDS)
+        return (self.folder / "launched.log").read_text(errors="replace")
 
     def compare(self, wanted: dict[str, str], found: dict[str, str], output: Path) -> None:
         """Note every file that differs."""
@@ -148,6 +157,13 @@ class Campaign:
             if wanted.get(name) != found.get(name):
                 how = "is missing" if name not in found else "is left behind" if name not in wanted else "differs"
                 self.problems.append(f"{output.name}: {name} {how}")
+
+
+def is_rank(process: psutil.Process) -> bool:
+    try:
+        return "RANK" in process.environ()
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def contents(output: Path) -> dict[str, str]:

@@ -7,9 +7,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from simpletuner.checkpoints.layout import checkpoint_folder, file_sizes
+from simpletuner.checkpoints.layout import Checkpoint, checkpoint_folder, file_sizes
 from simpletuner.checkpoints.saving import write_state
-from simpletuner.checkpoints.verification import compute_checksums, find_newest_healthy
+from simpletuner.checkpoints.verification import CheckpointDamaged, Verification, compute_checksums, find_newest
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.system.files import write_json
@@ -34,6 +34,18 @@ def checkpoint(root: Path, step: int, world: World, older: bool = False) -> Path
     else:
         write_state(folder, state, compute_checksums(folder, world))
     return folder
+
+
+def find_newest_healthy(root: Path, wish: str, world: World) -> tuple[Checkpoint | None, list[str]]:
+    damaged: dict[Path, str] = {}
+    while True:
+        found, passed_over = find_newest(root, wish, world, damaged)
+        try:
+            if found is not None:
+                Verification(found, world).wait()
+            return found, list(passed_over.values())
+        except CheckpointDamaged as error:
+            damaged[error.folder] = error.message
 
 
 DAMAGES = {

@@ -218,7 +218,8 @@ def test_a_folder_with_any_name_is_a_dataset(tmp_path):
     folder = tmp_path / "a\nb\x1b"
     (dataset,), _ = load_datasets(Data(instance_data_dir=folder))
     assert dataset.id == "a_b_"
-    assert "too large" in refusal(Data(instance_data_dir=folder, resolution=1e6))
+    for resolution in (1e6, 1e308):
+        assert "too large" in refusal(Data(instance_data_dir=folder, resolution=resolution))
 
 
 def test_there_is_one_text_cache(tmp_path):

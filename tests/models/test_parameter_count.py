@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ def test_a_folder_of_weights_is_counted_from_its_headers(tmp_path):
     model = Model(model_family="sdxl", pretrained_model_name_or_path=str(tmp_path))
     assert parameters_of(model) == (36, f"counted in {tmp_path / 'unet'}")
     assert parameters_of(model.model_copy(update={"variant": "fp16"})) == (7, f"counted in {tmp_path / 'unet'}")
+
+
+def test_what_is_no_file_of_weights_counts_nothing_and_is_not_waited_for(tmp_path):
+    fifo, folder, deep = tmp_path / "fifo.safetensors", tmp_path / "folder", tmp_path / "deep.safetensors"
+    os.mkfifo(fifo)
+    folder.mkdir()
+    deep.write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000)
+    assert [parameters_in(path) for path in (fifo, folder, deep, tmp_path / "nothing")] == [0, 0, 0, 0]
 
 
 def test_a_published_model_is_known_by_its_family():

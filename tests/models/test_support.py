@@ -69,3 +69,22 @@ def test_a_single_file_and_a_path_to_nothing_are_called_what_they_are(tmp_path):
         with pytest.raises(SettingsError, match="is no folder"):
             checked("sdxl", pretrained_model_name_or_path=str(path))
     assert checked("sdxl", pretrained_model_name_or_path="owner/name")
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "nearest"),
+    [
+        ("sdxl", "100", "96"),
+        ("sdxl", "854x480", "856x480"),
+        ("sd3", "1032", "1024"),
+        ("sana", "1040x4", "1024x32"),
+        ("mine", "100", "96"),
+    ],
+)
+def test_a_validation_size_that_no_pipeline_samples_is_refused_with_the_nearest(family, size, nearest):
+    own = {"model_families": "mine=package.module:Family"} if family == "mine" else {}
+    own["pretrained_model_name_or_path"] = "hub/id"
+    with pytest.raises(SettingsError, match="both sides must be multiples of") as caught:
+        checked(family, validation_resolution=size, **own)
+    assert caught.value.hint == f"the nearest is {nearest}"
+    checked(family, validation_resolution=nearest, **own)

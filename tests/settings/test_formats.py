@@ -92,6 +92,10 @@ def test_a_word_on_one_line_is_what_bash_reads(word):
         "'a'\"b\"c\\ d",
         "\\#",
         "a~b",
+        "~",
+        "~/x",
+        "~/'x y'",
+        "'~/x'",
     ],
 )
 def test_each_way_to_quote_means_what_it_means_to_bash(tmp_path, word):
@@ -106,8 +110,8 @@ def test_each_way_to_quote_means_what_it_means_to_bash(tmp_path, word):
         ("A=$HOME/x", "line 1: `$`, `~` and backticks are not expanded here"),
         ("A=1\nB=`date`", "line 2: `$`"),
         ('A="$X"', "line 1: `$`"),
-        ("A=~/pictures", "line 1: `$`, `~`"),
         ("A=/x:~/y", "line 1: `$`, `~`"),
+        ("A=~nobody/x", "line 1: `$`, `~`"),
         ("A=a b", "line 1: a line is NAME=value"),
         ("A='x\n", "line 1: a line is NAME=value"),
         ("\n\nA=a&b", "line 3: a line is NAME=value"),

@@ -9,10 +9,10 @@ import yaml
 
 from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.settings import load, provenance, settings_as_json
+from simpletuner.settings.config_files import CONFIG_CANDIDATES
 from simpletuner.settings.errors import nearest
 from simpletuner.settings.loading import canonical_name
 from simpletuner.settings.sections import setting_fields
-from simpletuner.settings.sources import CONFIG_CANDIDATES
 
 ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures"}
 
@@ -154,7 +154,7 @@ def test_bounds_themselves_are_allowed():
         ("a.json", '{"seed": 1,}', ":1 does not parse: "),
         ("a.json", '{"seed": 1', ":1 does not parse: expecting ',' delimiter, column 11"),
         ("a.toml", "seed = \n", ":1 does not parse: invalid value, column 8"),
-        ("a.yaml", "seed: [1\ncrop: 2", ":2 does not parse: expected ',' or ']'"),
+        ("a.yaml", "seed: [1\ncrop: 2", ":2 does not parse: did not find expected ',' or ']'"),
         ("a.json", "[1, 2]", "holds a list, not names and values"),
         ("a.yaml", "just words", "holds one value, not names and values"),
     ],
@@ -238,9 +238,16 @@ def test_text_that_no_file_could_hold_is_refused(setting, text):
     assert refusal({**ENOUGH, setting: value}).endswith("(flag): text must be UTF-8 without NUL characters")
 
 
-@pytest.mark.parametrize("inner", [{1: 2}, float("nan"), date(2020, 1, 1)])
-def test_what_is_not_json_is_refused_inside_of_json(inner):
-    assert refusal({**ENOUGH, "deepspeed_config": {"a": inner}}).endswith("(flag): use a JSON object, or none")
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [
+        ({1: 2}, "use a JSON object, or none"),
+        (date(2020, 1, 1), "use a JSON object, or none"),
+        (float("nan"), "a is nan, but must be a finite number"),
+    ],
+)
+def test_what_is_not_json_is_refused_inside_of_json(inner, said):
+    assert refusal({**ENOUGH, "deepspeed_config": {"a": inner}}).endswith(f"(flag): {said}")
 
 
 def test_a_contradiction_says_where_each_setting_stands_unless_it_was_just_typed(tmp_path):
@@ -285,3 +292,59 @@ def test_an_empty_prompt_is_a_prompt_but_an_empty_variable_is_none(tmp_path):
     assert prompts({"validation_prompt": ["[]"]}, path) == []
     assert prompts({}, path, SIMPLETUNER_VALIDATION_PROMPT="") == []
     assert prompts({}, write(tmp_path, "d.env", "VALIDATION_PROMPT=''\n")) == []
+
+
+@pytest.mark.parametrize("variable", ["SIMPLETUNER_ENVIRONMENT", "SIMPLETUNER_ENV", "ENV"])
+def test_a_variable_chooses_a_folder_below_config(tmp_path, monkeypatch, variable):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "config/config.json", '{"seed": 1}')
+    write(tmp_path, "config/foo/config.toml", "seed = 2")
+    alone = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
+
+    def seed(**environment: str) -> int:
+        return load(ENOUGH, environment=alone | environment).settings.training.seed
+
+    assert seed(**{variable: "foo"}) == 2
+    assert seed(**{variable: "default"}) == seed(**{variable: ""}) == 1
+    assert seed(**{variable: "foo"}, SIMPLETUNER_CONFIG="config/config.json") == 1
+    assert load(ENOUGH, environment=alone | {variable: "foo"}).warnings == ()
+
+
+def test_a_folder_that_is_not_there_is_refused_or_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "config/config.json", '{"seed": 1}')
+    alone = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
+    with pytest.raises(SettingsError, match="SIMPLETUNER_ENV = nowhere, but there is no config/nowhere/config.json"):
+        load(ENOUGH, environment=alone | {"SIMPLETUNER_ENV": "nowhere"})
+    [warning] = load(ENOUGH, environment=alone | {"ENV": "nowhere"}).warnings
+    assert warning == "ENV = nowhere, but there is no config/nowhere/config.json, .toml or .yaml: it is not used"
+    assert load(ENOUGH, environment=alone | {"ENV": "/root/.shinit"}).warnings == ()  # a shell's
+    named = tmp_path / "config/config.json"
+    [warning] = load(ENOUGH, named, environment=alone | {"SIMPLETUNER_ENV": "nowhere"}).warnings
+    assert "SIMPLETUNER_ENV (environment SIMPLETUNER_ENV) is not used" in warning
+
+
+@pytest.mark.parametrize(
+    "host", ["", "10.0.0.1", "::1", "fe80::1%eth0", "node-1", "node_1.cluster.local.", "bär.example"]
+)
+def test_addresses_and_host_names_are_accepted(host):
+    assert load({"main_process_ip": host}, complete=False, environment={}).settings.launch.main_process_ip == host
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("10.0.0..100", "use an IP address or a host name"),
+        ("10.0.0.300", "this is no IP address"),
+        ("10.0.0.1:29500", "write 10.0.0.1, and the port as main_process_port=29500"),
+        ("[::1]:29500", "write ::1, and the port as main_process_port=29500"),
+        ("http://x", "use an address without `://`"),
+        ("host name", "use an IP address or a host name"),
+        ("host\n", "use an IP address or a host name"),
+        ("-x", "use an IP address or a host name"),
+        ("x" * 64, "use an IP address or a host name"),
+        ("bär" * 60, "use an IP address or a host name"),
+    ],
+)
+def test_what_cannot_be_looked_up_is_refused(host, said):
+    assert said in refusal({**ENOUGH, "main_process_ip": host})

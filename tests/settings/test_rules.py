@@ -4,7 +4,7 @@ import pytest
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings import Settings, load
-from simpletuner.settings.rules import RULES, find_contradictions
+from simpletuner.settings.rules import LORA, RULES, find_contradictions
 
 ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures"}
 
@@ -31,8 +31,8 @@ REFUSED = [
     ),
     (
         {"model_type": "lora", "zero_stage": 1},
-        "model_type=lora cannot run with DeepSpeed: it shares out the state of all weights, of which an adapter has "
-        "few, and saves them whole; drop zero_stage and deepspeed_config",
+        f"{LORA.message}\n  model_type=lora cannot run with DeepSpeed: it shares out the state of all weights, of "
+        "which an adapter has few, and saves them whole; drop zero_stage and deepspeed_config",
     ),
     (
         {"zero_stage": 2, "offload_param": "cpu"},
@@ -99,7 +99,7 @@ REFUSED = [
     ),
     (
         {"model_type": "lora", "fsdp_enable": True},
-        "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable",
+        f"{LORA.message}\n  model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable",
     ),
     (
         {"fsdp_auto_wrap_policy": "BLOCKS"},

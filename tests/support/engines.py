@@ -14,8 +14,7 @@ import ranks
 import torch
 from torch.distributed.tensor import DTensor
 
-from simpletuner.checkpoints.layout import Checkpoint
-from simpletuner.checkpoints.verification import find_newest_healthy
+from simpletuner.checkpoints.layout import Checkpoint, load_checkpoint
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.registry import family_class
 from simpletuner.parallel.mesh import build_mesh
@@ -166,7 +165,7 @@ def resume_in_turn(arguments: dict[str, Any], names: list[str], saved: list[str]
             for source in saved:
                 root = Path(arguments["folder"])
                 folder = root / f"{name}-x{world.size}-from-{source}"
-                checkpoint, _ = find_newest_healthy(root / source / "checkpoints", f"checkpoint-{SAVED:06d}", world)
+                checkpoint = load_checkpoint(root / source / "checkpoints" / f"checkpoint-{SAVED:06d}")
                 settings = settings_of(arguments, name, folder, world.size)
                 prepared = prepared or prepared_by(world, settings)
                 with opened(world, settings, prepared, checkpoint) as (trainer, state):

@@ -96,6 +96,7 @@ OWN_WORDS = {
         ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", "my.wrap.policy"]
     ),
     "validation_resolution": st.sampled_from(["", "512", "1216x832"]),
+    "main_process_ip": st.sampled_from(["", "10.0.0.1", "fe80::1%eth0", "::1", "node-1.cluster.local", "bär.example"]),
     "deepspeed_config": deepspeed_configs.filter(lambda config: "torch_adam" not in str(config)) | st.none(),
 }
 """Knobs whose text has rules of its own."""

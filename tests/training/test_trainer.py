@@ -152,6 +152,12 @@ def test_checkpoints_are_due_by_step_and_at_the_end_and_validation_follows_them(
     assert [row["learning_rate"] for row in rows_in(tmp_path)] == [1.0, 0.75, 0.5]
 
 
+def test_without_an_interval_validation_comes_before_the_first_step_and_after_the_last(build):
+    trainer = build(max_steps=3, validate_every=0)
+    trainer.train()
+    assert [call for call in trainer.calls if call.startswith("validate")] == ["validate 0", "validate 3"]
+
+
 def test_a_resumed_run_goes_on_with_the_next_step_and_makes_up_for_lost_images(build):
     trainer = build(step=2, validate_every=2)
     trainer.train()

@@ -79,7 +79,7 @@ def test_a_missing_libaio_is_reported_before_any_rank_is_started(tmp_path, monke
     compiler.write_text('#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    flags = ("--model_family=sdxl", "--model_flavour=tiny", "--instance_data_dir=x", "--num_processes=2")
+    flags = ("--model_family=sdxl", "--model_flavour=tiny", f"--instance_data_dir={tmp_path}", "--num_processes=2")
     swap = ("--zero_stage=3", "--offload_optimizer=nvme", f"--offload_param_path={tmp_path}")
     done = subprocess.run(
         [sys.executable, "-m", "simpletuner", "train", *flags, *swap, f"--output_dir={tmp_path / 'run'}"],

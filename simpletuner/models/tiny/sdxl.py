@@ -36,7 +36,8 @@ SCHEDULER: dict[str, Any] = {
 }
 
 
-def build() -> StableDiffusionXLPipeline:
+def build(**unet: Any) -> StableDiffusionXLPipeline:
+    """Build the pipeline; `unet` replaces entries of UNET, for tests and benchmarks."""
     tokenizer = build_clip_tokenizer()
     return StableDiffusionXLPipeline(
         vae=load_vae(),
@@ -44,6 +45,6 @@ def build() -> StableDiffusionXLPipeline:
         text_encoder_2=build_clip(tokenizer, width=64, projection=True),
         tokenizer=tokenizer,
         tokenizer_2=tokenizer,
-        unet=UNet2DConditionModel(**UNET),
+        unet=UNet2DConditionModel(**UNET | unet),
         scheduler=EulerDiscreteScheduler(**SCHEDULER),
     )

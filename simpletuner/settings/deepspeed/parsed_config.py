@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from simpletuner.errors import Mistake
+from simpletuner.errors import MAX_MISTAKES, Mistake
 from simpletuner.settings.errors import did_you_mean, shorten
-from simpletuner.settings.formats import FileEntry
+from simpletuner.settings.file_entries import FileEntry
 from simpletuner.settings.key_table import KeyTable, interpret, put
 from simpletuner.settings.sources import RawValue
 
@@ -43,7 +43,7 @@ class ParsedConfig:
                 self.refuse(found.path, found.value, found.note)
             elif found.outcome == "unknown":
                 parent = found.path.rpartition(".")[0]
-                known = table.names_in(f"{parent}." if parent else "")
+                known = table.names_in(f"{parent}." if parent else "") if len(self.mistakes) < MAX_MISTAKES else ()
                 self.refuse_unknown(found.path, known if parent else {*known, *BLOCKS})
 
     def set(self, setting: str, value: Any, path: str) -> None:

@@ -1,0 +1,48 @@
+"""What a config file is read into, whatever its format, and how a text is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One name and value as written, and their line (0: a place without lines)."""
+
+    key: str
+    value: Any
+    line: int = 0
+    inner_lines: Mapping[str, int] = field(default_factory=dict)
+    """Lines of the names in a value that is itself names and values; of JSON and YAML."""
+
+
+class NotSettings(ValueError):
+    """A text that parses, but is no mapping."""
+
+
+class NotParsed(ValueError):
+    """A text that does not parse: the line, and why."""
+
+    def __init__(self, line: int, reason: str) -> None:
+        super().__init__(f"line {line}: {reason}")
+        self.line, self.reason = line, reason
+
+
+TOO_DEEP = "its brackets are nested too deeply"
+MAX_DEPTH = 100
+"""Levels of tables and lists. Real files have five; Python's own readers give up between 500 and 1,000."""
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError for a value that is nested more deeply than what works on it can follow."""
+    level, depth = [value], 0
+    while level := [item for part in level for item in items_of(part)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(TOO_DEEP)
+
+
+def items_of(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []

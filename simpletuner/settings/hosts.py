@@ -1,0 +1,41 @@
+"""What can be the address of a machine: an IP address or a host name, without port or scheme."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import ip_address
+
+LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
+LONGEST = 253
+
+
+def check_host(host: str) -> str:
+    """Return the address as it came. Raises ValueError for what no name service could look up."""
+    if not host or is_ip(host):
+        return host
+    if found := re.fullmatch(r"(?P<host>[^:/]+|\[[^\]/]+\]):(?P<port>\d+)", host):
+        raise ValueError(f"write {found['host'].strip('[]')}, and the port as main_process_port={found['port']}")
+    if "://" in host:
+        raise ValueError("use an address without `://` and what is around it, such as 10.0.0.1")
+    labels = host.removesuffix(".").split(".")
+    if all(label.isdecimal() for label in labels):
+        raise ValueError("this is no IP address; one has four numbers from 0 to 255, such as 10.0.0.1")
+    if len(host) > LONGEST or not all(map(is_label, labels)):
+        raise ValueError("use an IP address or a host name")
+    return host
+
+
+def is_ip(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_label(label: str) -> bool:
+    """Whether a part of a name can be looked up; letters beyond ASCII are encoded for that."""
+    try:
+        return LABEL.fullmatch(label.encode("idna").decode()) is not None
+    except UnicodeError:
+        return False

@@ -1,0 +1,108 @@
+"""What the user should know of a file of the original: what has no effect here, and what means something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from simpletuner.settings.errors import shorten
+from simpletuner.settings.key_table import MappedField
+from simpletuner.settings.knob import shown_default
+from simpletuner.settings.original import OPTIMIZERS, has_own_names
+from simpletuner.settings.sections import SECTION_OF, setting_fields
+from simpletuner.settings.sources import RawValue, Source
+from simpletuner.settings.spelling import normalize_name
+
+PAGE = "docs/from-the-original.md"
+Fields = Sequence[tuple[RawValue, MappedField]]
+"""What a source holds, and what becomes of each value."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a setting means here and not in the original, said where it is set and `holds` is true of the file."""
+
+    setting: str
+    text: str
+    holds: Callable[[Mapping[str, Any]], bool]
+
+
+def says(name: str, *words: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda values: normalize_name(values.get(name)) in words
+
+
+MEANINGS = (
+    Meaning(
+        "max_grad_norm",
+        "gradients are clipped by their total norm; the original clips each value",
+        lambda values: not says("grad_clip_method", "norm")(values),
+    ),
+    Meaning(
+        "lr_warmup_steps",
+        "lr_scheduler=constant warms up, too; in the original it does not",
+        says("lr_scheduler", "constant"),
+    ),
+    Meaning(
+        "lr_scheduler",
+        "half a cosine from the peak to lr_end over the whole run; in the original lr_warmup_steps is its period",
+        says("lr_scheduler", "cosine"),
+    ),
+)
+DEFAULTS: dict[str, str] = {
+    "learning_rate": "4e-07",
+    "lr_end": "4e-07",
+    "lr_power": "0.8",
+    "seed": "none",
+    "caption_strategy": "filename",
+    "crop_style": "random",
+    "vae_dtype": "bf16",
+    "validation_negative_prompt": "blurry, cropped, ugly",
+    "validation_resolution": "256",
+}
+"""The original's defaults where ours differ and the result depends on them."""
+COUNT_WITH = {
+    "lr_end": says("lr_scheduler", "polynomial"),
+    "lr_power": says("lr_scheduler", "polynomial"),
+    "crop_style": says("crop", "true"),
+}
+"""The settings with which some of these defaults count."""
+
+
+def is_original(source: Source, fields: Fields) -> bool:
+    """Whether a source is a file that has names that only the original's files have."""
+    return source.is_file and has_own_names(found.key for _, found in fields)
+
+
+def about_source(source: Source, fields: Fields) -> Iterator[str]:
+    """Yield what has no effect here, and what means something else than in the original."""
+    idle = [found for _, found in fields if found.outcome in ("neutral", "unused") and found.key not in SECTION_OF]
+    if idle:
+        what = "1 setting has" if len(idle) == 1 else f"{len(idle)} settings have"
+        yield f"{source.name}: {what} no effect here; {PAGE} has the reasons"
+    for given, found in fields:
+        ours, cost = OPTIMIZERS.get(normalize_name(given.value), ("", ""))
+        if found.setting == "optimizer" and cost:
+            yield f"optimizer = {given.value} ({given.place}): {ours} takes its place: {cost}"
+    if is_original(source, fields):
+        yield from other_meanings(fields)
+
+
+def other_meanings(fields: Fields) -> Iterator[str]:
+    """Yield a sentence for each value of the original's file that means something else here."""
+    values = {found.setting or found.key: found.value for _, found in fields}
+    for given, found in fields:
+        for meaning in MEANINGS:
+            if found.setting == meaning.setting and meaning.holds(values):
+                yield f"{given.name} = {shorten(given.value)} ({given.place}): {meaning.text}"
+
+
+def other_defaults(files: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Return one sentence about defaults that are not the original's, where one of its files leaves settings out."""
+    names = [
+        f"{name} is {shown_default(setting_fields()[name]) or 'empty'} (there {theirs})"
+        for name, theirs in DEFAULTS.items()
+        if name not in values and COUNT_WITH.get(name, lambda _: True)(values)
+    ]
+    sentence = f"{', '.join(files)}: not set, with another default here: {', '.join(names)}"
+    return [sentence] if files and names else []

@@ -1,0 +1,33 @@
+"""Paths as a user types them: `~`, and the pipes that a shell hands over as `/dev/fd/63`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DESCRIPTOR = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(?P<number>\d+)")
+
+
+def expand_home(text: str | Path) -> Path:
+    """Replace a leading `~` by the home folder. Raises ValueError for an empty text and for an unknown user.
+
+    A shell expands `~` only where a word begins, so `--output_dir=~/out` comes here as it was typed.
+    """
+    name = str(text)
+    if not name.strip():
+        raise ValueError("a path cannot be empty; `.` is the current folder")
+    if not name.startswith("~"):
+        path = Path(name)
+        # pathlib drops the `./` of `./~x`. Absolute, it means the same when it is written to a file and read again.
+        return path.absolute() if str(path).startswith("~") else path
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        user = name.partition("/")[0]
+        raise ValueError(f"there is no home folder {user}; a file of this name is ./{user}") from None
+
+
+def descriptor_of(path: str | Path) -> int | None:
+    """The number of the open file of this process that a path such as /dev/stdin or /dev/fd/63 means."""
+    found = DESCRIPTOR.fullmatch(str(path))
+    return int(found["number"] or 0) if found else None

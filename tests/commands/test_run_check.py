@@ -1,0 +1,76 @@
+"""`train --dry_run` and `config validate` find what `train` finds before it imports torch, and print the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from simpletuner.app import main
+
+GOOD = {"model_family": "sdxl", "model_flavour": "tiny", "instance_data_dir": "pictures"}
+DATASETS = {"model_family": "sdxl", "model_flavour": "tiny", "data_backend_config": "d.json"}
+CASES = {
+    "no folder": (GOOD | {"instance_data_dir": "gone"}, None),
+    "no dataset file": (DATASETS, None),
+    "dataset file is a folder": (DATASETS | {"data_backend_config": "pictures"}, None),
+    "empty dataset file": (DATASETS, ""),
+    "unknown key of a dataset": (
+        DATASETS,
+        [{"id": "a", "type": "local", "instance_data_dir": "pictures", "repeat": 1}],
+    ),
+    "no folder of a dataset": (DATASETS, [{"id": "a", "type": "local", "instance_data_dir": "gone"}]),
+    "no secret": (GOOD | {"run_secret_file": "gone"}, None),
+    "no checkpoint": (GOOD | {"resume_from_checkpoint": "gone"}, None),
+    "no checkpoint of DeepSpeed": (GOOD | {"import_deepspeed_checkpoint": "gone", "allow_pickle": True}, None),
+    "a GPU twice": (GOOD | {"gpu_ids": "0,0"}, None),
+    "a size that cannot be sampled": (GOOD | {"validation_resolution": "100"}, None),
+    "offloading to a file": (GOOD | {"zero_stage": 3, "offload_param": "nvme", "offload_param_path": "file"}, None),
+}
+WARNED = GOOD | {"flow_schedule_shift": 1, "fsdp_enable": True, "fsdp_version": 1, "accelerate_config": "a.yaml"}
+
+
+@pytest.fixture
+def said(tmp_path, monkeypatch, capsys):
+    """Run a command and return its exit code and the lines of stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SIMPLETUNER_ACCELERATE_CONFIG")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Path("pictures").mkdir()
+    Path("file").touch()
+    Path("a.yaml").write_text("distributed_type: 'NO'\ntpu_name: x\n")
+
+    def command(*arguments: str) -> tuple[int, list[str]]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return int(ended.value.code or 0), capsys.readouterr().err.splitlines()
+
+    return command
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_is_found_by_a_dry_run_by_validate_and_by_train(said, case):
+    settings, datasets = CASES[case]
+    Path("c.json").write_text(json.dumps(settings))
+    if datasets is not None:
+        Path("d.json").write_text(datasets if isinstance(datasets, str) else json.dumps(datasets))
+    code, lines = said("config", "validate", "c.json")
+    assert code in (2, 3, 4) and lines[0].startswith("error: ")
+    assert said("train", "--dry_run", "--config=c.json") == (code, lines)
+    assert said("train", "--config=c.json", "--num_processes=1") == (code, lines)
+    assert not Path("output").exists()
+
+
+def test_a_dry_run_prints_the_warnings_of_validate(said):
+    Path("c.json").write_text(json.dumps(WARNED))
+    code, lines = said("config", "validate", "c.json")
+    warnings = [line for line in lines if line.startswith("warning: ")]
+    assert (code, len(warnings)) == (0, 3), lines
+    assert said("train", "--dry_run", "--config=c.json") == (0, [line for line in lines if "all valid" not in line])
+
+
+def test_checkpoints_that_are_there_are_accepted(said):
+    Path("output/checkpoints/checkpoint-000001").mkdir(parents=True)
+    Path("c.json").write_text(json.dumps(GOOD | {"resume_from_checkpoint": "checkpoint-000001"}))
+    assert said("train", "--dry_run", "--config=c.json") == (0, [])
