@@ -20,7 +20,6 @@ from torch.utils import cpp_extension
 
 from simpletuner.deepspeed.requirements import cannot_compile, check_compiler, check_installed
 from simpletuner.deepspeed.swap_files import remove_dead_swap_folders
-from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
 from simpletuner.settings.deepspeed.config import DeepSpeedOptions
 from simpletuner.system.locks import exclusive_lock
@@ -29,8 +28,8 @@ COMPILE_WAIT_SECONDS = 1800
 """How long one rank waits for another rank that compiles."""
 
 STALE_LOCK_SECONDS = 120
-"""A compilation that no process of this machine has open, and that has written nothing for so long, counts as dead.
-It could belong to another machine that shares the home folder."""
+"""A compilation counts as killed if no process of this machine has its lock open and it has written nothing for so
+long: it could belong to another machine or container that shares the home folder. One source takes 20 to 40 s."""
 
 DEPRECATED_COLLECTIVES = r"`torch\.distributed\.\w+` is deprecated"
 
@@ -50,7 +49,7 @@ def start_deepspeed(
     if world.local_rank == 0 and (owners := remove_dead_swap_folders(folder)):
         names = "; ".join(sorted({str(owner) for owner in owners}))
         say(f"removed what dead runs had offloaded to {folder}: {names}")
-    compile_disk_operators(check_stop)
+    compile_disk_operators(say, check_stop)
 
 
 def import_deepspeed(world: World) -> None:
@@ -75,7 +74,7 @@ def import_deepspeed(world: World) -> None:
         deepspeed.init_distributed(dist_backend=dist.get_backend())
 
 
-def compile_disk_operators(check_stop: Callable[[], None]) -> None:
+def compile_disk_operators(say: Callable[[str], None], check_stop: Callable[[], None]) -> None:
     """Compile the operators that read and write disks, one rank after the other, or load them if they are compiled.
 
     Others are not needed: the optimizer is torch's. Raises EnvironmentNotReady, with the command that fixes it.
@@ -88,7 +87,7 @@ def compile_disk_operators(check_stop: Callable[[], None]) -> None:
         # for that file without a limit; a killed compilation leaves it there. So ranks take turns behind a lock of our
         # own, which ends with its process, and look at torch's first.
         with exclusive_lock(folder.with_name(f".{folder.name}.simpletuner-lock"), COMPILE_WAIT_SECONDS):
-            wait_for_compile(folder, builder.name, check_stop)
+            wait_for_compile(folder, say, check_stop)
             with contextlib.redirect_stdout(sys.stderr):
                 check_compiler()
                 load_operator(builder)
@@ -111,18 +110,21 @@ def load_operator(builder: Any) -> None:
 
 
 def wait_for_compile(
-    folder: Path, operator: str, check_stop: Callable[[], None], stale_seconds: float = STALE_LOCK_SECONDS
+    folder: Path,
+    say: Callable[[str], None],
+    check_stop: Callable[[], None],
+    stale_seconds: float = STALE_LOCK_SECONDS,
 ) -> None:
-    """Wait while any process compiles an operator. Raises EnvironmentNotReady for a lock that a killed one left."""
-    lock = folder / "lock"
+    """Wait while any process compiles an operator; remove the lock of one that was killed, then this one continues."""
+    lock, waiting = folder / "lock", False
     while lock.exists():
         check_stop()
         if not is_open_here(lock) and seconds_since_change(folder) > stale_seconds:
-            raise EnvironmentNotReady(
-                f"a compilation of DeepSpeed's {operator} was killed: it left {lock}, and DeepSpeed would wait for it "
-                "without end",
-                f"make sure that no other machine is compiling it, then `rm {lock}`",
-            )
+            say(f"a compilation of DeepSpeed's {folder.name} was killed: removing {lock}, which it left")
+            lock.unlink(missing_ok=True)
+        elif not waiting:
+            say(f"waiting for another process that compiles DeepSpeed's {folder.name}: it holds {lock}")
+            waiting = True
         time.sleep(0.2)
 
 
