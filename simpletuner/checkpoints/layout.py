@@ -151,6 +151,15 @@ def find_resume_folders(root: Path, wish: str) -> list[Path]:
     return [folder]
 
 
+def files_to_resume_from(root: Path, wish: str) -> list[Path]:
+    """Return the files of the checkpoint that a run is likely to resume from; empty if there is none."""
+    try:
+        folders = find_resume_folders(root, wish)
+        return [path for path in sorted(folders[0].rglob("*")) if path.is_file()] if folders else []
+    except (SettingsError, OSError):  # all ranks say so together, later
+        return []
+
+
 def all_damaged_error(root: Path, problems: Sequence[str]) -> EnvironmentNotReady:
     """Return the error for a run that could only start again from the base model; the user must ask for that."""
     return EnvironmentNotReady(

@@ -46,10 +46,21 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     if is_rank(os.environ):
         terminate_with_parent()
         exit_if_launcher_died(os.environ)
+    read_checkpoint_ahead(loaded.settings)
     # torch is imported from here on: launchers and --dry_run answer without it.
     from simpletuner.worker import run_rank
 
     run_rank(loaded)
+
+
+def read_checkpoint_ahead(settings: Settings) -> None:
+    """Read what this rank verifies of the checkpoint while torch is imported, which takes 5 to 10 s."""
+    from simpletuner.checkpoints.layout import files_to_resume_from
+    from simpletuner.system.files import read_ahead
+
+    root = settings.training.output_dir / "checkpoints"
+    files = files_to_resume_from(root, settings.checkpoints.resume_from_checkpoint)
+    read_ahead(files[int(os.environ.get("RANK", "0")) :: int(os.environ.get("WORLD_SIZE", "1"))])
 
 
 def check_deepspeed(settings: Settings) -> None:

@@ -8,6 +8,9 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from simpletuner.system.paths import descriptor_of
@@ -112,6 +115,20 @@ def write_file(path: Path, content: bytes) -> None:
         hidden.unlink(missing_ok=True)
         raise
     flush_to_disk(path.parent)
+
+
+def read_ahead(paths: Sequence[Path]) -> None:
+    """Have the kernel bring regular files into the page cache, in the background; what cannot be read is left out."""
+
+    def advise() -> None:
+        for path in paths:
+            with suppress(OSError):
+                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # O_NONBLOCK: it could be a FIFO by now
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+                os.close(descriptor)
+
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        threading.Thread(target=advise, name="read ahead", daemon=True).start()
 
 
 def flush_to_disk(path: Path) -> None:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from simpletuner.system.files import replace_file, replace_folder, unfinished_path, write_json
+from simpletuner.system.files import read_ahead, replace_file, replace_folder, unfinished_path, write_json
 
 
 def names(root: Path) -> list[str]:
@@ -66,3 +67,27 @@ def test_replace_folder_loses_nothing_when_the_new_one_cannot_be_renamed(tmp_pat
     with pytest.raises(FileNotFoundError):
         replace_folder(tmp_path / "never written", tmp_path / "pipeline")
     assert [path.read_text() for path in tmp_path.rglob("weights")] == ["trained"]
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux tells whether a file is in the page cache")
+def test_files_are_read_ahead_and_what_cannot_be_read_is_left_out(tmp_path):
+    path, fifo = tmp_path / "weights", tmp_path / "fifo"
+    path.write_bytes(os.urandom(4 << 20))
+    os.mkfifo(fifo)
+    with path.open("rb", buffering=0) as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert not is_cached(file.fileno(), 3 << 20)
+        read_ahead([fifo, tmp_path / "missing", path])
+        end = time.monotonic() + 10
+        while not is_cached(file.fileno(), 3 << 20):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def is_cached(descriptor: int, offset: int) -> bool:
+    """Return whether reading a byte would not wait for the disk."""
+    try:
+        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
