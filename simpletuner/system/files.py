@@ -18,6 +18,9 @@ from simpletuner.system.paths import descriptor_of
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags for appending to a run's own files: symbolic links are not followed, a FIFO without a reader is refused."""
 
+READ_AHEAD_BYTES = 128 << 10
+"""Linux reads no more than its read-ahead window for one request, by default 128 KiB (mm/readahead.c)."""
+
 
 def unfinished_path(folder: Path) -> Path:
     """Return the hidden sibling to which a file or folder is written before it is renamed to its final name."""
@@ -124,7 +127,8 @@ def read_ahead(paths: Sequence[Path]) -> None:
         for path in paths:
             with suppress(OSError):
                 descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # O_NONBLOCK: it could be a FIFO by now
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+                for start in range(0, os.fstat(descriptor).st_size, READ_AHEAD_BYTES):
+                    os.posix_fadvise(descriptor, start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
                 os.close(descriptor)
 
     if hasattr(os, "posix_fadvise"):  # not on macOS
