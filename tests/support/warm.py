@@ -24,9 +24,9 @@ import rich.progress
 import rich.table
 import torch.distributed.checkpoint.hf_storage
 import transformers
-import transformers.conversion_mapping
 import typer._adapters
 import xxhash
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import simpletuner.app
 import simpletuner.models.families.flux
@@ -37,7 +37,7 @@ for lazy in ("StableDiffusionXLPipeline", "FluxPipeline", "UNet2DConditionModel"
     getattr(diffusers, lazy)
 for lazy in ("CLIPTextModel", "CLIPTextModelWithProjection", "CLIPTokenizer", "T5EncoderModel", "T5TokenizerFast"):
     getattr(transformers, lazy)
-transformers.conversion_mapping.get_checkpoint_conversion_mapping("clip")  # builds, and keeps, those of all models
+get_checkpoint_conversion_mapping("clip")  # builds, and keeps, those of all models
 PIL.Image.init()
 figure = matplotlib.figure.Figure()
 figure.subplots().set_title("fonts are found and kept")
