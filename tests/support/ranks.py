@@ -20,9 +20,6 @@ SMALL_UNET = {
 }
 """Two levels instead of three: 212 weights instead of 408, and what a run costs is what its weights cost."""
 
-SMALL_FLUX = {"num_layers": 1, "num_single_layers": 1}
-"""One block of each kind instead of two."""
-
 
 def as_rank(function: Callable[..., None], rank: int, world: int, port: int, log: str, *arguments: Any) -> None:
     """Become one rank of a world, say everything into a log, and run a function."""
@@ -49,19 +46,17 @@ def command_line(arguments: list[str]) -> None:
 
 
 def build_pipeline(family: str, folder: str) -> None:
-    """Write the tiny pipeline of a family; of SDXL and Flux smaller ones, since nearly every test trains them."""
+    """Write the tiny pipeline of a family; of SDXL a smaller one, since nearly every test trains it."""
     from simpletuner.models.registry import family_class
-    from simpletuner.models.tiny import flux, sdxl
+    from simpletuner.models.tiny import sdxl
     from simpletuner.models.tiny.build import build_tiny, fixed_seed
     from simpletuner.settings.sections import Model
 
+    if family != "sdxl":
+        build_tiny(family_class(Model(model_family=family)), Path(folder))
+        return
     with fixed_seed():
-        if family == "sdxl":
-            sdxl.build(**SMALL_UNET).save_pretrained(folder)
-        elif family == "flux":
-            flux.build(**SMALL_FLUX).save_pretrained(folder)
-        else:
-            build_tiny(family_class(Model(model_family=family)), Path(folder))
+        sdxl.build(**SMALL_UNET).save_pretrained(folder)
 
 
 def command_line_at(folders: list[str], arguments: list[str]) -> None:

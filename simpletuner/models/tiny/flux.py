@@ -31,8 +31,7 @@ SCHEDULER: dict[str, Any] = {
 }
 
 
-def build(**transformer: Any) -> FluxPipeline:
-    """Build the pipeline; `transformer` replaces entries of TRANSFORMER, for tests."""
+def build() -> FluxPipeline:
     clip_tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
     return FluxPipeline(
         vae=load_vae(),
@@ -40,6 +39,6 @@ def build(**transformer: Any) -> FluxPipeline:
         text_encoder_2=build_t5(t5_tokenizer, width=64),
         tokenizer=clip_tokenizer,
         tokenizer_2=t5_tokenizer,
-        transformer=FluxTransformer2DModel(**TRANSFORMER | transformer),
+        transformer=FluxTransformer2DModel(**TRANSFORMER),
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
     )
