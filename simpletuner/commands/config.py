@@ -40,6 +40,7 @@ def build_config() -> typer.Typer:
     app.command("schema")(schema)
     app.command("docs")(docs)
     app.command("init")(init)
+    app.command("import")(import_original)
     app.command("export", context_settings=UNKNOWN_FLAGS)(with_settings(export))
     return app
 
@@ -113,6 +114,20 @@ def init(
     refuse_overwriting(output, force)
     save(output, scaffold_toml(settings))
     Report().say(f"{output} is written: set instance_data_dir in it, then `simpletuner train --config {output}`")
+
+
+def import_original(
+    source: Annotated[
+        Path,
+        path_argument("The original's config.json, .toml or .env, its list of datasets, or its config folder."),
+    ],
+    output: Annotated[Path | None, path_option("--output", "Write to this TOML file instead of stdout.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+) -> None:
+    """Turn the original's files into ours; comments say what changed and what was left out."""
+    from simpletuner.commands.config_import import import_files
+
+    import_files(source, output, force)
 
 
 def export(

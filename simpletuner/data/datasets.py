@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,10 +85,16 @@ def load_datasets(data: Data) -> tuple[list[ImageDataset], Path | None]:
         except ValidationError as error:
             problems = [item["msg"].removeprefix("Value error, ") for item in error.errors()]
             raise SettingsError("\n  ".join(problems), "docs/data.md says what resolution_type means") from None
-    path = data.data_backend_config
-    entries = [entry for entry in read_entries(path) if not (entry.get("disabled") or entry.get("disable"))]
+    return parse_datasets(read_entries(data.data_backend_config), data.data_backend_config, data)
+
+
+def parse_datasets(
+    entries: Sequence[Mapping[str, Any]], path: Path, data: Data
+) -> tuple[list[ImageDataset], Path | None]:
+    """Return the datasets of a file, and its text cache. Raises SettingsError that lists every mistake."""
     mistakes: list[str] = []
-    parsed = [parse_entry(f"{path}[{index}]", entry, data, mistakes) for index, entry in enumerate(entries)]
+    enabled = [entry for entry in entries if not is_disabled(entry)]
+    parsed = [parse_entry(f"{path}[{index}]", entry, data, mistakes) for index, entry in enumerate(enabled)]
     images = [entry for entry in parsed if isinstance(entry, ImageDataset)]
     texts = [entry for entry in parsed if isinstance(entry, TextEmbeds)]
     ids = [entry.id for entry in images]
@@ -104,6 +110,10 @@ def load_datasets(data: Data) -> tuple[list[ImageDataset], Path | None]:
     if mistakes:
         raise SettingsError("\n  ".join(mistakes), "docs/data.md lists the keys of a dataset")
     return images, texts[0].cache_dir if texts else data.cache_dir_text
+
+
+def is_disabled(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("disabled") or entry.get("disable"))
 
 
 def inherited(data: Data) -> dict[str, Any]:
@@ -141,35 +151,41 @@ def parse_entry(
     place: str, entry: Mapping[str, Any], data: Data, mistakes: list[str]
 ) -> ImageDataset | TextEmbeds | None:
     """Return one dataset, or None after adding its mistakes."""
+    dataset, problems = read_entry(entry, data)
+    mistakes += [f"{place}: `{key}`{problem}" for key, problem in problems]
+    return dataset
+
+
+def read_entry(entry: Mapping[str, Any], data: Data) -> tuple[ImageDataset | TextEmbeds | None, list[tuple[str, str]]]:
+    """Return one dataset, or None, and what is wrong with which of its keys."""
     kind = TextEmbeds if entry.get("dataset_type") == "text_embeds" else ImageDataset
     fields = kind.model_fields
     table = KeyTable(RULES | dict.fromkeys(fields, Keeps()), unset=(), is_off=lambda value: False)
+    problems: list[tuple[str, str]] = []
     values: dict[str, Any] = {}
     for found in interpret(table, [FileEntry(key, value) for key, value in entry.items()]):
         if found.outcome == "kept":
             values[found.key] = found.value
         elif found.outcome != "neutral":
-            reason = found.note or "unknown key" + nearest(found.path, fields)
-            mistakes.append(f"{place}: `{found.path}`: {reason}")
+            problems.append((found.path, f": {found.note or 'unknown key' + nearest(found.path, fields)}"))
     values = {key: normalize_value(key, fields[key], value) for key, value in values.items()}
     try:
-        return kind(**{**(inherited(data) if kind is ImageDataset else {}), **values})
+        return kind(**{**(inherited(data) if kind is ImageDataset else {}), **values}), problems
     except ValidationError as error:
-        mistakes += [f"{place}: {mistake_of(item, fields)}" for item in error.errors()]
-        return None
+        return None, problems + [problem_of(item, fields) for item in error.errors()]
 
 
-def mistake_of(item: Any, fields: Mapping[str, FieldInfo]) -> str:
-    """Return what is wrong with one key of a dataset."""
+def problem_of(item: Any, fields: Mapping[str, FieldInfo]) -> tuple[str, str]:
+    """Return a key of a dataset and what is wrong with it."""
     key = str(item["loc"][0]) if item["loc"] else "entry"
     if item["type"] == "missing":
-        return f"`{key}`: is missing"
+        return key, ": is missing"
     if item["type"] == "value_error":
-        return f"`{key}`: {item['ctx']['error']}"
+        return key, f": {item['ctx']['error']}"
     value = item["input"]
     reason = VALUES.get(key, {}).get(normalize_name(value), "") if isinstance(value, str) else ""
     close = nearest(str(value), map(str, choices_of(fields[key].annotation)))
-    return f"`{key}` = {shorten(value)}: {f'{reason}; ' if reason else ''}use {allowed(fields[key])}{close}"
+    return key, f" = {shorten(value)}: {f'{reason}; ' if reason else ''}use {allowed(fields[key])}{close}"
 
 
 def duplicates(names: list[str]) -> list[str]:

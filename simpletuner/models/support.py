@@ -11,7 +11,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.architecture import is_path
 from simpletuner.models.registry import Preset, check_trainable, load_preset
 from simpletuner.settings import Loaded
-from simpletuner.settings.rules import refuse_unsupported
+from simpletuner.settings.rules import broken, refuse_unsupported
 from simpletuner.settings.sections import SECTION_OF, Model, Settings, setting_fields
 
 
@@ -72,10 +72,9 @@ def check_validation_size(settings: Settings) -> None:
     sides = [int(side) for side in re.findall(r"\d+", size)]
     if any(side % multiple for side in sides):
         nearest = re.sub(r"\d+", lambda side: str(max(1, round(int(side[0]) / multiple)) * multiple), size)
-        raise SettingsError(
-            f"validation_resolution = {size}: both sides must be multiples of {multiple} px with model_family={family}",
-            f"the nearest is {nearest}",
-        )
+        needed = f"both sides must be multiples of {multiple} px with model_family={family}"
+        message = f"validation_resolution = {size}: {needed}"
+        raise SettingsError(mistakes=[broken(message, "validation_resolution")], hint=f"the nearest is {nearest}")
 
 
 def settings_without_effect(settings: Settings) -> Iterator[tuple[str, bool]]:

@@ -11,6 +11,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.system.paths import expand_home
 
 PREFIX = "SIMPLETUNER_"
+CONFIG_ENV = "config/config.env"
 CONFIG_CANDIDATES = ("config/config.json", "config/config.toml", "config/config.yaml")
 CONFIG_FOLDER = ("SIMPLETUNER_ENVIRONMENT", "SIMPLETUNER_ENV", "ENV")
 """Variables that choose a folder below config/, the strongest first."""
@@ -24,28 +25,43 @@ class FoundConfig:
 
     path: Path | None
     variable: str = ""
+    folder: str = ""
+    """The value of the variable."""
     warnings: tuple[str, ...] = ()
+    env_file: Path | None = None
+    """The config.env of the folder that was chosen."""
 
 
-def find_config(environment: Mapping[str, str]) -> FoundConfig:
-    """Find the config file that the environment names, or the first of the usual ones that exists.
+def find_config(
+    environment: Mapping[str, str], in_config_env: Mapping[str, str], named: Path | None = None
+) -> FoundConfig:
+    """Find the config file that is named, that the environment or config/config.env chooses, or the first usual one.
 
-    `ENV=foo` chooses config/foo/, as for users of the original. Raises SettingsError where SIMPLETUNER_ENV names a
-    folder without a config file; ENV alone may be meant for another program.
+    `ENV=foo` chooses config/foo/, as for users of the original. Raises SettingsError where it names a folder without a
+    config file; ENV=foo without such a folder may be meant for another program.
     """
-    if named := environment.get(PREFIX + "CONFIG"):
-        return FoundConfig(named_path(named, PREFIX + "CONFIG"))
-    usual = first_file(CONFIG_CANDIDATES)
-    variable = next((name for name in CONFIG_FOLDER if FOLDER_NAME.fullmatch(environment.get(name, ""))), "")
-    folder = f"config/{environment.get(variable)}"
-    if not variable or folder == "config/default":
-        return FoundConfig(usual, variable)
-    if path := first_file([candidate.replace("config", folder, 1) for candidate in CONFIG_CANDIDATES]):
-        return FoundConfig(path, variable)
-    problem = f"{variable} = {environment[variable]}, but there is no {folder}/config.json, .toml or .yaml"
-    if variable.startswith(PREFIX):
+    places = ((place, name) for place in (environment, in_config_env) for name in CONFIG_FOLDER)
+    place, variable = next(
+        ((place, name) for place, name in places if FOLDER_NAME.fullmatch(place.get(name, ""))), ({}, "")
+    )
+    chosen = "" if place.get(variable) == "default" else place.get(variable, "")
+    folder = f"config/{chosen}"
+    if named is None and environment.get(PREFIX + "CONFIG"):
+        named = named_path(environment[PREFIX + "CONFIG"], PREFIX + "CONFIG")
+    if named:
+        unused = f"{variable} = {chosen} is not used: the config file is named, {named}"
+        is_meant = chosen and Path(folder).is_dir() and named.parent != Path(folder)
+        return FoundConfig(named, variable, chosen, (unused,) if is_meant or variable.startswith(PREFIX) else ())
+    if not chosen:
+        return FoundConfig(first_file(CONFIG_CANDIDATES), variable, place.get(variable, ""))
+    path = first_file([candidate.replace("config", folder, 1) for candidate in CONFIG_CANDIDATES])
+    env_file = first_file([f"{folder}/config.env"])
+    if path or env_file:
+        return FoundConfig(path, variable, chosen, env_file=env_file)
+    problem = f"{variable} = {chosen}, but there is no {folder}/config.json, .toml, .yaml or .env"
+    if variable.startswith(PREFIX) or Path(folder).is_dir():
         raise SettingsError(problem, f"correct it, or unset {variable} and name the file with --config")
-    return FoundConfig(usual, warnings=(f"{problem}: it is not used",))
+    return FoundConfig(first_file(CONFIG_CANDIDATES), warnings=(f"{problem}: it is not used",))
 
 
 def first_file(names: Iterable[str]) -> Path | None:

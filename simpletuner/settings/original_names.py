@@ -18,6 +18,7 @@ RENAMED: dict[str, str] = {
     "max_train_steps": "max_num_steps",
     "num_train_epochs": "num_epochs",
     "resume_from_checkpoint": "resume_checkpoint",
+    "snr_gamma": "min_snr_gamma",
 }
 """Other names of settings, those of the original's config.env included."""
 
@@ -33,8 +34,8 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     # Names and labels.
     "the folder output_dir names a run": "tracker_run_name tracker_project_name tracker_image_layout",
     "used only with push_to_hub": (
-        "hub_model_id push_to_hub_background model_card_private model_card_safe_for_work model_card_note "
-        "modelspec_comment"
+        "hub_model_id hub_model_name push_to_hub_background model_card_private model_card_safe_for_work "
+        "model_card_note modelspec_comment"
     ),
     "used only with webhook_config": "webhook_reporting_interval",
     "the file is named with --config": "configs_dir merge_environment_config",
@@ -56,12 +57,13 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     ),
     "the result is the same: torch's attention and allocator are used as they are": (
         "unet_attention_slice accelerator_cache_clear_interval set_grads_to_none enable_chunked_feed_forward "
-        "feed_forward_chunk_size disable_tf32"
+        "feed_forward_chunk_size disable_tf32 allow_tf32 use_xformers"
     ),
     "every block is recomputed, which takes the least memory": (
         "gradient_checkpointing_interval gradient_checkpointing_segment_stride"
     ),
-    "gradients and weights are float32": "gradient_precision base_model_default_dtype",
+    "gradients and weights are float32": "gradient_precision base_model_default_dtype pure_bf16",
+    "the command finds its own Python and libraries": "venv_path disable_ld_override",
     "AdamW is torch's fused one": "fuse_optimizer",
     "max_grad_norm is the norm of all gradients": "grad_clip_method",
     "training draws from all timesteps, each sample by itself": (

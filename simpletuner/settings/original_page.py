@@ -22,6 +22,18 @@ names are the same ([options.md](options.md)), and [data.md](data.md) is about i
 another name of a setting, has no effect, or is refused; this page lists them all. `simpletuner config validate FILE`
 says what becomes of one file. The page is written by `simpletuner config docs --original`.
 
+`simpletuner config import FILE --output run.toml` writes a file of this version, which `train --config=run.toml` runs:
+a line per setting, and comments that say what changed, what was left out, and why. FILE is config.json, config.toml,
+config.env, the WebUI's file, a list of datasets, or a folder such as `config/foo`, with the file that the original
+takes there. Where the original's defaults are others and the result depends on them, they are written, too.
+
+- What is refused below is left out, and stands in the file's comments and on stderr: the file runs without it. What
+  decides what is trained (family, LoRA, ControlNet) ends the import with exit code 2 and no file.
+- Datasets that this version refuses as they are become a copy, `run.datasets.json`, with the same reasons.
+- Relative paths stay where the original was started in the same folder (the one that holds `config/`); else they
+  become absolute ones.
+- Values of variables such as `HF_TOKEN` are never copied. `TRAINER_EXTRA_ARGS` is taken apart into settings.
+
 """
 NULL = """\
 ## Values for "not set"

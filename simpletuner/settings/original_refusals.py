@@ -69,7 +69,7 @@ REFUSED: dict[str, str] = {
     "the average begins at the first step; leave it out": "ema_warmup_steps",
     # Data and caches.
     "your images are never deleted; leave it out": (
-        "delete_unwanted_images delete_problematic_images delete_nsfw_images"
+        "delete_unwanted_images delete_problematic_images delete_nsfw_images delete_small_images delete_errored_images"
     ),
     "downloads are never deleted; leave it out": "delete_model_after_load",
     "what images show is not checked; leave it out": "enable_nsfw_check",
@@ -109,7 +109,7 @@ REFUSED: dict[str, str] = {
     "images are not scored; leave it out, and look at validation_prompt's": "evaluation_type eval_dataset_id",
     # Publishing.
     "nothing is uploaded: leave it out, and upload the folder pipeline in output_dir when the run has ended, with "
-    "`hf upload`": "push_to_hub push_checkpoints_to_hub publishing_config",
+    "`hf upload`": "push_to_hub push_checkpoints_to_hub push_checkpoints publishing_config",
     "nothing is posted: leave it out, and follow metrics.jsonl in output_dir": "webhook_config",
     "no program is run by a run: leave it out": "post_checkpoint_script post_upload_script",
     "trackers of your own are not loaded; report_to=tensorboard writes files": "custom_tracker",

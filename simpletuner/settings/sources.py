@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.accelerate import default_file, launched_entries, map_file, read_file
-from simpletuner.settings.config_files import PREFIX, FoundConfig, find_config, named_path
+from simpletuner.settings.config_files import CONFIG_ENV, CONFIG_FOLDER, PREFIX, find_config, named_path
 from simpletuner.settings.errors import shorten
 from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.key_table import MappedField
@@ -25,17 +25,17 @@ from simpletuner.settings.original_names import RENAMED
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
 from simpletuner.settings.spelling import WORDS_FOR_NOTHING, normalize_name, normalize_value
 
-CONFIG_ENV = "config/config.env"
 ACCELERATE_CONFIG = "accelerate_config"
 """Names a source rather than a setting; may stand wherever settings do. `none` turns the default file off."""
 
+CHOOSES_FOLDER = "it chooses a folder of config/ in the shell and in config/config.env, where no file is named"
 NOT_SETTINGS = {
     "config": "",
     "debug": "",
     "home": "",
     "run_secret": "",
-    "env": "set it in the shell: there it chooses a folder of config/",
-    "environment": "set SIMPLETUNER_ENVIRONMENT in the shell: there it chooses a folder of config/",
+    "env": CHOOSES_FOLDER,
+    "environment": CHOOSES_FOLDER,
     "log_level": "errors are short; `--debug` shows more",
     "config_backend": "the file's suffix says its format",
     "config_type": "the file's suffix says its format",
@@ -44,6 +44,7 @@ NOT_SETTINGS = {
     "log_format": "errors are short; `--debug` shows more",
     "accelerate_extra_args": "set gpu_ids, use_cpu or an accelerate file",
     "trainer_extra_args": "write each argument as a setting",
+    "debug_extra_args": "write each argument as a setting",
 }
 """Names that users have beside settings in config.env or in the environment, and why not used ("": quietly)."""
 OTHER_PROGRAMS = (
@@ -155,12 +156,16 @@ def is_equal(one: Any, other: Any) -> bool:
 def collect_sources(flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]) -> list[Source]:
     """Return all sources, weakest first. Raises SettingsError for a file that is missing or does not parse."""
     flag_source = from_flags(flags)
-    found = FoundConfig(config) if config else find_config(environment)
+    base = Path(CONFIG_ENV) if Path(CONFIG_ENV).is_file() else None
+    in_base = folder_variables(base) if base else {}
+    found = find_config(environment, in_base, config)
     variables = from_environment({name: value for name, value in environment.items() if name != found.variable})
     variables.warnings.extend(found.warnings)
     path = found.path
     files = [from_file(path)] if path else []
-    pairs = [from_env_file(Path(CONFIG_ENV))] if path != Path(CONFIG_ENV) and Path(CONFIG_ENV).is_file() else []
+    env_files = [file for file in (base, found.env_file) if file and file != path]
+    used = found.variable if in_base.get(found.variable) == found.folder else ""
+    pairs = [from_env_file(file, used if file == base else "", implicit=True) for file in env_files]
     chosen = pop_accelerate_config([*pairs, *files, variables, flag_source])
     accelerate = from_accelerate(chosen, environment)
     return [*from_launcher(environment), *pairs, *accelerate, *files, variables, flag_source]
@@ -213,11 +218,17 @@ def file_place(path: object, line: int) -> str:
     return f"{path}:{line}" if line else str(path)
 
 
-def from_env_file(path: Path) -> Source:
-    entries = read_entries(path)
+def folder_variables(path: Path) -> dict[str, str]:
+    """The variables of config/config.env that choose a folder of config/."""
+    return {entry.key: entry.value for entry in read_entries(path) if entry.key in CONFIG_FOLDER}
+
+
+def from_env_file(path: Path, used: str = "", implicit: bool = False) -> Source:
+    """Read a config.env; the variable `used` has chosen the config file."""
+    entries = [entry for entry in read_entries(path) if entry.key != used]
     variables = {entry.key: entry.value for entry in entries if is_variable(entry.key)}
     pairs = {f"{path}:{entry.line}": (entry.key, entry.value) for entry in entries if entry.key not in variables}
-    source = from_pairs(str(path), pairs, implicit=path == Path(CONFIG_ENV))
+    source = from_pairs(str(path), pairs, implicit)
     # Names only: their values may be secrets.
     passed_on = [f"{path}: passed on to the ranks, as variables: {', '.join(variables)}"] if variables else []
     return replace(source, warnings=[*source.warnings, *passed_on], is_file=True, variables=variables)

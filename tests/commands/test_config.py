@@ -251,6 +251,7 @@ print("imported", [name for name in sys.argv[1].split(",") if name in sys.module
         ["config", "show", "--json"],
         ["config", "show"],
         ["config", "validate", "c.yaml"],
+        ["config", "import", "c.yaml"],
         ["config", "schema"],
         ["config", "docs"],
         ["config", "init", "--model_family=flux", "--output=new.toml"],

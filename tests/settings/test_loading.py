@@ -317,11 +317,32 @@ def test_a_folder_that_is_not_there_is_refused_or_said(tmp_path, monkeypatch):
     with pytest.raises(SettingsError, match="SIMPLETUNER_ENV = nowhere, but there is no config/nowhere/config.json"):
         load(ENOUGH, environment=alone | {"SIMPLETUNER_ENV": "nowhere"})
     [warning] = load(ENOUGH, environment=alone | {"ENV": "nowhere"}).warnings
-    assert warning == "ENV = nowhere, but there is no config/nowhere/config.json, .toml or .yaml: it is not used"
+    assert warning == "ENV = nowhere, but there is no config/nowhere/config.json, .toml, .yaml or .env: it is not used"
     assert load(ENOUGH, environment=alone | {"ENV": "/root/.shinit"}).warnings == ()  # a shell's
     named = tmp_path / "config/config.json"
     [warning] = load(ENOUGH, named, environment=alone | {"SIMPLETUNER_ENV": "nowhere"}).warnings
-    assert "SIMPLETUNER_ENV (environment SIMPLETUNER_ENV) is not used" in warning
+    assert warning == f"SIMPLETUNER_ENV = nowhere is not used: the config file is named, {named}"
+    (tmp_path / "config/empty").mkdir()
+    with pytest.raises(SettingsError, match=r"ENV = empty, but there is no config/empty/config.json, .* or .env"):
+        load(ENOUGH, environment=alone | {"ENV": "empty"})
+    [warning] = load(ENOUGH, named, environment=alone | {"ENV": "empty"}).warnings
+    assert warning == f"ENV = empty is not used: the config file is named, {named}"
+
+
+def test_config_env_chooses_a_folder_too_and_that_folder_has_a_config_env(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "config/config.json", '{"seed": 1}')
+    write(tmp_path, "config/foo/config.json", '{"seed": 2}')
+    write(tmp_path, "config/bar/config.env", "SEED=3\nHF_TOKEN=x\nNCCL_DEBUG=INFO\n")
+    alone = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
+    write(tmp_path, "config/config.env", "ENV=foo\nLR_WARMUP_STEPS=7\nNCCL_DEBUG=WARN\n")
+    loaded = load(ENOUGH, environment=alone)
+    assert (loaded.settings.training.seed, loaded.settings.optimizer.lr_warmup_steps) == (2, 7)
+    assert not any("ENV" in warning for warning in loaded.warnings)
+    loaded = load(ENOUGH, environment=alone | {"ENV": "bar"})
+    assert (loaded.settings.training.seed, loaded.settings.optimizer.lr_warmup_steps) == (3, 7)
+    assert loaded.variables == {"NCCL_DEBUG": "INFO", "HF_TOKEN": "x"}
+    assert "ENV (config/config.env:1) is not used: it chooses a folder of config/" in loaded.warnings[0]
 
 
 @pytest.mark.parametrize(
