@@ -90,6 +90,23 @@ class SettingsError(SimpleTunerError):
         self.mistakes = tuple(mistakes)
 
 
+@contextmanager
+def collect_error(errors: list[SettingsError]) -> Iterator[None]:
+    """Add a SettingsError of the block to a list, so that other checks can be made before it is raised."""
+    try:
+        yield
+    except SettingsError as error:
+        errors.append(error)
+
+
+def join_errors(errors: Sequence[SettingsError]) -> SettingsError:
+    """Return one error that says all, with the hint of the first."""
+    if len(errors) == 1:
+        return errors[0]
+    mistakes = [mistake for error in errors for mistake in error.mistakes or [BrokenRule("", error.message)]]
+    return SettingsError(mistakes=mistakes, hint=errors[0].hint)
+
+
 class EnvironmentNotReady(SimpleTunerError):
     """Something is missing on this machine: a file, disk space, a package, a network peer."""
 

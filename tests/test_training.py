@@ -103,7 +103,7 @@ def assert_no_pickle(path: Path) -> None:
 
 def test_pictures_are_drawn_by_the_sharded_model_as_by_a_whole_one(sdxl_flags, train, tmp_path):
     prompts = [f"--validation_prompt={prompt}" for prompt in ("a red circle", "a blue square", "a green triangle")]
-    flags = (*sdxl_flags, *prompts, "--validation_num_inference_steps=4", "--validation_resolution=96x64")
+    flags = (*sdxl_flags, *prompts, "--validation_num_inference_steps=4", "--validation_resolution=96x64,64")
     flags = (*flags, "--max_train_steps=2", "--validation_step_interval=1", "--validation_negative_prompt=grey")
     runs = [train(tmp_path / "whole", *flags, "--train_batch_size=4")]
     for reshard in ("true", "false"):
@@ -113,12 +113,15 @@ def test_pictures_are_drawn_by_the_sharded_model_as_by_a_whole_one(sdxl_flags, t
     for step in (0, 1, 2):
         drawn = [
             [
-                np.asarray(Image.open(run.output / "validation" / f"step-{step:06d}" / f"trained-{n:02d}.png"))
+                np.asarray(Image.open(run.output / "validation" / f"step-{step:06d}" / f"trained-{n:02d}-{size}.png"))
                 for n in range(3)
+                for size in ("64x64", "96x64")
             ]
             for run in runs
         ]
-        assert drawn[0][0].shape == (64, 96, 3)
+        assert [picture.shape for picture in drawn[0]] == [(64, 64, 3), (64, 96, 3)] * 3
+        with Image.open(runs[0].output / "validation" / f"grid-{step:06d}.png") as grid:
+            assert grid.size == (8 + 3 * (192 + 8), 34 + 2 * (128 + 8))
         for pictures in drawn[1:]:
             for one, other in zip(drawn[0], pictures, strict=True):
                 assert np.abs(one.astype(int) - other.astype(int)).max() <= 2

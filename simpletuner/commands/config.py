@@ -66,11 +66,10 @@ def show(
 
 def validate(file: Annotated[Path, path_argument("JSON, TOML, YAML or .env file of settings.")]) -> None:
     """Check a config file as `train` would, without running anything."""
-    from simpletuner.commands.run_check import check_run
-    from simpletuner.settings.loading import resolve
+    from simpletuner.commands.run_check import check_run, load_run
     from simpletuner.settings.sources import collect_from_file
 
-    loaded = check_run(resolve(collect_from_file(file)))
+    loaded = check_run(load_run(collect_from_file(file)))
     Report().warn_all(loaded.warnings)
     Report().say(f"{file}: {len(loaded.origins)} settings, all valid")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from simpletuner.commands.options import unknown_flags
 from simpletuner.commands.output_file import refuse_overwriting, save
-from simpletuner.data.datasets import read_entries
+from simpletuner.data.dataset_file import read_entries
 from simpletuner.data.original_datasets import ImportedDatasets, import_datasets
 from simpletuner.errors import SettingsError
 from simpletuner.models.support import check_runnable
@@ -33,6 +33,7 @@ from simpletuner.settings.sources import ACCELERATE_CONFIG, CONFIG_ENV, RawValue
 DATASETS = "data_backend_config"
 OPTIONAL = ("validation", "logging")
 """Sections without which a run trains the same: what cannot be done of them is left out."""
+ALSO_OPTIONAL = ("lr_warmup_steps", "aspect_bucket_alignment")
 
 
 def import_files(path: Path, output: Path | None, force: bool) -> None:
@@ -117,7 +118,7 @@ def resolve_taken(original: Original) -> Loaded:
                 mistake
                 for mistake in error.mistakes
                 if mistake.setting in original.taken
-                and (SECTION_OF.get(mistake.setting) in OPTIONAL or mistake.setting == "lr_warmup_steps")
+                and (SECTION_OF.get(mistake.setting) in OPTIONAL or mistake.setting in ALSO_OPTIONAL)
             ]
             if not optional:
                 raise

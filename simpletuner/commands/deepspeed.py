@@ -100,6 +100,8 @@ def build(
         builder.refuse_shortfall(result.shortfall)
     if apply is not None:
         builder.check_applies(apply, result.json)
+    if builder.inline:
+        report.say(f"kept of the deepspeed_config in {apply}: {', '.join(sorted(builder.inline))}")
     write(report, result.json, output, apply)
     if template_path is not None:
         save(template_path, format_template(result.json))

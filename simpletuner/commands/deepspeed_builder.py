@@ -22,8 +22,9 @@ from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings.deepspeed.config import deepspeed_config, with_auto
 from simpletuner.settings.deepspeed.source import NAME, as_source
-from simpletuner.settings.loading import Loaded, canonical_name, resolve
-from simpletuner.settings.sources import RawValue, Source, collect_from_file, collect_sources, from_flags
+from simpletuner.settings.loading import Loaded, canonical_name, resolve, settings_as_json
+from simpletuner.settings.sources import RANKS, RawValue, Source, collect_from_file, collect_sources, from_flags
+from simpletuner.settings.spelling import as_text
 from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
 
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -40,6 +41,8 @@ class DeepSpeedBuilder:
     answers: dict[str, Any] = field(default_factory=dict)
     sources_of_run: frozenset[str] = frozenset()
     """Sources that the run will read as well, so that the JSON need not repeat their values."""
+    inline: frozenset[str] = frozenset()
+    """Settings that an inline DeepSpeed JSON decides in the file to apply to; the new JSON takes its place."""
 
     @classmethod
     def from_arguments(
@@ -54,7 +57,7 @@ class DeepSpeedBuilder:
     ) -> DeepSpeedBuilder:
         """Build from command-line arguments. Raises SettingsError for invalid ones.
 
-        The file to `apply` to is also read for settings, except for the DeepSpeed configuration that it names so far.
+        The file to `apply` to is also read for settings, and so is a DeepSpeed JSON in it; one that it names is not.
         """
         from simpletuner.deepspeed.template_files import find_template
         from simpletuner.models.parameter_count import parameters_of
@@ -62,7 +65,10 @@ class DeepSpeedBuilder:
         base = [as_source(f"template {template}", find_template(template).config)] if template else []
         sources = collect_sources(flags, config or apply, os.environ)
         kept = [without_deepspeed_config(source) if source.name == str(apply) else source for source in sources]
-        builder = cls([*base, *kept], sources_of_run=frozenset({"launcher", str(apply)}))
+        inline = [read_inline(apply, flags)] if apply else []
+        ranked = [*base, *kept[:-1], *inline, kept[-1]]  # flags come last
+        builder = cls(ranked, sources_of_run=frozenset({"launcher", str(apply)}))
+        builder.inline = frozenset(given.name for source in inline for given in source.values)
         if gpu_memory is not None:
             host_bytes = parse_bytes(host_memory, "--host_memory") if host_memory is not None else None
             builder.budget = MemoryBudget(parse_bytes(gpu_memory, "--gpu_memory"), host_bytes)
@@ -78,9 +84,18 @@ class DeepSpeedBuilder:
         return BuildResult(self.load(), self.sources_of_run, self.budget, self.num_parameters)
 
     def check_applies(self, apply: Path, config: Mapping[str, Any]) -> None:
-        """Raise SettingsError if a config file contradicts the DeepSpeed JSON that it is going to name."""
+        """Raise SettingsError if a config file contradicts the DeepSpeed JSON that it is going to name.
+
+        Also if that JSON cannot hold what an inline one says so far: it would be lost.
+        """
         named = Source("built", [RawValue(NAME, dict(config), "built")])
-        resolve([*map(without_deepspeed_config, collect_from_file(apply)), named], complete=False)
+        after = resolve([*map(without_deepspeed_config, collect_from_file(apply)), named], complete=False)
+        values, wanted = settings_as_json(after), settings_as_json(self.load())
+        if lost := [f"{name} = {as_text(wanted[name])}" for name in self.inline if values[name] != wanted[name]]:
+            raise SettingsError(
+                f"the deepspeed_config in {apply} says {', '.join(sorted(lost))}, which the new one cannot hold",
+                f"write it into {apply} as a setting, and run this again",
+            )
 
     def estimate(self, **more_answers: Any) -> MemoryEstimate:
         """Estimate what the settings so far, with more answers, need. `num_parameters` must be known."""
@@ -166,6 +181,28 @@ class BuildResult:
             left = format_gib(self.budget.gpu_bytes - estimate.gpu_bytes)
             fits = f"fits: {left} of each GPU are left"
             report.say(f"does not fit: it needs {self.shortfall}" if self.shortfall else fits)
+
+
+def read_inline(apply: Path, flags: Mapping[str, Any]) -> Source:
+    """Return what a DeepSpeed JSON within a config file says of settings, beyond the rest of that file."""
+    ranks = from_flags({name: value for name, value in flags.items() if name == RANKS})  # they divide its batch size
+    sources = [*collect_from_file(apply), ranks]
+    is_inline = any(
+        canonical_name(given.name) == NAME and is_json(given.value) for each in sources for given in each.values
+    )
+    if not is_inline:
+        return Source("", [])
+    whole, bare = (resolve(each, complete=False) for each in (sources, map(without_deepspeed_config, sources)))
+    values = settings_as_json(whole)
+    said = [
+        RawValue(name, values[name], whole.origins[name].place) for name in whole.origins.keys() - bare.origins.keys()
+    ]
+    return Source(f"{NAME} of {apply}", said, [text for text in whole.warnings if text not in bare.warnings])
+
+
+def is_json(value: object) -> bool:
+    """Whether a value of deepspeed_config is the JSON itself, not the name of a file."""
+    return isinstance(value, Mapping) or (isinstance(value, str) and value.lstrip().startswith("{"))
 
 
 def without_deepspeed_config(source: Source) -> Source:

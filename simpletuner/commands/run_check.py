@@ -5,32 +5,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from simpletuner.errors import DataError, SettingsError
+from simpletuner.errors import DataError, SettingsError, collect_error, join_errors
 from simpletuner.settings import Loaded, Settings
+from simpletuner.settings.errors import InvalidSettings
+from simpletuner.settings.loading import resolve
+from simpletuner.settings.sources import Source
 
 if TYPE_CHECKING:
     from simpletuner.data.datasets import ImageDataset
 
 
+MODEL_SETTINGS = ("model_family", "model_flavour", "model_families", "pretrained_model_name_or_path")
+
+
+def load_run(sources: Iterable[Source]) -> Loaded:
+    """Merge the sources of a run.
+
+    Raises SettingsError that lists all mistakes, those of its model and its dataset file included, the one that
+    decides first: with another model the rest may be no mistakes.
+    """
+    try:
+        return resolve(sources)
+    except InvalidSettings as error:
+        raise join_errors(errors_around(error)) from None
+
+
+def errors_around(error: InvalidSettings) -> list[SettingsError]:
+    """Add to the mistakes of settings what is wrong with the model and the dataset file that they name."""
+    from simpletuner.data.datasets import load_datasets
+    from simpletuner.models.registry import check_trainable
+
+    model, data = error.settings.model, error.settings.data
+    before: list[SettingsError] = []
+    after: list[SettingsError] = []
+    if model.model_family and error.invalid.isdisjoint(MODEL_SETTINGS):
+        with collect_error(before):
+            check_trainable(model)
+    if data.data_backend_config is not None:
+        with collect_error(after):
+            load_datasets(data)
+    # Whoever wants a LoRA, the first of the mistakes then, is not helped by another family.
+    return [error, *before, *after] if model.model_type == "lora" else [*before, error, *after]
+
+
 def check_run(loaded: Loaded) -> Loaded:
     """Return the settings with all warnings about them. Raises SimpleTunerError for what stops the run."""
-    from simpletuner.data.datasets import load_datasets
+    from simpletuner.data.datasets import load_datasets, unused_keys
     from simpletuner.deepspeed.requirements import check_settings
     from simpletuner.launch.plan import visible_gpus
     from simpletuner.models.parameter_count import parameters_of
     from simpletuner.models.support import check_runnable
 
-    loaded = check_runnable(loaded)
-    settings = loaded.settings
-    datasets, _ = load_datasets(settings.data)
+    settings, errors, datasets = loaded.settings, [], []
+    with collect_error(errors):
+        loaded = check_runnable(loaded)
+    with collect_error(errors):
+        datasets, _ = load_datasets(settings.data)
+    if errors:
+        raise join_errors(errors)
     visible_gpus(settings.launch)
     check_named_files(settings)
     counted = parameters_of(settings.model)
-    warnings = check_settings(settings, counted and counted[0])
+    warnings = (*unused_keys(settings.data), *check_settings(settings, counted and counted[0]))
     check_image_folders(datasets)
     return replace(loaded, warnings=(*loaded.warnings, *warnings))
 

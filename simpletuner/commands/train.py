@@ -12,7 +12,8 @@ import typer
 from simpletuner.commands.options import as_arguments
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
-from simpletuner.settings import Loaded, Settings, load
+from simpletuner.settings import Loaded, Settings
+from simpletuner.system.paths import descriptor_of
 
 DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each machine would start, without starting it.")
 AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scripts.")
@@ -20,13 +21,14 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again to resume."""
-    from simpletuner.commands.run_check import check_run
+    from simpletuner.commands.run_check import check_run, load_run
     from simpletuner.launch import check_world_size, choose_gpus, is_rank, launch_ranks
     from simpletuner.launch.launcher_connection import exit_if_launcher_died
     from simpletuner.models.support import check_runnable
+    from simpletuner.settings.sources import collect_sources
     from simpletuner.system.signals import terminate_with_parent
 
-    loaded = load(flags, config)
+    loaded = load_run(collect_sources(flags, config, os.environ))
     loaded.pass_on_variables(os.environ)  # first: CUDA_VISIBLE_DEVICES decides which GPUs there are
     # What started a rank has checked all this, or each rank does so as it goes.
     loaded = check_runnable(loaded) if is_rank(os.environ) else check_run(loaded)
@@ -80,8 +82,15 @@ def show_plan(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_
 
     # Every machine gets its own --machine_rank.
     shared = {name: value for name, value in flags.items() if name != "machine_rank"}
-    plans = describe_plans(loaded.settings.launch, ["train", *as_arguments(shared, config)])
+    arguments = [as_typed(argument) for argument in as_arguments(shared, config)]
+    plans = describe_plans(loaded.settings.launch, ["train", *arguments])
     if as_json:
         Report().json(plans)
     else:
         Report().text("\n\n".join(as_text(plan) for plan in plans) + "\n")
+
+
+def as_typed(argument: str) -> str:
+    """Return a flag as it was typed, where the shell has put the number of a pipe in the place of `<(...)`."""
+    name, _, value = argument.partition("=")
+    return f"{name}=<(...)" if descriptor_of(value) else argument

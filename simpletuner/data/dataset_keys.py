@@ -18,7 +18,7 @@ NO_CONDITIONING = LATER + ": a model is trained on images and captions alone"
 REASONS: dict[str, str] = {
     "probability": "every sample is seen equally often; use `repeats` to weight datasets",
     **dict.fromkeys(
-        ("start_epoch", "start_step", "end_epoch", "end_step", "disable_after_epoch_step"),
+        ("start_epoch", "start_step", "end_epoch", "end_step", "disable_after_epoch_step", "ignore_epochs"),
         LATER + ": datasets take part from the first step to the last; stop, change the file and resume",
     ),
     "max_num_samples": LATER + ": move the images to leave out to another folder",
@@ -29,12 +29,10 @@ REASONS: dict[str, str] = {
     "timestep_sampling_offset": LATER + ": one density of timesteps holds for all datasets",
     **{key: ONE_FOR_ALL.format(key) for key in ("train_batch_size", "vae_batch_size", "text_encoder_batch_size")},
     "caption_dropout_probability": ONE_FOR_ALL.format("caption_dropout_probability"),
-    **dict.fromkeys(("write_batch_size", "read_batch_size"), "records are written one by one; nothing to tune"),
-    **dict.fromkeys(("image_processing_batch_size", "max_workers"), "two threads per rank decode; nothing to tune"),
     **dict.fromkeys(("conditioning_image_embed_batch_size", "conditioning_image_embeds"), NO_CONDITIONING),
     **dict.fromkeys(("cache_dir_conditioning_image_embeds", "conditioning_type", "conditioning_data"), NO_CONDITIONING),
     **dict.fromkeys(("source_dataset_id", "conditioning", "conditioning_config"), NO_CONDITIONING),
-    **dict.fromkeys(("grounding", "grounding_data", "disable_validation", "distillation_type"), NO_CONDITIONING),
+    **dict.fromkeys(("grounding", "grounding_data", "distillation_type"), NO_CONDITIONING),
     **dict.fromkeys(
         ("aws_data_prefix", "aws_bucket_name", "aws_region_name", "aws_endpoint_url", "aws_access_key_id"), LOCAL
     ),
@@ -44,6 +42,7 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("memory_filesystem_path", "memory_filesystem_size", "memory_filesystem_sudo"), LOCAL),
     **dict.fromkeys(("dataset_name", "split", "revision", "streaming", "num_proc", "hf_token"), LOCAL),
     **dict.fromkeys(("image_column", "caption_column", "description_column", "quality_column"), LOCAL),
+    **dict.fromkeys(("huggingface", "config"), LOCAL),
     **dict.fromkeys(("quality_thresholds", "filter_func", "composite_image_config"), LOCAL),
     **dict.fromkeys(("source", "metadata", "subfolder", "webshart"), LOCAL),
     **dict.fromkeys(("webshart_optimize_captions", "webshart_optimise_captions"), LOCAL),
@@ -51,29 +50,45 @@ REASONS: dict[str, str] = {
     "disable_multiline_split": LATER + ": each line of a text file is a caption of its own",
     "caption_shuffle": LATER + ": write the variants as lines of the text file",
     "caption_filter_list": LATER + ": edit the text files",
-    "text_embeds": "there is one text cache: the dataset of type text_embeds",
     **dict.fromkeys(("text_cache_ondemand", "text_cache_disable"), "all captions are encoded before training"),
     "metadata_backend": LATER + " beyond `discovery`",
     "parquet": LATER + ": captions come from text files, file names or one phrase",
-    **dict.fromkeys(("metadata_update_interval", "preserve_data_backend_cache", "skip_file_discovery"), BY_READING),
-    **dict.fromkeys(("scan_for_errors", "vae_cache_scan_behaviour"), VERIFIED),
-    **dict.fromkeys(("maximum_image_size", "target_downsample_size"), "images are resized in one step"),
     "max_upscale_threshold": LATER + ": minimum_image_size leaves small images out",
+    "bucket_resolutions": LATER + ": buckets come from resolution and aspect_bucket_alignment",
     "crop_aspect_buckets": LATER + ": buckets come from resolution and aspect_bucket_alignment",
     **dict.fromkeys(("delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"), GONE),
     "image_embeds": "latents are cached in cache_dir_vae of the dataset itself",
-    "vae_cache_clear_each_epoch": "random crops are chosen once per image, so latents stay valid",
     **dict.fromkeys(("vae_cache_ondemand", "vae_cache_disable"), "all images are encoded before training"),
-    "compress_cache": LATER + ": latents hardly shrink",
-    "hash_filenames": "caches are keyed by content; drop this key",
     **dict.fromkeys(("video", "audio", "video_column", "audio_column", "s2v_datasets"), LATER + ": only images"),
-    **dict.fromkeys(("audio_caption_fields", "lyrics_column"), LATER + ": only images"),
+    **dict.fromkeys(("audio_caption_fields", "lyrics_column", "is_i2v"), LATER + ": only images"),
 }  # fmt: skip
+
+NO_EFFECT: dict[str, str] = {
+    **dict.fromkeys(("write_batch_size", "read_batch_size"), "records are written one by one; nothing to tune"),
+    **dict.fromkeys(("image_processing_batch_size", "max_workers"), "two threads per rank decode; nothing to tune"),
+    **dict.fromkeys(("metadata_update_interval", "preserve_data_backend_cache", "skip_file_discovery"), BY_READING),
+    **dict.fromkeys(("scan_for_errors", "vae_cache_scan_behaviour"), VERIFIED),
+    "text_embeds": "there is one text cache: the dataset of type text_embeds",
+    "compress_cache": "latents hardly shrink",
+    **dict.fromkeys(("hash_filenames", "cache_file_suffix"), "caches are keyed by content"),
+    "disable_validation": "validation draws from text alone",
+}
+"""Keys that ask for what happens anyway, or for what nobody misses."""
+MISSED: dict[str, str] = {
+    **dict.fromkeys(
+        ("maximum_image_size", "target_downsample_size"),
+        "images are resized to cover their bucket, and cropped there",
+    ),
+    "vae_cache_clear_each_epoch": "random crops are chosen once per image",
+}
+"""Keys without effect of which the result may depend in the original."""
 
 RULES: dict[str, Rule] = {
     **{key: Refuses(reason) for key, reason in REASONS.items()},
+    **{key: Ignores(reason, warns=False) for key, reason in NO_EFFECT.items()},
+    **{key: Ignores(reason) for key, reason in MISSED.items()},
     "metadata_backend": Refuses(REASONS["metadata_backend"], neutral=("discovery",)),
-    "disable": Ignores("an older name of `disabled`, which is read before the other keys", warns=False),
+    "probability": Refuses(REASONS["probability"], neutral=(1,)),
 }
 
 VALUES: dict[str, dict[str, str]] = {

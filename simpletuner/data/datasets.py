@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
+from simpletuner.data.dataset_file import DatasetEntry, read_entries
 from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.folders import check_id, find_nested_ids, id_of_folder
-from simpletuner.errors import SettingsError
-from simpletuner.settings.errors import allowed, nearest, shorten
-from simpletuner.settings.file_entries import FileEntry
-from simpletuner.settings.formats import read_text
+from simpletuner.errors import BrokenRule, Mistake, SettingsError
+from simpletuner.settings.errors import allowed, did_you_mean, shorten
 from simpletuner.settings.key_table import Keeps, KeyTable, interpret
 from simpletuner.settings.knob import Section
-from simpletuner.settings.loading import parse_json
+from simpletuner.settings.original import is_off, zero_as
+from simpletuner.settings.placeholders import OF_A_DATASET, fill, only_placeholders
 from simpletuner.settings.sections import Data, DatasetSettings
 from simpletuner.settings.spelling import choices_of, normalize_name, normalize_value
+from simpletuner.system.paths import shown_path
 
 LARGEST_PIXELS = 1 << 28
-TOO_LARGE = "at most 16384x16384 px"
+SMALLEST_PIXELS = 64
 
 
 class ImageDataset(DatasetSettings):
@@ -35,21 +37,31 @@ class ImageDataset(DatasetSettings):
     dataset_type: Literal["image"] = "image"
     instance_data_dir: Path
     disabled: bool = False
-    cache_dir_vae: Path | None = None
+    cache_dir_vae: Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_DATASET))] = None
     minimum_aspect_ratio: float | None = Field(None, gt=0)
     maximum_aspect_ratio: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def check_captions(self) -> ImageDataset:
         if self.caption_strategy == "instanceprompt" and not self.instance_prompt:
-            raise ValueError("caption_strategy instanceprompt needs instance_prompt")
+            raise PydanticCustomError("instance_prompt", "caption_strategy instanceprompt needs instance_prompt")
         return self
 
     @model_validator(mode="after")
     def check_resolution(self) -> ImageDataset:
         area = self.resolution * (1_000_000 if self.resolution_type == "area" else self.resolution)  # `**` raises
+        said = f"resolution={self.resolution:g} ({self.resolution_type})"
         if area > LARGEST_PIXELS:
-            raise ValueError(f"resolution={self.resolution:g} ({self.resolution_type}) is too large: {TOO_LARGE}")
+            raise PydanticCustomError("resolution", "{said} is too large: at most 16384x16384 px", {"said": said})
+        if area < SMALLEST_PIXELS:
+            message = "{said} is less than 8x8 px; megapixels have resolution_type area"
+            raise PydanticCustomError("resolution", message, {"said": said})
+        return self
+
+    @model_validator(mode="after")
+    def check_aspects(self) -> ImageDataset:
+        if (self.minimum_aspect_ratio or 0) > (self.maximum_aspect_ratio or math.inf):
+            raise PydanticCustomError("minimum_aspect_ratio", "it is above maximum_aspect_ratio: no image is left")
         return self
 
 
@@ -61,7 +73,7 @@ class TextEmbeds(Section):
     dataset_type: Literal["text_embeds"]
     default: bool = True
     disabled: bool = False
-    cache_dir: Path
+    cache_dir: Annotated[Path, AfterValidator(only_placeholders(*OF_A_DATASET))]
 
     @field_validator("default")
     @classmethod
@@ -69,6 +81,9 @@ class TextEmbeds(Section):
         if not default:
             raise ValueError("there is one text cache, which also holds validation prompts: drop this key")
         return default
+
+
+Kind = TypeVar("Kind", ImageDataset, TextEmbeds)
 
 
 def load_datasets(data: Data) -> tuple[list[ImageDataset], Path | None]:
@@ -83,37 +98,71 @@ def load_datasets(data: Data) -> tuple[list[ImageDataset], Path | None]:
         try:
             return [ImageDataset(**{**inherited(data), **values})], data.cache_dir_text
         except ValidationError as error:
-            problems = [item["msg"].removeprefix("Value error, ") for item in error.errors()]
+            problems = [item["msg"] for item in error.errors()]
             raise SettingsError("\n  ".join(problems), "docs/data.md says what resolution_type means") from None
-    return parse_datasets(read_entries(data.data_backend_config), data.data_backend_config, data)
+    parsed = parse_file(data.data_backend_config, data)
+    parsed.check()
+    texts = parsed.of_kind(TextEmbeds)
+    text_folder = fill(texts[0].cache_dir, {"id": texts[0].id}) if texts else data.cache_dir_text
+    return parsed.of_kind(ImageDataset), text_folder
 
 
-def parse_datasets(
-    entries: Sequence[Mapping[str, Any]], path: Path, data: Data
-) -> tuple[list[ImageDataset], Path | None]:
-    """Return the datasets of a file, and its text cache. Raises SettingsError that lists every mistake."""
-    mistakes: list[str] = []
-    enabled = [entry for entry in entries if not is_disabled(entry)]
-    parsed = [parse_entry(f"{path}[{index}]", entry, data, mistakes) for index, entry in enumerate(enabled)]
-    images = [entry for entry in parsed if isinstance(entry, ImageDataset)]
-    texts = [entry for entry in parsed if isinstance(entry, TextEmbeds)]
-    ids = [entry.id for entry in images]
-    mistakes += [f"{path}: two datasets share the id `{twice}`" for twice in duplicates(ids)]
-    sharing_root = [entry.id for entry in images if entry.cache_dir_vae is None]
-    mistakes += [f"{path}: {problem}" for problem in find_nested_ids(sharing_root)]
+def unused_keys(data: Data) -> list[str]:
+    """Return a sentence for each key of the dataset file that has no effect, and that may be missed."""
+    found = parse_file(data.data_backend_config, data).unused if data.data_backend_config else {}
+    more = {key: f" and {len(places) - 1} more" if len(places) > 1 else "" for key, places in found.items()}
+    return [f"{key} ({places[0]}{more[key]})" for key, places in found.items()]
+
+
+@dataclass
+class DatasetFile:
+    """What a dataset file says."""
+
+    datasets: list[tuple[ImageDataset | TextEmbeds, DatasetEntry]] = field(default_factory=list)
+    mistakes: list[Mistake] = field(default_factory=list)
+    unused: dict[str, list[str]] = field(default_factory=dict)
+    """Keys without effect, each with the reason, and where they stand."""
+
+    def of_kind(self, kind: type[Kind]) -> list[Kind]:
+        return [dataset for dataset, _ in self.datasets if isinstance(dataset, kind)]
+
+    def check(self) -> None:
+        """Raise SettingsError that lists every mistake."""
+        if self.mistakes:
+            raise SettingsError(mistakes=self.mistakes, hint="docs/data.md lists the keys of a dataset")
+
+
+def parse_file(path: Path, data: Data) -> DatasetFile:
+    """Read a dataset file with all its mistakes. Raises SettingsError where it does not parse."""
+    return parse_datasets(read_entries(path), path, data)
+
+
+def parse_datasets(entries: Iterable[DatasetEntry], path: Path, data: Data) -> DatasetFile:
+    parsed = DatasetFile()
+    for entry in entries:
+        if not is_disabled(entry):
+            parse_entry(entry, data, parsed)
+    parsed.mistakes.extend(mistakes_between(parsed, shown_path(path)))
+    return parsed
+
+
+def is_disabled(entry: DatasetEntry) -> bool:
+    return normalize_value("disabled", ImageDataset.model_fields["disabled"], entry.value("disabled")) is True
+
+
+def mistakes_between(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
+    """Yield what is wrong with datasets that are right by themselves."""
+    images, texts = parsed.of_kind(ImageDataset), parsed.of_kind(TextEmbeds)
+    for twice in duplicates([dataset.id for dataset in images]):
+        lines = [str(entry.line) for dataset, entry in parsed.datasets if dataset.id == twice]
+        yield Mistake("id", "two datasets share it", f"{name}:{' and '.join(lines)}", shorten(twice))
+    for problem in find_nested_ids([dataset.id for dataset in images if dataset.cache_dir_vae is None]):
+        yield Mistake("id", problem, name)
     if len(texts) > 1:
-        mistakes.append(
-            f"{path}: {len(texts)} datasets of type text_embeds: there is one text cache, leave the others out"
-        )
-    if not images and not mistakes:
-        mistakes.append(f"{path} names no dataset of images")
-    if mistakes:
-        raise SettingsError("\n  ".join(mistakes), "docs/data.md lists the keys of a dataset")
-    return images, texts[0].cache_dir if texts else data.cache_dir_text
-
-
-def is_disabled(entry: Mapping[str, Any]) -> bool:
-    return bool(entry.get("disabled") or entry.get("disable"))
+        message = f"{len(texts)} datasets are of this type: there is one text cache, leave the others out"
+        yield Mistake("dataset_type", message, name, "'text_embeds'")
+    if not images and not parsed.mistakes:
+        yield BrokenRule("data_backend_config", f"{name} names no dataset of images")
 
 
 def inherited(data: Data) -> dict[str, Any]:
@@ -121,71 +170,44 @@ def inherited(data: Data) -> dict[str, Any]:
     return {name: getattr(data, name) for name in DatasetSettings.model_fields}
 
 
-def read_entries(path: Path) -> list[dict[str, Any]]:
-    """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
-    try:
-        entries = parse_json(read_text(path))
-    except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error.strerror}", "check data_backend_config") from None
-    except json.JSONDecodeError as error:
-        raise SettingsError(f"{path} does not parse: {error}", json_hint(error)) from None
-    except ValueError as error:
-        raise SettingsError(f"{path} does not parse: {error}") from None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise SettingsError(f"{path} must hold a list of datasets: [{{...}}, {{...}}]")
-    return entries
-
-
-def json_hint(error: json.JSONDecodeError) -> str:
-    """Return what is wrong with JSON where people write it by hand."""
-    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
-    comma = (before + after[:1]).replace(" ", "")[-2:]
-    if comma in (",]", ",}") or re.match(r",\s*[\]}]", error.doc[error.pos :]):
-        return "JSON allows no comma before a closing bracket: take it away"
-    if after.startswith(("//", "/*", "#")):
-        return "JSON has no comments: take it away"
-    return "JSON takes double quotes, true, false and null, and a comma between entries"
-
-
-def parse_entry(
-    place: str, entry: Mapping[str, Any], data: Data, mistakes: list[str]
-) -> ImageDataset | TextEmbeds | None:
-    """Return one dataset, or None after adding its mistakes."""
-    dataset, problems = read_entry(entry, data)
-    mistakes += [f"{place}: `{key}`{problem}" for key, problem in problems]
-    return dataset
-
-
-def read_entry(entry: Mapping[str, Any], data: Data) -> tuple[ImageDataset | TextEmbeds | None, list[tuple[str, str]]]:
-    """Return one dataset, or None, and what is wrong with which of its keys."""
-    kind = TextEmbeds if entry.get("dataset_type") == "text_embeds" else ImageDataset
+def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
+    """Add one dataset to those of the file, or its mistakes."""
+    kind = TextEmbeds if normalize_name(entry.value("dataset_type")) == "text_embeds" else ImageDataset
     fields = kind.model_fields
-    table = KeyTable(RULES | dict.fromkeys(fields, Keeps()), unset=(), is_off=lambda value: False)
-    problems: list[tuple[str, str]] = []
+    keys = dict.fromkeys(fields, Keeps()) | {"minimum_image_size": Keeps(zero_as(None))}
+    table = KeyTable(RULES | keys, entry.names, is_off=is_off)
     values: dict[str, Any] = {}
-    for found in interpret(table, [FileEntry(key, value) for key, value in entry.items()]):
-        if found.outcome == "kept":
-            values[found.key] = found.value
+    mistakes: list[Mistake] = []
+    for found in interpret(table, entry.keys):
+        if found.outcome == "kept" and found.key in fields:
+            values[found.key] = normalize_value(found.key, fields[found.key], found.value)
+        elif found.outcome == "unused":
+            parsed.unused.setdefault(f"{found.key} has no effect: {found.note}", []).append(entry.place(found.line))
+        elif found.outcome == "refused":
+            mistakes.append(entry.mistake(found.path, found.note))
         elif found.outcome != "neutral":
-            problems.append((found.path, f": {found.note or 'unknown key' + nearest(found.path, fields)}"))
-    values = {key: normalize_value(key, fields[key], value) for key, value in values.items()}
+            hint = did_you_mean(normalize_name(found.path), {*fields, *RULES})
+            mistakes.append(entry.mistake(found.path, "unknown key", hint, show_value=False))
     try:
-        return kind(**{**(inherited(data) if kind is ImageDataset else {}), **values}), problems
+        dataset = kind(**{**(inherited(data) if kind is ImageDataset else {}), **values})
     except ValidationError as error:
-        return None, problems + [problem_of(item, fields) for item in error.errors()]
+        mistakes += [mistake_of(item, fields, entry) for item in error.errors()]
+    else:
+        parsed.datasets.append((dataset, entry))
+    parsed.mistakes += mistakes
 
 
-def problem_of(item: Any, fields: Mapping[str, FieldInfo]) -> tuple[str, str]:
-    """Return a key of a dataset and what is wrong with it."""
-    key = str(item["loc"][0]) if item["loc"] else "entry"
+def mistake_of(item: Any, fields: Mapping[str, FieldInfo], entry: DatasetEntry) -> Mistake:
+    """Return what is wrong with one key of a dataset."""
+    key = str(item["loc"][0]) if item["loc"] else item["type"]  # a rule between keys names the one to change
     if item["type"] == "missing":
-        return key, ": is missing"
-    if item["type"] == "value_error":
-        return key, f": {item['ctx']['error']}"
+        return Mistake(key, "is missing", entry.place())
+    if item["type"] == "value_error" or not item["loc"]:
+        return entry.mistake(key, str(item.get("ctx", {}).get("error", item["msg"])))
     value = item["input"]
     reason = VALUES.get(key, {}).get(normalize_name(value), "") if isinstance(value, str) else ""
-    close = nearest(str(value), map(str, choices_of(fields[key].annotation)))
-    return key, f" = {shorten(value)}: {f'{reason}; ' if reason else ''}use {allowed(fields[key])}{close}"
+    close = did_you_mean(str(value), map(str, choices_of(fields[key].annotation)))
+    return entry.mistake(key, f"{f'{reason}; ' if reason else ''}use {allowed(fields[key])}", close)
 
 
 def duplicates(names: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from simpletuner.settings.placeholders import fill
 from simpletuner.settings.sections import Settings
 
 if TYPE_CHECKING:
@@ -17,17 +18,24 @@ MAX_NAME_BYTES = 255
 
 
 def latents_folder(dataset: ImageDataset, settings: Settings) -> Path:
-    return dataset.cache_dir_vae or latents_root(settings) / dataset.id
+    if dataset.cache_dir_vae is None:
+        return latents_root(settings) / dataset.id
+    return fill(dataset.cache_dir_vae, {**run_values(settings), "id": dataset.id})
 
 
 def latents_root(settings: Settings) -> Path:
     """Return the folder for the latents of all datasets that do not name one of their own."""
-    return settings.data.cache_dir_vae or default_folder(settings, "latents")
+    return fill(settings.data.cache_dir_vae or default_folder(settings, "latents"), run_values(settings))
 
 
 def text_folder(settings: Settings, configured: Path | None) -> Path:
     """Return the folder of the text embeddings: the one that flags or the dataset file name, or the run's own."""
-    return configured or default_folder(settings, "text")
+    return fill(configured or default_folder(settings, "text"), run_values(settings))
+
+
+def run_values(settings: Settings) -> dict[str, object]:
+    """What names in braces mean in the path of a cache folder."""
+    return {"model_family": settings.model.model_family, "output_dir": settings.training.output_dir}
 
 
 def default_folder(settings: Settings, kind: str) -> Path:

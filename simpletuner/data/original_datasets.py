@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.data.datasets import is_disabled, parse_datasets, read_entry
-from simpletuner.errors import SettingsError
+from simpletuner.data.dataset_file import DatasetEntry, name_of_key
+from simpletuner.data.dataset_keys import NO_EFFECT, RULES
+from simpletuner.data.datasets import DatasetFile, is_disabled, parse_datasets, parse_entry
+from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.key_table import Ignores
 from simpletuner.settings.original import TABLE, is_off
 from simpletuner.settings.original_import import LeftOut, relocated
@@ -18,12 +20,9 @@ from simpletuner.settings.sections import Data
 from simpletuner.settings.spelling import normalize_name
 
 PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae")
-ESSENTIAL = ("entry", "id", "type", "dataset_type", "instance_data_dir", "instance_prompt", "resolution")
+ESSENTIAL = ("id", "type", "dataset_type", "instance_data_dir", "instance_prompt", "resolution")
 """Keys without which an entry would be another dataset."""
-HARMLESS = (
-    *("text_embeds", "image_embeds", "hash_filenames", "vae_cache_clear_each_epoch", "compress_cache"),
-    *("scan_for_errors", "probability", "read_batch_size", "default", "cache_dir"),
-)
+HARMLESS = ("image_embeds", "vae_cache_clear_each_epoch", "probability", "default", "cache_dir", *NO_EFFECT)
 """Keys that change nothing here, besides those whose setting of the same name has no effect."""
 KEEPS_ZERO = ("repeats", "crop", "disabled", "disable", "prepend_instance_prompt", "default")
 
@@ -38,49 +37,56 @@ class ImportedDatasets:
 
 
 def import_datasets(
-    entries: Sequence[Mapping[str, Any]], path: Path, data: Data, root: Path, names: Mapping[str, str]
+    entries: Sequence[DatasetEntry], path: Path, data: Data, root: Path, names: Mapping[str, str]
 ) -> ImportedDatasets:
     """Return the entries that can be trained on. `names` are what `{name}` in a path stands for.
 
     Raises SettingsError where none is left, or where the datasets do not fit together.
     """
     left_out: list[LeftOut] = []
-    taken = [
-        new
-        for index, entry in enumerate(entries)
-        if (new := import_entry(entry, f"{path}[{index}]", data, root, names, left_out)) is not None
-    ]
+    taken = [new for entry in entries if (new := import_entry(entry, data, root, names, left_out)) is not None]
     taken = with_one_text_cache(taken, path, left_out)
     if not any(entry.get("dataset_type", "image") == "image" for entry in taken):
         reasons = [f"\n  {item}" for item in left_out if item.name in ESSENTIAL]
         raise SettingsError(f"{path} has no dataset of images that this version can train on{''.join(reasons)}")
-    parse_datasets(taken, path, data)
-    return ImportedDatasets(taken, left_out, taken != list(entries))
+    parse_datasets([DatasetEntry.of(entry, path) for entry in taken], path, data).check()
+    return ImportedDatasets(taken, left_out, taken != [entry.as_dict for entry in entries])
 
 
 def import_entry(
-    entry: Mapping[str, Any], place: str, data: Data, root: Path, names: Mapping[str, str], left_out: list[LeftOut]
+    entry: DatasetEntry, data: Data, root: Path, names: Mapping[str, str], left_out: list[LeftOut]
 ) -> dict[str, Any] | None:
     """Return an entry without what is refused; None, with the reason, where the dataset itself is."""
+    old, place = entry.as_dict, entry.place()
     if is_disabled(entry):
         left_out.append(LeftOut("disabled", True, place, "it is left out of the run there, too", needs_look=False))
         return None
-    new = {key: value for key, value in entry.items() if key in (*ESSENTIAL, *KEEPS_ZERO) or not is_off(value)}
+    new = {key: value for key, value in old.items() if key in (*ESSENTIAL, *KEEPS_ZERO) or not is_off(value)}
     for key in PATHS:
         if isinstance(new.get(key), str):
-            new[key] = relocated(fill_in(new[key], {**names, **texts_of(entry)}), root)
+            new[key] = relocated(fill_in(new[key], {**names, **texts_of(old)}), root)
     if normalize_name(new.pop("only_instance_prompt", "")) == "true":
         new["caption_strategy"] = "instanceprompt"
-    while problems := read_entry(new, data)[1]:
+    idle = {key: rule for key in new if isinstance(rule := RULES.get(name_of_key(key)), Ignores)}
+    left_out += [LeftOut(key, new.pop(key), place, rule.reason, asks(key)) for key, rule in idle.items()]
+    while problems := problems_of(new, entry, data):
         # Without an essential key, or with one that is missing, nothing is left to take.
-        fatal = next((problem for problem in problems if problem[0] in ESSENTIAL or problem[0] not in new), None)
-        for key, problem in [fatal] if fatal else problems:
-            reason = problem.partition(": ")[2] + (f"; dataset `{entry.get('id')}` is left out" if fatal else "")
-            left_out.append(LeftOut(key, entry.get(key), place, reason, asks(key)))
+        fatal = next((each for each in problems if each.setting in ESSENTIAL or each.setting not in new), None)
+        for problem in [fatal] if fatal else problems:
+            key = problem.setting
+            hint = f"; {problem.hint}" if problem.hint else ""
+            reason = f"{problem.message}{hint}" + (f"; dataset `{old.get('id')}` is left out" if fatal else "")
+            left_out.append(LeftOut(key, old.get(key), place, reason, asks(key)))
             new.pop(key, None)
         if fatal:
             return None
     return new
+
+
+def problems_of(values: Mapping[str, Any], entry: DatasetEntry, data: Data) -> list[Mistake]:
+    parsed = DatasetFile()
+    parse_entry(DatasetEntry.of(values, entry.file, entry.line), data, parsed)
+    return parsed.mistakes
 
 
 def asks(key: str) -> bool:

@@ -183,8 +183,11 @@ def message_signer(run_secret_file: Path | None, environment: Mapping[str, str] 
 def read_secret(path: Path) -> str:
     """Read a secret. Raises SettingsError when the file cannot be read, or when others can read it."""
     try:
-        with path.expanduser().open(encoding="utf-8") as file:
-            mode = os.fstat(file.fileno()).st_mode  # of the open file: the path may be replaced meanwhile
+        descriptor = os.open(path.expanduser(), os.O_RDONLY | os.O_NONBLOCK)  # opening a FIFO waits for a writer
+        with os.fdopen(descriptor, encoding="utf-8") as file:
+            mode = os.fstat(descriptor).st_mode  # of the open file: the path may be replaced meanwhile
+            if not stat.S_ISREG(mode):
+                raise SettingsError(f"run_secret_file {path} is not a regular file", "write the secret into a file")
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise SettingsError(f"run_secret_file {path} can be read by others", f"chmod 600 {path}")
             return file.read().strip()

@@ -56,23 +56,31 @@ def check_runnable(loaded: Loaded) -> Loaded:
     refuse_unsupported(settings)  # first: whoever wants a LoRA is not helped by another family
     check_trainable(settings.model)
     check_path(settings.model)
-    check_validation_size(settings)
+    check_sizes(settings)
     without_effect = list(settings_without_effect(settings))
     if harmful := [sentence for sentence, harms in without_effect if harms]:
         raise SettingsError("\n  ".join(harmful), "leave it out")
     return replace(loaded, warnings=(*loaded.warnings, *(sentence for sentence, _ in without_effect)))
 
 
-def check_validation_size(settings: Settings) -> None:
-    """Raise SettingsError for a validation size that the family's pipeline cannot sample."""
+def check_sizes(settings: Settings) -> None:
+    """Raise SettingsError for sizes of buckets or of validation images that the family cannot train or sample."""
     size, family = settings.validation.validation_resolution, settings.model.model_family
+    alignment = settings.data.aspect_bucket_alignment
     preset = load_preset(family)
     # Of a user's own family only what its VAE does is known, which makes 1 of 8 px in all that are published.
     multiple = preset.image_multiple if preset and family not in (settings.model.model_families or {}) else 8
+    if alignment % multiple:
+        message = (
+            f"aspect_bucket_alignment = {alignment}: with model_family={family} both sides of an image must be "
+            f"multiples of {multiple} px"
+        )
+        hint = f"set aspect_bucket_alignment={max(1, round(alignment / multiple)) * multiple}"
+        raise SettingsError(mistakes=[broken(message, "aspect_bucket_alignment")], hint=hint)
     sides = [int(side) for side in re.findall(r"\d+", size)]
     if any(side % multiple for side in sides):
         nearest = re.sub(r"\d+", lambda side: str(max(1, round(int(side[0]) / multiple)) * multiple), size)
-        needed = f"both sides must be multiples of {multiple} px with model_family={family}"
+        needed = f"all sides must be multiples of {multiple} px with model_family={family}"
         message = f"validation_resolution = {size}: {needed}"
         raise SettingsError(mistakes=[broken(message, "validation_resolution")], hint=f"the nearest is {nearest}")
 

@@ -1,4 +1,4 @@
-"""accelerate's configuration as settings, and back: its YAML, and the environment of `accelerate launch`.
+"""accelerate's configuration as settings, and back.
 
 Every field has a rule: it becomes a setting, it asks for what happens anyway, or a warning says that it is not used
 and why.
@@ -6,11 +6,13 @@ and why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
+from simpletuner.settings.errors import nearest
 from simpletuner.settings.file_entries import FileEntry
 from simpletuner.settings.formats import read_entries
 from simpletuner.settings.key_table import (
@@ -18,6 +20,7 @@ from simpletuner.settings.key_table import (
     KeyTable,
     MappedField,
     Maps,
+    Refuses,
     Rule,
     export,
     in_section,
@@ -26,7 +29,9 @@ from simpletuner.settings.key_table import (
 )
 from simpletuner.settings.sections import Settings
 from simpletuner.settings.spelling import normalize_name
+from simpletuner.system.paths import shown_path
 
+ENGINES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 OFF = ("false", "no", "none", "0", "[]", "{}", "")
 TPU = Ignores("TPUs are not supported")
 SP_SIZE = Ignores("counts only with sp_size", warns=False)
@@ -36,6 +41,22 @@ OVER_ALL_RANKS = "weights are sharded over all ranks"
 
 def on_many_machines(settings: Settings) -> bool:
     return settings.launch.num_machines > 1
+
+
+RESHARDS = {"full_shard": True, "shard_grad_op": False, "hybrid_shard": True, "hybrid_shard_zero2": False}
+NUMBERS = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
+HYBRID = ("hybrid_shard", "hybrid_shard_zero2", "4", "5")
+
+
+def read_strategy(value: Any) -> bool:
+    """Convert a sharding strategy, by name or by torch's number, to whether weights are freed after the forward."""
+    name = NUMBERS.get(normalize_name(value), normalize_name(value))
+    if name == "no_shard":
+        raise ValueError("weights would not be sharded: write distributed_type: MULTI_GPU")
+    if name not in RESHARDS:
+        names = [known.upper() for known in RESHARDS]
+        raise ValueError(f"use one of {', '.join(names)}{nearest(str(value).upper(), names)}")
+    return RESHARDS[name]
 
 
 DYNAMO: dict[str, Rule] = {
@@ -48,7 +69,13 @@ DYNAMO: dict[str, Rule] = {
 FSDP: dict[str, Rule] = {
     "fsdp_version": Maps("fsdp_version"),
     "fsdp_reshard_after_forward": Maps("fsdp_reshard_after_forward"),
-    "fsdp_sharding_strategy": Maps("fsdp_reshard_after_forward", export_if=never),  # its name in FSDP1
+    # Its name in FSDP1.
+    "fsdp_sharding_strategy": Maps(
+        "fsdp_reshard_after_forward",
+        read_strategy,
+        export_if=never,
+        caveats=dict.fromkeys(HYBRID, f"{OVER_ALL_RANKS}, not over those of one machine"),
+    ),
     "fsdp_state_dict_type": Maps("fsdp_state_dict_type"),
     "fsdp_cpu_ram_efficient_loading": Maps("fsdp_cpu_ram_efficient_loading"),
     # accelerate knows the three policies by name, but no dotted path to a callable.
@@ -106,9 +133,7 @@ PARALLELISM: dict[str, Rule] = {
 }
 RULES: dict[str, Rule] = {
     "compute_environment": Ignores("start simpletuner on the machines themselves", neutral=("local_machine",)),
-    "distributed_type": Ignores(
-        "this engine is not supported", neutral=("multi_gpu", "multi_cpu", "fsdp", "deepspeed")
-    ),
+    "distributed_type": Refuses(f"use one of {', '.join(ENGINES)}", neutral=ENGINES),
     "num_processes": Maps("num_processes", neutral=(-1,)),
     "num_machines": Maps("num_machines"),
     "machine_rank": Maps("machine_rank", export_if=on_many_machines),
@@ -136,17 +161,25 @@ RULES: dict[str, Rule] = {
     **in_section("deepspeed_config", DEEPSPEED, lambda settings: settings.parallel.zero_stage is not None),
     **in_section("parallelism_config", PARALLELISM, lambda settings: settings.parallel.context_parallel_size > 1),
 }
-TABLE = KeyTable(RULES, is_off=lambda value: normalize_name(value) in OFF)
+SHORT_NAMES = {
+    name.replace(f".{prefix}_", "."): name
+    for prefix in ("fsdp", "dynamo")
+    for name in RULES
+    if name.startswith(f"{prefix}_config.")
+}
+"""accelerate puts the prefix before names in these sections that lack it, as those of old files do."""
+TABLE = KeyTable(RULES, SHORT_NAMES, is_off=lambda value: normalize_name(value) in OFF)
 
 DEFAULT_ZERO_STAGE = 2
-"""accelerate's default, where its file has a deepspeed_config without a stage."""
+"""accelerate's default, where its file names no stage."""
+NO_SECTION = {"deepspeed_config": "use a section of fields, in which deepspeed_config_file names a file"}
 SECTIONS_OF_ENGINE = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 """Sections that count only with their distributed_type."""
 
 
 def map_file(entries: list[FileEntry]) -> list[MappedField]:
     """Map each field of an accelerate file, in its order."""
-    kind = next((entry for entry in entries if entry.key == "distributed_type"), FileEntry("distributed_type", "no"))
+    kind = kind_of(entries)
     engine = normalize_name(kind.value)
     fields: list[MappedField] = []
     for found in (found for entry in entries for found in map_entry(entry, engine)):
@@ -156,7 +189,14 @@ def map_file(entries: list[FileEntry]) -> list[MappedField]:
             fields.append(found)
     if engine == "fsdp":
         fields.append(MappedField(kind.key, kind.key, True, "set", "fsdp_enable", line=kind.line))
+    if engine == "deepspeed" and not {"zero_stage", "deepspeed_config"} & {found.setting for found in fields}:
+        fields.append(MappedField(kind.key, kind.key, DEFAULT_ZERO_STAGE, "set", "zero_stage", line=kind.line))
     return fields
+
+
+def kind_of(entries: Iterable[FileEntry]) -> FileEntry:
+    """The entry that says how ranks work together."""
+    return next((entry for entry in entries if entry.key == "distributed_type"), FileEntry("distributed_type", "no"))
 
 
 def map_entry(entry: FileEntry, engine: str) -> Iterator[MappedField]:
@@ -165,11 +205,9 @@ def map_entry(entry: FileEntry, engine: str) -> Iterator[MappedField]:
         note = f"counts only with distributed_type: {needed.upper()}"
         yield MappedField(entry.key, entry.key, entry.value, "neutral", note=note, line=entry.line)
         return
-    yield from interpret(TABLE, [entry])
-    if entry.key != "deepspeed_config" or not isinstance(entry.value, Mapping):
-        return
-    if not {"zero_stage", "deepspeed_config_file"} & entry.value.keys():
-        yield MappedField(entry.key, entry.key, DEFAULT_ZERO_STAGE, "set", "zero_stage", line=entry.line)
+    for found in interpret(TABLE, [entry]):
+        is_no_section = found.outcome == "refused" and found.key in TABLE.sections
+        yield replace(found, note=NO_SECTION.get(found.key, "use a section of fields")) if is_no_section else found
 
 
 def to_fields(settings: Settings) -> dict[str, Any]:
@@ -205,69 +243,5 @@ def read_file(path: Path) -> list[FileEntry]:
     for entry in entries:
         if lines.setdefault(entry.key, entry.line) != entry.line:
             places = f"lines {lines[entry.key]} and {entry.line}"
-            raise SettingsError(f"{path}: {entry.key} is set twice, in {places}", "keep one of them")
+            raise SettingsError(f"{shown_path(path)}: {entry.key} is set twice, in {places}", "keep one of them")
     return entries
-
-
-LAUNCHED = {
-    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
-    "ACCELERATE_USE_CPU": "use_cpu",
-    "ACCELERATE_DEBUG_MODE": "debug",
-    "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
-    "ACCELERATE_DYNAMO_BACKEND": "dynamo_config.dynamo_backend",
-    "ACCELERATE_DYNAMO_MODE": "dynamo_config.dynamo_mode",
-    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "dynamo_config.dynamo_use_fullgraph",
-    "ACCELERATE_DYNAMO_USE_DYNAMIC": "dynamo_config.dynamo_use_dynamic",
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "dynamo_config.dynamo_use_regional_compilation",
-    "FSDP_VERSION": "fsdp_config.fsdp_version",
-    "FSDP_SHARDING_STRATEGY": "fsdp_config.fsdp_sharding_strategy",
-    "FSDP_RESHARD_AFTER_FORWARD": "fsdp_config.fsdp_reshard_after_forward",
-    "FSDP_OFFLOAD_PARAMS": "fsdp_config.fsdp_offload_params",
-    "FSDP_MIN_NUM_PARAMS": "fsdp_config.fsdp_min_num_params",
-    "FSDP_AUTO_WRAP_POLICY": "fsdp_config.fsdp_auto_wrap_policy",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
-    "FSDP_STATE_DICT_TYPE": "fsdp_config.fsdp_state_dict_type",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "fsdp_config.fsdp_cpu_ram_efficient_loading",
-    "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_config.fsdp_activation_checkpointing",
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "fsdp_config.fsdp_activation_checkpointing_offload",
-    "FSDP_IGNORED_MODULES": "fsdp_config.fsdp_ignored_modules",
-    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "parallelism_config.parallelism_config_dp_replicate_size",
-    "PARALLELISM_CONFIG_TP_SIZE": "parallelism_config.parallelism_config_tp_size",
-    "PARALLELISM_CONFIG_SP_SIZE": "parallelism_config.parallelism_config_sp_size",
-    "PARALLELISM_CONFIG_CP_SIZE": "parallelism_config.parallelism_config_cp_size",
-    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "parallelism_config.parallelism_config_cp_comm_strategy",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "deepspeed_config.zero_stage",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "deepspeed_config.offload_optimizer_device",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "deepspeed_config.offload_param_device",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "deepspeed_config.offload_optimizer_nvme_path",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "deepspeed_config.offload_param_nvme_path",
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config.deepspeed_config_file",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "deepspeed_config.gradient_accumulation_steps",
-    "ACCELERATE_GRADIENT_CLIPPING": "deepspeed_config.gradient_clipping",
-}
-"""Variables that `accelerate launch` gives its ranks, and the fields of the file that they repeat."""
-
-
-def launched_entries(environment: Mapping[str, str]) -> list[FileEntry]:
-    """Return what `accelerate launch` resolved and passed to this process; nothing if it did not start it."""
-    if "ACCELERATE_MIXED_PRECISION" not in environment:
-        return []
-    engine = next((name for name in ("fsdp", "deepspeed") if f"ACCELERATE_USE_{name.upper()}" in environment), "no")
-    entries: dict[str, Any] = {"distributed_type": engine.upper()}
-    for variable, field in LAUNCHED.items():
-        value = environment.get(variable)
-        section, dot, name = field.rpartition(".")
-        other_engine = SECTIONS_OF_ENGINE.get(section) not in (None, engine)
-        if value is None or other_engine or variable in irrelevant_variables(environment):
-            continue
-        target = entries.setdefault(section, {}) if dot else entries
-        target[name] = value
-    return [FileEntry(key, value) for key, value in entries.items()]
-
-
-def irrelevant_variables(environment: Mapping[str, str]) -> set[str]:
-    """Variables that accelerate sets to its own defaults, although they count only with another choice."""
-    compiles = normalize_name(environment.get("ACCELERATE_DYNAMO_BACKEND", "no")) != "no"
-    other = "FSDP_RESHARD_AFTER_FORWARD" if environment.get("FSDP_VERSION") == "1" else "FSDP_SHARDING_STRATEGY"
-    dynamo = {name for name in LAUNCHED if name.startswith("ACCELERATE_DYNAMO_")} - {"ACCELERATE_DYNAMO_BACKEND"}
-    return {other} | (set() if compiles else dynamo)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from simpletuner.errors import Mistake
+from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.knob import bounds_of, kind_of
+from simpletuner.settings.sections import Settings
 from simpletuner.settings.spelling import choices_of, normalize_name
+
+if TYPE_CHECKING:
+    from simpletuner.settings.sources import Origin
 
 TYPES = {
     bool: "true or false",
@@ -36,20 +40,32 @@ MAX_LENGTH = 80
 """Characters of a value that are shown."""
 
 
-def to_mistake(item: Any, field: FieldInfo, given: Any, place: object) -> Mistake:
+class InvalidSettings(SettingsError):
+    """All mistakes of the settings, and the settings as far as they are valid, for checks that can still be made."""
+
+    def __init__(self, settings: Settings, invalid: frozenset[str], mistakes: Sequence[Mistake]) -> None:
+        super().__init__(hint="`--help` lists every setting with its type", mistakes=mistakes)
+        self.settings = settings
+        self.invalid = invalid
+        """Names of settings that are at their default instead."""
+
+
+def to_mistake(item: Any, field: FieldInfo, origin: Origin) -> Mistake:
     """Convert one of pydantic's errors about what was given for a setting."""
-    name = str(item["loc"][0])
+    name, given, file = str(item["loc"][0]), origin.given, origin.file
     message, hint = f"use {allowed(field)}", ""
     if item["type"] == "value_error":
         message = str(item["ctx"]["error"])
     elif item["type"] == "finite_number" and len(item["loc"]) > 1:
         path = ".".join(map(str, item["loc"][1::2]))  # every other part is the type that pydantic tried
-        message = f"{path} is {item['input']}, but must be a finite number"
+        return Mistake(
+            path if file else f"{name}.{path}", "use a finite number", file or origin.place, shorten(item["input"])
+        )
     elif reason := REASONS.get((name, normalize_name(str(given)))):
         message = f"{reason}; {message}"
     elif given is not None:
         hint = did_you_mean(str(given), map(str, choices_of(field.annotation)))
-    return Mistake(name, message, str(place), shorten(given), hint)
+    return Mistake(name, message, origin.place, shorten(given), hint)
 
 
 def shorten(value: Any) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from simpletuner.system.paths import shown_path
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,12 @@ class FileEntry:
     line: int = 0
     inner_lines: Mapping[str, int] = field(default_factory=dict)
     """Lines of the names in a value that is itself names and values; of JSON and YAML."""
+
+
+def file_place(path: str | Path, line: int) -> str:
+    """A place in a file; line 0 means that the line is not known."""
+    name = shown_path(path)
+    return f"{name}:{line}" if line else name
 
 
 class NotSettings(ValueError):

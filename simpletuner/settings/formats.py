@@ -16,10 +16,11 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.settings.file_entries import TOO_DEEP, FileEntry, NotParsed, NotSettings, check_depth
 from simpletuner.system.files import read_file
-from simpletuner.system.paths import descriptor_of
+from simpletuner.system.paths import descriptor_of, shown_path
 
 Format = Callable[[str], Iterator[FileEntry]]
 YAML_HEAD = re.compile(r"""---|[\w"'-]+[ \t]*:(\s|$)|%YAML""")
+ENV_HEAD = re.compile(r"export[ \t]|[A-Za-z_]\w*=")
 
 
 MAX_FILE_BYTES = 4 << 20
@@ -33,42 +34,49 @@ def read_text(path: Path) -> str:
 
 def read_entries(path: Path) -> list[FileEntry]:
     """Read a file of settings. Raises SettingsError where it cannot be read or does not parse."""
+    shown = shown_path(path)
     try:
         text = read_text(path)
-        entries = list(format_of(path, text)(text))
+        entries = list(format_of(path)(text))
         for entry in entries:
             check_depth(entry.value)
         return entries
     except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error.strerror}", "check the path") from None
+        raise SettingsError(f"cannot read {shown}: {error.strerror}", "check the path") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise SettingsError(f"cannot read {path}:{line}: it is not UTF-8", "save the file as UTF-8") from None
+        raise SettingsError(f"cannot read {shown}:{line}: it is not UTF-8", "save the file as UTF-8") from None
     except NotSettings as error:
         hint = "`simpletuner config init` writes one to start from"
-        raise SettingsError(f"{path} holds {error}, not names and values", hint) from None
+        raise SettingsError(f"{shown} holds {error}, not names and values", hint) from None
     except NotParsed as error:
-        raise SettingsError(f"{path}:{error.line} does not parse: {error.reason}", "correct that line") from None
+        raise SettingsError(f"{shown}:{error.line} does not parse: {error.reason}", "correct that line") from None
     except RecursionError:
-        raise SettingsError(f"{path} does not parse: {TOO_DEEP}", "correct that value") from None
+        raise SettingsError(f"{shown} does not parse: {TOO_DEEP}", "correct that value") from None
     except ValueError as error:
-        raise SettingsError(f"{path} does not parse: {error}", "correct that value") from None
+        raise SettingsError(f"{shown} does not parse: {error}", "correct that value") from None
 
 
-def format_of(path: Path, text: str) -> Format:
-    """Return the reader for a file's suffix; what a pipe holds shows in its first line. Raises SettingsError."""
+def format_of(path: Path) -> Format:
+    """Return the reader of a file. Raises SettingsError."""
     suffix = suffix_of(path)
-    if descriptor_of(path) is not None or str(path) == os.devnull:
-        head = re.sub(r"\A(\s|#.*\n)+", "", text)
-        suffix = ".json" if head.startswith("{") else ".yaml" if YAML_HEAD.match(head) else ".toml"
     if suffix not in FORMATS:
         raise SettingsError(f"{path}: settings are read from {', '.join(FORMATS)} files", "give the file such a name")
     return FORMATS[suffix]
 
 
 def suffix_of(path: Path) -> str:
-    """A file's suffix; `.env` is a whole name, too."""
-    return path.suffix.lower() or path.name.lower()
+    """A file's suffix; `.env` is a whole name, too. For a pipe, the one that suits its text. Raises OSError."""
+    if descriptor_of(path) is None and str(path) != os.devnull:
+        return path.suffix.lower() or path.name.lower()
+    text = read_text(path)
+    head = re.sub(r"\A(\s|#.*\n)+", "", text)
+    if head.startswith("{"):
+        return ".json"
+    if YAML_HEAD.match(head):
+        return ".yaml"
+    # `SEED=1` is TOML, too; `MODEL_FAMILY=sdxl` is not.
+    return ".env" if ENV_HEAD.match(head) and not is_toml(text) else ".toml"
 
 
 class Pairs(dict[str, Any]):
@@ -95,16 +103,20 @@ def json_entries(text: str) -> Iterator[FileEntry]:
 
 
 def json_lines(text: str) -> list[tuple[int, dict[str, int]]]:
-    """Return the line of each name at depth 1, with those of the names at depth 2, of a text that parses.
+    """Return the line of each name, or of each object of a list, at depth 1, with those of the names at depth 2.
 
+    The text must parse.
     json has no positions, so this is a second pass over the tokens. Raises NotParsed for a duplicate key at any depth
     but the first, of which json would silently take the last.
     """
     lines: list[tuple[int, dict[str, int]]] = []
     open_names: list[dict[str, int]] = []
+    is_list = text.lstrip().startswith("[")
     line = 1
     for token in JSON_TOKEN.finditer(text):
         if token[0] in ("{", "["):
+            if len(open_names) == 1 and is_list:
+                lines.append((line, {}))
             open_names.append({})
         elif token[0] in ("}", "]"):
             open_names.pop()

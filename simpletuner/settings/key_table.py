@@ -43,6 +43,8 @@ class Maps:
     write: Convert = unchanged
     """The inverse of `read`, for the export."""
     export_if: Callable[[Settings], bool] = always
+    caveats: Mapping[str, str] = field(default_factory=dict)
+    """What to warn of, by normalized value."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class MappedField:
     outcome: Outcome
     setting: str = ""
     note: str = ""
-    """Why it is neutral, unused or refused."""
+    """Why it is neutral, unused or refused; a caveat of one that is set."""
     line: int = 0
 
 
@@ -134,6 +136,8 @@ def interpret(table: KeyTable, entries: Iterable[FileEntry], section: str = "") 
         # Only a second name of a key conflicts here: duplicate names are for the caller, who knows their lines.
         if spelled.setdefault(key, path) != path:
             yield replace(found, outcome="refused", note=f"{spelled[key]} means the same: keep one of them")
+        elif "." in entry.key:  # `section.name` is a name of the table, not of a file
+            yield found
         elif key not in table.sections:
             yield map_field(table, found)
         elif isinstance(entry.value, Mapping):
@@ -163,7 +167,8 @@ def map_field(table: KeyTable, found: MappedField) -> MappedField:
     except ValueError as error:
         return replace(found, outcome="refused", note=str(error))
     if isinstance(rule, Maps):
-        return replace(found, outcome="set", value=value, setting=rule.setting)
+        caveat = rule.caveats.get(normalize_name(found.value), "")
+        return replace(found, outcome="set", value=value, setting=rule.setting, note=caveat)
     return replace(found, outcome="kept", value=value)
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from simpletuner.settings.spelling import choices_of
 from simpletuner.system.paths import expand_home
 
 NUMBERS = (int, float, int | None, float | None)
@@ -64,7 +65,9 @@ class Section(BaseModel):
     @classmethod
     def refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false where a number is expected; pydantic would take them as 1 and 0."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in NUMBERS:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        is_number = annotation in NUMBERS or any(isinstance(choice, int) for choice in choices_of(annotation))
+        if isinstance(value, bool) and is_number:
             raise PydanticCustomError("word", "a number is expected")
         return value
 

@@ -14,9 +14,10 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from simpletuner.errors import MAX_MISTAKES, BrokenRule, Mistake, SettingsError
+from simpletuner.errors import MAX_MISTAKES, BrokenRule, Mistake
+from simpletuner.settings.accelerate_messages import missing_ranks
 from simpletuner.settings.deepspeed.source import apply_deepspeed_config
-from simpletuner.settings.errors import did_you_mean, shorten, to_mistake
+from simpletuner.settings.errors import InvalidSettings, did_you_mean, shorten, to_mistake
 from simpletuner.settings.file_entries import TOO_DEEP, check_depth
 from simpletuner.settings.formats import read_text
 from simpletuner.settings.knob import extra_of
@@ -25,6 +26,7 @@ from simpletuner.settings.original_warnings import Fields, about_source, is_orig
 from simpletuner.settings.rules import LORA, find_contradictions, find_missing, normalize, warnings_about
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings, setting_fields
 from simpletuner.settings.sources import (
+    RANKS,
     MergedValues,
     Origin,
     RawValue,
@@ -81,18 +83,20 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
         fields = map_source(source)
         for given in canonical_values(fields, merged.mistakes):
             merged.set(given, source.name)
+        merged.mistakes += source.mistakes
         warnings += about_source(source, fields)
         originals += [source.name] if is_original(source, fields) else []
     warnings += [*other_defaults(originals, merged.values), *apply_deepspeed_config(merged)]
     mistakes, origins = merged.mistakes, merged.origins
-    settings = validate(merged.values, origins, mistakes)
-    # Rules compare typed values, so they wait until every setting is valid by itself.
-    if settings is not None:
-        found = [*(find_missing(settings) if complete else ()), *find_contradictions(settings)]
-        mistakes += [with_places(mistake, origins) for mistake in found]
-    if settings is None or mistakes:
+    settings, invalid = validate(merged.values, origins, mistakes)
+    if complete and RANKS not in merged.origins:
+        mistakes += [missing_ranks(source.needs_ranks) for source in sources if source.needs_ranks]
+    found = [*(find_missing(settings) if complete else ()), *find_contradictions(settings)]
+    # Rules compare typed values: of a setting that is not valid by itself they know nothing.
+    mistakes += [with_places(rule, origins) for rule in found if invalid.isdisjoint((rule.setting, *rule.others))]
+    if mistakes:
         decisive = [with_places(LORA, origins)] if merged.value("model_type") == "lora" else []
-        raise SettingsError(mistakes=[*decisive, *mistakes], hint="`--help` lists every setting with its type")
+        raise InvalidSettings(settings, invalid, [*decisive, *mistakes])
     about = warnings_about(settings)
     settings, reasons = normalize(settings)
     # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
@@ -134,7 +138,8 @@ def canonical_values(fields: Fields, mistakes: list[Mistake]) -> Iterable[RawVal
 
 def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
     if isinstance(given.value, Mapping):
-        return Mistake(given.name, "settings stand side by side, not in sections", given.place)
+        message = "settings stand side by side, not in sections: move what is in it to the top of the file"
+        return Mistake(given.name, message, given.place)
     is_variable = Path(given.place.rpartition(":")[0]).suffix.lower() == ".env"
     otherwise = "set it in the shell if it is a variable of another program" if is_variable else ""
     like = did_you_mean(given.name, setting_fields()) if may_guess else ""
@@ -158,6 +163,8 @@ def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
     file = "" if text.lstrip().startswith("{") else text
     try:
         value = parse_json(read_text(expand_home(file)) if file else text)
+        if value is None:
+            raise ValueError("it holds null")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"use JSON or the path of a JSON file: {reason}"
@@ -203,9 +210,12 @@ def plain_name(key: str) -> str:
     return normalize_name(key.lstrip("-"))
 
 
-def validate(values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes: list[Mistake]) -> Settings | None:
-    """Return typed settings, or None after adding one mistake per setting."""
+def validate(
+    values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes: list[Mistake]
+) -> tuple[Settings, frozenset[str]]:
+    """Return typed settings, and the names of those that are at their default, after adding a mistake for each."""
     sections: dict[str, Any] = {}
+    invalid: set[str] = set()
     for section_name, section in SECTIONS.items():
         own = {name: value for name, value in values.items() if SECTION_OF[name] == section_name}
         try:
@@ -213,11 +223,11 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes:
         except ValidationError as error:
             # pydantic reports each branch of a union; one mistake per setting is enough.
             by_setting = {str(item["loc"][0]): item for item in error.errors()}
-            mistakes += [
-                to_mistake(item, section.model_fields[name], origins[name].given, origins[name])
-                for name, item in by_setting.items()
-            ]
-    return None if len(sections) < len(SECTIONS) else Settings(**sections)
+            fields = section.model_fields
+            mistakes += [to_mistake(item, fields[name], origins[name]) for name, item in by_setting.items()]
+            invalid |= by_setting.keys()
+            sections[section_name] = section(**{name: value for name, value in own.items() if name not in by_setting})
+    return Settings(**sections), frozenset(invalid)
 
 
 def with_places(mistake: BrokenRule, origins: Mapping[str, Origin]) -> BrokenRule:

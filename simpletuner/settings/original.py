@@ -55,7 +55,6 @@ def zero_as(here: Any) -> Callable[[Any], Any]:
 
 VALUES: dict[str, Rule] = {
     "optimizer": Maps("optimizer", optimizer_here),
-    "num_train_epochs": Maps("num_train_epochs", neutral=ZERO),
     "flow_schedule_shift": Maps("flow_schedule_shift", zero_as(1)),  # off, which 1 is
     **{
         name: Maps(name, zero_as(None))

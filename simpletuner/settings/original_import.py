@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.errors import did_you_mean, shorten, to_mistake
-from simpletuner.settings.file_entries import FileEntry
+from simpletuner.settings.file_entries import FileEntry, file_place
 from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.key_table import inner_entries
 from simpletuner.settings.knob import kind_of
@@ -25,8 +25,8 @@ from simpletuner.settings.sections import SECTION_OF, setting_fields
 from simpletuner.settings.sources import (
     ACCELERATE_CONFIG,
     NOT_SETTINGS,
+    Origin,
     RawValue,
-    file_place,
     is_accelerate_config,
     is_equal,
     is_variable,
@@ -212,7 +212,7 @@ def check_value(setting: str, given: RawValue) -> RawValue:
     try:
         validate_value(setting, given.value)
     except ValidationError as error:
-        mistakes += [to_mistake(error.errors()[0], setting_fields()[setting], given.value, given.place)]
+        mistakes += [to_mistake(error.errors()[0], setting_fields()[setting], Origin(given.place, given.value))]
     if mistakes:
         raise NotTaken(f"{mistakes[0].message}{'; ' if mistakes[0].hint else ''}{mistakes[0].hint}")
     return given

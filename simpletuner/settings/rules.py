@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,6 +78,12 @@ def needs_images(settings: Settings) -> Iterator[BrokenRule]:
     names = ("instance_data_dir", "data_backend_config")
     if settings.data.instance_data_dir is None and settings.data.data_backend_config is None:
         yield broken("no images: give --instance_data_dir=FOLDER or --data_backend_config=FILE", *names)
+
+
+def needs_length(settings: Settings) -> Iterator[BrokenRule]:
+    if settings.training.num_train_epochs == 0 and settings.training.max_train_steps is None:
+        message = "num_train_epochs = 0 and no max_train_steps: say how long to train, by one of them"
+        yield broken(message, "max_train_steps", "num_train_epochs")
 
 
 def needs_address_of_machine_0(settings: Settings) -> Iterator[BrokenRule]:
@@ -219,13 +224,6 @@ def wrap_policy_is_known(settings: Settings) -> Iterator[BrokenRule]:
         yield broken(message, "fsdp_auto_wrap_policy")
 
 
-def validation_size_is_readable(settings: Settings) -> Iterator[BrokenRule]:
-    size = settings.validation.validation_resolution
-    if size and not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})?", size, re.ASCII):
-        message = f"validation_resolution = {size!r}: write an edge such as 1024, or 1216x832"
-        yield broken(message, "validation_resolution")
-
-
 def warmup_ends(settings: Settings) -> Iterator[BrokenRule]:
     steps, warmup = settings.training.max_train_steps, settings.optimizer.lr_warmup_steps
     if steps is not None and warmup > steps:
@@ -233,7 +231,7 @@ def warmup_ends(settings: Settings) -> Iterator[BrokenRule]:
         yield broken(message, "lr_warmup_steps", "max_train_steps")
 
 
-COMPLETENESS_RULES: tuple[Rule, ...] = (needs_model_family, needs_images, needs_address_of_machine_0)
+COMPLETENESS_RULES: tuple[Rule, ...] = (needs_model_family, needs_images, needs_length, needs_address_of_machine_0)
 RULES: tuple[Rule, ...] = (
     images_have_one_source,
     lora_is_not_sharded,
@@ -244,7 +242,6 @@ RULES: tuple[Rule, ...] = (
     compiler_supports_settings,
     pickles_are_trusted,
     wrap_policy_is_known,
-    validation_size_is_readable,
     warmup_ends,
 )
 

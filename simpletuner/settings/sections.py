@@ -12,7 +12,9 @@ from pydantic import AfterValidator, JsonValue
 from pydantic.fields import FieldInfo
 
 from simpletuner.settings.hosts import check_host
+from simpletuner.settings.image_sizes import normalize_sizes
 from simpletuner.settings.knob import Section, knob
+from simpletuner.settings.placeholders import OF_A_RUN, only_placeholders
 from simpletuner.settings.spelling import normalize_name
 from simpletuner.system.paths import expand_home
 
@@ -28,6 +30,9 @@ def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
 def in_home(name: str) -> str:
     """Replace `~` by the home folder in text that may be a path or another name."""
     return str(expand_home(name)) if name.startswith("~") else name
+
+
+CacheFolder = Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_RUN))]
 
 
 class Model(Section):
@@ -67,8 +72,8 @@ class Data(DatasetSettings):
     aspect_bucket_alignment: int = knob(64, "Both sides of a bucket are multiples of this.", unit="px", ge=8, le=256)
     caption_dropout_probability: float = knob(0.1, "Fraction of samples trained without their caption.", ge=0, le=1)
     allow_dataset_oversubscription: bool = knob(False, "Repeat small buckets as often as the effective batch needs.")
-    cache_dir_vae: Path | None = knob(None, "Folder for cached latents; empty: output_dir/cache/latents.")
-    cache_dir_text: Path | None = knob(None, "Folder for cached text embeddings; empty: output_dir/cache/text.")
+    cache_dir_vae: CacheFolder = knob(None, "Folder for cached latents, such as cache/{model_family}; empty: output_dir/cache/latents.")
+    cache_dir_text: CacheFolder = knob(None, "Folder for cached text embeddings; empty: output_dir/cache/text.")
     vae_batch_size: int = knob(4, "Images that the VAE encodes at once, per rank.", ge=1)
     text_encoder_batch_size: int = knob(8, "Captions that the text encoders encode at once, per rank.", ge=1)
     tokenizer_max_length: int | None = knob(None, "Longest T5 prompt in tokens; empty: the family's own.", ge=1)
@@ -83,7 +88,7 @@ class Training(Section):
     train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1)
     gradient_accumulation_steps: int = knob(1, "Forward passes per optimizer step.", ge=1)
     max_train_steps: int | None = knob(None, "Stop after this many optimizer steps; empty: num_train_epochs counts.", ge=1)
-    num_train_epochs: int = knob(1, "Stop after this many epochs, unless max_train_steps is given.", ge=1)
+    num_train_epochs: int = knob(1, "Stop after this many epochs, unless max_train_steps is given; 0: only that counts.", ge=0)
     mixed_precision: Literal["no", "bf16"] = knob("bf16", "Compute in bf16 over float32 master weights, or in float32.")
     gradient_checkpointing: bool = knob(True, "Recompute activations in the backward pass to save memory.")
 
@@ -189,7 +194,7 @@ class Validation(Section):
     validation_step_interval: int = knob(100, "Optimizer steps between validations; 0: only before the first step and after the last.", ge=0, aliases=("validation_steps",))  # fmt: skip
     validation_num_inference_steps: int = knob(30, "Denoising steps per image.", ge=1)
     validation_guidance: float = knob(7.5, "Guidance scale.", ge=0)
-    validation_resolution: str = knob("", "Image size as EDGE or WIDTHxHEIGHT in px; empty: the training resolution.")
+    validation_resolution: Annotated[str, AfterValidator(normalize_sizes)] = knob("", "Image size as EDGE or WIDTHxHEIGHT in px, or several such as 1024x1024,1280x768; empty: the training resolution.")  # fmt: skip
     validation_seed: int | None = knob(None, "Seed of the starting noise; empty: the run's seed.", ge=0)
     ema_validation: Literal["none", "ema_only", "comparison"] = knob("comparison", "Which weights validation uses when EMA is on: the trained, the averaged, or both.")  # fmt: skip
 

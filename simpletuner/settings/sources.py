@@ -15,16 +15,21 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.settings.accelerate import default_file, launched_entries, map_file, read_file
+from simpletuner.settings.accelerate import default_file, map_file, read_file
+from simpletuner.settings.accelerate_launch import launched_entries
+from simpletuner.settings.accelerate_messages import mistakes_of, place_of_ranks, warnings_of
 from simpletuner.settings.config_files import CONFIG_ENV, CONFIG_FOLDER, PREFIX, find_config, named_path
 from simpletuner.settings.errors import shorten
+from simpletuner.settings.file_entries import FileEntry, file_place
 from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.key_table import MappedField
 from simpletuner.settings.original import TABLE
 from simpletuner.settings.original_names import RENAMED
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
 from simpletuner.settings.spelling import WORDS_FOR_NOTHING, normalize_name, normalize_value
+from simpletuner.system.paths import shown_path
 
+RANKS = "num_processes"
 ACCELERATE_CONFIG = "accelerate_config"
 """Names a source rather than a setting; may stand wherever settings do. `none` turns the default file off."""
 
@@ -76,6 +81,9 @@ class Source:
     name: str
     values: list[RawValue]
     warnings: list[str] = field(default_factory=list)
+    mistakes: list[Mistake] = field(default_factory=list)
+    needs_ranks: str = ""
+    """Where it asks for several ranks without saying how many."""
     implicit: bool = False
     """Found rather than named by the user: the run's summary says what it decided."""
     is_file: bool = False
@@ -206,16 +214,11 @@ def is_accelerate_config(name: str) -> bool:
 
 
 def from_file(path: Path) -> Source:
+    entries = [entry for entry in read_entries(path) if entry.key != "$schema"]  # for editors, not for us
     if suffix_of(path) == ".env":
         return from_env_file(path)
-    entries = [entry for entry in read_entries(path) if entry.key != "$schema"]  # for editors, not for us
     values = [RawValue(entry.key, entry.value, file_place(path, entry.line)) for entry in entries]
-    return Source(str(path), values, is_file=True)
-
-
-def file_place(path: object, line: int) -> str:
-    """A place in a file; line 0 means that the line is not known."""
-    return f"{path}:{line}" if line else str(path)
+    return Source(shown_path(path), values, is_file=True)
 
 
 def folder_variables(path: Path) -> dict[str, str]:
@@ -226,11 +229,12 @@ def folder_variables(path: Path) -> dict[str, str]:
 def from_env_file(path: Path, used: str = "", implicit: bool = False) -> Source:
     """Read a config.env; the variable `used` has chosen the config file."""
     entries = [entry for entry in read_entries(path) if entry.key != used]
+    name = shown_path(path)
     variables = {entry.key: entry.value for entry in entries if is_variable(entry.key)}
-    pairs = {f"{path}:{entry.line}": (entry.key, entry.value) for entry in entries if entry.key not in variables}
-    source = from_pairs(str(path), pairs, implicit)
+    pairs = {file_place(path, entry.line): (entry.key, entry.value) for entry in entries if entry.key not in variables}
+    source = from_pairs(name, pairs, implicit)
     # Names only: their values may be secrets.
-    passed_on = [f"{path}: passed on to the ranks, as variables: {', '.join(variables)}"] if variables else []
+    passed_on = [f"{name}: passed on to the ranks, as variables: {', '.join(variables)}"] if variables else []
     return replace(source, warnings=[*source.warnings, *passed_on], is_file=True, variables=variables)
 
 
@@ -253,7 +257,7 @@ def from_pairs(name: str, pairs: Mapping[str, tuple[str, Any]], implicit: bool =
             values.append(RawValue(plain, [] if value == "" and is_list(plain) else value, place))
         elif NOT_SETTINGS[plain]:
             warnings.append(f"{key} ({place}) is not used: {NOT_SETTINGS[plain]}")
-    return Source(name, values, warnings, implicit)
+    return Source(name, values, warnings, implicit=implicit)
 
 
 def is_list(name: str) -> bool:
@@ -265,31 +269,27 @@ def from_accelerate(chosen: Any, environment: Mapping[str, str]) -> list[Source]
     """What accelerate is configured to do: by `accelerate launch`, in the chosen file, or in its default one."""
     # What `accelerate launch` resolved includes its file and its own flags: the file must not be read again.
     if entries := launched_entries(environment):
-        return [accelerate_source("accelerate launch", map_file(entries), implicit=False)]
+        return [accelerate_source("accelerate launch", entries, implicit=False)]
     chosen = chosen or environment.get("ACCELERATE_CONFIG_FILE")
     if chosen is not None and normalize_name(chosen) in WORDS_FOR_NOTHING:
         return []
     path = named_path(chosen, ACCELERATE_CONFIG) if chosen else default_file(environment)
     if path is None:
         return []
-    fields = map_file(read_file(path))
-    if not any(found.path == "distributed_type" for found in fields):
+    entries = read_file(path)
+    if not any(entry.key == "distributed_type" for entry in entries):
         raise SettingsError(
-            f"{path} is no accelerate file: it has no distributed_type", "`accelerate config` writes one"
+            f"{shown_path(path)} is no accelerate file: it has no distributed_type", "`accelerate config` writes one"
         )
-    return [accelerate_source(str(path), fields, implicit=chosen is None)]
+    return [accelerate_source(shown_path(path), entries, implicit=chosen is None)]
 
 
-def accelerate_source(name: str, fields: list[MappedField], implicit: bool) -> Source:
-    """accelerate's fields as settings; those that are not used as warnings."""
+def accelerate_source(name: str, entries: list[FileEntry], implicit: bool) -> Source:
+    """accelerate's fields as settings; those that are not used as warnings, those that cannot be meant as mistakes."""
+    fields = map_file(entries)
     values = [RawValue(found.setting, found.value, accelerate_place(name, found)) for found in fields if found.setting]
-    unknown = "not a field that simpletuner knows"
-    warnings = [
-        f"{name}: {found.path} = {found.value} is not used: {found.note if found.outcome == 'unused' else unknown}"
-        for found in fields
-        if found.outcome in ("unused", "refused", "unknown")  # refused: a section that is no mapping
-    ]
-    return Source(name, values, warnings, implicit)
+    needs_ranks = "" if any(value.name == RANKS for value in values) else place_of_ranks(name, entries)
+    return Source(name, values, warnings_of(name, fields), mistakes_of(name, fields), needs_ranks, implicit)
 
 
 def accelerate_place(name: str, found: MappedField) -> str:

@@ -27,6 +27,11 @@ def expand_home(text: str | Path) -> Path:
         raise ValueError(f"there is no home folder {user}; a file of this name is ./{user}") from None
 
 
+def shown_path(path: str | Path) -> str:
+    """Format a path for people: the number that a shell gave to `<(...)` means nothing to them."""
+    return "a pipe" if descriptor_of(path) else str(path)
+
+
 def descriptor_of(path: str | Path) -> int | None:
     """The number of the open file of this process that a path such as /dev/stdin or /dev/fd/63 means."""
     found = DESCRIPTOR.fullmatch(str(path))

@@ -21,6 +21,7 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.preparation import Prepared
 from simpletuner.session import Session
 from simpletuner.settings import Settings
+from simpletuner.settings.image_sizes import parse_sizes
 from simpletuner.system.files import write_file
 from simpletuner.training.ema import EMA
 from simpletuner.training.metrics import Metrics
@@ -32,7 +33,7 @@ VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained"
 
 @dataclass(frozen=True)
 class Validator:
-    """Generate one image per prompt and set of weights; `prompts` and `negative` are encoded already.
+    """Generate one image per prompt, size and set of weights; `prompts` and `negative` are encoded already.
 
     Sharded weights are gathered by all ranks together, so every rank calls the denoiser equally often.
     """
@@ -45,7 +46,8 @@ class Validator:
     variants: tuple[str, ...]
     prompts: Sequence[tuple[str, Conditioning]]
     negative: Conditioning
-    sampling: SamplingParams
+    sampling: Sequence[SamplingParams]
+    """One for each size."""
     dtype: torch.dtype
     folder: Path
     metrics: Metrics | None
@@ -57,12 +59,11 @@ class Validator:
         folder.mkdir(parents=True, exist_ok=True)
         for variant in self.variants:
             with self._weights(variant):
-                for number, latents_1CHW in self._samples():
-                    write_png(folder / f"{variant}-{number:02d}.png", to_image(self.vae.decode(latents_1CHW)))
+                for name, latents_1CHW in self._samples():
+                    write_png(folder / f"{variant}-{name}.png", to_image(self.vae.decode(latents_1CHW)))
         self.mesh.world.barrier()
         if self.mesh.world.is_first:
-            rows = [[folder / f"{variant}-{n:02d}.png" for n in range(len(self.prompts))] for variant in self.variants]
-            write_png(self._grid(step), grid(rows, [prompt for prompt, _ in self.prompts], list(self.variants)))
+            write_png(self._grid(step), grid(self._rows(folder), [prompt for prompt, _ in self.prompts]))
             if self.metrics is not None:
                 self.metrics.add_image(self._grid(step), step)
 
@@ -76,20 +77,36 @@ class Validator:
     def _weights(self, variant: str) -> AbstractContextManager[None]:
         return self.ema.swapped_in() if variant == "ema" and self.ema is not None else nullcontext()
 
-    def _samples(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (number of the prompt, latents 1CHW) of this rank's prompts."""
-        count = len(self.prompts)
-        for first in range(0, count, self.mesh.data_size):
-            number = first + self.mesh.data_rank
-            with evaluating(self.engine.module), torch.no_grad(), self.engine.inference():
-                # a rank without a prompt left repeats the last one: the others need its shards
-                latents = self._sample(min(number, count - 1))
-            if number < count:
-                yield number, latents
+    def _rows(self, folder: Path) -> dict[str, list[Path]]:
+        """The images of a grid: one row for each set of weights and size, by its label."""
+        return {
+            " ".join([variant] * (len(self.variants) > 1) + [size_name(sampling)] * (len(self.sampling) > 1)): [
+                folder / f"{variant}-{self._name(number, sampling)}.png" for number in range(len(self.prompts))
+            ]
+            for variant in self.variants
+            for sampling in self.sampling
+        }
 
-    def _sample(self, number: int) -> Tensor:
+    def _name(self, number: int, sampling: SamplingParams) -> str:
+        """What tells images of one step and set of weights apart: by name, those of a prompt follow one another."""
+        return f"{number:02d}" + (f"-{size_name(sampling)}" if len(self.sampling) > 1 else "")
+
+    def _samples(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, latents 1CHW) of this rank's images."""
+        # Prompts are the inner loop: so ranks mostly work on images of one size, and wait little for one another.
+        images = [(number, sampling) for sampling in self.sampling for number in range(len(self.prompts))]
+        for first in range(0, len(images), self.mesh.data_size):
+            index = first + self.mesh.data_rank
+            # A rank without an image left repeats the last one: the others need its shards.
+            number, sampling = images[min(index, len(images) - 1)]
+            with evaluating(self.engine.module), torch.no_grad(), self.engine.inference():
+                latents = self._sample(number, sampling)
+            if index < len(images):
+                yield self._name(number, sampling), latents
+
+    def _sample(self, number: int, sampling: SamplingParams) -> Tensor:
         """Run the pipeline for one prompt. Each prompt has a seed of its own, whichever rank it falls to."""
-        sampling = replace(self.sampling, seed=self.sampling.seed + number)
+        sampling = replace(sampling, seed=sampling.seed + number)
         positive, negative = (
             {name: self._as_batch(value) for name, value in conditioning.items()}
             for conditioning in (self.prompts[number][1], self.negative)
@@ -99,6 +116,10 @@ class Validator:
     def _as_batch(self, value: Tensor) -> Tensor:
         """Return one prompt's tensor as a batch of one on the device; masks keep their dtype."""
         return value[None].to(self.mesh.world.device, self.dtype if value.is_floating_point() else None)
+
+
+def size_name(sampling: SamplingParams) -> str:
+    return "{}x{}".format(*sampling.size)
 
 
 @contextmanager
@@ -123,24 +144,25 @@ def write_png(path: Path, image: Image.Image) -> None:
     write_file(path, content.getvalue())
 
 
-def grid(rows: list[list[Path]], prompts: list[str], variants: list[str]) -> Image.Image:
-    """Lay out images under their prompts, one row per set of weights, on white."""
-    images = [[Image.open(path).convert("RGB") for path in row] for row in rows]
-    scale = max(1, 192 // images[0][0].width)
-    width, height = images[0][0].width * scale, images[0][0].height * scale
+def grid(rows: dict[str, list[Path]], prompts: list[str]) -> Image.Image:
+    """Lay out images under their prompts, on white; the images of a row have one size, and its label if it has one."""
+    images = {label: [Image.open(path).convert("RGB") for path in row] for label, row in rows.items()}
+    width = max(row[0].width for row in images.values())
+    scale = max(1, 192 // width)
+    width *= scale
     gap, head = 8, 34
-    sheet = Image.new("RGB", (gap + (width + gap) * len(prompts), head + (height + gap) * len(rows)), "white")
+    heights = [row[0].height * scale + gap for row in images.values()]
+    sheet = Image.new("RGB", (gap + (width + gap) * len(prompts), head + sum(heights)), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
     for column, prompt in enumerate(prompts):
         left = gap + column * (width + gap)
         pen.text(
             (left, 6), shortened(prompt, lambda text: pen.textlength(text, font=font), width), fill="black", font=font
         )
-        for line, row in enumerate(images):
-            place = (left, head + line * (height + gap))
-            sheet.paste(row[column].resize((width, height), Image.Resampling.NEAREST if scale > 1 else None), place)
-            if len(variants) > 1:
-                pen.text((place[0] + 4, place[1] + 2), variants[line], fill="#888888", font=font)
+        for line, (label, row) in enumerate(images.items()):
+            top, size = head + sum(heights[:line]), (row[column].width * scale, row[column].height * scale)
+            sheet.paste(row[column].resize(size, Image.Resampling.NEAREST if scale > 1 else None), (left, top))
+            pen.text((left + 4, top + 2), label, fill="#888888", font=font)
     return sheet
 
 
@@ -172,20 +194,18 @@ def open_validator(
         variants=VARIANTS[validation.ema_validation] if state.ema is not None else ("trained",),
         prompts=[(prompt, prepared.text.read(prompt)) for prompt in validation.validation_prompt],
         negative=prepared.text.read(negative) if negative else prepared.reader.no_caption,
-        sampling=SamplingParams(image_size(settings), steps, guidance, seed),
+        sampling=[SamplingParams(size, steps, guidance, seed) for size in image_sizes(settings)],
         dtype=compute_dtype(settings),
         folder=settings.training.output_dir / "validation",
         metrics=metrics,
     )
 
 
-def image_size(settings: Settings) -> tuple[int, int]:
+def image_sizes(settings: Settings) -> list[tuple[int, int]]:
     """Return (width, height) in px: validation_resolution, or a square of the training resolution, aligned."""
-    wanted = settings.validation.validation_resolution
-    if wanted:
-        width, _, height = wanted.partition("x")
-        return int(width), int(height or width)
+    if settings.validation.validation_resolution:
+        return parse_sizes(settings.validation.validation_resolution)
     data = settings.data
     edge = data.resolution if data.resolution_type != "area" else (data.resolution * 1_000_000) ** 0.5
     side = max(1, round(edge / data.aspect_bucket_alignment)) * data.aspect_bucket_alignment
-    return side, side
+    return [(side, side)]

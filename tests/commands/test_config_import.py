@@ -65,7 +65,8 @@ def write_example(family: str, pictures: Path | str = "pictures", **changes: Any
 def test_a_complete_example_of_a_family_becomes_a_file_that_train_accepts(run, family):
     write_example(family)
     code, out, err = run("config", "import", "config", "--output=run.toml")
-    assert (code, out) == (0, "") and "3 need a look" in err and "this is a bug" not in err
+    looks = 4 if family in ("sana", "ltxvideo") else 3  # an alignment of 16 px is none for them
+    assert (code, out) == (0, "") and f"{looks} need a look" in err and "this is a bug" not in err
     assert run("config", "validate", "run.toml")[0] == 0
     code, plan, _ = run("train", "--dry_run", "--config=run.toml")
     assert code == 0 and plan.startswith("# machine 0")
@@ -98,7 +99,7 @@ def test_every_name_is_a_line_or_a_remark_and_changes_say_why(run):
         "# push_to_hub = true (config/config.json:",
         "# report_to = 'wandb' (config/config.json:",
         "# nonsense = 1 (config/config.json:",
-        "type = 'aws' (config/multidatabackend.json[1]): not supported",
+        "type = 'aws' (config/multidatabackend.json:23, dataset `far`): not supported",
         "dataset `far` is left out",
     ):
         assert said in out
@@ -112,7 +113,7 @@ def test_datasets_that_change_are_a_copy_beside_the_file(run):
     assert run("config", "import", "config", "--output=runs/mine.toml")[0] == 0
     first, second = json.loads(Path("runs/mine.datasets.json").read_text())
     assert (first["cache_dir_vae"], first["repeats"], second["id"]) == ("cache/sdxl/pictures", 4, "texts")
-    assert not {"maximum_image_size", "minimum_image_size", "write_batch_size", "probability"} & {*first}
+    assert not {"maximum_image_size", "minimum_image_size", "write_batch_size"} & {*first}
     assert tomllib.loads(Path("runs/mine.toml").read_text())["data_backend_config"] == "runs/mine.datasets.json"
     assert Path(DATASETS).read_bytes() == before
     assert "exists already" in run("config", "import", "config", "--output=runs/mine.toml")[2]
@@ -220,7 +221,7 @@ def test_deepspeed_and_accelerate_files_are_kept(run):
 def test_what_validation_cannot_do_is_left_out_and_the_run_stays(run):
     write_example("wan", validation_resolution="854x480", lr_warmup_steps=100)
     code, out, err = run("config", "import", "config")
-    assert code == 0 and "both sides must be multiples of 16 px" in err
+    assert code == 0 and "all sides must be multiples of 16 px" in err
     assert "lr_warmup_steps = 100 is more than max_train_steps = 1" in err
     assert not {"validation_resolution", "lr_warmup_steps"} & {*tomllib.loads(out)}
 
@@ -251,7 +252,7 @@ def test_what_decides_a_run_is_an_error_and_nothing_is_written(run, changes, sai
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"id": "a", "type": "aws"}, "type = 'aws' (config/multidatabackend.json[0]): not supported"),
+        ({"id": "a", "type": "aws"}, "type = 'aws' (config/multidatabackend.json:2, dataset `a`): not supported"),
         ({"id": "a", "type": "local", "dataset_type": "video"}, "only images"),
         ({"id": "a", "type": "local"}, "instance_data_dir = null"),
     ],

@@ -291,6 +291,40 @@ def test_a_contradicting_config_file_is_kept_and_nothing_is_written(capsys, tmp_
     assert Path("run.toml").read_text() == text and [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
+INLINE = {
+    "zero_optimization": {"stage": 2, "overlap_comm": False},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 100, "warmup_num_steps": 10, "warmup_type": "linear"},
+    },
+    "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}},
+    "train_batch_size": 32,
+    "steps_per_print": 7,
+}
+
+
+def test_what_an_inline_config_says_is_never_dropped(capsys):
+    Path("run.json").write_text(json.dumps({"model_family": "sdxl", "num_processes": 4, "deepspeed_config": INLINE}))
+
+    def changed() -> dict[str, object]:
+        assert command("config", "show", "--config=run.json", "--changed", "--json") == ExitCode.OK
+        return {name: row["value"] for name, row in json.loads(capsys.readouterr().out).items()}
+
+    before = changed()
+    assert (before["max_train_steps"], before["train_batch_size"], before["zero_stage"]) == (100, 8, 2)
+    text = Path("run.json").read_text()
+    said = refusal(capsys, "build", "--apply=run.json", "--output=ds.json", "--lr_scheduler=constant")
+    assert "the deepspeed_config in run.json says max_train_steps = 100, which the new one cannot hold" in said
+    assert Path("run.json").read_text() == text and not Path("ds.json").exists()
+    assert command("deepspeed", "build", "--stage=3", "--apply=run.json", "--output=ds.json") == ExitCode.OK
+    assert (
+        "kept of the deepspeed_config in run.json: adam_beta1, adam_beta2, deepspeed_config, "
+        in capsys.readouterr().err
+    )
+    assert json.loads(Path("run.json").read_text())["deepspeed_config"] == "ds.json"
+    assert changed() == before | {"zero_stage": 3}
+
+
 def test_templates_are_saved_listed_and_started_from(capsys, tmp_path):
     flags = ("--stage=2", "--offload_optimizer=cpu", "--max_grad_norm=0.5", "--save_template=mine")
     kept, told = built(capsys, *flags)

@@ -62,6 +62,22 @@ def test_the_same_is_found_by_a_dry_run_by_validate_and_by_train(said, case):
     assert not Path("output").exists()
 
 
+def test_model_settings_and_datasets_are_judged_together_the_model_first(said):
+    Path("d.json").write_text('[{"id": "a", "repeat": 1}]')
+    mistaken = {"model_family": "sdlx", "data_backend_config": "d.json", "sed": 1, "crop": "x", "machine_rank": 3}
+    Path("c.json").write_text(json.dumps(mistaken))
+    code, lines = said("config", "validate", "c.json")
+    assert (code, len(lines)) == (2, 7)
+    assert lines[0] == "error: Unknown model_family 'sdlx'; did you mean `sdxl`?"
+    assert "sed (c.json:1)" in lines[1] and "crop = 'x'" in lines[2] and "machine_rank = 3" in lines[3]
+    assert "repeat" in lines[4] and lines[6].startswith("hint: `simpletuner models`")
+    Path("c.json").write_text(json.dumps(mistaken | {"model_type": "lora"}))
+    lines = said("train", "--dry_run", "--config=c.json")[1]
+    assert lines[0].startswith("error: model_type=lora is not supported yet") and "sdlx" in lines[4]
+    Path("c.json").write_text(json.dumps(DATASETS | {"model_family": "sdlx"}))
+    assert len(said("config", "validate", "c.json")[1]) == 4, "settings that are valid, a family and a dataset"
+
+
 def test_a_dry_run_prints_the_warnings_of_validate(said):
     Path("c.json").write_text(json.dumps(WARNED))
     code, lines = said("config", "validate", "c.json")

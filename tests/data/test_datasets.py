@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.data.dataset_keys import REASONS, VALUES
-from simpletuner.data.datasets import ImageDataset, TextEmbeds, load_datasets
+from simpletuner.data.dataset_keys import MISSED, NO_EFFECT, REASONS, VALUES
+from simpletuner.data.datasets import ImageDataset, TextEmbeds, load_datasets, unused_keys
+from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.errors import SettingsError
-from simpletuner.settings.sections import Data, DatasetSettings
+from simpletuner.settings import load
+from simpletuner.settings.sections import Data, DatasetSettings, Model, Settings, Training
 
 
 def data_of(folder: Path, *entries: dict, **globals_) -> Data:
@@ -94,7 +96,56 @@ def test_nothing_but_disabled_entries_is_no_data(tmp_path):
 @pytest.mark.parametrize("key", sorted(REASONS))
 def test_a_key_of_other_trainers_is_answered_with_the_reason(tmp_path, key):
     message = refusal(data_of(tmp_path, image(**{key: "x"})))
-    assert message == f"{tmp_path}/multidatabackend.json[0]: `{key}`: {REASONS[key]}"
+    assert message == f"{key} = 'x' ({tmp_path}/multidatabackend.json:1, dataset `one`): {REASONS[key]}"
+
+
+def test_what_is_off_or_happens_anyway_is_no_mistake_and_what_may_be_missed_is_one_line(tmp_path):
+    off = dict.fromkeys(REASONS, False) | dict.fromkeys(MISSED, 0) | {"probability": 1.0, "video": {}, "audio": None}
+    on = dict.fromkeys(NO_EFFECT, "x")
+    data = data_of(tmp_path, image(**off, **on, minimum_image_size=0, caption_strategy=None))
+    (dataset,), _ = load_datasets(data)
+    assert (dataset.minimum_image_size, dataset.caption_strategy, unused_keys(data)) == (None, "textfile", [])
+    sizes = {"maximum_image_size": 2048, "target_downsample_size": 1024}
+    (tmp_path / "d.json").write_text(json.dumps([image(**sizes), image(id="b", **sizes)], indent=1))
+    warnings = unused_keys(Data(data_backend_config=tmp_path / "d.json"))
+    assert warnings[0] == (
+        "maximum_image_size has no effect: images are resized to cover their bucket, and cropped there "
+        f"({tmp_path}/d.json:6, dataset `one` and 1 more)"
+    )
+    assert len(warnings) == 2
+
+
+def test_keys_are_spelled_as_freely_as_settings_and_once(tmp_path):
+    free = {"ID": "one", "--Instance-Dir": "pictures", "Repeats": 3, "minimum_resolution": 64, "Disable": "no"}
+    (dataset,), _ = load_datasets(data_of(tmp_path, free))
+    assert (dataset.instance_data_dir, dataset.repeats, dataset.minimum_image_size) == (Path("pictures"), 3, 64)
+    assert "Repeats = 4" in (said := refusal(data_of(tmp_path, image(repeats=3, Repeats=4)))) and "keep one" in said
+
+
+@pytest.mark.parametrize(("value", "left"), [("true", 0), ("Yes", 0), (1, 0), ("false", 1), ("no", 1), (0, 1)])
+def test_disabled_means_what_it_says(tmp_path, value, left):
+    assert len(load_datasets(data_of(tmp_path, image(id="two"), image(disabled=value)))[0]) == 1 + left
+
+
+def test_names_in_braces_stand_for_the_run_in_cache_folders(tmp_path):
+    text = {"id": "t", "dataset_type": "text_embeds", "cache_dir": "text/{model_family}/{id}"}
+    data = data_of(
+        tmp_path,
+        text,
+        image(cache_dir_vae="{output_dir}/vae/{model_family}/{id}"),
+        image(id="two"),
+        cache_dir_vae=Path("all/{model_family}"),
+    )
+    settings = Settings(model=Model(model_family="flux"), training=Training(output_dir=Path("out")), data=data)
+    datasets, texts = load_datasets(data)
+    folders = [latents_folder(dataset, settings) for dataset in datasets]
+    assert folders == [Path("out/vae/flux/one"), Path("all/flux/two")]
+    assert text_folder(settings, texts) == Path("text/flux/t")
+    said = refusal(data_of(tmp_path, image(cache_dir_vae="{env:HOME}/{id}")))
+    assert said.endswith("{env:HOME} stands for nothing here; {model_family} and {output_dir} and {id} do: write the "
+                         "path itself")  # fmt: skip
+    with pytest.raises(SettingsError, match="cache_dir_text = 'x/{id}' .flag.: {id} stands for nothing here"):
+        load({"cache_dir_text": "x/{id}"}, complete=False, environment={})
 
 
 def test_the_metadata_backend_that_we_are_is_accepted(tmp_path):
@@ -103,32 +154,34 @@ def test_the_metadata_backend_that_we_are_is_accepted(tmp_path):
 
 def test_an_unknown_key_names_the_nearest(tmp_path):
     message = refusal(data_of(tmp_path, image(resolutoin=512)))
-    assert message.endswith("[0]: `resolutoin`: unknown key; did you mean `resolution`?")
+    assert message.startswith("resolutoin (") and message.endswith("): unknown key; did you mean `resolution`?")
 
 
 def test_all_mistakes_of_the_file_are_told_at_once_with_their_places(tmp_path):
-    message = refusal(
-        data_of(
-            tmp_path,
-            image(probability=0.5, crop="perhaps"),
-            {"id": "t", "dataset_type": "text_embeds"},
-            {"id": "three"},
-            image(id="four", type="aws"),
-        )
-    )
-    for place, key in [
-        (0, "probability"),
-        (0, "crop"),
-        (1, "cache_dir"),
-        (2, "instance_data_dir"),
-        (3, "type"),
-    ]:
-        assert f"multidatabackend.json[{place}]: `{key}`" in message
+    path = tmp_path / "d.json"
+    path.write_text("""[
+  {"id": "one", "instance_data_dir": "pictures",
+   "probability": 0.5, "crop_style": {"a": "{[,"},
+   "crop": "perhaps"},
+  {"id": "t", "dataset_type": "text_embeds"},
+  {"id": "three"}, {"id": [4],
+   "type": "aws", "instance_data_dir": "x"}
+]""")
+    lines = refusal(Data(data_backend_config=path)).splitlines()
+    assert [line.strip().partition("):")[0] for line in lines] == [
+        f"probability = 0.5 ({path}:3, dataset `one`",
+        f"crop = 'perhaps' ({path}:4, dataset `one`",
+        f"""crop_style = {{"a": "{{[,"}} ({path}:3, dataset `one`""",
+        f"cache_dir ({path}:5, dataset `t`",
+        f"instance_data_dir ({path}:6, dataset `three`",
+        f"id = [4] ({path}:6",
+        f"type = 'aws' ({path}:7",
+    ]
 
 
 def test_two_datasets_cannot_share_an_id(tmp_path):
     message = refusal(data_of(tmp_path, image(), image(), image(id="two")))
-    assert message.endswith("two datasets share the id `one`")
+    assert message == f"id = 'one' ({tmp_path}/multidatabackend.json:1 and 1): two datasets share it"
 
 
 def test_an_instance_prompt_is_asked_for_where_it_is_the_caption(tmp_path):
@@ -140,7 +193,7 @@ def test_an_instance_prompt_is_asked_for_where_it_is_the_caption(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[{"id": }]', "does not parse: Expecting value: line 1 column 9"),
+        ('[{"id": }]', "d.json:1 does not parse: expecting value, column 9"),
         ('{"id": "x"}', "must hold a list of datasets"),
         ("[1]", "must hold a list of datasets"),
     ],
@@ -157,7 +210,7 @@ def test_a_dataset_file_that_is_not_there_is_named(tmp_path):
 
 @pytest.mark.parametrize(("key", "value"), [("repeats", -1), ("resolution", 0), ("resolution", -512)])
 def test_numbers_have_the_bounds_that_flags_have(tmp_path, key, value):
-    assert f"`{key}`" in refusal(data_of(tmp_path, image(**{key: value})))
+    assert refusal(data_of(tmp_path, image(**{key: value}))).startswith(f"{key} = {value} (")
 
 
 def test_choices_are_spelled_as_freely_as_in_flags(tmp_path):
@@ -171,30 +224,37 @@ ORIGINAL_KEYS = Path(__file__).with_name("original_keys.txt").read_text().split(
 
 def test_every_key_of_the_original_is_taken_or_answered_with_a_reason():
     taken = {*ImageDataset.model_fields, *TextEmbeds.model_fields, "disable"}
-    assert set(ORIGINAL_KEYS) - taken - set(REASONS) == set()
-    assert set(REASONS) & taken == set()
-    assert set(REASONS) <= set(ORIGINAL_KEYS)
-    assert all(len(reason) > 15 for reason in REASONS.values())
+    answered = REASONS | NO_EFFECT | MISSED
+    assert set(ORIGINAL_KEYS) - taken - set(answered) == set()
+    assert set(answered) & taken == set() and len(answered) == len(REASONS) + len(NO_EFFECT) + len(MISSED)
+    assert set(answered) <= set(ORIGINAL_KEYS)
+    assert all(len(reason) > 15 for reason in answered.values())
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key in VALUES for value in VALUES[key]])
 def test_every_value_of_the_original_is_answered_with_a_reason(tmp_path, key, value):
     message = refusal(data_of(tmp_path, image(**{key: value})))
-    assert f"[0]: `{key}` = '{value}': {VALUES[key][value]}; use one of " in message
+    assert f"{key} = '{value}' (" in message and f"): {VALUES[key][value]}; use one of " in message
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"type": "locl"}, "`type` = 'locl': use one of local; did you mean `local`?"),
-        ({"repeats": "often"}, "`repeats` = 'often': use a whole number of at least 0"),
-        ({"resolution": 1e9}, "`entry`: resolution=1e+09 (pixel_area) is too large: at most 16384x16384 px"),
+        ({"type": "locl"}, "type = 'locl' (d, dataset `one`): use one of local; did you mean `local`?"),
+        ({"repeats": "often"}, "repeats = 'often' (d, dataset `one`): use a whole number of at least 0"),
+        ({"resolution": 1e9}, "resolution=1e+09 (pixel_area) is too large: at most 16384x16384 px"),
         ({"resolution": 300, "resolution_type": "area"}, "resolution=300 (area) is too large"),
-        ({"id": ["a"]}, '`id` = ["a"]: use text in quotes'),
+        ({"resolution": 0.5}, "resolution=0.5 (pixel_area) is less than 8x8 px; megapixels have resolution_type area"),
+        ({"minimum_aspect_ratio": 2, "maximum_aspect_ratio": 1}, "it is above maximum_aspect_ratio"),
+        ({"id": ["a"]}, 'id = ["a"] (d): use text in quotes'),
+        ({"instance_data_dir": ["a"]}, 'instance_data_dir = ["a"] (d, dataset `one`): use a path in quotes'),
+        ({"instance_data_dir": ""}, "instance_data_dir = '' (d, dataset `one`): a path cannot be empty"),
+        ({"disabled": "perhaps"}, "disabled = 'perhaps' (d, dataset `one`): use true or false"),
     ],
 )
 def test_wrong_values_are_answered_in_our_words(tmp_path, values, said):
-    assert said in refusal(data_of(tmp_path, image(**values)))
+    message = refusal(data_of(tmp_path, image(**values))).replace(f"{tmp_path}/multidatabackend.json:1", "d")
+    assert said in message and "Value error" not in message and "Input" not in message
 
 
 @pytest.mark.parametrize(
@@ -202,7 +262,7 @@ def test_wrong_values_are_answered_in_our_words(tmp_path, values, said):
     ["", " ", ".", "..", "../x", "a/../../x", "/etc", "a//b", "a/", "./a", "a\nb", "a\x1b[2J", "\ud800", "x" * 256],
 )
 def test_an_id_that_leads_out_of_its_folder_or_cannot_be_printed_is_refused(tmp_path, name):
-    assert "[0]: `id`: " in refusal(data_of(tmp_path, image(id=name)))
+    assert refusal(data_of(tmp_path, image(id=name))).startswith("id = ")
 
 
 def test_ids_below_the_folder_go_on_working_but_not_within_one_another(tmp_path):
@@ -224,19 +284,21 @@ def test_a_folder_with_any_name_is_a_dataset(tmp_path):
 
 def test_there_is_one_text_cache(tmp_path):
     text = {"id": "t", "dataset_type": "text_embeds", "cache_dir": "t"}
-    assert "2 datasets of type text_embeds" in refusal(data_of(tmp_path, image(), text, {**text, "id": "u"}))
-    assert "[1]: `default`: there is one text cache" in refusal(data_of(tmp_path, image(), {**text, "default": False}))
+    assert "2 datasets are of this type: there is one text cache" in refusal(
+        data_of(tmp_path, image(), text, {**text, "id": "u"})
+    )
+    assert "default = false (" in refusal(data_of(tmp_path, image(), {**text, "default": False}))
 
 
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
         ("[" * 100_000, "nested too deeply", ""),
-        ('[\n {"id": "a",}\n]', "line 2 column 13", "no comma before a closing bracket"),
-        ('[\n {"id": "a"},\n]', "line 3 column 1", "no comma before a closing bracket"),
-        ("[ // mine\n]", "line 1 column 3", "no comments"),
-        ("[{'id': 1}]", "line 1 column 3", "double quotes"),
-        ('[{"id": "a", "id": "b"}]', "duplicate key `id`", ""),
+        ('[\n {"id": "a",}\n]', "d.json:2 does not parse", "no comma before a closing bracket"),
+        ('[\n {"id": "a"},\n]', "d.json:3 does not parse", "no comma before a closing bracket"),
+        ("[ // mine\n]", "column 3", "no comments"),
+        ("[{'id': 1}]", "column 3", "double quotes"),
+        ('[{"id": "a",\n "id": "b"}]', "d.json:2 does not parse: duplicate key `id`", "keep one"),
     ],
 )
 def test_json_that_does_not_parse_says_where_and_what_is_usual(tmp_path, text, said, hint):

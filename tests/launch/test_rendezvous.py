@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -213,6 +214,9 @@ def test_a_secret_comes_from_the_environment_or_from_a_file_of_its_owner(tmp_pat
     assert message_signer(None, {}).secret == b""
     with pytest.raises(SettingsError, match="has 5 characters; at least 16"):
         message_signer(None, {SECRET: "guess"})
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(SettingsError, match="fifo is not a regular file"):
+        message_signer(tmp_path / "fifo", {})
     with pytest.raises(SettingsError, match="cannot be read: No such file"):
         message_signer(tmp_path / "none", {})
 

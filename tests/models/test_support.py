@@ -57,6 +57,15 @@ def test_a_prediction_type_of_a_flow_is_refused_whoever_made_the_family(pipeline
         Flux.open(pipelines("flux"), Settings(model=model)).objective()
 
 
+@pytest.mark.parametrize(("family", "refused", "instead"), [("sana", 48, 64), ("ltxvideo", 8, 32), ("sdxl", 12, 16)])
+def test_an_alignment_that_a_family_cannot_train_is_refused(family, refused, instead):
+    model = {"model_flavour": "tiny", "aspect_bucket_alignment": str(refused)}
+    with pytest.raises(SettingsError, match="both sides of an image must be multiples of") as caught:
+        checked(family, **model)
+    assert caught.value.hint == f"set aspect_bucket_alignment={instead}"
+    assert checked(family, **model | {"aspect_bucket_alignment": str(instead)})
+
+
 def test_a_single_file_and_a_path_to_nothing_are_called_what_they_are(tmp_path):
     single = tmp_path / "single.safetensors"
     single.write_bytes(bytes(8))
@@ -76,6 +85,7 @@ def test_a_single_file_and_a_path_to_nothing_are_called_what_they_are(tmp_path):
     [
         ("sdxl", "100", "96"),
         ("sdxl", "854x480", "856x480"),
+        ("sdxl", "1024,854x480", "1024,856x480"),
         ("sd3", "1032", "1024"),
         ("sana", "1040x4", "1024x32"),
         ("mine", "100", "96"),
@@ -84,7 +94,7 @@ def test_a_single_file_and_a_path_to_nothing_are_called_what_they_are(tmp_path):
 def test_a_validation_size_that_no_pipeline_samples_is_refused_with_the_nearest(family, size, nearest):
     own = {"model_families": "mine=package.module:Family"} if family == "mine" else {}
     own["pretrained_model_name_or_path"] = "hub/id"
-    with pytest.raises(SettingsError, match="both sides must be multiples of") as caught:
+    with pytest.raises(SettingsError, match="all sides must be multiples of") as caught:
         checked(family, validation_resolution=size, **own)
     assert caught.value.hint == f"the nearest is {nearest}"
     checked(family, validation_resolution=nearest, **own)

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from simpletuner.errors import SettingsError
 from simpletuner.settings import load
-from simpletuner.settings.accelerate import LAUNCHED, RULES, map_file, read_file
+from simpletuner.settings.accelerate import RULES, map_file, read_file
+from simpletuner.settings.accelerate_launch import LAUNCHED
 from simpletuner.settings.key_table import Maps
 from simpletuner.settings.loading import settings_as_json
 from simpletuner.settings.sections import setting_fields
@@ -151,13 +153,76 @@ def test_rows_and_variables_lead_to_settings_that_there_are():
     assert set(LAUNCHED.values()) <= set(RULES)
 
 
-@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "NO"])
-def test_a_section_without_fields_turns_nothing_on(tmp_path, engine):
-    path = tmp_path / "a.yaml"
-    path.write_text(f"distributed_type: {engine}\ndeepspeed_config: none\nfsdp_config: 3\n")
-    loaded = load({"accelerate_config": str(path)}, complete=False, environment={})
-    assert loaded.settings.parallel.zero_stage is None
-    assert loaded.warnings == (f"{path}: fsdp_config = 3 is not used: not a field that simpletuner knows",)
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """Return a function that loads the settings of a file, which is called a.yaml in answers."""
+    monkeypatch.chdir(tmp_path)
+
+    def loaded(text: str, **flags: str):
+        Path("a.yaml").write_text(text)
+        enough = {"model_family": "sdxl", "instance_data_dir": "x"}
+        return load({"accelerate_config": "a.yaml", **enough, **flags}, environment={})
+
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("distributed_type: FDSP", "distributed_type = 'FDSP' (a.yaml:1): use one of NO, MULTI_GPU, MULTI_CPU, FSDP, "
+         "DEEPSPEED; did you mean `FSDP`?"),
+        ("distributed_type: MEGATRON_LM\nnum_processes: 2", "(a.yaml:1): use one of NO, MULTI_GPU"),
+        ("num_machines: 1\ndistributed_type: MULTI_GPU", "num_processes is missing: distributed_type: MULTI_GPU "
+         "(a.yaml:2) means several ranks: write it there, or give --num_processes=8"),
+        ("distributed_type: FSDP\nnum_processes: -1", "num_processes is missing"),
+        ("distributed_type: NO\ndeepspeed_config: ds.json", "deepspeed_config = 'ds.json' (a.yaml:2): use a section of "
+         "fields, in which deepspeed_config_file names a file"),
+        ("distributed_type: NO\nfsdp_config: 3", "fsdp_config = 3 (a.yaml:2): use a section of fields"),
+        ("distributed_type: FSDP\nfsdp_config: {sharding_strategy: 3}", "fsdp_config.sharding_strategy = 3 (a.yaml:2): "
+         "weights would not be sharded: write distributed_type: MULTI_GPU"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FUL_SHARD}", "did you mean `FULL_SHARD`?"),
+        ("distributed_type: FSDP\nfsdp_config: {version: 2, fsdp_version: 2}", "fsdp_config.version means the same"),
+    ],
+)  # fmt: skip
+def test_what_would_train_something_else_is_refused(read, text, said):
+    with pytest.raises(SettingsError) as caught:
+        read(text)
+    assert said in caught.value.message
+    assert len(caught.value.message.splitlines()) <= 2
+
+
+def test_ranks_may_come_from_elsewhere_and_an_engine_needs_no_section(read):
+    for engine, stage in (("FSDP", None), ("DEEPSPEED", 2), ("MULTI_GPU", None)):
+        text = f"distributed_type: {engine}\ndeepspeed_config: none\nfsdp_config:\n"
+        parallel = read(text, num_processes="2").settings.parallel
+        assert (parallel.fsdp_enable, parallel.zero_stage) == (engine == "FSDP", stage)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reshards", "warnings"),
+    [("1", True, 0), ("FULL_SHARD", True, 0), (2, False, 0), ("hybrid_shard", True, 1), (5, False, 1)],
+)
+def test_a_sharding_strategy_is_known_by_name_and_number(read, strategy, reshards, warnings):
+    loaded = read(f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{sharding_strategy: {strategy}}}")
+    assert loaded.settings.parallel.fsdp_reshard_after_forward is reshards
+    assert ["weights are sharded over all ranks" in text for text in loaded.warnings] == [True] * warnings
+
+
+def test_short_names_of_old_files_are_those_with_the_prefix(read):
+    section = "fsdp_config: {auto_wrap_policy: SIZE_BASED_WRAP, min_num_params: 2000, offload_params: false}"
+    loaded = read(f"distributed_type: FSDP\nnum_processes: 2\n{section}\ndynamo_config: {{backend: INDUCTOR}}\n")
+    assert (loaded.settings.parallel.fsdp_min_num_params, loaded.settings.compile.dynamo_backend) == (2000, "inductor")
+    assert loaded.warnings == ()
+
+
+def test_unknown_fields_are_one_line_with_the_nearest_names(read):
+    many = "".join(f"k{number}: {number}\n" for number in range(3000))
+    [warning] = read(f"distributed_type: NO\nnum_proceses: 8\nfsdp_config.fsdp_version: 1\n{many}").warnings
+    assert warning.startswith(
+        "a.yaml: not used, since simpletuner does not know it: num_proceses = 8 (did you mean `num_processes`?), "
+        "fsdp_config.fsdp_version = 1"
+    )
+    assert warning.endswith("k2 = 2, and 2,997 more")
 
 
 def test_the_file_is_never_written(tmp_path):

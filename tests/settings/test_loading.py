@@ -243,7 +243,7 @@ def test_text_that_no_file_could_hold_is_refused(setting, text):
     [
         ({1: 2}, "use a JSON object, or none"),
         (date(2020, 1, 1), "use a JSON object, or none"),
-        (float("nan"), "a is nan, but must be a finite number"),
+        (float("nan"), "use a finite number"),
     ],
 )
 def test_what_is_not_json_is_refused_inside_of_json(inner, said):
@@ -268,14 +268,18 @@ def test_the_start_up_table_tells_what_found_files_decided(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SIMPLETUNER_ACCELERATE_CONFIG")
     write(tmp_path, "config/config.env", "SEED=3\n")
-    found = write(tmp_path, "home/accelerate/default_config.yaml", "distributed_type: FSDP\nmixed_precision: 'no'\n")
+    found = write(
+        tmp_path,
+        "home/accelerate/default_config.yaml",
+        "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: 'no'\n",
+    )
     named = write(tmp_path, "run.toml", "crop = true\nrepeats = 1\n")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     summary = provenance(load(ENOUGH, named))
-    assert summary == f"config/config.env: seed; {found}: mixed_precision, fsdp_enable; {named}: 2; flag: 2"
-    assert provenance(load(ENOUGH, named, environment={"SIMPLETUNER_ACCELERATE_CONFIG": str(found)})).split("; ")[
-        1
-    ] == (f"{found}: 2")
+    decided = "num_processes, mixed_precision, fsdp_enable"
+    assert summary == f"config/config.env: seed; {found}: {decided}; {named}: 2; flag: 2"
+    by_name = provenance(load(ENOUGH, named, environment={"SIMPLETUNER_ACCELERATE_CONFIG": str(found)}))
+    assert by_name.split("; ")[1] == f"{found}: 3"
     assert provenance(load({}, complete=False, environment={"SIMPLETUNER_ACCELERATE_CONFIG": "none"})) == (
         "config/config.env: seed"
     )

@@ -86,7 +86,7 @@ def test_zero_and_null_mean_not_set(tmp_path):
     zeros = dict.fromkeys(("num_train_epochs", "max_train_steps", "minimum_image_size", "snr_gamma"), 0)
     zeros |= {"tokenizer_max_length": 0.0, "validation_step_interval": 0, "flow_schedule_shift": 0, "seed": None}
     made = settings_as_json(load_file(tmp_path, {**zeros, "lr_scheduler": None, "hub_model_id": None}))
-    assert (made["num_train_epochs"], made["seed"], made["lr_scheduler"]) == (1, 42, "constant")
+    assert (made["num_train_epochs"], made["seed"], made["lr_scheduler"]) == (0, 42, "constant")
     assert made["max_train_steps"] is made["minimum_image_size"] is made["snr_gamma"] is None
     assert made["tokenizer_max_length"] is None
     assert (made["flow_schedule_shift"], made["validation_step_interval"]) == (1.0, 0)
@@ -194,7 +194,7 @@ def test_config_env_of_the_original_is_read(tmp_path):
     loaded = load({}, path, complete=False, environment={"HOME": str(tmp_path)})
     made = settings_as_json(loaded)
     names = ("resume_from_checkpoint", "max_train_steps", "num_train_epochs", "checkpoints_total_limit")
-    assert [made[name] for name in names] == ["none", 10, 1, 2]
+    assert [made[name] for name in names] == ["none", 10, 0, 2]
     names = ("gradient_checkpointing", "lr_scheduler", "dynamo_backend", "data_backend_config")
     assert [made[name] for name in names] == [False, "cosine", "eager", "d.json"]
     assert loaded.variables == {"HF_TOKEN": "secret", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0,1"}

@@ -18,6 +18,10 @@ REFUSED = [
         "no images: give --instance_data_dir=FOLDER or --data_backend_config=FILE",
     ),
     (
+        {"num_train_epochs": 0},
+        "num_train_epochs = 0 and no max_train_steps: say how long to train, by one of them",
+    ),
+    (
         {"data_backend_config": "d.json"},
         "instance_data_dir and data_backend_config both name images: keep one of them",
     ),
@@ -107,10 +111,6 @@ REFUSED = [
         "or a dotted path to a callable",
     ),
     (
-        {"validation_resolution": "1024x"},
-        "validation_resolution = '1024x': write an edge such as 1024, or 1216x832",
-    ),
-    (
         {"lr_warmup_steps": 11, "max_train_steps": 10},
         "lr_warmup_steps = 11 is more than max_train_steps = 10",
     ),
@@ -124,6 +124,7 @@ ACCEPTED = [
     {"fsdp_auto_wrap_policy": "none"},
     {"validation_resolution": "1024"},
     {"validation_resolution": "1216x832"},
+    {"validation_resolution": "1024X1024, 1280x768"},
     {"lr_warmup_steps": 10, "max_train_steps": 10},
     {"lr_warmup_steps": 1000},
     {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune"},
@@ -174,7 +175,7 @@ def test_an_unknown_name_does_not_hide_a_contradiction():
     assert "model_family is missing" in caught.value.message
 
 
-@pytest.mark.parametrize("size", ["0", "0x512", "512x0"])
-def test_a_validation_size_of_no_pixels_is_refused(size):
-    with pytest.raises(SettingsError):
+@pytest.mark.parametrize("size", ["0", "1024x", "0x512", "512x0", "512,", "512,512x512"])
+def test_a_validation_size_of_no_pixels_or_a_size_twice_is_refused(size):
+    with pytest.raises(SettingsError, match=f"validation_resolution = '{size}' .flag.: (write an edge|512x512 stands)"):
         load({**ENOUGH, "validation_resolution": size})

@@ -85,6 +85,8 @@ def words(*known: str) -> Convert:
 
 def read_stage(value: Any) -> Any:
     """Convert a ZeRO stage; what is none of them is left to validation."""
+    if isinstance(value, bool):
+        raise ValueError("use 1, 2 or 3")
     if isinstance(value, int | float) and value == 0:
         raise ValueError("stage 0 is plain data parallelism, which needs no DeepSpeed: use 1 to 3, or leave it out")
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -123,7 +125,9 @@ BF16: dict[str, Rule] = {
     "bf16_optimizer_states": Refuses(FLOAT32),
 }
 FP16: dict[str, Rule] = {
-    "enabled": Refuses("fp16 would need its loss scaled, bf16 does not: set mixed_precision=bf16"),
+    "enabled": Refuses(
+        'fp16 would need its loss scaled, bf16 does not: write "bf16": {"enabled": true} in the place of fp16'
+    ),
     **dict.fromkeys(("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"), ANYWAY),
     **dict.fromkeys(("consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"), ANYWAY),
 }

@@ -64,7 +64,7 @@ class ParsedConfig:
         self.mistakes.append(Mistake(self.name_of(path), message, self.file or self.place, shorten(value), hint))
 
     def refuse_unknown(self, path: str, siblings: Iterable[str]) -> None:
-        hint = did_you_mean(path.rpartition(".")[2], siblings)
+        hint = did_you_mean(path.rpartition(".")[2], siblings) or "leave it out"
         mistake = Mistake(self.name_of(path), "DeepSpeed knows no such key", self.file or self.place, hint=hint)
         self.mistakes.append(mistake)
 

@@ -71,9 +71,21 @@ def parse(config: Mapping[str, Any], merged: MergedValues) -> ParsedConfig:
     if rest.get("zero_optimization") is True:
         rest["zero_optimization"] = {"stage": DEFAULT_STAGE}
     parsed.read(rest, TABLE)
+    drop_offload_param(parsed, merged)
     read_optimizer(optimizer, str(merged.value("optimizer")), parsed)
     read_scheduler(scheduler, peak_learning_rate(parsed, merged), parsed)
     return parsed
+
+
+def drop_offload_param(parsed: ParsedConfig, merged: MergedValues) -> None:
+    """Warn of offloaded weights below stage 3: DeepSpeed ignores them there, and samples of the original have them."""
+    stage = next((given.value for given in parsed.settings if given.name == "zero_stage"), merged.value("zero_stage"))
+    unused = [given for given in parsed.settings if given.name == "offload_param" and given.value != "none"]
+    if stage in (1, 2) and unused:
+        parsed.settings = [given for given in parsed.settings if given not in unused]
+        parsed.kept.get("zero_optimization", {}).pop("offload_param", None)
+        reason = f"at stage {stage} every rank keeps all weights at hand"
+        parsed.warn_unused("zero_optimization.offload_param", unused[0].value, reason)
 
 
 def peak_learning_rate(parsed: ParsedConfig, merged: MergedValues) -> float:

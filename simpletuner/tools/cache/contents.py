@@ -89,12 +89,12 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     """
     # Imported here: `cache list` must know the kinds for its help, but needs datasets only now.
     from simpletuner.data.datasets import load_datasets
-    from simpletuner.data.folders import default_folder, latents_folder, text_folder
+    from simpletuner.data.folders import default_folder, latents_folder, latents_root, text_folder
 
     named = settings.data.data_backend_config is not None or settings.data.instance_data_dir is not None
     datasets, configured_text = load_datasets(settings.data) if named else ([], settings.data.cache_dir_text)
     text = text_folder(settings, configured_text)
-    roots = [default_folder(settings, "latents"), *filter(None, [settings.data.cache_dir_vae])]
+    roots = [default_folder(settings, "latents"), latents_root(settings)]
     folders = [latents_folder(dataset, settings) for dataset in datasets]
     return find_shards(CacheKind.LATENTS, folders, roots, not_in=text), find_shards(CacheKind.TEXT, [text])
 

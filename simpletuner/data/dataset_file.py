@@ -1,0 +1,100 @@
+"""The dataset file as written: its entries with their lines, and how a mistake in one is called."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import Mistake, SettingsError
+from simpletuner.settings.errors import shorten
+from simpletuner.settings.file_entries import TOO_DEEP, FileEntry, NotParsed, check_depth, file_place
+from simpletuner.settings.formats import json_lines, read_text
+from simpletuner.settings.loading import canonical_name, plain_name
+from simpletuner.system.paths import shown_path
+
+OTHER_NAMES = {"disable": "disabled"}
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """One dataset of the file."""
+
+    file: Path
+    line: int
+    keys: list[FileEntry]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], file: Path, line: int = 0) -> DatasetEntry:
+        return cls(file, line, [FileEntry(key, value) for key, value in values.items()])
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        return {entry.key: entry.value for entry in self.keys}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of its keys by their spelling, which is as free as that of settings."""
+        return {entry.key: name_of_key(entry.key) for entry in self.keys}
+
+    def value(self, name: str) -> Any:
+        """What it says of a key; None if it does not."""
+        return next((entry.value for entry in self.keys if name_of_key(entry.key) == name), None)
+
+    def place(self, line: int = 0) -> str:
+        name = self.value("id")
+        where = file_place(self.file, line or self.line)
+        return f"{where}, dataset `{name}`" if isinstance(name, str) and name.strip() and name.isprintable() else where
+
+    def mistake(self, name: str, message: str, hint: str = "", show_value: bool = True) -> Mistake:
+        """Return a mistake about a key, with the line and the spelling that the file has, if it has the key."""
+        found = next((entry for entry in self.keys if name in (entry.key, name_of_key(entry.key))), None)
+        given = shorten(found.value) if found and show_value else ""
+        return Mistake(found.key if found else name, message, self.place(found.line if found else 0), given, hint)
+
+
+def name_of_key(key: str) -> str:
+    name = canonical_name(key) or plain_name(key)
+    return OTHER_NAMES.get(name, name)
+
+
+def read_entries(path: Path) -> list[DatasetEntry]:
+    """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
+    shown = shown_path(path)
+    try:
+        return list(parse_entries(path, read_text(path)))
+    except OSError as error:
+        raise SettingsError(f"cannot read {shown}: {error.strerror}", "check data_backend_config") from None
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg[0].lower()}{error.msg[1:]}, column {error.colno}"
+        raise SettingsError(f"{shown}:{error.lineno} does not parse: {reason}", json_hint(error)) from None
+    except NotParsed as error:
+        raise SettingsError(f"{shown}:{error.line} does not parse: {error.reason}", "keep one of them") from None
+    except RecursionError:
+        raise SettingsError(f"{shown} does not parse: {TOO_DEEP}") from None
+    except ValueError as error:
+        raise SettingsError(f"{shown} does not parse: {error}") from None
+
+
+def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
+    """Raises ValueError for a text that is not JSON, and SettingsError for one that is no list of datasets."""
+    entries = json.loads(text)
+    check_depth(entries)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise SettingsError(f"{shown_path(path)} must hold a list of datasets: [{{...}}, {{...}}]")
+    for entry, (line, lines) in zip(entries, json_lines(text), strict=True):
+        yield DatasetEntry(path, line, [FileEntry(key, value, lines[key]) for key, value in entry.items()])
+
+
+def json_hint(error: json.JSONDecodeError) -> str:
+    """Return what is wrong with JSON where people write it by hand."""
+    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
+    comma = (before + after[:1]).replace(" ", "")[-2:]
+    if comma in (",]", ",}") or re.match(r",\s*[\]}]", error.doc[error.pos :]):
+        return "JSON allows no comma before a closing bracket: take it away"
+    if after.startswith(("//", "/*", "#")):
+        return "JSON has no comments: take it away"
+    return "JSON takes double quotes, true, false and null, and a comma between entries"
