@@ -45,8 +45,8 @@ def main() -> None:
         build_tiny(SDXL, Path(folder))
         model = build_on_meta(read_json(Path(folder) / "unet" / "config.json"))
         shard(model, ("BasicTransformerBlock", "ResnetBlock2D"), Parallel(), torch.float32, mesh := Mesh(world))
-        allocate(model, world.device)
-        engine = fsdp2_engine(model, mesh, partial(make_optimizer, settings=Optimizer()))
+        allocate(model, world.device, world.device)
+        engine = fsdp2_engine(model, Parallel(), mesh, partial(make_optimizer, settings=Optimizer()))
         dtensor_optimizer = make_optimizer(list(model.parameters()), Optimizer())
         times: dict[str, list[float]] = {"DTensors": [], "ours": []}
         for parameter in model.parameters():

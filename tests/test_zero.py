@@ -80,7 +80,7 @@ def test_ten_losses_and_norms_are_those_of_the_other_engines(family, run_on, arg
 
 
 def test_accumulated_and_clipped_gradients_are_those_of_one_pass(run_on, arguments_of):
-    names = ["fsdp2", "zero1", "zero2", "zero2-cpu", "zero3", "zero3-cpu"]
+    names = ["fsdp2", "fsdp2-sync", "fsdp2-cpu", "hybrid", "zero1", "zero2", "zero2-cpu", "zero3", "zero3-cpu"]
     one = run_on(engines.losses_in_turn, 2, arguments_of("flux", max_grad_norm=0.1), ["whole"], 4)["whole"]
     two = run_on(engines.losses_in_turn, 2, arguments_of("flux", max_grad_norm=0.1, passes=2), names, 4)
     for name, steps in two.items():
@@ -106,14 +106,15 @@ def test_gradients_of_several_passes_are_added_up_in_float32_at_stages_2_and_3(r
 @pytest.mark.long
 def test_every_engine_resumes_from_every_other_on_any_number_of_ranks(run_on, arguments_of):
     arguments = arguments_of("flux", ema=True)
-    engines_of = {1: ["whole"], 2: ["whole", "fsdp2", "zero1", "zero2-cpu", "zero3"], 4: ["fsdp2", "zero3"]}
+    pairs = ["whole", "fsdp2", "zero1", "zero2-cpu", "zero3"]
+    engines_of = {1: ["whole"], 2: pairs, 4: ["fsdp2", "hybrid-sync", "zero3"]}
     expected = {}
     for world, names in engines_of.items():
         expected |= run_on(engines.save_in_turn, world, arguments, names)
-    assert len(expected) == 8
+    assert len(expected) == 9
     for world, names in engines_of.items():
         resumed = run_on(engines.resume_in_turn, world, arguments, names, list(expected))
-        assert len(resumed) == len(names) * 8
+        assert len(resumed) == len(names) * 9
         for pair, (different, steps) in resumed.items():
             target, _, source = pair.partition(" from ")
             assert different == [], pair

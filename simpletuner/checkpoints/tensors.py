@@ -1,8 +1,8 @@
 """Write and read named tensors as safetensors: one file per rank, or the files that other tools expect.
 
-In memory a tensor of a checkpoint is whole (any shape, the same on all ranks), or a DTensor that is sharded by rows: a
-1-D mesh over all ranks and Shard(0), so that rank r holds rows [r * ceil(n / ranks), (r + 1) * ceil(n / ranks)) of the
-n rows of dim 0. Names are those of the denoiser's state_dict.
+In memory a tensor of a checkpoint is whole (any shape, the same on all ranks), or a DTensor that is sharded by rows
+over all ranks, or over those of each copy: Shard(0), so that rank r of k holds rows [r * ceil(n / k),
+(r + 1) * ceil(n / k)) of the n rows of dim 0. Names are those of the denoiser's state_dict.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.blocks import blocks_of, recommended_blocks
@@ -19,6 +19,9 @@ from simpletuner.settings.errors import nearest
 from simpletuner.settings.sections import Parallel
 from simpletuner.system.importing import import_named
 
+SYNC_EACH_BATCH_ABOVE = 2_000_000_000
+"""Parameters above which whole gradients, 4 bytes each on every rank, cost more than the added communication."""
+
 
 def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: torch.dtype, mesh: Mesh) -> None:
     """Turn a model's parameters into DTensors sharded on dim 0: each unit, then what is left as the root."""
@@ -27,9 +30,16 @@ def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: 
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    shards = mesh.shard_mesh(mesh.world.device.type)
+    device = mesh.world.device.type
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if parallel.fsdp_offload_params else OffloadPolicy()
     for unit in [*units_of(model, blocks, parallel), model]:
-        fully_shard(unit, mesh=shards, mp_policy=policy, reshard_after_forward=parallel.fsdp_reshard_after_forward)
+        fully_shard(
+            unit,
+            mesh=mesh.shard_mesh(device),
+            mp_policy=policy,
+            reshard_after_forward=parallel.fsdp_reshard_after_forward,
+            offload_policy=offload,
+        )
 
 
 def units_of(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel) -> list[nn.Module]:
@@ -42,7 +52,26 @@ def units_of(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel) -> l
     if policy == "TRANSFORMER_BASED_WRAP":
         asked = [name.strip() for name in parallel.fsdp_transformer_layer_cls_to_wrap.split(",") if name.strip()]
         return units_by_class(model, tuple(asked) or blocks)
-    return list(imported(policy)(model))
+    return units_by_callable(model, policy)
+
+
+def units_by_callable(model: nn.Module, path: str) -> list[nn.Module]:
+    """Return the modules that a user's callable names. Raises SettingsError, whatever it raises or returns."""
+    policy = imported(path)
+    hint = (
+        "it is called as policy(model) and returns the modules to shard as units; in place of torch's own for FSDP1, "
+        "which are asked about one module at a time, set SIZE_BASED_WRAP or TRANSFORMER_BASED_WRAP"
+    )
+    try:
+        units = list(policy(model))
+    except Exception as error:  # it is the user's code
+        raise SettingsError(f"fsdp_auto_wrap_policy = {path}: {type(error).__name__}: {error}", hint) from error
+    known = {id(module) for module in model.modules()}
+    strange = [type(unit).__name__ for unit in units if id(unit) not in known]
+    if strange:
+        message = f"fsdp_auto_wrap_policy = {path} returns a {strange[0]} that is no module of the denoiser"
+        raise SettingsError(message, hint)
+    return units
 
 
 def units_by_class(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
@@ -96,14 +125,18 @@ def imported(path: str):
         ) from None
 
 
-def fsdp2_engine(model: nn.Module, mesh: Mesh, make_optimizer: MakeOptimizer) -> TorchEngine:
+def fsdp2_engine(model: nn.Module, parallel: Parallel, mesh: Mesh, make_optimizer: MakeOptimizer) -> TorchEngine:
     """Return the engine of a sharded model: weights are gathered block by block, in the compute dtype."""
     assert isinstance(model, FSDPModule)
+    sync_each_batch = parallel.fsdp_sync_each_batch
+    if sync_each_batch is None:
+        sync_each_batch = count_parameters(model) > SYNC_EACH_BATCH_ABOVE
 
     @contextmanager
     def micro_batch(is_last: bool) -> Iterator[None]:
-        # Until the last micro-batch whole gradients stay on this rank: one reduce-scatter per step, for their memory.
-        model.set_requires_gradient_sync(is_last)
+        # Without a sync, whole gradients stay on this rank until the last micro-batch: one reduce-scatter per step.
+        model.set_requires_gradient_sync(is_last or sync_each_batch)
+        model.set_requires_all_reduce(is_last)  # over copies, once per step in any case
         yield
 
     @contextmanager

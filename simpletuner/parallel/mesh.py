@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Settings
 
+SHARDS = "dp_shard_cp"
+"""The dimension of a DeviceMesh over which parameters are sharded."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -47,24 +50,32 @@ class Mesh:
         return self.world.all_mean(values)
 
     def shard_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the 1-D mesh over which parameters are sharded. Collective at the first call for a device type.
+        """Return the mesh over which parameters are sharded. Collective at the first call for a device type.
 
-        There is one per device type, since EMA and optimizer state may be offloaded: DTensors of a CPU part need a
-        mesh of gloo, those of a GPU part one of NCCL.
+        It is 1-D, or (dp_replicate, dp_shard x cp) where several copies are sharded. There is one per device type,
+        since EMA and optimizer state may be offloaded: DTensors of a CPU part need a mesh of gloo, those of a GPU part
+        one of NCCL.
         """
         if device_type not in self.shard_meshes:
-            self.shard_meshes[device_type] = init_device_mesh(
-                device_type, (self.dp_shard * self.cp,), mesh_dim_names=("dp_shard_cp",)
-            )
+            sizes, names = (self.dp_shard * self.cp,), (SHARDS,)
+            if self.dp_replicate > 1:
+                sizes, names = (self.dp_replicate, *sizes), ("dp_replicate", *names)
+            self.shard_meshes[device_type] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         return self.shard_meshes[device_type]
 
     def sum_over_shards(self, value: torch.Tensor) -> torch.Tensor:
         """Add up a tensor, in place, over the ranks that hold shards of one copy of the parameters. Collective."""
-        dist.all_reduce(value, group=self.shard_mesh(value.device.type).get_group())
+        dist.all_reduce(value, group=self.shard_mesh(value.device.type).get_group(SHARDS))
         return value
 
 
 def build_mesh(settings: Settings, world: World) -> Mesh:
-    """Return the mesh that the settings ask for: FSDP2 and ZeRO shard over all ranks, else all ranks are replicas."""
-    is_sharded = settings.parallel.fsdp_enable or settings.parallel.zero_stage is not None
-    return Mesh(world, dp_shard=world.size) if is_sharded else Mesh(world, dp_replicate=world.size)
+    """Return the mesh that the settings ask for: FSDP2 and ZeRO shard over all ranks, else all ranks are replicas.
+
+    Under FSDP2 there may be several copies, each sharded over neighbouring ranks, which are those of one machine.
+    """
+    parallel = settings.parallel
+    if parallel.fsdp_enable:
+        copies = parallel.dp_replicate_size
+        return Mesh(world, dp_replicate=copies, dp_shard=world.size // copies)
+    return Mesh(world, dp_shard=world.size) if parallel.zero_stage is not None else Mesh(world, dp_replicate=world.size)

@@ -24,6 +24,7 @@ from simpletuner.settings.key_table import (
     Rule,
     export,
     in_section,
+    inner_entries,
     interpret,
     never,
 )
@@ -36,23 +37,30 @@ OFF = ("false", "no", "none", "0", "[]", "{}", "")
 TPU = Ignores("TPUs are not supported")
 SP_SIZE = Ignores("counts only with sp_size", warns=False)
 ON_EVERY_MACHINE = "start `simpletuner train` on every machine"
-OVER_ALL_RANKS = "weights are sharded over all ranks"
 
 
 def on_many_machines(settings: Settings) -> bool:
     return settings.launch.num_machines > 1
 
 
+def has_several_axes(settings: Settings) -> bool:
+    return settings.parallel.context_parallel_size > 1 or settings.parallel.dp_replicate_size > 1
+
+
 RESHARDS = {"full_shard": True, "shard_grad_op": False, "hybrid_shard": True, "hybrid_shard_zero2": False}
 NUMBERS = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
-HYBRID = ("hybrid_shard", "hybrid_shard_zero2", "4", "5")
+NOT_SHARDED = ("no_shard", 3)
+HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+
+
+def strategy_name(value: Any) -> str:
+    """Return the name of a sharding strategy that is given by name or by torch's number."""
+    return NUMBERS.get(normalize_name(value), normalize_name(value))
 
 
 def read_strategy(value: Any) -> bool:
-    """Convert a sharding strategy, by name or by torch's number, to whether weights are freed after the forward."""
-    name = NUMBERS.get(normalize_name(value), normalize_name(value))
-    if name == "no_shard":
-        raise ValueError("weights would not be sharded: write distributed_type: MULTI_GPU")
+    """Convert a sharding strategy to whether weights are freed after the forward."""
+    name = strategy_name(value)
     if name not in RESHARDS:
         names = [known.upper() for known in RESHARDS]
         raise ValueError(f"use one of {', '.join(names)}{nearest(str(value).upper(), names)}")
@@ -73,8 +81,8 @@ FSDP: dict[str, Rule] = {
     "fsdp_sharding_strategy": Maps(
         "fsdp_reshard_after_forward",
         read_strategy,
+        neutral=NOT_SHARDED,
         export_if=never,
-        caveats=dict.fromkeys(HYBRID, f"{OVER_ALL_RANKS}, not over those of one machine"),
     ),
     "fsdp_state_dict_type": Maps("fsdp_state_dict_type"),
     "fsdp_cpu_ram_efficient_loading": Maps("fsdp_cpu_ram_efficient_loading"),
@@ -92,7 +100,7 @@ FSDP: dict[str, Rule] = {
         export_if=lambda settings: bool(settings.parallel.fsdp_transformer_layer_cls_to_wrap),
     ),
     "fsdp_activation_checkpointing": Maps("gradient_checkpointing", neutral=OFF, export_if=never),
-    "fsdp_offload_params": Ignores("FSDP2 keeps its shards on the GPU here"),
+    "fsdp_offload_params": Maps("fsdp_offload_params"),
     "fsdp_activation_checkpointing_offload": Ignores("activations stay on the GPU"),
     "fsdp_ignored_modules": Ignores("all modules are sharded"),
     "fsdp_backward_prefetch": Ignores("FSDP2 prefetches by itself", warns=False),
@@ -122,8 +130,8 @@ PARALLELISM: dict[str, Rule] = {
     "parallelism_config_cp_size": Maps("context_parallel_size"),
     "parallelism_config_cp_comm_strategy": Maps("context_parallel_comm_strategy"),
     "parallelism_config_cp_backend": Ignores("sequences are split by FSDP2's ranks", warns=False),
-    "parallelism_config_dp_shard_size": Ignores(OVER_ALL_RANKS, warns=False),
-    "parallelism_config_dp_replicate_size": Ignores(OVER_ALL_RANKS, neutral=(1,)),
+    "parallelism_config_dp_shard_size": Ignores("each copy is sharded over all of its ranks", warns=False),
+    "parallelism_config_dp_replicate_size": Maps("dp_replicate_size"),
     "parallelism_config_tp_size": Ignores("tensor parallelism is not supported", neutral=(1,)),
     "parallelism_config_sp_size": Ignores("set context_parallel_size", neutral=(1,)),
     "parallelism_config_sp_backend": SP_SIZE,
@@ -159,7 +167,7 @@ RULES: dict[str, Rule] = {
     **in_section("dynamo_config", DYNAMO, lambda settings: settings.compile.dynamo_backend != "no"),
     **in_section("fsdp_config", FSDP, lambda settings: settings.parallel.fsdp_enable),
     **in_section("deepspeed_config", DEEPSPEED, lambda settings: settings.parallel.zero_stage is not None),
-    **in_section("parallelism_config", PARALLELISM, lambda settings: settings.parallel.context_parallel_size > 1),
+    **in_section("parallelism_config", PARALLELISM, has_several_axes),
 }
 SHORT_NAMES = {
     name.replace(f".{prefix}_", "."): name
@@ -188,10 +196,28 @@ def map_file(entries: list[FileEntry]) -> list[MappedField]:
         if not (found.setting and repeats):
             fields.append(found)
     if engine == "fsdp":
-        fields.append(MappedField(kind.key, kind.key, True, "set", "fsdp_enable", line=kind.line))
+        fields += fsdp_fields(entries, fields)
     if engine == "deepspeed" and not {"zero_stage", "deepspeed_config"} & {found.setting for found in fields}:
         fields.append(MappedField(kind.key, kind.key, DEFAULT_ZERO_STAGE, "set", "zero_stage", line=kind.line))
     return fields
+
+
+def fsdp_fields(entries: list[FileEntry], fields: list[MappedField]) -> Iterator[MappedField]:
+    """Yield what distributed_type: FSDP means with the strategy that the file names, if any."""
+    kind, strategy = kind_of(entries), strategy_of(entries)
+    name = strategy_name(strategy.value) if strategy else ""
+    if name != "no_shard":  # else each rank holds a whole copy, which is data-parallel
+        yield MappedField(kind.key, kind.key, True, "set", "fsdp_enable", line=kind.line)
+    by_setting = {found.setting: found for found in fields}
+    machines = by_setting.get("num_machines")
+    if strategy and name in HYBRID and machines and "dp_replicate_size" not in by_setting:  # one copy per machine
+        yield MappedField(strategy.key, strategy.key, machines.value, "set", "dp_replicate_size", line=strategy.line)
+
+
+def strategy_of(entries: list[FileEntry]) -> FileEntry | None:
+    sections = [entry for entry in entries if entry.key == "fsdp_config" and isinstance(entry.value, Mapping)]
+    inner = (each for section in sections for each in inner_entries(section))
+    return next((each for each in inner if each.key.endswith("sharding_strategy") and each.value is not None), None)
 
 
 def kind_of(entries: Iterable[FileEntry]) -> FileEntry:

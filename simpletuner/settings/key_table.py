@@ -43,8 +43,6 @@ class Maps:
     write: Convert = unchanged
     """The inverse of `read`, for the export."""
     export_if: Callable[[Settings], bool] = always
-    caveats: Mapping[str, str] = field(default_factory=dict)
-    """What to warn of, by normalized value."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class MappedField:
     outcome: Outcome
     setting: str = ""
     note: str = ""
-    """Why it is neutral, unused or refused; a caveat of one that is set."""
+    """Why it is neutral, unused or refused."""
     line: int = 0
 
 
@@ -167,8 +165,7 @@ def map_field(table: KeyTable, found: MappedField) -> MappedField:
     except ValueError as error:
         return replace(found, outcome="refused", note=str(error))
     if isinstance(rule, Maps):
-        caveat = rule.caveats.get(normalize_name(found.value), "")
-        return replace(found, outcome="set", value=value, setting=rule.setting, note=caveat)
+        return replace(found, outcome="set", value=value, setting=rule.setting)
     return replace(found, outcome="kept", value=value)
 
 

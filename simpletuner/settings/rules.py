@@ -139,6 +139,25 @@ def one_engine_shards(settings: Settings) -> Iterator[BrokenRule]:
         yield broken(message, "fsdp_enable", "zero_stage")
 
 
+def copies_are_sharded_equally(settings: Settings) -> Iterator[BrokenRule]:
+    copies, ranks = settings.parallel.dp_replicate_size, settings.launch.num_processes
+    if copies > 1 and not settings.parallel.fsdp_enable:
+        message = (
+            f"dp_replicate_size = {copies} is for FSDP2, which shards each copy: set fsdp_enable=true, or leave it out "
+            "for a whole copy on each rank"
+        )
+        yield broken(message, "dp_replicate_size", "fsdp_enable")
+    elif ranks % copies:
+        message = f"num_processes = {ranks} is no multiple of dp_replicate_size = {copies}: copies would be unequal"
+        yield broken(message, "dp_replicate_size", "num_processes")
+
+
+def only_fsdp2_offloads_params(settings: Settings) -> Iterator[BrokenRule]:
+    if settings.parallel.fsdp_offload_params and not settings.parallel.fsdp_enable:
+        message = "fsdp_offload_params is for FSDP2: set fsdp_enable=true, or zero_stage=3 with offload_param=cpu"
+        yield broken(message, "fsdp_offload_params", "fsdp_enable", "zero_stage")
+
+
 def context_parallelism_has_fsdp2(settings: Settings) -> Iterator[BrokenRule]:
     parallel, size = settings.parallel, settings.parallel.context_parallel_size
     if size > 1 and not (parallel.fsdp_enable and parallel.fsdp_version == 2):
@@ -237,6 +256,8 @@ RULES: tuple[Rule, ...] = (
     lora_is_not_sharded,
     one_engine_shards,
     offloading_is_possible,
+    copies_are_sharded_equally,
+    only_fsdp2_offloads_params,
     context_parallelism_has_fsdp2,
     machines_are_equal,
     compiler_supports_settings,

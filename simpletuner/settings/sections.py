@@ -134,6 +134,9 @@ class Parallel(Section):
     fsdp_enable: bool = knob(False, "Shard weights, gradients and optimizer state over the ranks (FSDP2).")
     fsdp_version: Literal[1, 2] = knob(2, "FSDP version; 1 is deprecated and runs as 2.")
     fsdp_reshard_after_forward: bool = knob(True, "Free a block's gathered weights between forward and backward.")
+    dp_replicate_size: int = knob(1, "Copies of the model, each sharded over neighbouring ranks (hybrid sharding): with one per machine, weights are only gathered within machines.", ge=1)  # fmt: skip
+    fsdp_sync_each_batch: bool | None = knob(None, "Reduce gradients after each accumulated micro-batch, which keeps shards of them instead of whole ones; empty: for models above 2 billion parameters.")  # fmt: skip
+    fsdp_offload_params: bool = knob(False, "Keep shards of weights, gradients and optimizer state in the machine's memory, and update them there.")
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = knob("SHARDED_STATE_DICT", "Checkpoint as one file per rank, or as one ordinary set of safetensors.")  # fmt: skip
     fsdp_cpu_ram_efficient_loading: bool = knob(True, "Build on the meta device and let each rank read only its own slices.")
     fsdp_auto_wrap_policy: str = knob("TRANSFORMER_BASED_WRAP", "What becomes an FSDP unit: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or `package.module.callable`.")  # fmt: skip

@@ -72,17 +72,18 @@ def build_engine(
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 
         return build_deepspeed_engine(model, settings, mesh, dtype, load_weights, make_optimizer)
-    allocate(model, world.device)
+    allocate(model, world.device, torch.device("cpu") if settings.parallel.fsdp_offload_params else world.device)
     load_weights(model.state_dict())
     if settings.parallel.fsdp_enable:
-        return fsdp2_engine(model, mesh, make_optimizer)
+        return fsdp2_engine(model, settings.parallel, mesh, make_optimizer)
     return ddp_engine(model, mesh, make_optimizer, dtype)
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
     """Give parameters (of this rank's shards only) uninitialized float32 memory; buffers keep their values."""
     # to_empty() also empties buffers; those that are not in the checkpoint, such as rotary tables, exist only here
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
+    model.to_empty(device=parameters_on)
+    for name, buffer in buffers.items():
+        owner, _, own_name = name.rpartition(".")
+        model.get_submodule(owner)._buffers[own_name] = buffer.to(device)

@@ -79,7 +79,8 @@ class StepLogger:
     def log(self, step: int, output: StepOutput, batch: StepBatch, data_seconds: float) -> None:
         """Reduce a step's scalars over the ranks, and write those of the step before. Collective."""
         reduced = self.mesh.data_mean(torch.stack([output.loss, self.stop_vote.wish(output.loss.device)]))
-        scalars = torch.cat([reduced, output.grad_norm.reshape(1)])  # the norm is over all ranks already
+        norm = output.grad_norm.reshape(1).to(reduced.device)  # over all ranks already
+        scalars = torch.cat([reduced, norm])
         self.flush()
         now = time.perf_counter()
         row = {"step": step, "epoch": batch.next_state.epoch, "learning_rate": output.learning_rate}

@@ -48,7 +48,10 @@ def format_engine(settings: Settings, world_size: int) -> str:
         return ", ".join(
             [f"ZeRO-{zero.stage}", *(f"{what} {places[place]}" for what, place in away if place in places)]
         )
-    return "FSDP2" if settings.parallel.fsdp_enable else "data-parallel" if world_size > 1 else "plain"
+    if settings.parallel.fsdp_enable:
+        copies = settings.parallel.dp_replicate_size
+        return f"FSDP2, {copies} copies over {world_size // copies} ranks each" if copies > 1 else "FSDP2"
+    return "data-parallel" if world_size > 1 else "plain"
 
 
 def print_result(output: Path, report: Report) -> None:

@@ -61,3 +61,25 @@ def test_a_dotted_path_is_the_users_own_policy():
     assert names_of(units_of(Model(), (), policy)) == ["Block"] * 3
     with pytest.raises(SettingsError, match="nowhere"):
         units_of(Model(), (), Parallel(fsdp_auto_wrap_policy="nowhere.at_all"))
+
+
+def names_of_blocks(model: Model) -> list[str]:
+    return [name for name, _ in model.named_children()]
+
+
+def broken_policy(model: Model) -> list[nn.Module]:
+    return [model.no_such_part]  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (f"{__name__}.broken_policy", "AttributeError: 'Model' object has no attribute 'no_such_part'"),
+        (f"{__name__}.names_of_blocks", "returns a str that is no module of the denoiser"),
+        ("torch.distributed.fsdp.wrap.size_based_auto_wrap_policy", "TypeError: size_based_auto_wrap_policy() missing"),
+    ],
+)
+def test_a_policy_that_fails_is_the_users_mistake_and_the_hint_shows_the_signature(path, said):
+    with pytest.raises(SettingsError) as error:
+        units_of(Model(), (), Parallel(fsdp_auto_wrap_policy=path))
+    assert said in error.value.message and "policy(model)" in error.value.hint

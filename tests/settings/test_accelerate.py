@@ -178,8 +178,6 @@ def read(tmp_path, monkeypatch):
         ("distributed_type: NO\ndeepspeed_config: ds.json", "deepspeed_config = 'ds.json' (a.yaml:2): use a section of "
          "fields, in which deepspeed_config_file names a file"),
         ("distributed_type: NO\nfsdp_config: 3", "fsdp_config = 3 (a.yaml:2): use a section of fields"),
-        ("distributed_type: FSDP\nfsdp_config: {sharding_strategy: 3}", "fsdp_config.sharding_strategy = 3 (a.yaml:2): "
-         "weights would not be sharded: write distributed_type: MULTI_GPU"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FUL_SHARD}", "did you mean `FULL_SHARD`?"),
         ("distributed_type: FSDP\nfsdp_config: {version: 2, fsdp_version: 2}", "fsdp_config.version means the same"),
     ],
@@ -199,13 +197,28 @@ def test_ranks_may_come_from_elsewhere_and_an_engine_needs_no_section(read):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "reshards", "warnings"),
-    [("1", True, 0), ("FULL_SHARD", True, 0), (2, False, 0), ("hybrid_shard", True, 1), (5, False, 1)],
+    ("strategy", "reshards", "copies"),
+    [("1", True, 1), ("FULL_SHARD", True, 1), (2, False, 1), ("hybrid_shard", True, 2), (5, False, 2)],
 )
-def test_a_sharding_strategy_is_known_by_name_and_number(read, strategy, reshards, warnings):
-    loaded = read(f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{sharding_strategy: {strategy}}}")
-    assert loaded.settings.parallel.fsdp_reshard_after_forward is reshards
-    assert ["weights are sharded over all ranks" in text for text in loaded.warnings] == [True] * warnings
+def test_a_sharding_strategy_is_known_by_name_and_number(read, strategy, reshards, copies):
+    machines = "num_processes: 8\nnum_machines: 2\nmain_process_ip: a"
+    loaded = read(f"distributed_type: FSDP\n{machines}\nfsdp_config: {{sharding_strategy: {strategy}}}")
+    parallel = loaded.settings.parallel
+    assert parallel.fsdp_enable and parallel.fsdp_reshard_after_forward is reshards
+    assert parallel.dp_replicate_size == copies, "hybrid sharding keeps one copy on each machine"
+    assert loaded.warnings == ()
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", 3])
+def test_what_is_not_sharded_is_data_parallel(read, strategy):
+    loaded = read(f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{fsdp_sharding_strategy: {strategy}}}")
+    assert not loaded.settings.parallel.fsdp_enable and loaded.warnings == ()
+
+
+def test_copies_and_offloading_are_taken_from_accelerate(read):
+    text = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_offload_params: true}\n"
+    loaded = read(text + "parallelism_config: {parallelism_config_dp_replicate_size: 2}")
+    assert (loaded.settings.parallel.dp_replicate_size, loaded.settings.parallel.fsdp_offload_params) == (2, True)
 
 
 def test_short_names_of_old_files_are_those_with_the_prefix(read):

@@ -67,6 +67,19 @@ REFUSED = [
         "allow_pickle=true if you trust who made it",
     ),
     (
+        {"dp_replicate_size": 2, "num_processes": 4},
+        "dp_replicate_size = 2 is for FSDP2, which shards each copy: set fsdp_enable=true, or leave it out for a whole "
+        "copy on each rank",
+    ),
+    (
+        {"dp_replicate_size": 2, "num_processes": 3, "fsdp_enable": True},
+        "num_processes = 3 is no multiple of dp_replicate_size = 2: copies would be unequal",
+    ),
+    (
+        {"fsdp_offload_params": True},
+        "fsdp_offload_params is for FSDP2: set fsdp_enable=true, or zero_stage=3 with offload_param=cpu",
+    ),
+    (
         {"context_parallel_size": 2, "num_processes": 2},
         "Context parallelism requires FSDP2. Set fsdp_enable=true and fsdp_version=2, or context_parallel_size=1",
     ),

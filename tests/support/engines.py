@@ -49,6 +49,10 @@ def zero(stage: int, optimizer: str = "none", param: str = "none") -> dict[str, 
 ENGINES: dict[str, dict[str, Any]] = {
     "whole": {},
     "fsdp2": {"fsdp_enable": True},
+    "fsdp2-sync": {"fsdp_enable": True, "fsdp_sync_each_batch": True},
+    "fsdp2-cpu": {"fsdp_enable": True, "fsdp_offload_params": True},
+    "hybrid": {"fsdp_enable": True, "dp_replicate_size": 2},
+    "hybrid-sync": {"fsdp_enable": True, "dp_replicate_size": 2, "fsdp_sync_each_batch": True},
     "zero1": zero(1),
     "zero2": zero(2),
     "zero3": zero(3),
@@ -210,7 +214,7 @@ def rows_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the rows of a whole tensor that this rank has of a sharded one."""
     if not isinstance(like, DTensor):
         return whole
-    chunks, rank = whole.chunk(like.device_mesh.size()), like.device_mesh.get_local_rank()
+    chunks, rank = whole.chunk(like.device_mesh.size(-1)), like.device_mesh.get_local_rank(-1)
     return chunks[rank] if rank < len(chunks) else whole[:0]
 
 
