@@ -90,7 +90,7 @@ def fine_tune(session: Session) -> None:
         except CheckpointDamaged as error:  # known before the engine is built; what was encoded is in the caches
             damaged[error.folder] = error.message
             session = session.restarted()
-    print_result(output, session.report)
+    print_result(output, pipelines_of(session.settings)[0], session.report)
 
 
 def fine_tune_from(session: Session, checkpoint: Checkpoint | None) -> None:
@@ -143,7 +143,7 @@ def start_base_checksums(
     """Return what waits for the checksums of the base model when the run began: a checkpoint has them."""
     if checkpoint is not None and (known := checkpoint.state.get("base_checksums")):
         return lambda: known
-    return Checksums(base_files(family), session.world).wait
+    return Checksums({} if family.adapter else base_files(family), session.world).wait
 
 
 def open_state(
@@ -156,6 +156,7 @@ def open_state(
         engine=engine,
         ema=EMA(engine, settings.ema) if settings.ema.use_ema else None,
         config=family.exported_config(),
+        trained=family.trained_facts(),
         data_digest=plan.digest,
         data_version=plan.version,
         schedule=schedule,

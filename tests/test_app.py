@@ -176,8 +176,8 @@ def test_every_spelling_of_a_true_flag_reaches_the_settings(capsys, spelling):
 
 @pytest.mark.parametrize("spelling", [["--fsdp_enable", "false"], ["--fsdp_enable=no"], []])
 def test_every_spelling_of_a_false_flag_reaches_the_settings(capsys, spelling):
-    _, _, err = ended(capsys, "train", *spelling, *ENOUGH, "--model_type=lora")
-    assert "model_type=lora is not supported yet" in err
+    _, _, err = ended(capsys, "train", *spelling, *ENOUGH, "--model_type=lora", "--lora_init=gone")
+    assert "lora_init = gone: there is no such file or folder" in err
 
 
 def test_a_missing_or_damaged_config_file_ends_with_2(capsys, tmp_path):

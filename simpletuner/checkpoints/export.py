@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from simpletuner.checkpoints.tensors import NamedTensors, write_full
 from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family import ModelFamily
+from simpletuner.models.lora import Adapter
+from simpletuner.models.lora_file import LORA_WEIGHTS, write_lora
 from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
 from simpletuner.parallel.world import World
 from simpletuner.system.checksums import is_intact, with_checksum
@@ -42,15 +44,46 @@ def export_pipeline(
 ) -> dict[str, str]:
     """Collective: write the pipeline to `target`, and return the checksum of every file by name.
 
-    All ranks write weights, rank 0 copies the rest. `steps`, after which it was written, tells a later start that
-    nothing is left to do. Raises EnvironmentNotReady on all ranks when one of them cannot write.
+    All ranks write weights, rank 0 copies the rest.
     """
-    hidden, denoiser = unfinished_path(target), family.denoiser_name
+    denoiser = family.denoiser_name
 
-    def write_rest() -> None:
+    def write_rest(hidden: Path) -> None:
         write_json(hidden / denoiser / "config.json", config)
         copy_other_components(family, hidden)
         write_json(hidden / SCHEDULER, family.scheduler_config)
+
+    def write_weights(hidden: Path) -> None:
+        run_on_all_ranks(world, hidden, write_full(hidden / denoiser, weights, world, WEIGHTS_STEM))
+
+    return replace_export(target, world, steps, write_weights, write_rest)
+
+
+def export_lora(
+    family: ModelFamily, adapter: Adapter, target: Path, weights: NamedTensors, world: World, steps: int
+) -> None:
+    """Collective: write a LoRA, which every rank has whole, as diffusers' `load_lora_weights` opens it."""
+
+    def write(hidden: Path) -> None:
+        write_lora(hidden / LORA_WEIGHTS, family, adapter, weights)
+        flush_to_disk(hidden / LORA_WEIGHTS)
+
+    replace_export(target, world, steps, lambda _: None, write)
+
+
+def replace_export(
+    target: Path,
+    world: World,
+    steps: int,
+    write_on_all_ranks: Callable[[Path], None],
+    write_on_first_rank: Callable[[Path], None],
+) -> dict[str, str]:
+    """Collective: write a folder under a hidden name, put it in the place of `target`, and return its checksums.
+
+    `steps`, after which it was written, tells a later start that nothing is left to do. Raises EnvironmentNotReady on
+    all ranks when one of them cannot write.
+    """
+    hidden = unfinished_path(target)
 
     def finish() -> None:
         write_json(hidden / FINISHED, with_checksum({"steps": steps, "files": file_sizes(hidden), "checksums": sums}))
@@ -58,8 +91,8 @@ def export_pipeline(
         replace_folder(hidden, target)
 
     run_on_first_rank(world, hidden, lambda: make_empty_folder(hidden))
-    run_on_all_ranks(world, hidden, write_full(hidden / denoiser, weights, world, WEIGHTS_STEM))
-    run_on_first_rank(world, hidden, write_rest)
+    write_on_all_ranks(hidden)
+    run_on_first_rank(world, hidden, lambda: write_on_first_rank(hidden))
     sums = compute_checksums(hidden, world)
     run_on_first_rank(world, hidden, finish)
     return sums

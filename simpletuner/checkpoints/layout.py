@@ -1,7 +1,7 @@
 """Where checkpoints are, what they hold, which are complete, and which is the newest. No torch.
 
     checkpoints/checkpoint-000100/
-      model/         weights (float32), with config.json
+      model/         weights (float32), with config.json: the denoiser's, or those of a LoRA alone
       exp_avg/ ...   one folder per optimizer moment
       ema/           averaged weights, when EMA is on
       state.json     everything that is not a tensor; size and checksum of every file and of itself; written last
@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
@@ -68,6 +68,8 @@ class StateFields(BaseModel):
     base: dict[str, str] = {}
     base_checksums: dict[str, str] = {}
     model_family: str = ""
+    model_type: Literal["full", "lora"] = "full"
+    lora: dict[str, int | float | str] = {}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from simpletuner.commands.parse_state import ParseState, is_switch, names_of, takes_value
 from simpletuner.models.registry import TINY, flavours_of, load_preset, presets
 from simpletuner.settings.loading import canonical_name
-from simpletuner.settings.rules import UNSUPPORTED_VALUES
 from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import SYNONYMS, choices_of, normalize_name
 
@@ -127,7 +126,6 @@ def values_of_setting(name: str, family: str) -> list[Completion]:
     field = setting_fields()[name]
     accepted = (True, False) if field.annotation is bool else choices_of(field.annotation)
     accepted = accepted or tuple(dict.fromkeys(SYNONYMS.get(name, {}).values()))
-    accepted = [value for value in accepted if value not in UNSUPPORTED_VALUES.get(name, ())]
     words = {value: str(value).lower() if isinstance(value, bool) else str(value) for value in accepted}
     return [Completion(word, "default" if value == field.default else "") for value, word in words.items()]
 

@@ -27,6 +27,7 @@ SHOWN = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revi
 """The settings that name the model: the flags of this command."""
 
 Refresh = Annotated[bool, typer.Option("--refresh", help="Detect again, even if the result is cached.")]
+Lora = Annotated[bool, typer.Option("--lora", help="Show the attention projections that model_type=lora adapts.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Apply = Annotated[Path | None, path_option("--apply", f"Write {SETTING} into this config file.", "FILE")]
 
@@ -42,6 +43,7 @@ def detect_blocks(
     refresh: Refresh = False,
     as_json: AsJson = False,
     apply: Apply = None,
+    lora: Lora = False,
 ) -> None:
     """Show which blocks of a denoiser FSDP should wrap. Nothing is downloaded, no weights are loaded."""
     from simpletuner.models.detection import detect
@@ -52,6 +54,8 @@ def detect_blocks(
     found = detect(loaded.settings.model, refresh, report.warn)
     if as_json:
         report.json(found.as_json())
+    elif lora:
+        print_lora_targets(report, found, loaded.settings.lora.lora_rank)
     else:
         print_detection(report, found)
     if apply is not None:
@@ -72,8 +76,7 @@ def apply_to(file: Path, found: Detection, report: Report) -> None:
 def print_detection(report: Report, found: Detection) -> None:
     """Print the classes that matter, the recommendation, and the source of the architecture."""
     total = found.blocks.total_parameters
-    model = " ".join((found.model_family, found.model_flavour)).strip() or found.pretrained_model
-    report.line(f"{model}: {found.denoiser}", style="bold")
+    report.line(f"{model_name(found)}: {found.denoiser}", style="bold")
     report.line(f"{total:,} parameters, {decimal(2 * total)} in bf16, {decimal(4 * total)} in fp32")
     rows = [
         item for item in found.blocks.classes if item.recommended or item.is_block or item.no_split or item.repeated
@@ -85,6 +88,24 @@ def print_detection(report: Report, found: Detection) -> None:
         for line in wrap_text(text, WIDTH - 12):
             report.line(f"{name:<12}{line}")
             name = ""
+
+
+def print_lora_targets(report: Report, found: Detection, rank: int) -> None:
+    """Print the layers that model_type=lora adapts unless lora_target_modules names others."""
+    report.line(f"{model_name(found)}: {found.denoiser}", style="bold")
+    report.line(f"\n  {'layer':<18}{'count':>6}{'weights':>10}", style="dim")
+    for name, counts in found.lora_targets.items():
+        report.line(f"  {name:<18}{counts['layers']:>6}{format_count(rank * counts['parameters_per_rank']):>10}")
+    total = rank * sum(counts["parameters_per_rank"] for counts in found.lora_targets.values())
+    share = total / max(1, found.blocks.total_parameters)
+    report.line("")
+    report.line(f"{total:,} parameters at lora_rank = {rank}, {share:.2%} of the denoiser's")
+    names = ",".join(found.lora_targets)
+    report.line(f"lora_target_modules = {names or 'none: this model names its attention otherwise'}")
+
+
+def model_name(found: Detection) -> str:
+    return " ".join((found.model_family, found.model_flavour)).strip() or found.pretrained_model
 
 
 def format_table(items: list[BlockClass], name_width: int) -> Iterator[tuple[str, str]]:

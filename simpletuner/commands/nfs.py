@@ -92,11 +92,11 @@ def node_of(
 
 
 def disk_usage(settings: Settings) -> DiskUsage | None:
-    """Estimate what the configured run will write; None when its model is not known."""
+    """Estimate what the configured run will write; None when its model is not known, or only a LoRA, which is small."""
     from simpletuner.models.parameter_count import parameters_of
     from simpletuner.tools.nfs.resources import estimate_disk_usage
 
-    counted = parameters_of(settings.model)
+    counted = parameters_of(settings.model) if settings.model.model_type == "full" else None
     return estimate_disk_usage(settings, *counted) if counted else None
 
 

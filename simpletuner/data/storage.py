@@ -18,7 +18,8 @@ from simpletuner.errors import DataError
 if TYPE_CHECKING:
     from simpletuner.data.datasets import ImageDataset
 
-OUTPUT_NAMES = frozenset({"cache", "checkpoints", "validation", "logs", "pipeline", "pipeline-ema", "loss.png"})
+EXPORTED = {f"{name}{end}" for name in ("pipeline", "pipeline_lora_weights") for end in ("", "-ema")}
+OUTPUT_NAMES = frozenset({"cache", "checkpoints", "validation", "logs", "loss.png", *EXPORTED})
 """What a run writes into output_dir, for users who keep images in the same folder."""
 
 FolderId = tuple[int, int]

@@ -17,7 +17,7 @@ from simpletuner.models.registry import Architecture, flavours_of
 from simpletuner.parallel.blocks import BlockClass, Blocks, detect_blocks
 from simpletuner.settings.sections import Model
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Version of the cached form and of how units are chosen: a new number makes all cached entries invalid."""
 
 
@@ -34,6 +34,8 @@ class Detection:
     blocks: Blocks
     detected_at: str
     fingerprint: str
+    lora_targets: Mapping[str, Mapping[str, int]]
+    """The attention projections: how many layers end with each name, and the LoRA's parameters for each rank."""
     cached: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -48,6 +50,7 @@ class Detection:
             "classes": [class_as_json(item) for item in self.blocks.classes],
             "recommended": list(self.blocks.recommended),
             "outside": dict(self.blocks.outside),
+            "lora_targets": {name: dict(counts) for name, counts in self.lora_targets.items()},
             "cached": self.cached,
             "detected_at": self.detected_at,
             "fingerprint": self.fingerprint,
@@ -88,13 +91,15 @@ def detect(model: Model, refresh: bool, warn: Callable[[str], None]) -> Detectio
     entry = None if refresh else look_up(key, fingerprint, warn)
     if entry is not None and (cached := from_json(entry)) is not None:
         return cached
+    blocks, lora_targets = build_and_detect(architecture)
     detection = Detection(
         model_family=model.model_family,
         model_flavour=flavour,
         pretrained_model=folder,
         denoiser=architecture.class_name,
         source=architecture.source,
-        blocks=build_and_detect(architecture),
+        blocks=blocks,
+        lora_targets=lora_targets,
         detected_at=datetime.now(UTC).isoformat(timespec="seconds"),
         fingerprint=fingerprint,
     )
@@ -108,14 +113,19 @@ def fingerprint_of(architecture: Architecture) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def build_and_detect(architecture: Architecture) -> Blocks:
-    """Build a denoiser on the meta device and find its blocks. Raises EnvironmentNotReady if it cannot be built."""
+def build_and_detect(architecture: Architecture) -> tuple[Blocks, dict[str, dict[str, int]]]:
+    """Build a denoiser on the meta device, and find its blocks and its attention projections.
+
+    Raises EnvironmentNotReady if it cannot be built.
+    """
     from simpletuner.models.diffusers_io import build_on_meta
+    from simpletuner.models.lora import count_targets
     from simpletuner.models.malformed import RAISED, reason, refuse_too_many_modules
 
     refuse_too_many_modules(architecture.config, architecture.source)
     try:
-        return detect_blocks(build_on_meta({**architecture.config, "_class_name": architecture.class_name}))
+        model = build_on_meta({**architecture.config, "_class_name": architecture.class_name})
+        return detect_blocks(model), count_targets(model)
     except RAISED as error:
         raise EnvironmentNotReady(
             f"{architecture.class_name} cannot be built as {architecture.source} says: {reason(error)}",

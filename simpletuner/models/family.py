@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.data.geometry import Geometry, Size
+from simpletuner.errors import SettingsError
 from simpletuner.models.diffusers_io import (
     TEXT_PARTS,
     build_on_meta,
@@ -27,6 +28,7 @@ from simpletuner.models.diffusers_io import (
     refuse_second_denoiser,
     require_packages,
 )
+from simpletuner.models.lora import Adapter
 from simpletuner.models.malformed import read_config, read_json
 from simpletuner.models.objectives import Objective, keep_float32
 from simpletuner.models.text_encoding import Conditioning, TextEncoder
@@ -175,9 +177,41 @@ class ModelFamily(ABC):
         """The denoiser without any memory, buffers included, for names, shapes and classes. Not to be modified."""
         return self.denoiser().to("meta")
 
+    @cached_property
+    def adapter(self) -> Adapter | None:
+        """The LoRA that is trained in place of the weights; None with model_type=full.
+
+        Raises SettingsError where the pipeline could not load it, or for layers that the denoiser does not have.
+        """
+        if self.settings.model.model_type != "lora":
+            return None
+        if not hasattr(self.pipeline_class, "load_lora_weights"):
+            raise SettingsError(
+                f"model_type=lora: {self.pipeline_class.__name__} has no load_lora_weights to open the result with",
+                "set model_type=full, or take another family",
+            )
+        return Adapter.of(self.meta_denoiser, self.settings, self.unused_parameters())
+
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of everything that a checkpoint holds of the model, by name."""
+        adapter = self.adapter
+        trained = adapter.attach(self.denoiser().to("meta")) if adapter else self.meta_denoiser.state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in trained.items()}
+
+    def trained_facts(self) -> dict[str, Any]:
+        """What a checkpoint says of its weights."""
+        adapter = self.adapter
+        return {"model_type": "lora", "lora": adapter.as_settings()} if adapter else {"model_type": "full"}
+
     def exported_config(self) -> dict[str, Any]:
         """The denoiser's config as diffusers writes it into config.json: with all defaults and its own class."""
         return json.loads(self.meta_denoiser.to_json_string())
+
+    @property
+    def pipeline_class(self) -> Any:
+        """Diffusers' class of this pipeline."""
+        named = self.index.get("_class_name")
+        return diffusers_class(named if named in self.pipelines else self.pipelines[0])
 
     def scheduler(self) -> Any:
         return component_class(self.index, "scheduler", self.folder).from_config(self.scheduler_config)
@@ -209,8 +243,6 @@ class ModelFamily(ABC):
         with_text: bool = False,
     ) -> Any:
         """Assemble diffusers' pipeline from this denoiser and VAE, with or without its text encoders."""
-        named = self.index.get("_class_name")
-        cls = diffusers_class(named if named in self.pipelines else self.pipelines[0])
         # `from_pretrained` loads every component that is not passed, so all that is not wanted is passed as None.
         parts: dict[str, Any] = {name: None for name, value in self.index.items() if isinstance(value, list)}
         if with_text:
@@ -218,4 +250,6 @@ class ModelFamily(ABC):
             require_packages(self.index[name] for name in self.index if name.startswith(TEXT_PARTS))
         parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler()}
         variant = self.settings.model.variant
-        return cls.from_pretrained(self.folder, dtype=dtype, use_safetensors=True, variant=variant, **parts)
+        return self.pipeline_class.from_pretrained(
+            self.folder, dtype=dtype, use_safetensors=True, variant=variant, **parts
+        )

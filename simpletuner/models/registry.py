@@ -64,6 +64,8 @@ class Preset:
     """Whether some checkpoint embeds the guidance scale, so that flux_guidance_value has an effect."""
     image_multiple: int = 16
     """Both sides of a validation image are multiples of this, in px: the VAE's scale times the patch size."""
+    loads_lora: bool = True
+    """Whether diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""
     order: float = float("inf")
     """Where the family stands in lists; without a number it comes last."""
 

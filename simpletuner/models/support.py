@@ -9,7 +9,7 @@ from pathlib import Path
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.architecture import is_path
-from simpletuner.models.registry import Preset, check_trainable, load_preset
+from simpletuner.models.registry import Preset, check_trainable, load_preset, presets
 from simpletuner.settings import Loaded
 from simpletuner.settings.rules import broken, refuse_unsupported
 from simpletuner.settings.sections import SECTION_OF, Model, Settings, setting_fields
@@ -53,14 +53,32 @@ def check_runnable(loaded: Loaded) -> Loaded:
     Raises SettingsError for what this version cannot run.
     """
     settings = loaded.settings
-    refuse_unsupported(settings)  # first: whoever wants a LoRA is not helped by another family
+    refuse_unsupported(settings)
     check_trainable(settings.model)
+    check_lora(settings)
     check_path(settings.model)
     check_sizes(settings)
     without_effect = list(settings_without_effect(settings))
     if harmful := [sentence for sentence, harms in without_effect if harms]:
         raise SettingsError("\n  ".join(harmful), "leave it out")
     return replace(loaded, warnings=(*loaded.warnings, *(sentence for sentence, _ in without_effect)))
+
+
+def check_lora(settings: Settings) -> None:
+    """Raise SettingsError for a LoRA that no pipeline could load, or that goes on from a file that is not there."""
+    model, start = settings.model, settings.lora.lora_init
+    preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
+    if model.model_type == "lora" and preset and not preset.loads_lora:
+        able = [name for name, each in presets().items() if each.loads_lora and each.family_class]
+        raise SettingsError(
+            f"model_type=lora: diffusers' pipeline of {model.model_family} cannot load a LoRA",
+            f"set model_type=full, or take another family: {', '.join(able)}",
+        )
+    if start is not None and not start.exists():
+        raise SettingsError(
+            f"lora_init = {start}: there is no such file or folder",
+            "name a pytorch_lora_weights.safetensors or its folder; `hf download` fetches published ones",
+        )
 
 
 def check_sizes(settings: Settings) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -13,10 +13,19 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
 
 
-def ddp_engine(model: nn.Module, mesh: Mesh, make_optimizer: MakeOptimizer, dtype: torch.dtype) -> TorchEngine:
+def ddp_engine(
+    model: nn.Module,
+    mesh: Mesh,
+    make_optimizer: MakeOptimizer,
+    dtype: torch.dtype,
+    adapter: Mapping[str, nn.Parameter] | None = None,
+) -> TorchEngine:
     """Return the engine of a whole model on every rank; autocast computes in bf16 over float32 weights."""
-    # Views of DDP's buckets as gradients save a copy of all gradients.
-    parallel = None if mesh.dp_replicate == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel = None
+    if mesh.dp_replicate > 1:
+        # Views of DDP's buckets as gradients save a copy of all gradients. A frozen base, which all ranks have read
+        # from the same files, need not be sent; in int8 it could not be.
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=adapter is None)
 
     def precision() -> torch.autocast:
         return torch.autocast(mesh.world.device.type, dtype, enabled=dtype != torch.float32)
@@ -31,4 +40,4 @@ def ddp_engine(model: nn.Module, mesh: Mesh, make_optimizer: MakeOptimizer, dtyp
         with precision():
             yield
 
-    return TorchEngine(parallel or model, model, mesh, make_optimizer, micro_batch, inference)
+    return TorchEngine(parallel or model, model, mesh, make_optimizer, micro_batch, inference, adapter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.parallel.module_stats import count_parameters
 from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -33,15 +32,15 @@ class ShardedParameter:
     shard: nn.Parameter
 
 
-def sharded_parameters(module: nn.Module) -> dict[str, ShardedParameter]:
-    """Return every trainable parameter by name."""
+def sharded_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, ShardedParameter]:
+    """Return those parameters that are trainable by name."""
 
     def with_shard(parameter: nn.Parameter) -> ShardedParameter:
         is_sharded = isinstance(parameter, DTensor)
         shard = nn.Parameter(local_tensor(parameter.detach())) if is_sharded else parameter
         return ShardedParameter(parameter, shard)
 
-    return {name: with_shard(each) for name, each in module.named_parameters() if each.requires_grad}
+    return {name: with_shard(each) for name, each in parameters if each.requires_grad}
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -50,7 +49,10 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 class TorchEngine:
-    """An Engine whose weights are DTensors of the model, or whole on each rank."""
+    """An Engine whose weights are DTensors of the model, or whole on each rank.
+
+    With an `adapter`, its parameters by the names of checkpoints are all that is trained, averaged and saved.
+    """
 
     def __init__(
         self,
@@ -60,13 +62,16 @@ class TorchEngine:
         make_optimizer: MakeOptimizer,
         micro_batch: Callable[[bool], AbstractContextManager[None]],
         inference: Callable[[], AbstractContextManager[None]],
+        adapter: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.model, self.module, self.mesh = model, module, mesh
         self.micro_batch, self.inference = micro_batch, inference
-        self.parameters = sharded_parameters(module)
-        self.weights: dict[str, Tensor] = module.state_dict()
+        self.parameters = sharded_parameters(adapter.items() if adapter is not None else module.named_parameters())
+        self.weights: dict[str, Tensor] = (
+            module.state_dict() if adapter is None else {name: each.detach() for name, each in adapter.items()}
+        )
         self.is_sharded = any(isinstance(weight, DTensor) for weight in self.weights.values())
-        self.num_parameters = count_parameters(module)
+        self.num_parameters = sum(map(Tensor.numel, module.parameters() if adapter is None else adapter.values()))
         self.optimizer = make_optimizer([each.shard for each in self.parameters.values()])
 
     def backward(self, loss: Tensor) -> None:

@@ -23,7 +23,7 @@ from simpletuner.settings.formats import read_text
 from simpletuner.settings.knob import extra_of
 from simpletuner.settings.original import has_own_names, map_name
 from simpletuner.settings.original_warnings import Fields, about_source, is_original, other_defaults
-from simpletuner.settings.rules import LORA, find_contradictions, find_missing, normalize, warnings_about
+from simpletuner.settings.rules import find_contradictions, find_missing, normalize, warnings_about
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings, setting_fields
 from simpletuner.settings.sources import (
     RANKS,
@@ -95,8 +95,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     # Rules compare typed values: of a setting that is not valid by itself they know nothing.
     mistakes += [with_places(rule, origins) for rule in found if invalid.isdisjoint((rule.setting, *rule.others))]
     if mistakes:
-        decisive = [with_places(LORA, origins)] if merged.value("model_type") == "lora" else []
-        raise InvalidSettings(settings, invalid, [*decisive, *mistakes])
+        raise InvalidSettings(settings, invalid, mistakes)
     about = warnings_about(settings)
     settings, reasons = normalize(settings)
     # A setting that a rule reset keeps its origin, with the reason that `config show` prints.

@@ -5,6 +5,7 @@ The names are data, in `original_names.py` and `original_refusals.py`; docs/from
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
@@ -48,6 +49,16 @@ def optimizer_here(value: Any) -> Any:
     return OPTIMIZERS.get(name, (value, ""))[0]
 
 
+def target_names(value: Any) -> Any:
+    """Return a list of names as one text; the original also has them as JSON in a text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError("use names with commas between them") from None
+    return ",".join(map(str, value)) if isinstance(value, list) else value
+
+
 def zero_as(here: Any) -> Callable[[Any], Any]:
     """Return a conversion of 0, by which the original means that a setting is not set."""
     return lambda value: here if not isinstance(value, bool) and value in ZERO else value
@@ -55,6 +66,7 @@ def zero_as(here: Any) -> Callable[[Any], Any]:
 
 VALUES: dict[str, Rule] = {
     "optimizer": Maps("optimizer", optimizer_here),
+    "lora_target_modules": Maps("lora_target_modules", target_names),
     "flow_schedule_shift": Maps("flow_schedule_shift", zero_as(1)),  # off, which 1 is
     **{
         name: Maps(name, zero_as(None))

@@ -14,6 +14,8 @@ RENAMED: dict[str, str] = {
     "data_backend_config": "dataloader_config dataset_backend_config",
     "dynamo_backend": "trainer_dynamo_backend",
     "gradient_checkpointing": "use_gradient_checkpointing fsdp_activation_checkpointing=false|no|off|0",
+    "lora_init": "init_lora",
+    "lora_target_modules": "peft_lora_target_modules",
     "lr_scheduler": "lr_schedule",
     "max_train_steps": "max_num_steps",
     "num_train_epochs": "num_epochs",
@@ -22,15 +24,14 @@ RENAMED: dict[str, str] = {
 }
 """Other names of settings, those of the original's config.env included."""
 
-LORA = (
-    "lora_rank lora_alpha lora_type slider_lora_target peft_lora_target_modules lora_dropout lora_init_type "
-    "peft_lora_mode singlora_ramp_up_steps init_lora init_lora_step init_lora_ema assistant_lora_path "
-    "assistant_lora_strength assistant_lora_inference_strength disable_assistant_lora lora_format lycoris_config "
-    "init_lokr_norm use_dora acestep_lora_target flux_lora_target network_rank validation_lycoris_strength"
-)
-
 ASKS_FOR_NOTHING: dict[str, str] = {
-    "used only with model_type=lora, which is refused": LORA,
+    "used only with lora_type=lycoris, which is refused": "lycoris_config init_lokr_norm validation_lycoris_strength",
+    "used only with another peft_lora_mode, slider or assistant_lora_path, which are refused": (
+        "singlora_ramp_up_steps assistant_lora_strength assistant_lora_inference_strength disable_assistant_lora"
+    ),
+    "lora_init names the file to go on from, of whichever step or average": "init_lora_step init_lora_ema",
+    "used only with a family that this version does not train": "acestep_lora_target",
+    "lora_rank is the rank": "network_rank",
     # Names and labels.
     "the folder output_dir names a run": "tracker_run_name tracker_project_name tracker_image_layout",
     "used only with push_to_hub": (

@@ -10,7 +10,6 @@ from simpletuner.settings.original import EIGHT_BIT, LIBRARIES, NOT_HERE, OFF, O
 from simpletuner.settings.original_names import ASKS_FOR_NOTHING, RENAMED
 from simpletuner.settings.original_refusals import REFUSED
 from simpletuner.settings.original_warnings import DEFAULTS, MEANINGS
-from simpletuner.settings.rules import LORA
 from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.sources import NOT_SETTINGS, OTHER_PROGRAMS
 
@@ -71,7 +70,7 @@ def original_page() -> str:
         + section("Other defaults", "", ("setting", "there", "here"), defaults)
         + section("Optimizers", "Values of `optimizer`.", ("there", "here", "what it costs"), optimizers)
         + f"8-bit ones are refused: {EIGHT_BIT}. So are others of {libraries}: {NOT_HERE}.\n\n"
-        + section("Values that are refused", f"{LORA.message}.", ("value", "why"), values)
+        + section("Values that are refused", "", ("value", "why"), values)
         + section("No effect", IDLE, ("names", "why"), by_reason(ASKS_FOR_NOTHING))
         + section("Refused", OFF_VALUES, ("names", "why, and what to do instead"), by_reason(REFUSED))
         + VARIABLES.format(prefixes=prefixes)

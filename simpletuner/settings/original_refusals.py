@@ -26,8 +26,12 @@ REFUSED: dict[str, str] = {
     "SDXL's refiner is not trained by this version": "refiner_training",
     "all weights are trained; leave it out": "layer_freeze_strategy use_bitfit",
     "the text encoder's usual layers are used; leave it out": "custom_text_encoder_intermediary_layers",
-    "all weights are trained in float32; a quantized base is for LoRA: leave it out, and share weights out over the "
-    "ranks with fsdp_enable": "base_model_precision",
+    # LoRA.
+    "adapters are LoRA as peft has it; leave it out": "lora_type=standard peft_lora_mode=standard use_dora",
+    "the first matrix is drawn from a uniform distribution, the second is 0; leave it out": "lora_init_type=default",
+    "set lora_target_modules; without it the attention projections are adapted": "flux_lora_target=all",
+    "no other adapter is loaded while one is trained; leave it out": "assistant_lora_path",
+    "adapters are written in diffusers' format; leave it out": "lora_format=diffusers",
     # Memory.
     "weights stay on the GPU: leave it out, and share them out over the ranks with fsdp_enable, or keep them in memory "
     "with zero_stage=3 and offload_param=cpu": ("ramtorch musubi_blocks_to_swap enable_group_offload fsdp_cpu_offload"),
@@ -61,7 +65,7 @@ REFUSED: dict[str, str] = {
     "this method of training is not known to this version; leave it out": (
         "tread_config diffusion_blocks_config distillation_method diff2flow_enabled scheduled_sampling_max_step_offset "
         "scheduled_sampling_reflexflow mixflow_enabled xm_enabled nextlat_enabled irepa_enabled crepa_enabled "
-        "twinflow_enabled internal_guidance_enabled layersync_enabled urepa_enabled"
+        "twinflow_enabled internal_guidance_enabled layersync_enabled urepa_enabled slider_lora_target"
     ),
     # Optimizer and schedule.
     "write the product into learning_rate yourself": "lr_scale lr_scale_sqrt",

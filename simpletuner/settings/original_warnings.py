@@ -53,6 +53,7 @@ DEFAULTS: dict[str, str] = {
     "learning_rate": "4e-07",
     "lr_end": "4e-07",
     "lr_power": "0.8",
+    "lora_dropout": "0.1",
     "seed": "none",
     "caption_strategy": "filename",
     "crop_style": "random",
@@ -65,6 +66,7 @@ COUNT_WITH = {
     "lr_end": says("lr_scheduler", "polynomial"),
     "lr_power": says("lr_scheduler", "polynomial"),
     "crop_style": says("crop", "true"),
+    "lora_dropout": says("model_type", "lora"),
 }
 """The settings with which some of these defaults count."""
 

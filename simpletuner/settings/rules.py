@@ -7,7 +7,7 @@ from typing import Any
 
 from simpletuner.errors import BrokenRule, SettingsError
 from simpletuner.settings.deepspeed.config import extra_deepspeed_settings
-from simpletuner.settings.sections import Settings
+from simpletuner.settings.sections import Lora, Settings
 
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
@@ -56,7 +56,14 @@ def warnings_about(settings: Settings) -> list[str]:
         found.append("fsdp_version=1 is deprecated: FSDP2 runs instead, with the same checkpoints")
     if parallel.fsdp_enable and not parallel.fsdp_cpu_ram_efficient_loading:
         found.append("fsdp_cpu_ram_efficient_loading=false has no effect: each rank always reads only its own slices")
-    return [*found, *bf16_accumulation(settings)]
+    return [*found, *lora_without_effect(settings), *bf16_accumulation(settings)]
+
+
+def lora_without_effect(settings: Settings) -> Iterator[str]:
+    if settings.model.model_type == "full":
+        for name in Lora.model_fields:
+            if (value := getattr(settings.lora, name)) != Lora.model_fields[name].default:
+                yield f"{name} = {value} has no effect with model_type=full: it is for LoRA"
 
 
 def bf16_accumulation(settings: Settings) -> Iterator[str]:
@@ -103,8 +110,16 @@ def images_have_one_source(settings: Settings) -> Iterator[BrokenRule]:
         yield broken(message, "instance_prompt", "caption_strategy")
 
 
-def lora_is_not_sharded(settings: Settings) -> Iterator[BrokenRule]:
+def lora_is_for_whole_denoisers(settings: Settings) -> Iterator[BrokenRule]:
+    """Refuse what shares out all weights, or reads them, together with an adapter; and what only an adapter can use."""
     if settings.model.model_type != "lora":
+        if settings.lora.base_model_precision != "no_change":
+            message = (
+                f"base_model_precision = {settings.lora.base_model_precision}, but model_type = full trains all "
+                "weights, in float32; a quantized base is for LoRA: set model_type=lora, or leave it out and share "
+                "weights out over the ranks with fsdp_enable"
+            )
+            yield broken(message, "base_model_precision", "model_type")
         return
     if settings.parallel.fsdp_enable:
         message = "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable"
@@ -115,6 +130,9 @@ def lora_is_not_sharded(settings: Settings) -> Iterator[BrokenRule]:
             "has few, and saves them whole; drop zero_stage and deepspeed_config"
         )
         yield broken(message, "model_type", "zero_stage", "deepspeed_config")
+    if settings.checkpoints.import_deepspeed_checkpoint is not None:
+        message = "import_deepspeed_checkpoint holds all weights, of which model_type=lora trains none: leave it out"
+        yield broken(message, "import_deepspeed_checkpoint", "model_type")
 
 
 def machines_are_equal(settings: Settings) -> Iterator[BrokenRule]:
@@ -253,7 +271,7 @@ def warmup_ends(settings: Settings) -> Iterator[BrokenRule]:
 COMPLETENESS_RULES: tuple[Rule, ...] = (needs_model_family, needs_images, needs_length, needs_address_of_machine_0)
 RULES: tuple[Rule, ...] = (
     images_have_one_source,
-    lora_is_not_sharded,
+    lora_is_for_whole_denoisers,
     one_engine_shards,
     offloading_is_possible,
     copies_are_sharded_equally,
@@ -266,16 +284,6 @@ RULES: tuple[Rule, ...] = (
     warmup_ends,
 )
 
-UNSUPPORTED_VALUES = {"model_type": frozenset({"lora"})}
-"""Choices known by name, so that users of other tools get an answer, but not offered by completion."""
-
-
-# Without this advice, a user who leaves model_type out would train all weights with ten times their learning rate.
-LORA = broken(
-    "model_type=lora is not supported yet by this version, which trains all weights: for that, set model_type=full and "
-    "about a tenth of a LoRA's learning_rate",
-    "model_type",
-)
 CONTEXT_PARALLELISM = broken(
     "context_parallel_size above 1 is not supported yet by this version: leave it out", "context_parallel_size"
 )
@@ -283,7 +291,5 @@ CONTEXT_PARALLELISM = broken(
 
 def refuse_unsupported(settings: Settings) -> None:
     """Raise SettingsError for what this version knows by name, and cannot do yet."""
-    mistakes = [LORA] if settings.model.model_type == "lora" else []
-    mistakes += [CONTEXT_PARALLELISM] if settings.parallel.context_parallel_size > 1 else []
-    if mistakes:
-        raise SettingsError(mistakes=mistakes, hint="otherwise wait for a later version")
+    if settings.parallel.context_parallel_size > 1:
+        raise SettingsError(mistakes=[CONTEXT_PARALLELISM], hint="otherwise wait for a later version")

@@ -41,12 +41,23 @@ class Model(Section):
     model_family: Annotated[str, AfterValidator(normalize_name)] = knob("", "Which architecture to train, such as sdxl or flux.")
     model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
     model_families: Annotated[dict[str, str] | None, AfterValidator(paths_by_name)] = knob(None, "Families of your own: name=package.module:ClassName, or a table of such.")
-    model_type: Literal["full", "lora"] = knob("full", "Train all weights; this version knows `lora` by name, and refuses it.")
+    model_type: Literal["full", "lora"] = knob("full", "Train all weights, or a LoRA adapter over frozen ones.")
     pretrained_model_name_or_path: Annotated[str, AfterValidator(in_home)] = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.", aliases=("model_name",))
     revision: str | None = knob(None, "Hub revision: a branch, tag or commit.")
     variant: str | None = knob(None, "Weights variant in the folder, such as fp16.")
     prediction_type: Literal["epsilon", "v_prediction"] | None = knob(None, "What a DDPM model predicts; empty: as its scheduler says.")  # fmt: skip
     vae_dtype: Literal["fp32", "bf16"] = knob("fp32", "Precision of the VAE while it encodes and decodes.")
+
+
+class Lora(Section):
+    """LoRA"""
+
+    lora_rank: int = knob(16, "Rank of each pair of matrices that model_type=lora trains.", ge=1)
+    lora_alpha: float | None = knob(None, "Adapters are scaled by lora_alpha / lora_rank; empty: lora_rank, so by 1.", gt=0)
+    lora_dropout: float = knob(0.0, "Fraction of an adapter's input values that are zeroed in training.", ge=0, lt=1)
+    lora_target_modules: str = knob("", "Comma-separated names, or ends of names, of the layers to adapt; empty: the attention projections that `simpletuner detect-blocks --lora` shows.")
+    lora_init: Path | None = knob(None, "A LoRA in diffusers format to train on: pytorch_lora_weights.safetensors, or its folder.")
+    base_model_precision: Literal["no_change", "int8"] = knob("no_change", "How a LoRA's frozen base is held: in the precision of mixed_precision, or in int8 (torchao).")
 
 
 class DatasetSettings(Section):
@@ -213,6 +224,7 @@ class Settings(Section):
     """All sections of a run; each part of the program is given only the ones it needs."""
 
     model: Model = Model()
+    lora: Lora = Lora()
     data: Data = Data()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()

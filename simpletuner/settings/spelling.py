@@ -35,6 +35,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
     "prediction_type": {"v": "v_prediction", "eps": "epsilon"},
     "caption_strategy": {"instance_prompt": "instanceprompt", "text_file": "textfile"},
     "model_type": {"full_rank": "full"},
+    "base_model_precision": {"int8_torchao": "int8", "int8_quanto": "int8", "none": "no_change"},
     "resume_from_checkpoint": {"latest": "latest", "none": "none"},
 }
 

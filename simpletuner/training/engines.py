@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.models.family import ModelFamily
+from simpletuner.models.lora import freeze
+from simpletuner.models.lora_file import check_lora_init, lora_file
+from simpletuner.models.quantization import check_torchao, quantize_linear_layers
 from simpletuner.models.weights import weights_files
 from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.ddp import ddp_engine
 from simpletuner.parallel.engine import Engine, compute_dtype
-from simpletuner.parallel.fsdp2 import fsdp2_engine, units_of
+from simpletuner.parallel.fsdp2 import fsdp2_engine, units_by_class, units_of
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.parallelize import parallelize
@@ -27,9 +30,13 @@ from simpletuner.training.optimizers import make_optimizer
 
 
 def check_engine(session: Session, family: ModelFamily) -> None:
-    """Raise for what would stop the engine, before anything is encoded: weights, sharding units, DeepSpeed."""
+    """Raise for what would stop the engine, before anything is encoded: weights, LoRA, sharding units, DeepSpeed."""
     settings = session.settings
     weights_files(family.folder / family.denoiser_name, settings.model.variant)
+    if family.adapter is not None:
+        check_lora_init(family)
+    if settings.lora.base_model_precision == "int8":
+        check_torchao()
     if settings.parallel.fsdp_enable:
         model = family.meta_denoiser
         units_of(model, recommended_blocks(model), settings.parallel)
@@ -40,17 +47,40 @@ def check_engine(session: Session, family: ModelFamily) -> None:
 
 
 def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | None) -> Engine:
-    """Build the engine with the weights of the checkpoint, or else of the base model. Collective."""
-    settings = session.settings
-    folder = checkpoint.folder if checkpoint else family.folder / family.denoiser_name
-    files = checkpoint.files("model") if checkpoint else weights_files(folder, settings.model.variant)
+    """Build the engine with the weights of the checkpoint, or else of the base model. Collective.
+
+    With a LoRA those of the base are frozen, and a checkpoint holds the adapter alone.
+    """
+    settings, is_lora = session.settings, family.adapter is not None
+    if checkpoint is not None and not is_lora:
+        folder, files = checkpoint.folder, checkpoint.files("model")
+    else:
+        folder = family.folder / family.denoiser_name
+        files = weights_files(folder, settings.model.variant)
 
     def load_weights(tensors: NamedTensors) -> None:
         read_tensors(files, tensors, str(folder))
 
     model = family.denoiser()
+    blocks = recommended_blocks(model)
+    if is_lora:
+        freeze(model, compute_dtype(settings))
     optimizer = partial(make_optimizer, settings=settings.optimizer)
-    return build_engine(model, recommended_blocks(model), settings, session.mesh, load_weights, optimizer)
+    attach = partial(attach_adapter, family, checkpoint) if is_lora else None
+    return build_engine(model, blocks, settings, session.mesh, load_weights, optimizer, attach)
+
+
+def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Insert the LoRA with the weights of the checkpoint, or else of lora_init, or else new ones. Collective."""
+    assert family.adapter is not None
+    trained, start = family.adapter.attach(model), family.settings.lora.lora_init
+    tensors = {name: each.detach() for name, each in trained.items()}
+    if checkpoint is not None:
+        read_tensors(checkpoint.files("model"), tensors, str(checkpoint.folder))
+    elif start is not None:
+        named = {f"{family.denoiser_name}.{name}": each for name, each in tensors.items()}
+        read_tensors([lora_file(start)], named, str(lora_file(start)))
+    return trained
 
 
 def build_engine(
@@ -60,8 +90,9 @@ def build_engine(
     mesh: Mesh,
     load_weights: Callable[[dict[str, Tensor]], None],
     make_optimizer: MakeOptimizer,
+    attach: Callable[[nn.Module], Mapping[str, nn.Parameter]] | None = None,
 ) -> Engine:
-    """Wrap a denoiser on the meta device; `load_weights` fills float32 tensors by name. Collective.
+    """Wrap a denoiser on the meta device; `load_weights` fills tensors by name, and `attach` adds a LoRA. Collective.
 
     Memory comes after sharding, so that no rank ever holds more than its share; weights come before the optimizer and
     DDP, which copy or broadcast them.
@@ -72,18 +103,38 @@ def build_engine(
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 
         return build_deepspeed_engine(model, settings, mesh, dtype, load_weights, make_optimizer)
-    allocate(model, world.device, torch.device("cpu") if settings.parallel.fsdp_offload_params else world.device)
-    load_weights(model.state_dict())
+    if settings.lora.base_model_precision == "int8":
+        load_quantized(model, units_by_class(model, blocks), world.device, load_weights)
+    else:
+        allocate(model, world.device, torch.device("cpu") if settings.parallel.fsdp_offload_params else world.device)
+        load_weights(model.state_dict())
     if settings.parallel.fsdp_enable:
         return fsdp2_engine(model, settings.parallel, mesh, make_optimizer)
-    return ddp_engine(model, mesh, make_optimizer, dtype)
+    return ddp_engine(model, mesh, make_optimizer, dtype, attach(model) if attach else None)
 
 
-def allocate(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
-    """Give parameters (of this rank's shards only) uninitialized float32 memory; buffers keep their values."""
+def load_quantized(
+    model: nn.Module, units: list[nn.Module], device: torch.device, load_weights: Callable[[dict[str, Tensor]], None]
+) -> None:
+    """Load a model whose blocks are held in int8, block by block: no more than one is whole at a time. Collective."""
+    names = {module: name for name, module in model.named_modules()}
+    inside = {module for unit in units for module in unit.modules()}
+    for unit in units:
+        allocate(unit, device, device)
+        load_weights({f"{names[unit]}.{name}": tensor for name, tensor in unit.state_dict().items()})
+        quantize_linear_layers(unit)
+    for module in model.modules():
+        if module not in inside:
+            allocate(module, device, device, recurse=False)
+    prefixes = tuple(f"{names[unit]}." for unit in units)
+    load_weights({name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)})
+
+
+def allocate(model: nn.Module, device: torch.device, parameters_on: torch.device, recurse: bool = True) -> None:
+    """Give parameters (of this rank's shards only) uninitialized memory; buffers keep their values."""
     # to_empty() also empties buffers; those that are not in the checkpoint, such as rotary tables, exist only here
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=parameters_on)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers(recurse=recurse)}
+    model.to_empty(device=parameters_on, recurse=recurse)
     for name, buffer in buffers.items():
         owner, _, own_name = name.rpartition(".")
         model.get_submodule(owner)._buffers[own_name] = buffer.to(device)

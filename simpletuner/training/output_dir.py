@@ -6,7 +6,7 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
-from simpletuner.checkpoints.export import check_targets, export_pipeline, finished_steps
+from simpletuner.checkpoints.export import check_targets, export_lora, export_pipeline, finished_steps
 from simpletuner.checkpoints.layout import clear_unfinished
 from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
 from simpletuner.models.family import ModelFamily
@@ -16,7 +16,8 @@ from simpletuner.system.files import remove, restore_replaced
 from simpletuner.system.locks import lock_output_dir
 from simpletuner.training.state import TrainingState
 
-PIPELINE, PIPELINE_EMA = "pipeline", "pipeline-ema"
+EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
+"""The folder that a run exports to, by model_type; that of the average has `-ema` at its end."""
 
 
 def open_output_dir(session: Session, stack: ExitStack) -> None:
@@ -40,15 +41,17 @@ def open_output_dir(session: Session, stack: ExitStack) -> None:
 def remove_leftovers(output: Path) -> None:
     """Remove what a killed run left unfinished, and finish or undo its renames."""
     clear_unfinished(output / "checkpoints")
-    for name in (PIPELINE, PIPELINE_EMA):
+    for name in EXPORTS.values():
         restore_replaced(output / name)
+        restore_replaced(output / f"{name}-ema")
     for path in [*output.glob(".*.unfinished"), *output.glob("validation/**/.*.unfinished")]:
         remove(path)
 
 
 def pipelines_of(settings: Settings) -> list[Path]:
-    """Return the folders that a run exports to: with EMA one for the average, too."""
-    names = (PIPELINE, PIPELINE_EMA) if settings.ema.use_ema else (PIPELINE,)
+    """Return the folders that a run exports to: for the trained weights, and with EMA for the average, too."""
+    name = EXPORTS[settings.model.model_type]
+    names = (name, f"{name}-ema") if settings.ema.use_ema else (name,)
     return [settings.training.output_dir / name for name in names]
 
 
@@ -59,19 +62,22 @@ def exported_steps(session: Session) -> int:
     """
     if session.settings.checkpoints.resume_from_checkpoint != "latest":
         return 0
-    return finished_steps(session.settings.training.output_dir / PIPELINE, session.world)
+    return finished_steps(pipelines_of(session.settings)[0], session.world)
 
 
 def export(session: Session, family: ModelFamily, state: TrainingState) -> None:
-    """Write the trained pipelines. Collective."""
+    """Write the trained pipelines, or LoRAs. Collective."""
     session.world.activity.begin("writing the pipeline", watched=False)
-    output = session.settings.training.output_dir
-    weights = {PIPELINE_EMA: state.ema.tensors} if state.ema is not None else {}
-    weights[PIPELINE] = state.weights  # last, since `exported_steps` takes it as the sign that all is done
+    steps, world = state.schedule.max_steps, session.world
+    weights = [state.weights, *([state.ema.tensors] if state.ema is not None else [])]
     changed: set[str] = set()
-    for name, tensors in weights.items():
-        session.report.say(f"writing {output / name}")
-        sums = export_pipeline(family, output / name, state.config, tensors(), session.world, state.schedule.max_steps)
+    # The trained weights last, since `exported_steps` takes them as the sign that all is done.
+    for target, tensors in reversed([*zip(pipelines_of(session.settings), weights, strict=True)]):
+        session.report.say(f"writing {target}")
+        if family.adapter is not None:
+            export_lora(family, family.adapter, target, tensors(), world, steps)
+            continue
+        sums = export_pipeline(family, target, state.config, tensors(), world, steps)
         changed |= {file for file, value in state.base_checksums.items() if sums.get(file, value) != value}
     if changed:
         names = ", ".join(sorted(changed))

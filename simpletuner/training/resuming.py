@@ -14,6 +14,7 @@ from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, Sam
 from simpletuner.deepspeed.import_checkpoint import import_deepspeed_checkpoint
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family import ModelFamily
+from simpletuner.models.lora import Adapter
 from simpletuner.parallel.world import World
 from simpletuner.preparation import Plan
 from simpletuner.session import Session
@@ -41,6 +42,13 @@ def checkpoint_to_resume(session: Session, damaged: Mapping[Path, str]) -> Check
             f"{checkpoint.folder} is of model_family {family}, but model_family = {wanted}",
             "give this run another --output_dir, or --resume_from_checkpoint=none",
         )
+    held, wanted = checkpoint.state.get("model_type", "full"), settings.model.model_type
+    if held != wanted:
+        what = {"full": "all weights", "lora": "a LoRA"}
+        raise SettingsError(
+            f"{checkpoint.folder} holds {what[held]}, but model_type = {wanted}",
+            f"set model_type={held}, or give this run another --output_dir, or --resume_from_checkpoint=none",
+        )
     session.report.say(f"resuming from {checkpoint.folder}")
     return checkpoint
 
@@ -52,8 +60,11 @@ def checkpoints_of(settings: Settings) -> Path:
 def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verification: Verification | None) -> None:
     """Compare the shapes of a checkpoint's weights with the denoiser's; reads headers only. Collective.
 
-    Raises EnvironmentNotReady on all ranks, CheckpointDamaged where a damaged header looks like another model.
+    Raises EnvironmentNotReady on all ranks, CheckpointDamaged where a damaged header looks like another model, and
+    SettingsError for an adapter of another kind.
     """
+    if family.adapter is not None:
+        refuse_other_adapter(checkpoint, family.adapter)
     if problem := next(filter(None, world.gather_texts(find_misfit(checkpoint, family))), ""):
         if verification is not None:
             verification.wait()
@@ -61,9 +72,20 @@ def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verifi
         raise EnvironmentNotReady(problem, hint)
 
 
+def refuse_other_adapter(checkpoint: Checkpoint, adapter: Adapter) -> None:
+    """Raise SettingsError unless a checkpoint's adapter has the rank, alpha and layers that the settings ask for."""
+    held = checkpoint.state["lora"]
+    for name, wanted in adapter.as_settings().items():
+        if (value := held.get(name)) != wanted:
+            raise SettingsError(
+                f"{checkpoint.folder} has {name} = {value}, but now it is {wanted}",
+                f"set {name}={value}, or give this run another --output_dir, or --resume_from_checkpoint=none",
+            )
+
+
 def find_misfit(checkpoint: Checkpoint, family: ModelFamily) -> str:
     """Return which weights of a checkpoint are not those of the denoiser; empty if all are."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in family.meta_denoiser.state_dict().items()}
+    wanted = family.trained_shapes()
     try:
         found = read_shapes(checkpoint.files("model"), str(checkpoint.folder))
     except EnvironmentNotReady as error:
@@ -78,15 +100,15 @@ def find_misfit(checkpoint: Checkpoint, family: ModelFamily) -> str:
 
 
 def base_fingerprints(family: ModelFamily) -> dict[str, str]:
-    """Return fingerprints of the base model's files by name, except the denoiser's weights: a resumed run reads those
-    from the checkpoint."""
+    """Return fingerprints of the base model's files by name, except weights that a resumed run reads from the
+    checkpoint: the denoiser's, unless a LoRA is trained."""
     files = [path for path in sorted(family.folder.glob("*/*")) if path.is_file()]
     weights = f"{family.denoiser_name}/"
     names = {path.relative_to(family.folder).as_posix(): path for path in files if path.parent.name in family.index}
     return {
         name: file_fingerprint(path)
         for name, path in names.items()
-        if not (name.startswith(weights) and path.suffix == ".safetensors")
+        if family.adapter or not (name.startswith(weights) and path.suffix == ".safetensors")
     }
 
 

@@ -30,6 +30,8 @@ class TrainingState:
     ema: EMA | None
     config: dict[str, Any]
     """The denoiser's config as it was built: FSDP2 changes the class of the module that it wraps."""
+    trained: Mapping[str, Any]
+    """What the weights are: all of the denoiser's, or an adapter of some rank on some layers."""
     data_digest: str
     """Sampler states mean something for this data only."""
     data_version: int
@@ -50,6 +52,7 @@ class TrainingState:
         state = {
             "simpletuner": __version__,
             **facts,
+            **self.trained,
             **self.schedule.as_json(),
             "position": asdict(sampler_state),
             "data": self.data_digest,

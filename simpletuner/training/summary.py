@@ -10,6 +10,7 @@ from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.compilation import described
 from simpletuner.parallel.fsdp2 import format_units
+from simpletuner.parallel.module_stats import count_parameters
 from simpletuner.preparation import Plan, describe_buckets
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -24,10 +25,10 @@ def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan
     settings, world = session.settings, session.world
     parallel, training = settings.parallel, settings.training
     engine = format_engine(settings, world.size)
+    count = format_trained(family, state.engine.num_parameters)
     batch = f"{training.train_batch_size} x {session.mesh.data_size} x {training.gradient_accumulation_steps}"
-    parameters = f"{state.engine.num_parameters:,} parameters"
     rows: list[tuple[str, Any]] = [
-        ("model", f"{settings.model.model_family}, {parameters}, mixed precision: {training.mixed_precision}"),
+        ("model", f"{settings.model.model_family}, {count}, mixed precision: {training.mixed_precision}"),
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
         *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
@@ -38,6 +39,15 @@ def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan
         ("settings", provenance(session.loaded)),
     ]
     session.report.table("simpletuner train", rows)
+
+
+def format_trained(family: ModelFamily, parameters: int) -> str:
+    """Describe what is trained, and over what."""
+    if (adapter := family.adapter) is None:
+        return f"{parameters:,} parameters"
+    base, precision = count_parameters(family.meta_denoiser), family.settings.lora.base_model_precision
+    frozen = f"{base:,} frozen{' in int8' if precision == 'int8' else ''}"
+    return f"LoRA of rank {adapter.rank} on {len(adapter.modules)} layers: {parameters:,} parameters over {frozen}"
 
 
 def format_engine(settings: Settings, world_size: int) -> str:
@@ -54,7 +64,7 @@ def format_engine(settings: Settings, world_size: int) -> str:
     return "data-parallel" if world_size > 1 else "plain"
 
 
-def print_result(output: Path, report: Report) -> None:
+def print_result(output: Path, exported: Path, report: Report) -> None:
     """Print how the run went and where everything is."""
     rows = read_metrics(output / METRICS) if not report.quiet else []
     if not rows:
@@ -65,7 +75,7 @@ def print_result(output: Path, report: Report) -> None:
         ("checkpoint", checkpoints[0] if checkpoints else "-"),
         ("images", grids[-1] if grids else "none: give --validation_prompt"),
         ("loss curve", output / CURVE),
-        ("pipeline", output / "pipeline"),
+        ("pipeline" if exported.name == "pipeline" else "LoRA", exported),
     ]
     numbers = [
         ("steps", rows[-1]["step"]),

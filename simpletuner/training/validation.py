@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from simpletuner.models.family import ModelFamily, SamplingParams
+from simpletuner.models.lora import without_adapter
 from simpletuner.models.text_encoding import Conditioning
 from simpletuner.models.vae import Vae
 from simpletuner.parallel.engine import Engine, compute_dtype
@@ -29,6 +30,8 @@ from simpletuner.training.state import TrainingState
 
 VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained", "ema")}
 """Sets of weights to generate with, by the setting ema_validation."""
+BASE = "base"
+"""The base model without its LoRA, which comes before the others."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Validator:
     folder: Path
     metrics: Metrics | None
     """Where the grid is shown to a tracker; None on ranks that do not write."""
+    base_samples: list[tuple[str, Tensor]] = field(default_factory=list)
+    """What the base model samples, which never changes, so it does so once."""
 
     def generate(self, step: int) -> None:
         """Write every image, and on rank 0 a grid of them. Collective."""
@@ -59,7 +64,7 @@ class Validator:
         folder.mkdir(parents=True, exist_ok=True)
         for variant in self.variants:
             with self._weights(variant):
-                for name, latents_1CHW in self._samples():
+                for name, latents_1CHW in self._samples_of(variant):
                     write_png(folder / f"{variant}-{name}.png", to_image(self.vae.decode(latents_1CHW)))
         self.mesh.world.barrier()
         if self.mesh.world.is_first:
@@ -75,6 +80,8 @@ class Validator:
         return self.folder / f"grid-{step:06d}.png"
 
     def _weights(self, variant: str) -> AbstractContextManager[None]:
+        if variant == BASE:
+            return without_adapter(self.engine.module)
         return self.ema.swapped_in() if variant == "ema" and self.ema is not None else nullcontext()
 
     def _rows(self, folder: Path) -> dict[str, list[Path]]:
@@ -86,6 +93,13 @@ class Validator:
             for variant in self.variants
             for sampling in self.sampling
         }
+
+    def _samples_of(self, variant: str) -> Iterable[tuple[str, Tensor]]:
+        if variant != BASE:
+            return self._samples()
+        if not self.base_samples:
+            self.base_samples.extend(self._samples())
+        return self.base_samples
 
     def _name(self, number: int, sampling: SamplingParams) -> str:
         """What tells images of one step and set of weights apart: by name, those of a prompt follow one another."""
@@ -185,13 +199,14 @@ def open_validator(
     seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
     steps, guidance = validation.validation_num_inference_steps, validation.validation_guidance
     negative = validation.validation_negative_prompt
+    variants = VARIANTS[validation.ema_validation] if state.ema is not None else ("trained",)
     return Validator(
         family=family,
         engine=state.engine,
         mesh=session.mesh,
         vae=family.vae(session.world.device),
         ema=state.ema,
-        variants=VARIANTS[validation.ema_validation] if state.ema is not None else ("trained",),
+        variants=(BASE, *variants) if family.adapter else variants,
         prompts=[(prompt, prepared.text.read(prompt)) for prompt in validation.validation_prompt],
         negative=prepared.text.read(negative) if negative else prepared.reader.no_caption,
         sampling=[SamplingParams(size, steps, guidance, seed) for size in image_sizes(settings)],

@@ -88,8 +88,7 @@ def test_meanings_are_whole_and_on_one_line(other):
 def test_every_setting_is_offered_with_what_it_accepts(name):
     assert f"--{name}" in offered(f"simpletuner train --{name}")
     annotation = setting_fields()[name].annotation
-    refused = {"model_type": ["lora"]}.get(name, [])
-    choices = [str(choice) for choice in choices_of(annotation) if choice not in refused]
+    choices = [str(choice) for choice in choices_of(annotation)]
     accepted = ["true", "false"] if annotation is bool else choices
     if accepted:
         assert offered(f"simpletuner train --{name} ") == accepted

@@ -229,7 +229,7 @@ def test_what_validation_cannot_do_is_left_out_and_the_run_stays(run):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "lora", "push_to_hub": True}, "model_type=lora is not supported yet"),
+        ({"model_type": "lora", "model_family": "pixart_sigma", "model_flavour": None}, "cannot load a LoRA"),
         ({"model_type": "DPT"}, "model_type = 'DPT' (config/config.json:4): use one of full, lora"),
         ({"model_family": "kandinsky5-image"}, "Unknown model_family"),
         ({"model_family": "hidream", "model_flavour": None}, "cannot be trained yet"),

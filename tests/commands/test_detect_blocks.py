@@ -15,6 +15,7 @@ from simpletuner.models.registry import flavours_of, presets
 from simpletuner.system.cache_files import block_cache_paths
 
 PAGE = Path(__file__).parents[2] / "docs" / "blocks.md"
+LORA_PAGE = PAGE.with_name("lora.md")
 HEAVY = ("torch", "numpy", "PIL", "diffusers", "transformers", "accelerate", "deepspeed")
 KEYS = {
     "model_family",
@@ -183,3 +184,12 @@ def test_models_names_families_of_installed_packages(typed, home, monkeypatch):
     monkeypatch.syspath_prepend(str(home / "site"))
     assert typed("models").endswith("mine\n  from an installed package: my.models:MINE\n")
     assert json.loads(typed("models", "--json"))[-1] == {"model_family": "mine", "traits": "my.models:MINE"}
+
+
+def test_lora_shows_the_attention_projections_as_the_page_has_them(typed, home):
+    said = typed("detect-blocks", "--model_family=sdxl", "--lora")
+    assert said.strip() in LORA_PAGE.read_text()
+    (home / "c.json").write_text('{"model_family": "sdxl", "model_type": "lora", "lora_rank": 64}')
+    assert "92,897,280 parameters at lora_rank = 64" in typed("detect-blocks", "--config=c.json", "--lora")
+    targets = json.loads(typed("detect-blocks", "--model_family=sdxl", "--json"))["lora_targets"]
+    assert targets["to_q"] == {"layers": 140, "parameters_per_rank": 332_800}

@@ -15,7 +15,7 @@ from simpletuner.settings.sections import setting_fields
 
 PATHS = ("instance_data_dir", "data_backend_config", "cache_dir_vae", "cache_dir_text", "output_dir", "logging_dir")
 PATHS += ("offload_param_path", "run_secret_file", "import_deepspeed_checkpoint", "pretrained_model_name_or_path")
-PATHS += ("resume_from_checkpoint",)
+PATHS += ("resume_from_checkpoint", "lora_init")
 
 
 @pytest.fixture
@@ -75,6 +75,8 @@ def test_home_is_meant_by_its_sign_in_every_path_from_every_source(run, monkeypa
         arguments.append(f"--config=~/{source}")
     if name == "import_deepspeed_checkpoint":
         arguments.append("--allow_pickle")
+    if name == "lora_init":
+        arguments.append("--model_type=lora")
     code, out, err = run(*arguments)
     assert (code, err) == (0, "")
     assert shown(out)[name] == str(tmp_path / "x y")

@@ -73,7 +73,7 @@ def test_the_page_is_up_to_date_and_has_every_name():
     assert [name for name in TABLE.rules if f"`{name}`" not in page] == []
 
 
-ASKS_FOR_NOTHING_HERE = {"push_to_hub": False, "hub_model_id": "x", "lora_rank": 16, "loss_type": "l2"}
+ASKS_FOR_NOTHING_HERE = {"push_to_hub": False, "hub_model_id": "x", "lora_format": "diffusers", "loss_type": "l2"}
 
 
 def test_one_line_counts_what_asks_for_nothing(tmp_path):
@@ -137,12 +137,22 @@ def test_what_means_something_else_is_told_for_files_of_the_original_alone(tmp_p
     assert not [line for line in by_norm if line.startswith("max_grad_norm")]
 
 
-def test_lora_is_the_first_sentence_and_warns_of_its_learning_rate(tmp_path):
-    with pytest.raises(SettingsError) as caught:
-        load_file(tmp_path, {"push_to_hub": True, "model_type": "lora", "learning_rate": 1e-4, "lora_rank": 16})
-    first, second = caught.value.message.splitlines()
-    assert first.startswith("model_type=lora is not supported yet") and "learning_rate" in first
-    assert "push_to_hub = true" in second
+def test_a_lora_of_the_original_becomes_one_of_ours(tmp_path):
+    names = {"lora_type": "standard", "lora_rank": 64, "lora_alpha": 128, "init_lora": "a.safetensors"}
+    names |= {"peft_lora_target_modules": '["to_q", "to_k"]', "base_model_precision": "int8-torchao"}
+    loaded = load_file(tmp_path, {"model_type": "lora", **names, "flux_lora_target": "all"})
+    lora = loaded.settings.lora
+    assert (lora.lora_rank, lora.lora_alpha, lora.lora_dropout, lora.lora_init) == (64, 128, 0, Path("a.safetensors"))
+    assert (lora.lora_target_modules, lora.base_model_precision) == ("to_q,to_k", "int8")
+    assert "lora_dropout is 0.0 (there 0.1)" in loaded.warnings[-1]
+    for more in ({"lora_type": "lycoris"}, {"use_dora": True}, {"flux_lora_target": "mmdit"}):
+        with pytest.raises(SettingsError, match=next(iter(more))):
+            load_file(tmp_path, {"model_type": "lora", **more})
+
+
+def test_settings_of_lora_have_no_effect_on_a_full_run(tmp_path):
+    [warning] = load_file(tmp_path, {"lora_rank": 8}).warnings
+    assert warning == "lora_rank = 8 has no effect with model_type=full: it is for LoRA"
 
 
 def test_a_flag_of_the_original_is_answered_too():

@@ -4,7 +4,7 @@ import pytest
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings import Settings, load
-from simpletuner.settings.rules import LORA, RULES, find_contradictions
+from simpletuner.settings.rules import RULES, find_contradictions
 
 ENOUGH = {"model_family": "sdxl", "instance_data_dir": "pictures"}
 
@@ -35,8 +35,17 @@ REFUSED = [
     ),
     (
         {"model_type": "lora", "zero_stage": 1},
-        f"{LORA.message}\n  model_type=lora cannot run with DeepSpeed: it shares out the state of all weights, of "
+        "model_type=lora cannot run with DeepSpeed: it shares out the state of all weights, of "
         "which an adapter has few, and saves them whole; drop zero_stage and deepspeed_config",
+    ),
+    (
+        {"model_type": "lora", "import_deepspeed_checkpoint": "x", "allow_pickle": True},
+        "import_deepspeed_checkpoint holds all weights, of which model_type=lora trains none: leave it out",
+    ),
+    (
+        {"base_model_precision": "int8"},
+        "base_model_precision = int8, but model_type = full trains all weights, in float32; a quantized base is for "
+        "LoRA: set model_type=lora, or leave it out and share weights out over the ranks with fsdp_enable",
     ),
     (
         {"zero_stage": 2, "offload_param": "cpu"},
@@ -116,7 +125,7 @@ REFUSED = [
     ),
     (
         {"model_type": "lora", "fsdp_enable": True},
-        f"{LORA.message}\n  model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable",
+        "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable",
     ),
     (
         {"fsdp_auto_wrap_policy": "BLOCKS"},

@@ -69,7 +69,7 @@ def estimate_disk_usage(settings: Settings, parameters: int, origin: str) -> Dis
 
 def bytes_present(output: Path) -> int:
     """Return the bytes of checkpoints and pipelines that earlier starts of the run have written."""
-    folders = [output / "checkpoints", output / "pipeline", output / "pipeline-ema"]
+    folders = [output / "checkpoints", *output.glob("pipeline*")]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files)
 

@@ -1,0 +1,100 @@
+"""A LoRA as diffusers' `load_lora_weights` reads it: one safetensors file, with rank and alpha in its metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
+from simpletuner.models.family import ModelFamily
+from simpletuner.models.lora import Adapter, end_of
+from simpletuner.models.registry import TINY, flavour_of
+from simpletuner.settings.sections import Model
+
+LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
+METADATA = "lora_adapter_metadata"
+"""Diffusers' key of the adapter's config, as JSON; each name in it begins with the denoiser's."""
+
+
+def lora_file(path: Path) -> Path:
+    """The file that a path of a file or of its folder means."""
+    return path / LORA_WEIGHTS if path.is_dir() else path
+
+
+def write_lora(path: Path, family: ModelFamily, adapter: Adapter, weights: Mapping[str, Tensor]) -> None:
+    """Write an adapter, with the name of the model that it was trained on."""
+    # No more than what applying it needs: peft refuses fields that its version does not know.
+    config = {"r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": list(adapter.modules)}
+    own = {f"{family.denoiser_name}.{name}": value for name, value in config.items()}
+    tensors = {
+        f"{family.denoiser_name}.{name}": tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()
+    }
+    # Not peft's base_model_name_or_path: with it, peft looks that name up on the hub whenever weights are saved.
+    base = base_name(family.settings.model, family.folder)
+    metadata = {"format": "pt", METADATA: json.dumps(own, sort_keys=True), "base_model": base}
+    safetensors.torch.save_file(tensors, path, metadata=metadata)
+
+
+def base_name(model: Model, folder: Path) -> str:
+    """The base model: the folder or hub id in the settings, else the flavour's hub id, else the folder's name."""
+    flavour = flavour_of(model) if model.model_flavour != TINY else None
+    return model.pretrained_model_name_or_path or (flavour.hub if flavour else folder.name)
+
+
+def check_lora_init(family: ModelFamily) -> None:
+    """Compare names, shapes and alpha of the file that lora_init names with the adapter that is trained.
+
+    Raises SettingsError that says which setting fits, EnvironmentNotReady for a file that cannot be read.
+    """
+    path, adapter = family.settings.lora.lora_init, family.adapter
+    if path is None or adapter is None:
+        return
+    path, prefix = lora_file(path), f"{family.denoiser_name}."
+    shapes, config = read_header(path)
+    wanted = {f"{prefix}{name}": shape for name, shape in family.trained_shapes().items()}
+    ranks = {shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight")}
+    if not ranks:
+        raise SettingsError(
+            f"lora_init: {path} holds no adapter in peft's naming ({prefix}...lora_A.weight)",
+            "open it by the pipeline's load_lora_weights, and write it by save_lora_weights",
+        )
+    if shapes.keys() != wanted.keys():
+        ends = sorted({end_of(name.rpartition(".lora_")[0]) for name in shapes})
+        odd = min(shapes.keys() ^ wanted.keys())
+        where = "it" if odd in shapes else "this run"
+        raise SettingsError(
+            f"lora_init: {path} adapts other layers than this run: {odd} is only in {where}",
+            f"set lora_target_modules={','.join(ends)}",
+        )
+    if ranks != {adapter.rank}:
+        found = ", ".join(map(str, sorted(ranks)))
+        raise SettingsError(
+            f"lora_init: {path} is of rank {found}, but lora_rank = {adapter.rank}", f"set lora_rank={found}"
+        )
+    if odd := next((name for name in wanted if shapes[name] != wanted[name]), None):
+        raise SettingsError(
+            f"lora_init: {path} is of another model: {odd} is {shapes[odd]} in it, {wanted[odd]} here",
+            "take a LoRA of the same base model",
+        )
+    alpha = config.get(f"{prefix}lora_alpha", adapter.alpha)
+    if alpha != adapter.alpha:
+        raise SettingsError(
+            f"lora_init: {path} has alpha {alpha:g}, but lora_alpha = {adapter.alpha:g}", f"set lora_alpha={alpha:g}"
+        )
+
+
+def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Return the shapes of a LoRA's tensors, and its config. Raises EnvironmentNotReady for a damaged file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            config = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise EnvironmentNotReady(f"lora_init: cannot read {path}: {without_errno(error)}", "copy it again") from None
+    return shapes, config if isinstance(config, dict) else {}

@@ -1,0 +1,28 @@
+"""The frozen base of a LoRA in int8: weights alone, by torchao."""
+
+from __future__ import annotations
+
+import importlib
+
+from torch import nn
+
+from simpletuner.errors import EnvironmentNotReady
+
+
+def check_torchao() -> None:
+    """Raise EnvironmentNotReady where torchao is not installed, or does not fit the installed torch."""
+    try:
+        importlib.import_module("torchao.quantization")
+    except ImportError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise EnvironmentNotReady(
+            f"base_model_precision=int8 needs torchao: {reason}",
+            "pip install 'simpletuner[int8]', or leave base_model_precision out",
+        ) from None
+
+
+def quantize_linear_layers(module: nn.Module) -> None:
+    """Replace the weights of linear layers by int8 with one scale per row; they are multiplied in the layer's dtype."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # pyright: ignore[reportMissingImports]
+
+    quantize_(module, Int8WeightOnlyConfig())

@@ -1,0 +1,120 @@
+"""LoRA runs on real ranks: equal on any number of them, resumed bit for bit, opened by diffusers, and trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import base
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+LORA = ("--model_type=lora", "--lora_rank=4", "--lora_alpha=8", "--learning_rate=1e-2")
+DRAWN = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
+FILE = "pipeline_lora_weights/pytorch_lora_weights.safetensors"
+
+
+def checkpoint(output: Path, step: int, group: str) -> dict[str, torch.Tensor]:
+    files = (output / "checkpoints" / f"checkpoint-{step:06d}" / group).glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def predictions_of_flux(transformer: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    config = transformer.config
+    with torch.no_grad():
+        return transformer(
+            hidden_states=torch.randn(1, 4, config.in_channels),
+            timestep=torch.full((1,), 0.5),
+            guidance=torch.ones(1) if config.guidance_embeds else None,
+            pooled_projections=torch.randn(1, config.pooled_projection_dim),
+            encoder_hidden_states=torch.randn(1, 8, config.joint_attention_dim),
+            txt_ids=torch.zeros(8, 3),
+            img_ids=torch.zeros(4, 3),
+        ).sample
+
+
+def test_a_run_resumes_bit_for_bit_and_its_file_is_opened_and_trained_on(flux, shapes, train, tmp_path):
+    from diffusers import FluxPipeline
+    from peft import LoraConfig, set_peft_model_state_dict
+
+    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
+    flags = (*base("flux", flux, shapes), *caches, *LORA, *DRAWN, "--train_batch_size=2", "--use_ema")
+    flags = (*flags, "--lora_dropout=0.1", "--mixed_precision=bf16", "--gradient_checkpointing")
+    run = train(tmp_path / "four", *flags, "--max_train_steps=4")
+    output = run.output
+    for steps in (2, 4):
+        halves = train(tmp_path / "halves", *flags, f"--max_train_steps={steps}")
+    assert "resuming from" in halves.said and halves.losses == run.losses and run.losses[-1] < run.losses[0]
+    weights = checkpoint(output, 4, "model")
+    for group in ("model", "ema", "exp_avg", "exp_avg_sq"):
+        assert same_tensors(checkpoint(output, 4, group), checkpoint(halves.output, 4, group)), group
+        assert checkpoint(output, 4, group).keys() == weights.keys()
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in weights)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    state = json.loads((output / "checkpoints/checkpoint-000004/state.json").read_text())
+    targets = "add_k_proj,add_q_proj,add_v_proj,to_add_out,to_k,to_out.0,to_q,to_v"
+    lora = {"lora_rank": 4, "lora_alpha": 8.0, "lora_target_modules": targets}
+    assert (state["model_type"], state["lora"]) == ("lora", lora)
+
+    pipeline = FluxPipeline.from_pretrained(flux)
+    before = predictions_of_flux(pipeline.transformer)
+    pipeline.load_lora_weights(output / "pipeline_lora_weights")
+    after = predictions_of_flux(pipeline.transformer)
+    assert (after - before).abs().max() > 1e-3
+    with safe_open(output / FILE, "pt") as file:
+        assert file.metadata()["base_model"] == str(flux)
+    other = FluxPipeline.from_pretrained(flux).transformer
+    other.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=[*targets.split(",")]))
+    set_peft_model_state_dict(other, weights)
+    assert torch.equal(predictions_of_flux(other), after)
+    ema = load_file(output / "pipeline_lora_weights-ema/pytorch_lora_weights.safetensors")
+    assert same_tensors(ema, {f"transformer.{name}": value for name, value in checkpoint(output, 4, "ema").items()})
+
+    more = train(tmp_path / "more", *flags, f"--lora_init={output / FILE}", "--max_train_steps=1").output
+    steps = (output / "validation/step-000000", output / "validation/step-000004", more / "validation/step-000000")
+    names = ("base-00.png", "trained-00.png", "ema-00.png")
+    images = [[Image.open(folder / name).tobytes() for name in names] for folder in steps]
+    assert images[0][0] == images[0][1] == images[0][2] == images[1][0] == images[2][0]
+    assert images[1][0] != images[1][1] == images[2][1]
+
+
+def test_ranks_that_share_the_batch_train_what_one_rank_does_and_resume_each_other(sdxl_flags, train, tmp_path):
+    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
+    flags = (*sdxl_flags, *caches, *LORA, *DRAWN, "--validation_step_interval=1")
+    plain = train(tmp_path / "plain", *flags, "--train_batch_size=4", "--max_train_steps=4")
+    train(tmp_path / "shared", *flags, "--train_batch_size=2", "--max_train_steps=2", world=2)
+    train(tmp_path / "shared", *flags, "--train_batch_size=4", "--max_train_steps=3")
+    shared = train(tmp_path / "shared", *flags, "--train_batch_size=2", "--max_train_steps=4", world=2)
+    assert shared.losses == pytest.approx(plain.losses, rel=1e-5)
+    weights = checkpoint(plain.output, 4, "model")
+    for name, value in checkpoint(shared.output, 4, "model").items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5, msg=name)
+    for more, said in (
+        (("--lora_rank=8",), "has lora_rank = 4, but now it is 8"),
+        (("--lora_target_modules=to_q",), "has lora_target_modules = to_k,to_out.0,to_q,to_v, but now it is to_q"),
+        (("--model_type=full",), "holds a LoRA, but model_type = full"),
+    ):
+        refused = train(tmp_path / "plain", *flags, "--train_batch_size=4", "--max_train_steps=5", *more, code=2)
+        assert said in " ".join(refused.said.split())
+    finished = train(tmp_path / "plain", *flags, "--train_batch_size=4", "--max_train_steps=4")
+    assert "finished already" in finished.said
+
+
+def test_the_base_is_held_in_int8(flux, shapes, train, tmp_path):
+    pytest.importorskip("torchao")
+    flags = (*base("flux", flux, shapes), *LORA, "--train_batch_size=2", "--mixed_precision=bf16")
+    int8 = ("--base_model_precision=int8", "--max_train_steps=3")
+    exact = train(tmp_path / "bf16", *flags, "--max_train_steps=3")
+    run = train(tmp_path / "int8", *flags, *int8, "--train_batch_size=1", world=2)
+    assert "frozen in int8" in " ".join(run.said.split())
+    assert run.losses != exact.losses
+    assert run.losses == pytest.approx(exact.losses, rel=2e-2)
