@@ -57,10 +57,11 @@ class Mistake:
     """A guess at what was meant."""
 
     def __str__(self) -> str:
+        name = self.setting if self.setting.strip() and self.setting.isprintable() else repr(self.setting)
         given = f" = {self.given}" if self.given else ""
         place = f" ({self.place})" if self.place else ""
         hint = f"; {self.hint}" if self.hint else ""
-        return f"{self.setting}{given}{place}: {self.message}{hint}"
+        return f"{name}{given}{place}: {self.message}{hint}"
 
 
 @dataclass(frozen=True)

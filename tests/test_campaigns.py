@@ -1,4 +1,4 @@
-"""Small samples of the campaigns in `tests/campaigns/`, which run for hours."""
+"""Small samples of the campaigns in `tests/campaigns/`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from conftest import base
 sys.path.insert(0, str(Path(__file__).parent / "campaigns"))
 
 from damage import Damage
+from fuzz import Fuzz
 from kills import Campaign
+from settings_files import KINDS
 
 
 @pytest.mark.long
@@ -29,3 +31,11 @@ def test_a_hundred_damaged_files_are_answered_rightly_or_by_a_sentence(starter, 
     damage.run(100, sdxl, shapes)
     assert damage.problems == []
     assert sum(damage.answers.values()) == 100
+
+
+def test_mutated_settings_files_are_answered_in_sentences_with_a_place_and_exported_unchanged():
+    fuzz = Fuzz(seed=13)
+    fuzz.run(range(200))
+    assert fuzz.problems == []
+    assert {kind for kind, _ in fuzz.codes} == set(KINDS)
+    assert sum(count for (_, code), count in fuzz.codes.items() if code == 0) > 40

@@ -138,11 +138,13 @@ def export(
 ) -> None:
     """Write settings in a format that replays them 1:1. The replay command goes to stderr."""
     from simpletuner.settings.export import export as export_settings
+    from simpletuner.settings.places import naming_places
     from simpletuner.settings.rules import refuse_unsupported
 
     report = Report()
     loaded = load(flags, config, complete=False)
-    refuse_unsupported(loaded.settings)
+    with naming_places(loaded.origins):
+        refuse_unsupported(loaded.settings)
     result = export_settings(loaded, to.value, everything)
     if output is None:
         report.text(result.text)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletuner.errors import DataError, SettingsError, collect_error, join_errors
-from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.errors import InvalidSettings
+from simpletuner.settings import Loaded
+from simpletuner.settings.errors import InvalidSettings, shorten
 from simpletuner.settings.loading import resolve
+from simpletuner.settings.places import naming_places
 from simpletuner.settings.sources import Source
+from simpletuner.system.paths import shown_path
 
 if TYPE_CHECKING:
     from simpletuner.data.datasets import ImageDataset
@@ -43,13 +46,12 @@ def errors_around(error: InvalidSettings) -> list[SettingsError]:
     before: list[SettingsError] = []
     after: list[SettingsError] = []
     if model.model_family and error.invalid.isdisjoint(MODEL_SETTINGS):
-        with collect_error(before):
+        with collect_error(before), naming_places(error.origins, "model_family", "model_flavour"):
             check_trainable(model)
     if data.data_backend_config is not None:
-        with collect_error(after):
+        with collect_error(after), naming_places(error.origins, "data_backend_config"):
             load_datasets(data)
-    # Whoever wants a LoRA, the first of the mistakes then, is not helped by another family.
-    return [error, *before, *after] if model.model_type == "lora" else [*before, error, *after]
+    return [*before, error, *after]
 
 
 def check_run(loaded: Loaded) -> Loaded:
@@ -63,37 +65,45 @@ def check_run(loaded: Loaded) -> Loaded:
     settings, errors, datasets = loaded.settings, [], []
     with collect_error(errors):
         loaded = check_runnable(loaded)
-    with collect_error(errors):
+    with collect_error(errors), naming_places(loaded.origins, "data_backend_config", "instance_data_dir", "resolution"):
         datasets, _ = load_datasets(settings.data)
     if errors:
         raise join_errors(errors)
-    visible_gpus(settings.launch)
-    check_named_files(settings)
+    with naming_places(loaded.origins, "gpu_ids"):
+        visible_gpus(settings.launch)
+    check_named_files(loaded)
     counted = parameters_of(settings.model)
-    warnings = (*unused_keys(settings.data), *check_settings(settings, counted and counted[0]))
-    check_image_folders(datasets)
+    with naming_places(loaded.origins, "offload_param_path"):
+        warnings = (*unused_keys(settings.data), *check_settings(settings, counted and counted[0]))
+    with naming_places(loaded.origins, "data_backend_config", "instance_data_dir"):
+        check_image_folders(datasets, settings.data.data_backend_config)
     return replace(loaded, warnings=(*loaded.warnings, *warnings))
 
 
-def check_named_files(settings: Settings) -> None:
+def check_named_files(loaded: Loaded) -> None:
     """Raise SettingsError for a secret, or a checkpoint to start from, that is not there or cannot be used."""
     from simpletuner.checkpoints.layout import find_resume_folders, list_checkpoints
     from simpletuner.launch.store import message_signer
 
-    message_signer(settings.launch.run_secret_file)
+    settings = loaded.settings
+    with naming_places(loaded.origins, "run_secret_file"):
+        message_signer(settings.launch.run_secret_file)
     root, wanted = settings.training.output_dir / "checkpoints", settings.checkpoints
-    find_resume_folders(root, wanted.resume_from_checkpoint)
+    with naming_places(loaded.origins, "output_dir", "resume_from_checkpoint"):
+        find_resume_folders(root, wanted.resume_from_checkpoint)
     source = wanted.import_deepspeed_checkpoint
     if source is not None and not source.is_dir() and not list_checkpoints(root):
         message = f"import_deepspeed_checkpoint = {source}: there is no such folder"
-        raise SettingsError(message, "name the folder that DeepSpeed's save_checkpoint was given")
+        with naming_places(loaded.origins, "import_deepspeed_checkpoint"):
+            raise SettingsError(message, "name the folder that DeepSpeed's save_checkpoint was given")
 
 
-def check_image_folders(datasets: Sequence[ImageDataset]) -> None:
-    """Raise DataError for an image folder that does not exist."""
+def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
+    """Raise DataError for an image folder that does not exist. `file` is the one that names the datasets."""
     for dataset in datasets:
         if not dataset.instance_data_dir.is_dir():
+            place = f"{shown_path(file)}: " if file else ""
             raise DataError(
-                f"dataset `{dataset.id}`: there is no folder {dataset.instance_data_dir}",
+                f"{place}dataset `{dataset.id}`: there is no folder {shorten(str(dataset.instance_data_dir))}",
                 "set instance_data_dir to your images",
             )

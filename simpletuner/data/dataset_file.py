@@ -11,7 +11,7 @@ from typing import Any
 
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.errors import shorten
-from simpletuner.settings.file_entries import TOO_DEEP, FileEntry, NotParsed, check_depth, file_place
+from simpletuner.settings.file_entries import TOO_DEEP, FileEntry, NotParsed, check_depth, file_place, reason_of
 from simpletuner.settings.formats import json_lines, read_text
 from simpletuner.settings.loading import canonical_name, plain_name
 from simpletuner.system.paths import shown_path
@@ -72,11 +72,11 @@ def read_entries(path: Path) -> list[DatasetEntry]:
         reason = f"{error.msg[0].lower()}{error.msg[1:]}, column {error.colno}"
         raise SettingsError(f"{shown}:{error.lineno} does not parse: {reason}", json_hint(error)) from None
     except NotParsed as error:
-        raise SettingsError(f"{shown}:{error.line} does not parse: {error.reason}", "keep one of them") from None
+        raise SettingsError(f"{shown}:{error.line} does not parse: {error.reason}", "correct that line") from None
     except RecursionError:
-        raise SettingsError(f"{shown} does not parse: {TOO_DEEP}") from None
+        raise SettingsError(f"{shown} does not parse: {TOO_DEEP}", "docs/data.md shows such a file") from None
     except ValueError as error:
-        raise SettingsError(f"{shown} does not parse: {error}") from None
+        raise SettingsError(f"{shown} does not parse: {reason_of(error)}", "docs/data.md shows such a file") from None
 
 
 def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
@@ -84,7 +84,8 @@ def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
     entries = json.loads(text)
     check_depth(entries)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise SettingsError(f"{shown_path(path)} must hold a list of datasets: [{{...}}, {{...}}]")
+        hint = "docs/data.md shows such a file"
+        raise SettingsError(f"{shown_path(path)} must hold a list of datasets: [{{...}}, {{...}}]", hint)
     for entry, (line, lines) in zip(entries, json_lines(text), strict=True):
         yield DatasetEntry(path, line, [FileEntry(key, value, lines[key]) for key, value in entry.items()])
 

@@ -159,8 +159,9 @@ def mistakes_between(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
     for problem in find_nested_ids([dataset.id for dataset in images if dataset.cache_dir_vae is None]):
         yield Mistake("id", problem, name)
     if len(texts) > 1:
+        lines = [str(entry.line) for dataset, entry in parsed.datasets if isinstance(dataset, TextEmbeds)]
         message = f"{len(texts)} datasets are of this type: there is one text cache, leave the others out"
-        yield Mistake("dataset_type", message, name, "'text_embeds'")
+        yield Mistake("dataset_type", message, f"{name}:{' and '.join(lines)}", "'text_embeds'")
     if not images and not parsed.mistakes:
         yield BrokenRule("data_backend_config", f"{name} names no dataset of images")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.errors import nearest
+from simpletuner.settings.errors import nearest, shorten
 from simpletuner.settings.sections import Model
 from simpletuner.system.importing import import_named
 
@@ -120,14 +120,14 @@ def check_model(model: Model) -> None:
     if class_path_of(model) is None:
         names = [*presets(), *(model.model_families or {})]
         raise SettingsError(
-            f"Unknown model_family '{model.model_family}'{nearest(model.model_family, names)}",
+            f"Unknown model_family {shorten(model.model_family)}{nearest(model.model_family, names)}",
             "`simpletuner models` lists all families; your own goes into model_families",
         )
     known = [*flavours_of(model.model_family), TINY]
     if model.model_flavour and model.model_flavour not in known:
         near = nearest(model.model_flavour, known)
         raise SettingsError(
-            f"Unknown model_flavour '{model.model_flavour}' of {model.model_family}{near}",
+            f"Unknown model_flavour {shorten(model.model_flavour)} of {model.model_family}{near}",
             f"known flavours: {', '.join(known)}",
         )
 

@@ -11,6 +11,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.architecture import is_path
 from simpletuner.models.registry import Preset, check_trainable, load_preset, presets
 from simpletuner.settings import Loaded
+from simpletuner.settings.places import naming_places, with_places
 from simpletuner.settings.rules import broken, refuse_unsupported
 from simpletuner.settings.sections import SECTION_OF, Model, Settings, setting_fields
 
@@ -53,12 +54,14 @@ def check_runnable(loaded: Loaded) -> Loaded:
     Raises SettingsError for what this version cannot run.
     """
     settings = loaded.settings
-    refuse_unsupported(settings)
-    check_trainable(settings.model)
-    check_lora(settings)
-    check_path(settings.model)
-    check_sizes(settings)
-    without_effect = list(settings_without_effect(settings))
+    with naming_places(loaded.origins, "model_family", "model_flavour"):
+        refuse_unsupported(settings)
+        check_trainable(settings.model)
+        check_lora(settings)
+    with naming_places(loaded.origins, "pretrained_model_name_or_path"):
+        check_path(settings.model)
+        check_sizes(settings)
+    without_effect = list(settings_without_effect(loaded))
     if harmful := [sentence for sentence, harms in without_effect if harms]:
         raise SettingsError("\n  ".join(harmful), "leave it out")
     return replace(loaded, warnings=(*loaded.warnings, *(sentence for sentence, _ in without_effect)))
@@ -70,15 +73,13 @@ def check_lora(settings: Settings) -> None:
     preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
     if model.model_type == "lora" and preset and not preset.loads_lora:
         able = [name for name, each in presets().items() if each.loads_lora and each.family_class]
-        raise SettingsError(
-            f"model_type=lora: diffusers' pipeline of {model.model_family} cannot load a LoRA",
-            f"set model_type=full, or take another family: {', '.join(able)}",
-        )
+        message = f"model_type=lora: diffusers' pipeline of {model.model_family} cannot load a LoRA"
+        hint = f"set model_type=full, or take another family: {', '.join(able)}"
+        raise SettingsError(mistakes=[broken(message, "model_type", "model_family")], hint=hint)
     if start is not None and not start.exists():
-        raise SettingsError(
-            f"lora_init = {start}: there is no such file or folder",
-            "name a pytorch_lora_weights.safetensors or its folder; `hf download` fetches published ones",
-        )
+        message = f"lora_init = {start}: there is no such file or folder"
+        hint = "name a pytorch_lora_weights.safetensors or its folder; `hf download` fetches published ones"
+        raise SettingsError(mistakes=[broken(message, "lora_init")], hint=hint)
 
 
 def check_sizes(settings: Settings) -> None:
@@ -103,9 +104,9 @@ def check_sizes(settings: Settings) -> None:
         raise SettingsError(mistakes=[broken(message, "validation_resolution")], hint=f"the nearest is {nearest}")
 
 
-def settings_without_effect(settings: Settings) -> Iterator[tuple[str, bool]]:
+def settings_without_effect(loaded: Loaded) -> Iterator[tuple[str, bool]]:
     """Yield a sentence for each setting that was changed and has no effect in its family, and whether it does harm."""
-    family = settings.model.model_family
+    settings, family = loaded.settings, loaded.settings.model.model_family
     preset = load_preset(family)
     # Of a user's own family nothing is known before it is imported; opening it checks its objective.
     if preset is None or family in (settings.model.model_families or {}):
@@ -113,7 +114,8 @@ def settings_without_effect(settings: Settings) -> Iterator[tuple[str, bool]]:
     for name, scope in SCOPES.items():
         value = getattr(getattr(settings, SECTION_OF[name]), name)
         if not scope.includes(preset) and value != setting_fields()[name].default:
-            yield f"{name} = {value} has no effect with model_family={family}: it is for {scope.what}", scope.harms
+            message = f"{name} = {value} has no effect with model_family={family}: it is for {scope.what}"
+            yield str(with_places(broken(message, name), loaded.origins)), scope.harms
 
 
 def check_path(model: Model) -> None:

@@ -19,15 +19,21 @@ ALONE = ("no", "multi_cpu")
 
 def warnings_of(name: str, fields: Sequence[MappedField]) -> list[str]:
     """Return a sentence for each field that is not used as it is written, and one for all unknown ones."""
-    warnings = [f"{name}: {found.path}: {found.note}" for found in fields if found.outcome == "set" and found.note]
+    warnings = [
+        f"{file_place(name, found.line)}: {found.path}: {found.note}"
+        for found in fields
+        if found.outcome == "set" and found.note
+    ]
     warnings += [
-        f"{name}: {found.path} = {found.value} is not used: {found.note}"
+        f"{file_place(name, found.line)}: {found.path} = {shorten(found.value)} is not used: {found.note}"
         for found in fields
         if found.outcome == "unused"
     ]
     unknown = [found for found in fields if found.outcome == "unknown"]
-    sentence = f"{name}: not used, since simpletuner does not know it: {first_of(unknown)}"
-    return [*warnings, sentence] if unknown else warnings
+    if not unknown:
+        return warnings
+    place = file_place(name, unknown[0].line)
+    return [*warnings, f"{place}: not used, since simpletuner does not know it: {first_of(unknown)}"]
 
 
 def first_of(unknown: Sequence[MappedField]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -43,11 +43,18 @@ MAX_LENGTH = 80
 class InvalidSettings(SettingsError):
     """All mistakes of the settings, and the settings as far as they are valid, for checks that can still be made."""
 
-    def __init__(self, settings: Settings, invalid: frozenset[str], mistakes: Sequence[Mistake]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        invalid: frozenset[str],
+        origins: Mapping[str, Origin],
+        mistakes: Sequence[Mistake],
+    ) -> None:
         super().__init__(hint="`--help` lists every setting with its type", mistakes=mistakes)
         self.settings = settings
         self.invalid = invalid
         """Names of settings that are at their default instead."""
+        self.origins = origins
 
 
 def to_mistake(item: Any, field: FieldInfo, origin: Origin) -> Mistake:

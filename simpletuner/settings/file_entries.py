@@ -39,6 +39,11 @@ class NotParsed(ValueError):
         self.line, self.reason = line, reason
 
 
+def reason_of(error: Exception) -> str:
+    """Why a text does not parse. Python's words for a number of thousands of digits name a function of its own."""
+    return "a whole number has more than 4,300 digits" if "set_int_max_str_digits" in str(error) else str(error)
+
+
 TOO_DEEP = "its brackets are nested too deeply"
 MAX_DEPTH = 100
 """Levels of tables and lists. Real files have five; Python's own readers give up between 500 and 1,000."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.file_entries import TOO_DEEP, FileEntry, NotParsed, NotSettings, check_depth
+from simpletuner.settings.file_entries import TOO_DEEP, FileEntry, NotParsed, NotSettings, check_depth, reason_of
 from simpletuner.system.files import read_file
 from simpletuner.system.paths import descriptor_of, shown_path
 
@@ -28,8 +28,13 @@ MAX_FILE_BYTES = 4 << 20
 
 
 def read_text(path: Path) -> str:
-    """Read a file that a user has written. Raises OSError, and UnicodeDecodeError for what is not UTF-8."""
-    return read_file(path, MAX_FILE_BYTES).decode("utf-8-sig")  # bytes: newlines inside values stay as they are
+    """Read a file that a user has written. Raises OSError, and NotParsed for what is not UTF-8."""
+    content = read_file(path, MAX_FILE_BYTES)  # bytes: newlines inside values stay as they are
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise NotParsed(line, "it is not UTF-8: save the file as UTF-8") from None
 
 
 def read_entries(path: Path) -> list[FileEntry]:
@@ -43,9 +48,6 @@ def read_entries(path: Path) -> list[FileEntry]:
         return entries
     except OSError as error:
         raise SettingsError(f"cannot read {shown}: {error.strerror}", "check the path") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise SettingsError(f"cannot read {shown}:{line}: it is not UTF-8", "save the file as UTF-8") from None
     except NotSettings as error:
         hint = "`simpletuner config init` writes one to start from"
         raise SettingsError(f"{shown} holds {error}, not names and values", hint) from None
@@ -54,7 +56,7 @@ def read_entries(path: Path) -> list[FileEntry]:
     except RecursionError:
         raise SettingsError(f"{shown} does not parse: {TOO_DEEP}", "correct that value") from None
     except ValueError as error:
-        raise SettingsError(f"{shown} does not parse: {error}", "correct that value") from None
+        raise SettingsError(f"{shown} does not parse: {reason_of(error)}", "correct that value") from None
 
 
 def format_of(path: Path) -> Format:
@@ -148,7 +150,7 @@ TOML_TOKEN = re.compile(
     r"""\"{3}(?:\\.|[^\\])*?\"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|\#[^\n]*|[\[{]|[\]}]|\n""", re.DOTALL
 )
 TOML_NAME = re.compile(
-    r"""[ \t]*(?P<table>\[*)[ \t]*(?:"(?P<double>[^"\n]*)"|'(?P<single>[^'\n]*)'|(?P<bare>[\w-]+))"""
+    r"""[ \t]*(?P<table>\[*)[ \t]*(?:"(?P<double>(?:\\.|[^"\\\n])*)"|'(?P<single>[^'\n]*)'|(?P<bare>[\w-]+))"""
 )
 
 
@@ -171,8 +173,16 @@ def toml_lines(text: str) -> dict[str, int]:
         if name is None or (in_table and not name["table"]):
             continue
         in_table = bool(name["table"])
-        lines.setdefault(name["double"] or name["single"] or name["bare"] or "", number)
+        lines.setdefault(toml_name(name), number)
     return lines
+
+
+def toml_name(found: re.Match[str]) -> str:
+    import tomllib
+
+    if found["double"] and "\\" in found["double"]:
+        return next(iter(tomllib.loads(f'"{found["double"]}" = 0')))
+    return found["double"] or found["single"] or found["bare"] or ""
 
 
 def toml_error(message: str, last_line: int) -> NotParsed:

@@ -86,7 +86,8 @@ class Section(BaseModel):
             raise ValueError("use a whole number below 2^63")
         return value
 
-    @field_validator("*", mode="after")
+    # Defined last, so that it runs first: pydantic cannot hold the message of a validator that quotes such a text.
+    @field_validator("*", mode="before")
     @classmethod
     def refuse_unwritable_text(cls, value: Any) -> Any:
         """Refuse characters that no file and no command line can hold."""

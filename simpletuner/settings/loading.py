@@ -14,15 +14,16 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from simpletuner.errors import MAX_MISTAKES, BrokenRule, Mistake
+from simpletuner.errors import MAX_MISTAKES, Mistake
 from simpletuner.settings.accelerate_messages import missing_ranks
 from simpletuner.settings.deepspeed.source import apply_deepspeed_config
 from simpletuner.settings.errors import InvalidSettings, did_you_mean, shorten, to_mistake
-from simpletuner.settings.file_entries import TOO_DEEP, check_depth
+from simpletuner.settings.file_entries import TOO_DEEP, check_depth, reason_of
 from simpletuner.settings.formats import read_text
 from simpletuner.settings.knob import extra_of
 from simpletuner.settings.original import has_own_names, map_name
 from simpletuner.settings.original_warnings import Fields, about_source, is_original, other_defaults
+from simpletuner.settings.places import with_places
 from simpletuner.settings.rules import find_contradictions, find_missing, normalize, warnings_about
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings, setting_fields
 from simpletuner.settings.sources import (
@@ -95,8 +96,8 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     # Rules compare typed values: of a setting that is not valid by itself they know nothing.
     mistakes += [with_places(rule, origins) for rule in found if invalid.isdisjoint((rule.setting, *rule.others))]
     if mistakes:
-        raise InvalidSettings(settings, invalid, mistakes)
-    about = warnings_about(settings)
+        raise InvalidSettings(settings, invalid, origins, mistakes)
+    about = [str(with_places(warning, origins)) for warning in warnings_about(settings)]
     settings, reasons = normalize(settings)
     # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
     changed = {name: replace(origins.get(name, NO_ORIGIN), reason=why) for name, why in reasons.items()}
@@ -165,7 +166,7 @@ def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
         if value is None:
             raise ValueError("it holds null")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else reason_of(error)
         message = f"use JSON or the path of a JSON file: {reason}"
         mistakes.append(Mistake(name, message, given.place, shorten(text)))
         value = None
@@ -227,15 +228,6 @@ def validate(
             invalid |= by_setting.keys()
             sections[section_name] = section(**{name: value for name, value in own.items() if name not in by_setting})
     return Settings(**sections), frozenset(invalid)
-
-
-def with_places(mistake: BrokenRule, origins: Mapping[str, Origin]) -> BrokenRule:
-    """Add where each of its settings was set, unless all were flags: the user has just typed them."""
-    names = (mistake.setting, *mistake.others)
-    places = {name: origin.place for name, origin in origins.items() if name in names}
-    if all(place.partition(" ")[0] == "flag" for place in places.values()):
-        return mistake
-    return replace(mistake, place=", ".join(f"{name}: {place}" for name, place in places.items()))
 
 
 def provenance(loaded: Loaded) -> str:

@@ -48,32 +48,34 @@ def normalize(settings: Settings) -> tuple[Settings, dict[str, str]]:
     return settings.model_copy(update={"parallel": parallel.model_copy(update=changes)}), reasons
 
 
-def warnings_about(settings: Settings) -> list[str]:
-    """One sentence for each choice that is accepted, but deprecated or without effect."""
+def warnings_about(settings: Settings) -> Iterator[BrokenRule]:
+    """Yield one sentence for each choice that is accepted, but deprecated or without effect."""
     parallel = settings.parallel
-    found: list[str] = []
     if parallel.fsdp_enable and parallel.fsdp_version == 1:
-        found.append("fsdp_version=1 is deprecated: FSDP2 runs instead, with the same checkpoints")
+        yield broken("fsdp_version=1 is deprecated: FSDP2 runs instead, with the same checkpoints", "fsdp_version")
     if parallel.fsdp_enable and not parallel.fsdp_cpu_ram_efficient_loading:
-        found.append("fsdp_cpu_ram_efficient_loading=false has no effect: each rank always reads only its own slices")
-    return [*found, *lora_without_effect(settings), *bf16_accumulation(settings)]
+        message = "fsdp_cpu_ram_efficient_loading=false has no effect: each rank always reads only its own slices"
+        yield broken(message, "fsdp_cpu_ram_efficient_loading")
+    yield from lora_without_effect(settings)
+    yield from bf16_accumulation(settings)
 
 
-def lora_without_effect(settings: Settings) -> Iterator[str]:
+def lora_without_effect(settings: Settings) -> Iterator[BrokenRule]:
     if settings.model.model_type == "full":
         for name in Lora.model_fields:
             if (value := getattr(settings.lora, name)) != Lora.model_fields[name].default:
-                yield f"{name} = {value} has no effect with model_type=full: it is for LoRA"
+                yield broken(f"{name} = {value} has no effect with model_type=full: it is for LoRA", name)
 
 
-def bf16_accumulation(settings: Settings) -> Iterator[str]:
+def bf16_accumulation(settings: Settings) -> Iterator[BrokenRule]:
     training, types = settings.training, (settings.parallel.deepspeed_config or {}).get("data_types")
     accumulates = training.gradient_accumulation_steps > 1 and training.mixed_precision == "bf16"
     if accumulates and settings.parallel.zero_stage == 1 and not types:
-        yield (
+        message = (
             "zero_stage=1 adds up gradients in bf16; zero_stage=2 does so in float32, as the other engines do, and "
             "takes less memory"
         )
+        yield broken(message, "zero_stage")
 
 
 def needs_model_family(settings: Settings) -> Iterator[BrokenRule]:

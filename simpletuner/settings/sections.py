@@ -23,7 +23,7 @@ def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
     """Return the import paths of families, by folded name. Raises ValueError for what is no import path."""
     for path in (families or {}).values():
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", path):
-            raise ValueError(f"`{path}` is not an import path: write package.module:ClassName")
+            raise ValueError(f"{path!r} is not an import path: write package.module:ClassName")
     return families and {normalize_name(name): path for name, path in families.items()}
 
 

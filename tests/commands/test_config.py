@@ -172,7 +172,7 @@ def test_validate_accepts_what_train_would_and_leaves_other_sources_out(run, mon
     Path("pictures").mkdir()
     code, out, err = run("config", "validate", "good.json")
     assert (code, out) == (0, "")
-    assert "a.yaml: tpu_name = x is not used: TPUs are not supported" in err
+    assert "a.yaml:3: tpu_name = 'x' is not used: TPUs are not supported" in err
     assert "good.json: 3 settings, all valid" in err
 
 
@@ -195,7 +195,7 @@ def test_validate_refuses_what_train_would_refuse(run, text, said):
 def test_validate_looks_for_the_pictures_as_train_would(run):
     write("c.json", '{"model_family": "sdxl", "instance_data_dir": "gone"}')
     code, _, err = run("config", "validate", "c.json")
-    assert (code, "there is no folder gone" in err) == (4, True)
+    assert (code, "there is no folder 'gone' [instance_data_dir: c.json:1]" in err) == (4, True)
     write("c.json", '{"model_family": "sdxl", "instance_data_dir": ".", "flow_schedule_shift": 1}')
     code, _, err = run("config", "validate", "c.json")
     assert (code, "has no effect with model_family=sdxl: it is for flow matching" in err) == (0, True)

@@ -379,7 +379,7 @@ def test_validate_shows_what_was_normalized(capsys):
         "deepspeed_config": {"zero_optimization": {"overlap_comm": True}},
     }
     assert rows["train_batch_size"]["because"] == "12 samples over all ranks / (num_processes 3)"
-    assert "optimizer CPUAdam becomes AdamW" in err
+    assert "optimizer CPUAdam (ds.json) becomes AdamW" in err
     assert "ds.json: valid for 3 ranks" in err
     assert "must be a multiple of num_processes 5" in refusal(capsys, "validate", "ds.json", "--num_processes=5")
 

@@ -152,7 +152,7 @@ def test_pipes_hold_files_of_accelerate_deepspeed_and_datasets_too(run, pipe, tm
     assert (code, err, shown(out)["zero_stage"]) == (0, "", 2)
     datasets = pipe(json.dumps([{"id": "photos", "type": "local", "instance_data_dir": "nowhere"}]))
     code, _, err = run("train", "--dry_run", "--model_family=sdxl", f"--data_backend_config={datasets}")
-    assert code == 4 and "dataset `photos`: there is no folder nowhere" in err
+    assert code == 4 and "dataset `photos`: there is no folder 'nowhere'" in err
 
 
 def test_a_long_pipe_is_read_to_its_end_and_again_by_whoever_comes_next(run):

@@ -12,6 +12,9 @@ from simpletuner.app import main
 GOOD = {"model_family": "sdxl", "model_flavour": "tiny", "instance_data_dir": "pictures"}
 DATASETS = {"model_family": "sdxl", "model_flavour": "tiny", "data_backend_config": "d.json"}
 CASES = {
+    "no such family": (GOOD | {"model_family": "sdx\nl"}, None),
+    "an unsupported setting": (GOOD | {"fsdp_enable": True, "context_parallel_size": 2, "num_processes": 2}, None),
+    "a long name": (GOOD | {"instance_data_dir": "x" * 5000}, None),
     "no folder": (GOOD | {"instance_data_dir": "gone"}, None),
     "no dataset file": (DATASETS, None),
     "dataset file is a folder": (DATASETS | {"data_backend_config": "pictures"}, None),
@@ -58,8 +61,21 @@ def test_the_same_is_found_by_a_dry_run_by_validate_and_by_train(said, case):
     code, lines = said("config", "validate", "c.json")
     assert code in (2, 3, 4) and lines[0].startswith("error: ")
     assert said("train", "--dry_run", "--config=c.json") == (code, lines)
-    assert said("train", "--config=c.json", "--num_processes=1") == (code, lines)
+    assert said("train", "--config=c.json", "--resolution_type=pixel") == (code, lines)
     assert not Path("output").exists()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_answer_is_a_line_with_a_place_and_a_hint(said, case):
+    settings, datasets = CASES[case]
+    Path("c.json").write_text(json.dumps(settings, indent=0))
+    if datasets is not None:
+        Path("d.json").write_text(datasets if isinstance(datasets, str) else json.dumps(datasets))
+    _, (*mistakes, hint) = said("config", "validate", "c.json")
+    lines = {name: line for line, name in enumerate(settings, start=2) if settings[name] != GOOD.get(name)}
+    places = [settings.get("data_backend_config"), *(f"{name}: c.json:{line}" for name, line in lines.items())]
+    assert all(any(place and place in mistake for place in places) for mistake in mistakes)
+    assert hint.startswith("hint: ")
 
 
 def test_model_settings_and_datasets_are_judged_together_the_model_first(said):
@@ -68,12 +84,9 @@ def test_model_settings_and_datasets_are_judged_together_the_model_first(said):
     Path("c.json").write_text(json.dumps(mistaken))
     code, lines = said("config", "validate", "c.json")
     assert (code, len(lines)) == (2, 7)
-    assert lines[0] == "error: Unknown model_family 'sdlx'; did you mean `sdxl`?"
+    assert lines[0] == "error: Unknown model_family 'sdlx'; did you mean `sdxl`? [model_family: c.json:1]"
     assert "sed (c.json:1)" in lines[1] and "crop = 'x'" in lines[2] and "machine_rank = 3" in lines[3]
     assert "repeat" in lines[4] and lines[6].startswith("hint: `simpletuner models`")
-    Path("c.json").write_text(json.dumps(mistaken | {"model_type": "lora"}))
-    lines = said("train", "--dry_run", "--config=c.json")[1]
-    assert lines[0].startswith("error: model_type=lora is not supported yet") and "sdlx" in lines[4]
     Path("c.json").write_text(json.dumps(DATASETS | {"model_family": "sdlx"}))
     assert len(said("config", "validate", "c.json")[1]) == 4, "settings that are valid, a family and a dataset"
 

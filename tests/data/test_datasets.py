@@ -196,11 +196,13 @@ def test_an_instance_prompt_is_asked_for_where_it_is_the_caption(tmp_path):
         ('[{"id": }]', "d.json:1 does not parse: expecting value, column 9"),
         ('{"id": "x"}', "must hold a list of datasets"),
         ("[1]", "must hold a list of datasets"),
+        ('[\n"\udcff"]', ":2 does not parse: it is not UTF-8"),
+        ('[{"repeats": ' + "9" * 5000 + "}]", "a whole number has more than 4,300 digits"),
     ],
 )
 def test_a_file_that_is_no_list_of_datasets_is_refused(tmp_path, text, said):
     path = tmp_path / "d.json"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     assert said in refusal(Data(data_backend_config=path))
 
 
@@ -298,7 +300,7 @@ def test_there_is_one_text_cache(tmp_path):
         ('[\n {"id": "a"},\n]', "d.json:3 does not parse", "no comma before a closing bracket"),
         ("[ // mine\n]", "column 3", "no comments"),
         ("[{'id': 1}]", "column 3", "double quotes"),
-        ('[{"id": "a",\n "id": "b"}]', "d.json:2 does not parse: duplicate key `id`", "keep one"),
+        ('[{"id": "a",\n "id": "b"}]', "d.json:2 does not parse: duplicate key `id`", "correct that line"),
     ],
 )
 def test_json_that_does_not_parse_says_where_and_what_is_usual(tmp_path, text, said, hint):

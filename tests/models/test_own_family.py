@@ -82,7 +82,7 @@ def test_an_installed_package_registers_a_family_by_an_entry_point(folder, shape
     [
         (f"{NAME}=my_family:NOTHING", NAME, f"model_families: {NAME} = my_family:NOTHING: "),
         (f"{NAME}=no_such_module:X", NAME, "No module named 'no_such_module'"),
-        (f"{NAME}=my_family.PixArt", NAME, "`my_family.PixArt` is not an import path: write package.module:ClassName"),
+        (f"{NAME}=my_family.PixArt", NAME, "'my_family.PixArt' is not an import path: write package.module:ClassName"),
         (f"{NAME}=my_family:build_tiny", NAME, "it is of type function, but must be a subclass of ModelFamily"),
         (f"{NAME}=my_family:PixArtAlphaPipeline", NAME, "it is the class PixArtAlphaPipeline, but must be a subclass"),
         (f"{NAME}=incomplete:Own", NAME, "Own does not define pipelines, encode_prompts, objective"),

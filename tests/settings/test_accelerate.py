@@ -232,7 +232,7 @@ def test_unknown_fields_are_one_line_with_the_nearest_names(read):
     many = "".join(f"k{number}: {number}\n" for number in range(3000))
     [warning] = read(f"distributed_type: NO\nnum_proceses: 8\nfsdp_config.fsdp_version: 1\n{many}").warnings
     assert warning.startswith(
-        "a.yaml: not used, since simpletuner does not know it: num_proceses = 8 (did you mean `num_processes`?), "
+        "a.yaml:2: not used, since simpletuner does not know it: num_proceses = 8 (did you mean `num_processes`?), "
         "fsdp_config.fsdp_version = 1"
     )
     assert warning.endswith("k2 = 2, and 2,997 more")

@@ -159,6 +159,7 @@ def test_every_name_stands_on_its_line(tmp_path, name, head, line_end):
         ("a.toml", 'crop = "\x85 \u2028"\nseed = 1\n', [1, 2]),
         ("a.toml", 'deepspeed_config.a = 1\ndeepspeed_config.b = 2\n"seed" = 1\n', [1, 3]),
         ("a.toml", "[[deepspeed_config]]\na = 1\n", [1]),
+        ("a.toml", '\n"a\\u001b\\"b" = 1\n["c\\n"]\n', [2, 3]),
         ("a.yaml", "{seed: 1,\n crop: 2}", [1, 2]),
         ("a.json", '{"seed":\n1, "crop"\n:2}', [1, 2]),
         ("a.json", "{}", []),

@@ -22,6 +22,8 @@ MERGES = "a: &a {x: 1}\n" + "".join(
     for before, name in zip(LETTERS, LETTERS[1:], strict=False)
 )
 CHAIN = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 2000))
+DIGITS = "9" * 5000
+LONG = {"json": f'{{"seed": {DIGITS}}}', "toml": f"seed = {DIGITS}", "yaml": f"seed: {DIGITS}"}
 TOO_DEEP = "its brackets are nested too deeply"
 
 
@@ -47,6 +49,7 @@ TOO_DEEP = "its brackets are nested too deeply"
         ("a.yaml", "x:\n  y: 1\n  z: 2\n  y: 3\n", ":4 does not parse: duplicate key `y`"),
         ("a.json", '{"x": {"y": {"z": 1,\n"z": 2}}}', ":2 does not parse: duplicate key `z`"),
         ("a.json", '{"x": {"y": 1,\n\n"y": 2}}', ":3 does not parse: duplicate key `y`"),
+        *((f"a.{kind}", text, "a whole number has more than 4,300 digits") for kind, text in LONG.items()),
     ],
 )
 def test_what_cannot_be_meant_is_one_sentence(tmp_path, name, text, said):
@@ -116,6 +119,15 @@ def test_yaml_numbers_and_merges(tmp_path, text, values):
 def test_a_number_that_nothing_can_hold_is_refused(setting, value):
     with pytest.raises(SettingsError, match=f"{setting} = .*: use a (whole )?number"):
         load({setting: str(value)}, complete=False, environment={})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("model_families", {"mine": "a\ud800"}), ("main_process_ip", "a\ud800"), ("output_dir", "~\ud800/x")],
+)
+def test_text_that_no_message_can_hold_is_refused(setting, value):
+    with pytest.raises(SettingsError, match="text must be UTF-8 without NUL characters"):
+        load({setting: value}, complete=False, environment={})
 
 
 def test_a_number_that_is_none_is_named_by_its_key(tmp_path):

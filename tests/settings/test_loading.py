@@ -171,7 +171,7 @@ def test_a_config_file_that_cannot_be_read_is_named(tmp_path):
     assert f"cannot read {tmp_path}" in refusal(ENOUGH, tmp_path)
     binary = tmp_path / "b.json"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert f"cannot read {binary}" in refusal(ENOUGH, binary)
+    assert f"{binary}:1 does not parse: it is not UTF-8" in refusal(ENOUGH, binary)
 
 
 def test_settings_json_read_again_gives_the_same_settings(tmp_path):

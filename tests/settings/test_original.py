@@ -152,7 +152,8 @@ def test_a_lora_of_the_original_becomes_one_of_ours(tmp_path):
 
 def test_settings_of_lora_have_no_effect_on_a_full_run(tmp_path):
     [warning] = load_file(tmp_path, {"lora_rank": 8}).warnings
-    assert warning == "lora_rank = 8 has no effect with model_type=full: it is for LoRA"
+    place = f"[lora_rank: {tmp_path}/c.json:2]"
+    assert warning == f"lora_rank = 8 has no effect with model_type=full: it is for LoRA {place}"
 
 
 def test_a_flag_of_the_original_is_answered_too():

@@ -107,9 +107,11 @@ def read_type(given: Any, params: Mapping[str, Any], parsed: ParsedConfig) -> st
         return ""
     if word == "adam" and params.get("adam_w_mode", True) is not False:
         name = "adamw"
-        parsed.warnings.append(f"optimizer {given} becomes AdamW, as DeepSpeed has it unless adam_w_mode is false")
+        parsed.warnings.append(
+            f"optimizer {given}{parsed.where} becomes AdamW, as DeepSpeed has it unless adam_w_mode is false"
+        )
     elif word in MEANS_ADAMW:
-        parsed.warnings.append(f"optimizer {given} becomes AdamW, fused, wherever its state is")
+        parsed.warnings.append(f"optimizer {given}{parsed.where} becomes AdamW, fused, wherever its state is")
     parsed.set("optimizer", name, "optimizer.type")
     return name
 

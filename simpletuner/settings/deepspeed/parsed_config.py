@@ -60,6 +60,12 @@ class ParsedConfig:
         """How messages call a key: a file's keys by themselves, those given inline with the setting before them."""
         return path if self.file else f"deepspeed_config.{path}"
 
+    @property
+    def where(self) -> str:
+        """The place for the middle of a warning, unless it is a flag: the user has just typed it."""
+        place = self.file or self.place
+        return "" if place == "flag" else f" ({place})"
+
     def refuse(self, path: str, value: Any, message: str, hint: str = "") -> None:
         self.mistakes.append(Mistake(self.name_of(path), message, self.file or self.place, shorten(value), hint))
 
@@ -69,4 +75,4 @@ class ParsedConfig:
         self.mistakes.append(mistake)
 
     def warn_unused(self, path: str, value: Any, reason: str) -> None:
-        self.warnings.append(f"{self.name_of(path)} = {shorten(value)} is not used: {reason}")
+        self.warnings.append(f"{self.name_of(path)} = {shorten(value)}{self.where} is not used: {reason}")

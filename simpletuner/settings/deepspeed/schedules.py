@@ -81,10 +81,8 @@ def read_warmup(name: str, given: Mapping[str, Any], parsed: ParsedConfig) -> No
         parsed.set("lr_warmup_steps", given["warmup_num_steps"], "scheduler.params.warmup_num_steps")
         # DeepSpeed's own default rises with the logarithm of the step; ours has one shape.
         if (shape := given.get("warmup_type", "log")) != "linear":
-            default = "" if "warmup_type" in given else " (DeepSpeed's default)"
-            parsed.warnings.append(
-                f"{parsed.name_of('scheduler.params.warmup_type')} = {shape}{default} is not used: {LINEAR}"
-            )
+            why = LINEAR if "warmup_type" in given else f"{LINEAR}; this is DeepSpeed's default"
+            parsed.warn_unused("scheduler.params.warmup_type", shape, why)
 
 
 LINEAR = "the warm-up rises linearly"

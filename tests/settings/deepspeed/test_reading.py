@@ -180,7 +180,7 @@ def test_what_a_schedule_says_beyond_ours_is_a_warning():
     config = scheduler("WarmupLR", warmup_min_lr=1e-6, warmup_num_steps=9, warmup_type="log")
     assert read(config).warnings == (
         "deepspeed_config.scheduler.params.warmup_min_lr = 1e-06 is not used: the warm-up rises from 0",
-        "deepspeed_config.scheduler.params.warmup_type = log is not used: the warm-up rises linearly",
+        "deepspeed_config.scheduler.params.warmup_type = 'log' is not used: the warm-up rises linearly",
     )
 
 
