@@ -112,7 +112,7 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
         open_metrics(settings, 0, world) as metrics,
     ):
         state = TrainingState(
-            engine, None, {}, "", DATA_VERSION, Schedule(STEPS), 0, prepared.plan.sampler.start(batch_size)
+            engine, None, {}, {}, "", DATA_VERSION, Schedule(STEPS), 0, prepared.plan.sampler.start(batch_size)
         )
         build = partial(build_trainer, session, family, prepared, state, metrics)
         batches = [step.micro_batches[0] for step in islice(build().batches, (ROUNDS + 1) * STEPS)]
