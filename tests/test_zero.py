@@ -106,15 +106,15 @@ def test_gradients_of_several_passes_are_added_up_in_float32_at_stages_2_and_3(r
 @pytest.mark.long
 def test_every_engine_resumes_from_every_other_on_any_number_of_ranks(run_on, arguments_of):
     arguments = arguments_of("flux", ema=True)
-    pairs = ["whole", "fsdp2", "zero1", "zero2-cpu", "zero3"]
-    engines_of = {1: ["whole"], 2: pairs, 4: ["fsdp2", "hybrid-sync", "zero3"]}
+    pairs = ["whole", "fsdp2", "cp2", "zero1", "zero2-cpu", "zero3"]
+    engines_of = {1: ["whole"], 2: pairs, 4: ["hybrid-sync", "hybrid-cp2", "zero3"]}
     expected = {}
     for world, names in engines_of.items():
         expected |= run_on(engines.save_in_turn, world, arguments, names)
-    assert len(expected) == 9
+    assert len(expected) == 10
     for world, names in engines_of.items():
         resumed = run_on(engines.resume_in_turn, world, arguments, names, list(expected))
-        assert len(resumed) == len(names) * 9
+        assert len(resumed) == len(names) * 10
         for pair, (different, steps) in resumed.items():
             target, _, source = pair.partition(" from ")
             assert different == [], pair

@@ -44,17 +44,21 @@ def family_as_json(name: str, preset: Preset) -> dict[str, Any]:
         "trainable": bool(preset.family_class),
         "objective": preset.objective,
         "text_encoders": preset.text_encoders,
-        "flavours": [flavour_as_json(flavour, published) for flavour, published in preset.flavours.items()],
+        "unsplittable": preset.unsplittable,
+        "flavours": [flavour_as_json(preset, flavour, published) for flavour, published in preset.flavours.items()],
     }
 
 
-def flavour_as_json(name: str, flavour: Flavour) -> dict[str, Any]:
+def flavour_as_json(preset: Preset, name: str, flavour: Flavour) -> dict[str, Any]:
+    from simpletuner.models.registry import alltoall_sizes, heads_of
+
     return {
         "model_flavour": name,
         "hub": flavour.hub,
         "denoiser": flavour.architecture.class_name,
         "parameters": flavour.architecture.parameters,
         "untrainable": flavour.untrainable,
+        "alltoall_sizes": alltoall_sizes(heads_of(preset, flavour.architecture.config)),
     }
 
 
@@ -74,6 +78,20 @@ def print_family(report: Report, family: dict[str, Any]) -> None:
     for why in dict.fromkeys(flavour["untrainable"] for flavour in flavours if flavour["untrainable"]):
         names = [flavour["model_flavour"] for flavour in flavours if flavour["untrainable"] == why]
         print_indented(report, f"no training of {', '.join(names)}: {why}")
+    if family["trainable"]:
+        print_indented(report, f"context_parallel_size: {format_sizes(family)}")
+
+
+def format_sizes(family: dict[str, Any]) -> str:
+    """Format the numbers of ranks that can share a sample's tokens; flavours of other numbers of heads are named."""
+    if family["unsplittable"]:
+        return f"1, since {family['unsplittable']}"
+    names: dict[str, list[str]] = {}
+    for flavour in (each for each in family["flavours"] if not each["untrainable"]):
+        names.setdefault(", ".join(map(str, flavour["alltoall_sizes"])), []).append(flavour["model_flavour"])
+    several = len(names) > 1
+    by_alltoall = [sizes + f" ({', '.join(group)})" * several for sizes, group in names.items()]
+    return f"any by allgather; by alltoall {'; '.join(by_alltoall)}"
 
 
 def format_flavour(flavour: dict[str, Any], name_width: int, mark: str) -> str:

@@ -52,7 +52,7 @@ def describe_shortage(small: Buckets, total: int, effective_batch_size: int) -> 
     ]
     return (
         f"{len(small)} of {total} aspect buckets cannot fill the effective batch of {effective_batch_size} "
-        f"(train_batch_size x ranks x gradient_accumulation_steps):{''.join(lines)}"
+        f"(train_batch_size x ranks / context_parallel_size x gradient_accumulation_steps):{''.join(lines)}"
     )
 
 

@@ -33,6 +33,7 @@ from simpletuner.models.malformed import read_config, read_json
 from simpletuner.models.objectives import Objective, keep_float32
 from simpletuner.models.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.vae import Vae
+from simpletuner.parallel.context_parallel import SequencePlan
 from simpletuner.settings.sections import Settings
 
 
@@ -84,6 +85,9 @@ class ModelFamily(ABC):
     tiny_pipeline: ClassVar[str] = ""
     """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
     `tiny`. Without one the family has no such flavour."""
+
+    sequence_plan: ClassVar[SequencePlan | None] = None
+    """How context parallelism splits the denoiser's tokens; None where it cannot."""
 
     @classmethod
     def variants(cls) -> tuple[type[ModelFamily], ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.errors import nearest, shorten
-from simpletuner.settings.sections import Model
+from simpletuner.settings.sections import Model, Parallel
 from simpletuner.system.importing import import_named
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class Preset:
     """The published checkpoints, the default one first."""
     family_class: str = ""
     """Import path of the ModelFamily; empty if the family cannot be trained and only its blocks can be detected."""
+    heads: int = 0
+    """Attention heads by the default config of the denoiser's class, where context parallelism can split it."""
+    unsplittable: str = ""
+    """Why context parallelism cannot split the denoiser, where it cannot."""
     fixed_prompt_length: bool = False
     """Whether the text encoders read a fixed number of tokens, so that tokenizer_max_length has no effect."""
     embeds_guidance: bool = False
@@ -113,6 +117,28 @@ def flavour_of(model: Model) -> Flavour | None:
     """The chosen published flavour, or the family's default one; None for tiny and for a user's own family."""
     flavours = flavours_of(model.model_family)
     return flavours.get(model.model_flavour) if model.model_flavour else next(iter(flavours.values()), None)
+
+
+def heads_of(preset: Preset, config: Mapping[str, Any]) -> int:
+    """Attention heads of a family's denoiser with this config; 0 where context parallelism cannot split it."""
+    return preset.heads and (config.get("num_attention_heads") or config.get("n_heads") or preset.heads)
+
+
+def alltoall_sizes(heads: int) -> list[int]:
+    """Sizes of a group in which each rank can attend with as many heads as any other."""
+    return [size for size in range(2, heads + 1) if heads % size == 0]
+
+
+def check_heads(name: str, heads: int, parallel: Parallel) -> None:
+    """Raise SettingsError if context parallelism by alltoall cannot share out a denoiser's attention heads."""
+    size = parallel.context_parallel_size
+    if parallel.context_parallel_comm_strategy == "alltoall" and heads % size:
+        sizes = ", ".join(map(str, alltoall_sizes(heads)))
+        raise SettingsError(
+            f"context_parallel_comm_strategy = alltoall shares out attention heads: the {heads} of {name} cannot be "
+            f"divided by context_parallel_size = {size}",
+            f"sizes that would do are {sizes}; context_parallel_comm_strategy=allgather takes any",
+        )
 
 
 def check_model(model: Model) -> None:

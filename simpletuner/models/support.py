@@ -8,11 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.architecture import is_path
-from simpletuner.models.registry import Preset, check_trainable, load_preset, presets
+from simpletuner.models.architecture import architecture_in_folder, is_path
+from simpletuner.models.registry import (
+    Preset,
+    check_heads,
+    check_trainable,
+    flavour_of,
+    heads_of,
+    load_preset,
+    presets,
+)
 from simpletuner.settings import Loaded
 from simpletuner.settings.places import naming_places, with_places
-from simpletuner.settings.rules import broken, refuse_unsupported
+from simpletuner.settings.rules import broken
 from simpletuner.settings.sections import SECTION_OF, Model, Settings, setting_fields
 
 
@@ -55,9 +63,10 @@ def check_runnable(loaded: Loaded) -> Loaded:
     """
     settings = loaded.settings
     with naming_places(loaded.origins, "model_family", "model_flavour"):
-        refuse_unsupported(settings)
         check_trainable(settings.model)
         check_lora(settings)
+    with naming_places(loaded.origins, "model_family", "model_flavour", "context_parallel_size"):
+        check_context_parallel(settings)
     with naming_places(loaded.origins, "pretrained_model_name_or_path"):
         check_path(settings.model)
         check_sizes(settings)
@@ -80,6 +89,30 @@ def check_lora(settings: Settings) -> None:
         message = f"lora_init = {start}: there is no such file or folder"
         hint = "name a pytorch_lora_weights.safetensors or its folder; `hf download` fetches published ones"
         raise SettingsError(mistakes=[broken(message, "lora_init")], hint=hint)
+
+
+def check_context_parallel(settings: Settings) -> None:
+    """Raise SettingsError for a denoiser that cannot be split, or not over so many ranks.
+
+    What only the model's own config can tell is found by `check_engine`, before anything is encoded.
+    """
+    model, parallel = settings.model, settings.parallel
+    preset = load_preset(model.model_family)
+    if parallel.context_parallel_size == 1 or preset is None or model.model_family in (model.model_families or {}):
+        return
+    if preset.unsplittable:
+        splittable = [name for name, each in presets().items() if each.heads]
+        raise SettingsError(
+            f"{model.model_family} cannot be split by context_parallel_size: {preset.unsplittable}",
+            f"leave it out, or train one of {', '.join(splittable)}",
+        )
+    if (folder := Path(model.pretrained_model_name_or_path).expanduser()).is_dir() and folder.name:
+        config = architecture_in_folder(folder).config
+    elif (flavour := flavour_of(model)) and not model.pretrained_model_name_or_path:
+        config = flavour.architecture.config
+    else:
+        return
+    check_heads(model.model_family, heads_of(preset, config), parallel)
 
 
 def check_sizes(settings: Settings) -> None:

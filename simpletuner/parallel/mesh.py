@@ -42,6 +42,17 @@ class Mesh:
         """Which slice of each global batch is this rank's."""
         return self.world.rank // self.cp
 
+    @property
+    def cp_rank(self) -> int:
+        """Which part of its group's sequences is this rank's."""
+        return self.world.rank % self.cp
+
+    def cp_group(self) -> dist.ProcessGroup:
+        """Return the ranks that hold parts of the same sequences as this one. Collective, creates communicators."""
+        group, _ = dist.new_subgroups(self.cp)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
     def data_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean of a small tensor over the ranks. Collective.
 
@@ -76,6 +87,6 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     """
     parallel = settings.parallel
     if parallel.fsdp_enable:
-        copies = parallel.dp_replicate_size
-        return Mesh(world, dp_replicate=copies, dp_shard=world.size // copies)
+        copies, cp = parallel.dp_replicate_size, parallel.context_parallel_size
+        return Mesh(world, dp_replicate=copies, dp_shard=world.size // (copies * cp), cp=cp)
     return Mesh(world, dp_shard=world.size) if parallel.zero_stage is not None else Mesh(world, dp_replicate=world.size)

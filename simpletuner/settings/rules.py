@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from simpletuner.errors import BrokenRule, SettingsError
+from simpletuner.errors import BrokenRule
 from simpletuner.settings.deepspeed.config import extra_deepspeed_settings
 from simpletuner.settings.sections import Lora, Settings
 
@@ -191,6 +191,12 @@ def context_parallelism_has_fsdp2(settings: Settings) -> Iterator[BrokenRule]:
             "every group of ranks must be whole"
         )
         yield broken(message, "context_parallel_size", "num_processes")
+    elif (ranks := settings.launch.num_processes // parallel.dp_replicate_size) % size:
+        message = (
+            f"dp_replicate_size = {parallel.dp_replicate_size} leaves {ranks} ranks to each copy, which is no multiple "
+            f"of context_parallel_size = {size}: every group of ranks must be whole"
+        )
+        yield broken(message, "context_parallel_size", "dp_replicate_size", "num_processes")
 
 
 def compiler_supports_settings(settings: Settings) -> Iterator[BrokenRule]:
@@ -209,6 +215,12 @@ def compiler_supports_settings(settings: Settings) -> Iterator[BrokenRule]:
             "zero_stage=2, or dynamo_backend=no"
         )
         yield broken(message, "dynamo_backend", "zero_stage", "fsdp_enable")
+    if own.dynamo_backend != "no" and own.dynamo_fullgraph and settings.parallel.context_parallel_size > 1:
+        message = (
+            "dynamo_fullgraph cannot be used with context_parallel_size above 1, since ranks exchange keys and values "
+            "between graphs: leave it out"
+        )
+        yield broken(message, "dynamo_fullgraph", "context_parallel_size")
     whole = own.dynamo_backend != "no" and own.dynamo_fullgraph and not own.dynamo_use_regional_compilation
     if whole and settings.parallel.fsdp_enable:
         message = (
@@ -285,13 +297,3 @@ RULES: tuple[Rule, ...] = (
     wrap_policy_is_known,
     warmup_ends,
 )
-
-CONTEXT_PARALLELISM = broken(
-    "context_parallel_size above 1 is not supported yet by this version: leave it out", "context_parallel_size"
-)
-
-
-def refuse_unsupported(settings: Settings) -> None:
-    """Raise SettingsError for what this version knows by name, and cannot do yet."""
-    if settings.parallel.context_parallel_size > 1:
-        raise SettingsError(mistakes=[CONTEXT_PARALLELISM], hint="otherwise wait for a later version")

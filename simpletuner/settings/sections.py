@@ -155,8 +155,8 @@ class Parallel(Section):
     fsdp_transformer_layer_cls_to_wrap: str = knob("", "Comma-separated block classes to wrap; empty: those that `simpletuner detect-blocks` recommends.")
 
 
-    context_parallel_size: int = knob(1, "Ranks that split each sample's sequence; this version refuses more than 1.", ge=1)
-    context_parallel_comm_strategy: Literal["allgather", "alltoall"] = knob("allgather", "How the ranks of a sequence exchange keys and values; without effect in this version.")  # fmt: skip
+    context_parallel_size: int = knob(1, "Ranks that share the tokens of each sample (context parallel, with FSDP2).", ge=1)
+    context_parallel_comm_strategy: Literal["allgather", "alltoall"] = knob("allgather", "How these ranks attend to one another: allgather of keys and values, or alltoall over heads (Ulysses).")  # fmt: skip
     zero_stage: Literal[1, 2, 3] | None = knob(None, "Shard optimizer state (1), also gradients (2), also weights (3) over the ranks with DeepSpeed ZeRO; empty: DeepSpeed is off.")  # fmt: skip
     offload_optimizer: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps optimizer state: on the GPU, in the machine's memory, or in files (stage 3).")  # fmt: skip
     offload_param: Literal["none", "cpu", "nvme"] = knob("none", "Where DeepSpeed keeps weights between uses (stage 3).")
@@ -239,9 +239,9 @@ class Settings(Section):
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples per optimizer step, over all ranks."""
-        training = self.training
-        return training.train_batch_size * self.launch.num_processes * training.gradient_accumulation_steps
+        """Samples per optimizer step, over all ranks; those that share a sample's tokens count as one."""
+        training, data_ranks = self.training, self.launch.num_processes // self.parallel.context_parallel_size
+        return training.train_batch_size * data_ranks * training.gradient_accumulation_steps
 
 
 SECTIONS: dict[str, type[Section]] = {

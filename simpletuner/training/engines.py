@@ -10,12 +10,16 @@ from torch import Tensor, nn
 
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.tensors import read_tensors
+from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.lora import freeze
 from simpletuner.models.lora_file import check_lora_init, lora_file
 from simpletuner.models.quantization import check_torchao, quantize_linear_layers
+from simpletuner.models.registry import check_heads
 from simpletuner.models.weights import weights_files
+from simpletuner.parallel.attention_exchange import SequenceGroup
 from simpletuner.parallel.blocks import recommended_blocks
+from simpletuner.parallel.context_parallel import split_sequence
 from simpletuner.parallel.ddp import ddp_engine
 from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.fsdp2 import fsdp2_engine, units_by_class, units_of
@@ -37,6 +41,8 @@ def check_engine(session: Session, family: ModelFamily) -> None:
         check_lora_init(family)
     if settings.lora.base_model_precision == "int8":
         check_torchao()
+    if settings.parallel.context_parallel_size > 1:
+        check_sequence_plan(family)
     if settings.parallel.fsdp_enable:
         model = family.meta_denoiser
         units_of(model, recommended_blocks(model), settings.parallel)
@@ -44,6 +50,17 @@ def check_engine(session: Session, family: ModelFamily) -> None:
         from simpletuner.deepspeed.startup import start_deepspeed  # DeepSpeed is optional, and takes seconds to import
 
         start_deepspeed(options, session.world, session.report.say, session.stop.check)
+
+
+def check_sequence_plan(family: ModelFamily) -> None:
+    """Raise SettingsError if a family's denoiser cannot be split as the settings ask for."""
+    name, config = type(family).__name__, family.exported_config()
+    if family.sequence_plan is None:
+        raise SettingsError(
+            f"{name} cannot be split by context_parallel_size: the family has no `sequence_plan`",
+            "leave it out; docs/families.md says how a family is split",
+        )
+    check_heads(name, config.get("num_attention_heads") or config["n_heads"], family.settings.parallel)
 
 
 def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | None) -> Engine:
@@ -65,9 +82,12 @@ def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | 
     blocks = recommended_blocks(model)
     if is_lora:
         freeze(model, compute_dtype(settings))
+    if (mesh := session.mesh).cp > 1 and (plan := family.sequence_plan) is not None:
+        group, strategy = SequenceGroup.of(mesh.cp_group()), settings.parallel.context_parallel_comm_strategy
+        split_sequence(model, plan, group, strategy)
     optimizer = partial(make_optimizer, settings=settings.optimizer)
     attach = partial(attach_adapter, family, checkpoint) if is_lora else None
-    return build_engine(model, blocks, settings, session.mesh, load_weights, optimizer, attach)
+    return build_engine(model, blocks, settings, mesh, load_weights, optimizer, attach)
 
 
 def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn.Module) -> Mapping[str, nn.Parameter]:

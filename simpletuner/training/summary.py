@@ -26,6 +26,7 @@ def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan
     parallel, training = settings.parallel, settings.training
     engine = format_engine(settings, world.size)
     count = format_trained(family, state.engine.num_parameters)
+    ranks = "ranks" if session.mesh.cp == 1 else f"ranks / context_parallel_size = {session.mesh.cp}"
     batch = f"{training.train_batch_size} x {session.mesh.data_size} x {training.gradient_accumulation_steps}"
     rows: list[tuple[str, Any]] = [
         ("model", f"{settings.model.model_family}, {count}, mixed precision: {training.mixed_precision}"),
@@ -33,7 +34,7 @@ def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan
         *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
         ("images", describe_buckets(plan)),
-        ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x ranks x accumulation)"),
+        ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x {ranks} x accumulation)"),
         ("steps", f"{state.step} to {state.schedule.max_steps}"),
         ("output", training.output_dir),
         ("settings", provenance(session.loaded)),

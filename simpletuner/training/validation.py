@@ -115,7 +115,7 @@ class Validator:
             number, sampling = images[min(index, len(images) - 1)]
             with evaluating(self.engine.module), torch.no_grad(), self.engine.inference():
                 latents = self._sample(number, sampling)
-            if index < len(images):
+            if index < len(images) and self.mesh.cp_rank == 0:  # the others of its group have sampled the same
                 yield self._name(number, sampling), latents
 
     def _sample(self, number: int, sampling: SamplingParams) -> Tensor:

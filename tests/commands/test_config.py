@@ -204,7 +204,9 @@ def test_validate_looks_for_the_pictures_as_train_would(run):
 def test_what_train_refuses_is_not_exported_and_what_runs_otherwise_is_exported_as_it_runs(run):
     split = ("--context_parallel_size=2", "--num_processes=2", "--fsdp_enable")
     code, out, err = run("config", "export", "--to=json", *ENOUGH, *split)
-    assert (code, out) == (2, "") and "not supported yet" in err
+    assert (code, out) == (2, "") and "sdxl cannot be split" in err
+    code, out, err = run("config", "export", "--to=json", "--model_family=flux", "--instance_data_dir=x", *split)
+    assert (code, json.loads(out)["context_parallel_size"]) == (0, 2)
     code, out, err = run("config", "export", "--to=json", *ENOUGH, "--fsdp_enable", "--fsdp_version=1")
     assert (code, json.loads(out)["fsdp_version"]) == (0, 2)
 

@@ -238,7 +238,7 @@ def test_what_validation_cannot_do_is_left_out_and_the_run_stays(run):
         ({"data_backend_config": None}, "no images"),
         ({"data_backend_config": ""}, "no images"),
         ({"data_backend_config": "config/examples/x.json"}, "there is no such file in "),
-        ({"context_parallel_size": 2, "num_processes": 2, "fsdp_enable": True}, "not supported yet"),
+        ({"context_parallel_size": 2, "num_processes": 2, "fsdp_enable": True}, "sdxl cannot be split"),
     ],
     ids=str,
 )

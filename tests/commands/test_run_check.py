@@ -13,7 +13,7 @@ GOOD = {"model_family": "sdxl", "model_flavour": "tiny", "instance_data_dir": "p
 DATASETS = {"model_family": "sdxl", "model_flavour": "tiny", "data_backend_config": "d.json"}
 CASES = {
     "no such family": (GOOD | {"model_family": "sdx\nl"}, None),
-    "an unsupported setting": (GOOD | {"fsdp_enable": True, "context_parallel_size": 2, "num_processes": 2}, None),
+    "no such split": (GOOD | {"fsdp_enable": True, "context_parallel_size": 2, "num_processes": 2}, None),
     "a long name": (GOOD | {"instance_data_dir": "x" * 5000}, None),
     "no folder": (GOOD | {"instance_data_dir": "gone"}, None),
     "no dataset file": (DATASETS, None),

@@ -66,7 +66,7 @@ def test_the_error_has_the_numbers_of_each_small_bucket_and_the_ways_out():
     error = shortage(buckets, 8)
     assert error.message == (
         "2 of 3 aspect buckets cannot fill the effective batch of 8 "
-        "(train_batch_size x ranks x gradient_accumulation_steps):"
+        "(train_batch_size x ranks / context_parallel_size x gradient_accumulation_steps):"
         "\n  1152x896: has 3, needs 8; smallest sufficient repeats: 2"
         "\n  64x64: has 2, needs 8; smallest sufficient repeats: 3"
     )

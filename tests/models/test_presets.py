@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from simpletuner.models.diffusers_io import diffusers_class
-from simpletuner.models.registry import Architecture, flavours_of, presets
+from simpletuner.models.registry import Architecture, flavours_of, heads_of, presets
 
 ARCHITECTURES = {
     f"{key}/{name}": flavour.architecture
@@ -26,6 +26,9 @@ def test_an_architecture_has_as_many_parameters_as_were_published(name):
         model = diffusers_class(architecture.class_name)(**architecture.config)
     assert sum(parameter.numel() for parameter in model.parameters()) == architecture.parameters
     assert architecture.source.startswith("https://")
+    if presets()[name.partition("/")[0]].heads:
+        own = model.config.get("num_attention_heads") or model.config.n_heads
+        assert heads_of(presets()[name.partition("/")[0]], architecture.config) == own
 
 
 @pytest.mark.parametrize("key", [key for key, preset in presets().items() if preset.family_class])

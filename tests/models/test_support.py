@@ -12,6 +12,7 @@ from simpletuner.models.registry import family_class, presets
 from simpletuner.models.support import SCOPES, check_runnable
 from simpletuner.settings.loading import load
 from simpletuner.settings.sections import Model, Settings
+from simpletuner.training.engines import check_sequence_plan
 
 TRAINABLE = [name for name, preset in presets().items() if preset.family_class]
 
@@ -27,6 +28,7 @@ def test_a_preset_says_what_its_class_says(family):
     assert (cls.objective is flow_matching) == SCOPES["flow_schedule_shift"].includes(preset)
     variable = cls.default_max_length is not ModelFamily.default_max_length
     assert variable == SCOPES["tokenizer_max_length"].includes(preset)
+    assert (cls.sequence_plan is not None) == bool(preset.heads) == (not preset.unsplittable)
     source = Path(str(__import__(preset.family_class.partition(":")[0], fromlist=["x"]).__file__)).read_text()
     assert ("guidance_scale(" in source) == SCOPES["flux_guidance_value"].includes(preset)
 
@@ -46,6 +48,39 @@ def test_a_setting_without_effect_is_a_warning_and_its_default_is_none(family, f
     assert warning.startswith(f"{flag} = ") and warning.endswith(f"model_family={family}: it is for {what}")
     assert checked(family).warnings == ()
     assert checked("sdxl", flow_schedule_shift="3.0").warnings == ()
+
+
+GROUP = {"fsdp_enable": "true", "context_parallel_size": "5", "num_processes": "10"}
+ULYSSES = {**GROUP, "context_parallel_comm_strategy": "alltoall"}
+
+
+def test_a_denoiser_that_cannot_be_split_is_refused_with_the_reason():
+    settings = checked("flux", **GROUP).settings
+    assert settings.effective_batch_size == 2 * settings.training.train_batch_size
+    for family, reason in (("sdxl", "convolutions of its U-Net"), ("sana", "linear attention")):
+        with pytest.raises(SettingsError, match=f"{family} cannot be split by context_parallel_size: .*{reason}"):
+            checked(family, **GROUP)
+
+
+def test_heads_that_alltoall_cannot_share_out_are_refused_with_the_sizes_that_would_do(pipelines, tmp_path):
+    assert checked("wan", model_flavour="t2v-480p-14b-2.1", **ULYSSES)  # 40 heads
+    with pytest.raises(SettingsError) as refused:
+        checked("flux", **ULYSSES)
+    assert "the 24 of flux cannot be divided by context_parallel_size = 5" in refused.value.message
+    assert "2, 3, 4, 6, 8, 12, 24; " in (refused.value.hint or "")
+    with pytest.raises(SettingsError, match="the 4 of flux cannot be divided"):  # what the folder says
+        checked("flux", pretrained_model_name_or_path=str(pipelines("flux")), **ULYSSES)
+    settings = load({"model_family": "flux", "model_flavour": "tiny", "instance_data_dir": "x", **ULYSSES}).settings
+    with pytest.raises(SettingsError, match="the 4 of Flux cannot be divided"):  # known once the model is opened
+        check_sequence_plan(Flux.open(pipelines("flux"), settings))
+
+
+def test_a_family_without_a_plan_is_refused_when_it_is_opened(pipelines):
+    class Own(Flux):
+        sequence_plan = None
+
+    with pytest.raises(SettingsError, match="Own cannot be split"):
+        check_sequence_plan(Own.open(pipelines("flux"), Settings()))
 
 
 def test_a_prediction_type_of_a_flow_is_refused_whoever_made_the_family(pipelines):

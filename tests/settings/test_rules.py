@@ -93,6 +93,11 @@ REFUSED = [
         "Context parallelism requires FSDP2. Set fsdp_enable=true and fsdp_version=2, or context_parallel_size=1",
     ),
     (
+        {"context_parallel_size": 4, "num_processes": 4, "fsdp_enable": True, "dp_replicate_size": 2},
+        "dp_replicate_size = 2 leaves 2 ranks to each copy, which is no multiple of context_parallel_size = 4: every "
+        "group of ranks must be whole",
+    ),
+    (
         {"context_parallel_size": 2, "num_processes": 3, "fsdp_enable": True},
         "num_processes = 3 is no multiple of context_parallel_size = 2: every group of ranks must be whole",
     ),

@@ -24,7 +24,7 @@ from simpletuner.preparation import Prepared, plan_data, prepare
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
-from simpletuner.settings.sections import Data, Ema, Launch, Model, Optimizer, Parallel, Settings, Training
+from simpletuner.settings.sections import Compile, Data, Ema, Launch, Model, Optimizer, Parallel, Settings, Training
 from simpletuner.system.signals import StopRequest
 from simpletuner.training.engines import open_engine
 from simpletuner.training.schedule import Schedule
@@ -53,6 +53,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fsdp2-cpu": {"fsdp_enable": True, "fsdp_offload_params": True},
     "hybrid": {"fsdp_enable": True, "dp_replicate_size": 2},
     "hybrid-sync": {"fsdp_enable": True, "dp_replicate_size": 2, "fsdp_sync_each_batch": True},
+    "hybrid-cp2": {"fsdp_enable": True, "dp_replicate_size": 2, "context_parallel_size": 2},
+    "cp2": {"fsdp_enable": True, "context_parallel_size": 2},
+    "cp4": {"fsdp_enable": True, "context_parallel_size": 4},
+    "cp2-alltoall": {"fsdp_enable": True, "context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall"},
+    "cp4-alltoall": {"fsdp_enable": True, "context_parallel_size": 4, "context_parallel_comm_strategy": "alltoall"},
     "zero1": zero(1),
     "zero2": zero(2),
     "zero3": zero(3),
@@ -66,19 +71,21 @@ ENGINES: dict[str, dict[str, Any]] = {
 def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) -> Settings:
     """Return the settings of a small run on one of the engines."""
     shared, passes = Path(arguments["folder"]), arguments.get("passes", 1)
-    dtype = arguments.get("mixed_precision", "no")
+    dtype, parallel = arguments.get("mixed_precision", "no"), Parallel(**ENGINES[name])
     return Settings(
         model=Model(model_family=arguments["family"], pretrained_model_name_or_path=arguments["base"]),
         data=Data(
             instance_data_dir=arguments["pictures"],
-            resolution=64,
-            aspect_bucket_alignment=16,
+            resolution=arguments.get("resolution", 64),
+            aspect_bucket_alignment=arguments.get("alignment", 16),
+            tokenizer_max_length=arguments.get("tokenizer_max_length"),
+            caption_dropout_probability=arguments.get("caption_dropout", 0.0),
             cache_dir_vae=shared / "latents",
             cache_dir_text=shared / "text",
         ),
         training=Training(
             output_dir=folder,
-            train_batch_size=GLOBAL_BATCH // ranks // passes,
+            train_batch_size=GLOBAL_BATCH // (ranks // parallel.context_parallel_size) // passes,
             gradient_accumulation_steps=passes,
             mixed_precision=dtype,
             gradient_checkpointing=arguments.get("gradient_checkpointing", False),
@@ -90,7 +97,8 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
         ),
         ema=Ema(use_ema=arguments.get("ema", False), ema_decay=0.9),
         launch=Launch(num_processes=ranks),
-        parallel=Parallel(**ENGINES[name], offload_param_path=shared / "offload"),
+        compile=Compile(**arguments.get("compile", {})),
+        parallel=parallel.model_copy(update={"offload_param_path": shared / "offload"}),
     )
 
 

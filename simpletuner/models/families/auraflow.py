@@ -11,6 +11,7 @@ from simpletuner.errors import DataError
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import flow_matching
 from simpletuner.models.text_encoding import Conditioning, encode_with_mask
+from simpletuner.parallel.context_parallel import TOKENS, SequencePlan
 
 
 class AuraFlow(ModelFamily):
@@ -19,6 +20,14 @@ class AuraFlow(ModelFamily):
     pipelines = ("AuraFlowPipeline",)
     tiny_pipeline = "simpletuner.models.tiny.auraflow:build"
     objective = flow_matching
+    sequence_plan = SequencePlan(
+        attention=dict.fromkeys(
+            ("joint_transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+            ("joint_transformer_blocks.0.encoder_hidden_states", "joint_transformer_blocks.0.hidden_states"),
+        ),
+        gathered={"proj_out": "joint_transformer_blocks.0.hidden_states"},
+        splits={"joint_transformer_blocks.0": {"hidden_states": TOKENS, "encoder_hidden_states": TOKENS}},
+    )
 
     def default_max_length(self) -> int:
         return 256

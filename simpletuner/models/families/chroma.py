@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from simpletuner.data.geometry import Size
-from simpletuner.models.families.flux import pack, position_ids, unpack
+from simpletuner.models.families.flux import Flux, pack, position_ids, unpack
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import flow_matching, round_to_bf16_times_1000
 from simpletuner.models.text_encoding import Conditioning
+from simpletuner.parallel.context_parallel import TOKENS, ContextParallelInput
 
 
 class Chroma(ModelFamily):
@@ -24,6 +26,18 @@ class Chroma(ModelFamily):
     round_sigmas_in_bf16 = staticmethod(round_to_bf16_times_1000)
     tiny_pipeline = "simpletuner.models.tiny.chroma:build"
     objective = flow_matching
+    # As Flux, but its class has no plan. The mask stays whole: blocks make one of it for each pair of tokens.
+    sequence_plan = replace(
+        Flux.sequence_plan,
+        splits={
+            "": {
+                "hidden_states": TOKENS,
+                "encoder_hidden_states": TOKENS,
+                "img_ids": ContextParallelInput(split_dim=0, expected_dims=2),
+                "txt_ids": ContextParallelInput(split_dim=0, expected_dims=2),
+            }
+        },
+    )
 
     def default_max_length(self) -> int:
         return 512

@@ -14,6 +14,7 @@ from simpletuner.data.geometry import Size
 from simpletuner.models.family import ModelFamily, SamplingParams
 from simpletuner.models.objectives import flow_matching, round_to_bf16_times_1000
 from simpletuner.models.text_encoding import Conditioning
+from simpletuner.parallel.context_parallel import SequencePlan
 
 
 class Flux(ModelFamily):
@@ -25,6 +26,13 @@ class Flux(ModelFamily):
     round_sigmas_in_bf16 = staticmethod(round_to_bf16_times_1000)
     tiny_pipeline = "simpletuner.models.tiny.flux:build"
     objective = flow_matching
+    sequence_plan = SequencePlan(
+        attention={
+            "transformer_blocks.*.attn": ("encoder_hidden_states", "hidden_states"),
+            "single_transformer_blocks.*.attn": ("encoder_hidden_states", "hidden_states"),
+        },
+        gathered={"proj_out": "hidden_states"},
+    )
 
     def default_max_length(self) -> int:
         return 512 if self.config.get("guidance_embeds") else 256  # schnell was distilled on prompts of 256 tokens

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.data.geometry import Size
-from simpletuner.models.families.flux import guidance_scale
+from simpletuner.models.families.flux import Flux, guidance_scale
 from simpletuner.models.family import ModelFamily, SamplingParams
 from simpletuner.models.objectives import flow_matching, round_to_bf16_times_1000
 from simpletuner.models.text_encoding import Conditioning
@@ -27,6 +27,7 @@ class Flux2(ModelFamily):
     outputs_vae_latents = True
     tiny_pipeline = "simpletuner.models.tiny.flux2:build"
     objective = flow_matching
+    sequence_plan = Flux.sequence_plan
 
     @classmethod
     def variants(cls) -> tuple[type[ModelFamily], ...]:

@@ -14,6 +14,7 @@ from simpletuner.data.geometry import Size
 from simpletuner.models.family import ModelFamily, SamplingParams
 from simpletuner.models.objectives import flow_matching
 from simpletuner.models.text_encoding import Conditioning
+from simpletuner.parallel.context_parallel import TOKENS, SequencePlan
 
 
 class LTXVideo(ModelFamily):
@@ -23,6 +24,15 @@ class LTXVideo(ModelFamily):
     float32_inputs = ("timestep", "video_coords")
     tiny_pipeline = "simpletuner.models.tiny.ltxvideo:build"
     objective = flow_matching
+    # The plan of its class also splits the text, which only cross-attention reads: whole, it needs no exchange.
+    sequence_plan = SequencePlan(
+        attention={"transformer_blocks.*.attn1": ("hidden_states",)},
+        gathered={"proj_out": "hidden_states"},
+        splits={
+            "": {"hidden_states": TOKENS},
+            "rope": {0: TOKENS, 1: TOKENS},
+        },
+    )
 
     def default_max_length(self) -> int:
         return 256 if self.index["_class_name"] == "LTXConditionPipeline" else 128

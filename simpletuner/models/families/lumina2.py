@@ -10,6 +10,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import flow_matching
 from simpletuner.models.text_encoding import Conditioning, encode_with_mask
+from simpletuner.parallel.context_parallel import TOKENS, SequencePlan
 
 
 class Lumina2(ModelFamily):
@@ -18,6 +19,19 @@ class Lumina2(ModelFamily):
     pipelines = ("Lumina2Pipeline",)
     tiny_pipeline = "simpletuner.models.tiny.lumina2:build"
     objective = flow_matching
+    # The two blocks that read the text alone stay whole. What joins text and image needs the whole image.
+    sequence_plan = SequencePlan(
+        attention={
+            "noise_refiner.*.attn": ("noise_refiner.0.hidden_states",),
+            "layers.*.attn": ("layers.0.hidden_states",),
+        },
+        gathered={"noise_refiner.-1": "noise_refiner.0.hidden_states", "norm_out": "layers.0.hidden_states"},
+        splits={
+            "rope_embedder": {2: TOKENS, 3: TOKENS},  # rotary tables: of the image, of text and image
+            "noise_refiner.0": {"hidden_states": TOKENS},
+            "layers.0": {"hidden_states": TOKENS},
+        },
+    )
 
     def default_max_length(self) -> int:
         return 256

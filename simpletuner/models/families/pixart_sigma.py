@@ -14,6 +14,7 @@ from simpletuner.data.geometry import Geometry
 from simpletuner.models.family import ModelFamily, SamplingParams
 from simpletuner.models.objectives import diffusion
 from simpletuner.models.text_encoding import Conditioning, encode_with_mask
+from simpletuner.parallel.context_parallel import TOKENS, SequencePlan
 
 ALPHA = "PixArtAlphaPipeline"
 
@@ -25,6 +26,11 @@ class PixArtSigma(ModelFamily):
     float32_inputs = ("timestep", "resolution", "aspect_ratio")
     tiny_pipeline = "simpletuner.models.tiny.pixart_sigma:build"
     objective = diffusion
+    sequence_plan = SequencePlan(
+        attention={"transformer_blocks.*.attn1": ("transformer_blocks.0.hidden_states",)},
+        gathered={"proj_out": "transformer_blocks.0.hidden_states"},
+        splits={"transformer_blocks.0": {"hidden_states": TOKENS}},
+    )
 
     def default_max_length(self) -> int:
         return 120 if self.index.get("_class_name") == ALPHA else 300

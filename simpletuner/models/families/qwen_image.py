@@ -15,6 +15,7 @@ from simpletuner.models.families.flux import pack, unpack
 from simpletuner.models.family import ModelFamily, SamplingParams
 from simpletuner.models.objectives import flow_matching, round_to_bf16
 from simpletuner.models.text_encoding import Conditioning
+from simpletuner.parallel.context_parallel import SequencePlan
 
 
 class QwenImage(ModelFamily):
@@ -26,6 +27,15 @@ class QwenImage(ModelFamily):
     round_sigmas_in_bf16 = staticmethod(round_to_bf16)
     tiny_pipeline = "simpletuner.models.tiny.qwen_image:build"
     objective = flow_matching
+    sequence_plan = SequencePlan(
+        attention={
+            "transformer_blocks.*.attn": (
+                "transformer_blocks.0.encoder_hidden_states",
+                "transformer_blocks.0.hidden_states",
+            )
+        },
+        gathered={"proj_out": "transformer_blocks.0.hidden_states"},
+    )
 
     def default_max_length(self) -> int:
         return 512

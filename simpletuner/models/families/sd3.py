@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import flow_matching
 from simpletuner.models.text_encoding import Conditioning
+from simpletuner.parallel.context_parallel import TOKENS, SequencePlan
 
 
 class SD3(ModelFamily):
@@ -17,6 +18,17 @@ class SD3(ModelFamily):
     pipelines = ("StableDiffusion3Pipeline",)
     tiny_pipeline = "simpletuner.models.tiny.sd3:build"
     objective = flow_matching
+    sequence_plan = SequencePlan(
+        attention={
+            "transformer_blocks.*.attn": (
+                "transformer_blocks.0.hidden_states",
+                "transformer_blocks.0.encoder_hidden_states",
+            ),
+            "transformer_blocks.*.attn2": ("transformer_blocks.0.hidden_states",),  # 3.5 medium: of the image alone
+        },
+        gathered={"proj_out": "transformer_blocks.0.hidden_states"},
+        splits={"transformer_blocks.0": {"hidden_states": TOKENS, "encoder_hidden_states": TOKENS}},
+    )
 
     def default_max_length(self) -> int:
         return 256  # as the pipeline's; 3.5 was trained on 77 and on 256 tokens

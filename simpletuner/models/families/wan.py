@@ -10,6 +10,7 @@ from simpletuner.data.geometry import Size
 from simpletuner.models.family import ModelFamily, SamplingParams
 from simpletuner.models.objectives import flow_matching
 from simpletuner.models.text_encoding import Conditioning
+from simpletuner.parallel.context_parallel import SequencePlan
 
 
 class Wan(ModelFamily):
@@ -18,6 +19,9 @@ class Wan(ModelFamily):
     pipelines = ("WanPipeline",)
     tiny_pipeline = "simpletuner.models.tiny.wan:build"
     objective = flow_matching
+    sequence_plan = SequencePlan(
+        attention={"blocks.*.attn1": ("blocks.0.hidden_states",)}, gathered={"proj_out": "blocks.0.hidden_states"}
+    )
 
     def default_max_length(self) -> int:
         return 512

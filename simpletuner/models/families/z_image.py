@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from simpletuner.models.family import ModelFamily, SamplingParams
 from simpletuner.models.objectives import flow_matching
 from simpletuner.models.text_encoding import Conditioning
+from simpletuner.parallel.context_parallel import TOKENS, SequencePlan
 
 
 class ZImage(ModelFamily):
@@ -20,6 +21,17 @@ class ZImage(ModelFamily):
     float32_inputs = ("t",)
     tiny_pipeline = "simpletuner.models.tiny.z_image:build"
     objective = flow_matching
+    # The two blocks that read the text alone stay whole. What joins text and image needs the whole image.
+    sequence_plan = SequencePlan(
+        attention={"noise_refiner.*.attention": ("noise_refiner.0.x",), "layers.*.attention": ("layers.0.x",)},
+        gathered={"noise_refiner.-1": "noise_refiner.0.x", "all_final_layer.*": "layers.0.x"},
+        splits={
+            "noise_refiner.0": {"x": TOKENS},
+            "noise_refiner.*": {"freqs_cis": TOKENS},
+            "layers.0": {"x": TOKENS},
+            "layers.*": {"freqs_cis": TOKENS},
+        },
+    )
 
     def default_max_length(self) -> int:
         return 512

@@ -1,0 +1,174 @@
+"""Attention over a sequence whose tokens are split over a group of ranks, on whatever kernel SDPA has for it.
+
+`allgather`: each rank's queries attend to the keys and values of all ranks. `alltoall` (Ulysses, arXiv:2309.14509):
+each rank attends with its share of the heads over the whole sequence. Ranks may hold different numbers of tokens.
+
+Attention does not depend on the order of keys, so they stay in the order of ranks: rank 0's part of the text, its part
+of the image, rank 1's part of the text, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+# The operators below torch's functional collectives: torch.compile knows them, and they are the same in all versions.
+collectives = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks that share one sequence. Plain values, since torch.compile cannot guard on a process group."""
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> SequenceGroup:
+        return cls(group.group_name, group.size(), group.rank())
+
+
+class AllGather(torch.autograd.Function):
+    """(n, ...) -> (ranks * n, ...). Collective; so is its backward, which adds up what all ranks have for a row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, size: int, name: str) -> Tensor:
+        ctx.size, ctx.name = size, name
+        return collectives.wait_tensor(collectives.all_gather_into_tensor(rows.contiguous(), size, name))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradient = gradients[0].contiguous()
+        summed = collectives.reduce_scatter_tensor(gradient, "sum", ctx.size, ctx.name)
+        return collectives.wait_tensor(summed), None, None
+
+
+class AllToAll(torch.autograd.Function):
+    """Send `sent[r]` rows to each rank r and receive `received[r]` from it. Collective; backward is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
+        ctx.sent, ctx.received, ctx.name = sent, received, name
+        return collectives.wait_tensor(collectives.all_to_all_single(rows.contiguous(), received, sent, name))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        rows = collectives.all_to_all_single(gradients[0].contiguous(), ctx.sent, ctx.received, ctx.name)
+        return collectives.wait_tensor(rows), None, None, None
+
+
+def part_lengths(length: int, ranks: int) -> list[int]:
+    """The tokens that each rank has of a sequence: they differ by one at most, as in torch.tensor_split."""
+    return [length // ranks + (rank < length % ranks) for rank in range(ranks)]
+
+
+def gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: SequenceGroup) -> Tensor:
+    """Join the parts of all ranks along `dim`; `lengths` says how long each rank's is. Collective."""
+    longest = max(lengths)
+    rows = tensor.movedim(dim, 0)
+    # Padded, since all-gathers of unequal parts are slow with NCCL and impossible with gloo.
+    if missing := longest - len(rows):
+        rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+    joined: Any = AllGather.apply(rows, group.size, group.name)
+    if min(lengths) < longest:
+        parts = joined.split(longest)
+        joined = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+    return joined.movedim(0, dim)
+
+
+@dataclass(frozen=True)
+class SplitAttention:
+    """Self-attention of tokens of which each rank holds a part.
+
+    `streams` are the lengths of what the whole sequence consists of (a text, an image) in their order within it.
+    """
+
+    strategy: str
+    streams: tuple[int, ...]
+    group: SequenceGroup
+
+    # Not traced: with dynamo_dynamic the compiler takes minutes to reason about the lengths of parts.
+    @torch.compiler.disable
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """scaled_dot_product_attention, of this rank's part (B, heads, tokens, D) of each tensor. Collective."""
+        assert query.shape == key.shape == value.shape and not is_causal and dropout_p == 0, "not split attention"
+        attend = self.with_all_keys if self.strategy == "allgather" else self.with_some_heads
+        return attend(query, key, value, attn_mask, options)
+
+    def lengths(self) -> list[int]:
+        """The tokens of each rank."""
+        parts = [part_lengths(each, self.group.size) for each in self.streams]
+        return [sum(of_rank) for of_rank in zip(*parts, strict=True)]
+
+    def with_all_keys(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        key, value = gather(torch.stack([key, value]), 3, self.lengths(), self.group)
+        if mask is not None:
+            mask = self.in_order_of_ranks(mask)
+            if mask.shape[-2] > 1:
+                # A copy: autograd keeps what it is given, and a view would keep the rows of all ranks.
+                mask = mask.split(self.lengths(), dim=-2)[self.group.rank].contiguous()
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+
+    def with_some_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        lengths, (size, rank) = self.lengths(), (self.group.size, self.group.rank)
+        own = [lengths[rank]] * size
+        batch, heads, _, width = query.shape
+        # (3, B, ranks, heads, n, D) -> (ranks, n, 3, B, heads, D): the rows for rank 0, those for rank 1, ...
+        sent = torch.stack([query, key, value]).unflatten(2, (size, heads // size)).permute(2, 4, 0, 1, 3, 5)
+        rows: Any = AllToAll.apply(sent.flatten(0, 1), own, lengths, self.group.name)
+        query, key, value = rows.permute(1, 2, 3, 0, 4)
+        mask = None if mask is None else self.in_order_of_ranks(mask)
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+        rows = AllToAll.apply(attended.permute(2, 0, 1, 3), lengths, own, self.group.name)
+        return rows.unflatten(0, (size, own[0])).permute(2, 0, 3, 1, 4).reshape(batch, heads, own[0], width)
+
+    def in_order_of_ranks(self, mask: Tensor) -> Tensor:
+        """A mask (B, 1, 1 or queries, keys) of all tokens: given that of this rank's keys, or of all in their order."""
+        if mask.shape[-1] != sum(self.streams):
+            numbers = mask.to(torch.uint8) if mask.dtype == torch.bool else mask  # gloo gathers no bool
+            return gather(numbers, 3, self.lengths(), self.group).to(mask.dtype)
+        if len(self.streams) == 1:
+            return mask
+        tokens = torch.arange(mask.shape[-1], device=mask.device).split(self.streams)
+        parts = [each.tensor_split(self.group.size) for each in tokens]
+        order = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
+        mask = mask.index_select(-1, order)
+        return mask.index_select(-2, order) if mask.shape[-2] > 1 else mask
+
+
+class TakeOver(TorchFunctionMode):
+    """While this mode is on, another function stands in for scaled_dot_product_attention, which itself may call it.
+
+    `calls` gets an element for each call: a list, since torch.compile cannot trace an attribute of a mode that changes.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor], calls: list[bool]) -> None:
+        super().__init__()
+        self.attend, self.calls = attend, calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls.append(True)
+        return self.attend(*args, **(kwargs or {}))
