@@ -56,10 +56,10 @@ def assert_equal(taken: dict) -> None:
 @pytest.mark.long
 def test_every_family_on_four_ranks_of_which_two_or_four_share_a_sequence(compared):
     engines = {family: ["whole", "cp2-alltoall", "cp4"] for family in SPLIT}
-    engines["flux"] += ["cp2", "cp4-alltoall"]
+    engines["flux"] += ["cp2", "cp4-alltoall", "hybrid-cp2"]
     steps = dict.fromkeys(SPLIT, 2) | {"flux": 10}
     taken = compared(4, *((family, name, steps[family], "", {}) for family in SPLIT for name in engines[family]))
-    assert len(SPLIT) == 11 and len(taken) == 35
+    assert len(SPLIT) == 11 and len(taken) == 36
     assert_equal(taken)
     (first, _), *_, (last, _) = taken["flux whole"][0]
     assert last < first

@@ -102,6 +102,17 @@ REFUSED = [
         "num_processes = 3 is no multiple of context_parallel_size = 2: every group of ranks must be whole",
     ),
     (
+        {
+            "context_parallel_size": 2,
+            "num_processes": 2,
+            "fsdp_enable": True,
+            "dynamo_backend": "inductor",
+            "dynamo_fullgraph": True,
+        },
+        "dynamo_fullgraph cannot be used with context_parallel_size above 1, since ranks exchange keys and values "
+        "between graphs: leave it out",
+    ),
+    (
         {"num_processes": 7, "num_machines": 2, "main_process_ip": "10.0.0.1"},
         "num_processes = 7 cannot be shared equally by num_machines = 2: every machine must run the same number of "
         "ranks",
