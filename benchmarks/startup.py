@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from interleaved import print_table, seconds_in_turns
 
@@ -29,48 +30,43 @@ class Question:
     codes: tuple[int, ...] = (0,)
 
 
+ALL_SETTINGS = "settings.toml"
+EVERY_ONE = ("--all", "--model_family=flux", "--model_flavour=tiny", "--instance_data_dir=images", "--output_dir=run")
 QUESTIONS = {
     "--help": Question(("--help",)),
     "train --help": Question(("train", "--help")),
     "a settings mistake": Question(("train", "--learning_rate=fast"), codes=(2,)),
     "a tab: train --model_fl": Question((), {LINE: "simpletuner train --model_fl"}),
     "a tab: every flag": Question((), {LINE: "simpletuner train --"}),
-}
-LATER = {
+    "config validate, all settings": Question(("config", "validate", ALL_SETTINGS)),
     "config export": Question(("config", "export", "--to=json", "--model_family=sdxl")),
     "nfs check --nodes 1": Question(("nfs", "check", "--nodes", "1"), codes=(0, 3)),
     "cache list": Question(("cache", "list")),
     "models": Question(("models",)),
 }
-"""Questions that are asked once their commands exist."""
 
 
-def asked(question: Question, *python: str) -> subprocess.CompletedProcess[str]:
-    """Ask in a fresh process, in an empty folder."""
+def answer(folder: str, question: Question, *python: str) -> str:
+    """Ask in a fresh process, and return what it says."""
     command = [sys.executable, *python, "-m", "simpletuner", *question.arguments]
     environment = {**os.environ, **question.environment}
-    with tempfile.TemporaryDirectory() as folder:
-        return subprocess.run(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-
-def answer(question: Question, *python: str) -> str:
-    """Ask, and return what it says."""
-    done = asked(question, *python)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert done.returncode in question.codes, f"{question.arguments} ended with {done.returncode}: {done.stdout}"
     return done.stdout
 
 
-def questions() -> dict[str, Question]:
-    """Return the questions whose commands there are."""
-    known = {name: q for name, q in LATER.items() if asked(Question((*q.arguments[:2], "--help"))).returncode == 0}
-    return QUESTIONS | known
+def prepare(folder: str) -> None:
+    """Write a file with all settings, and the image folder that it names."""
+    draw = Path(__file__).parent.parent / "examples" / "shapes" / "draw.py"
+    subprocess.run([sys.executable, str(draw), f"{folder}/images", "--count", "8"], check=True, capture_output=True)
+    answer(folder, Question(("config", "export", "--to=toml", f"--output={ALL_SETTINGS}", *EVERY_ONE)))
 
 
-def heavy_imports(question: Question) -> list[str]:
+def heavy_imports(folder: str, question: Question) -> list[str]:
     """Return which heavy packages were imported, as Python's own account of imports says."""
-    account = answer(question, "-X", "importtime").splitlines()
+    account = answer(folder, question, "-X", "importtime").splitlines()
     modules = {line.rpartition("|")[2].strip() for line in account if line.startswith("import time:")}
     assert "simpletuner.app" in modules, "no account of imports"
     return [name for name in HEAVY if name in modules]
@@ -78,16 +74,18 @@ def heavy_imports(question: Question) -> list[str]:
 
 def main() -> None:
     """Ask each question several times, in turns, and print the table."""
-    chosen = questions()
-    seconds = seconds_in_turns({name: partial(answer, question) for name, question in chosen.items()}, ROUNDS)
-    rows = [
-        [
-            name,
-            *(f"{of(seconds[name]):.2f}" for of in (statistics.median, min)),
-            ", ".join(heavy_imports(question)) or "none",
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(folder)
+        asked = {name: partial(answer, folder, question) for name, question in QUESTIONS.items()}
+        seconds = seconds_in_turns(asked, ROUNDS)
+        rows = [
+            [
+                name,
+                *(f"{of(seconds[name]):.2f}" for of in (statistics.median, min)),
+                ", ".join(heavy_imports(folder, question)) or "none",
+            ]
+            for name, question in QUESTIONS.items()
         ]
-        for name, question in chosen.items()
-    ]
     title = f"simpletuner, fresh processes ({ROUNDS} rounds; goal: a median below {GOAL_SECONDS} s, no heavy imports)"
     print_table(title, ["question", "median s", "fastest s", f"imported of {', '.join(HEAVY)}"], rows)
 

@@ -79,12 +79,8 @@ def build(
 
     check_platform()
     output = output or (apply and apply.with_name(DEFAULT_OUTPUT.name))
-    # Existing files are refused before the first question.
     template_path = user_template_path(save_template) if save_template is not None else None
-    for path in filter(None, (output, template_path)):
-        refuse_overwriting(path, force)
-    if output is not None and apply is not None and output.resolve() == apply.resolve():
-        raise SettingsError(f"{apply} cannot be both --output and --apply", "give another --output")
+    check_targets(output, template_path, apply, force)  # before the first question
     report = Report()
     typed = dict(flags) | ({"zero_stage": stage.value} if stage and stage is not StageOption.AUTO else {})
     builder = DeepSpeedBuilder.from_arguments(typed, config, template, apply, gpu_memory, host_memory, parameters)
@@ -106,6 +102,14 @@ def build(
     if template_path is not None:
         save(template_path, format_template(result.json))
         report.say(f"saved as {template_path}: --template={save_template}")
+
+
+def check_targets(output: Path | None, template: Path | None, apply: Path | None, force: bool) -> None:
+    """Raise SettingsError for a file that would be overwritten, or that is to hold both settings and JSON."""
+    for path in filter(None, (output, template)):
+        refuse_overwriting(path, force)
+    if output is not None and apply is not None and output.resolve() == apply.resolve():
+        raise SettingsError(f"{apply} cannot be both --output and --apply", "give another --output")
 
 
 def run_wizard(report: Report, builder: DeepSpeedBuilder, output: Path | None, force: bool) -> Path:

@@ -22,7 +22,8 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again to resume."""
     from simpletuner.commands.run_check import check_run, load_run
-    from simpletuner.launch import check_world_size, choose_gpus, is_rank, launch_ranks
+    from simpletuner.launch.plan import check_world_size, choose_gpus, is_rank
+    from simpletuner.launch.supervisor import launch_ranks
     from simpletuner.launch.launcher_connection import exit_if_launcher_died
     from simpletuner.models.support import check_runnable
     from simpletuner.settings.sources import collect_sources
@@ -77,8 +78,7 @@ def check_deepspeed(settings: Settings) -> None:
 
 def show_plan(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_json: bool) -> None:
     """Print what to run on each machine, and what that starts there."""
-    from simpletuner.launch import describe_plans
-    from simpletuner.launch.plan import as_text
+    from simpletuner.launch.plan import as_text, describe_plans
 
     # Every machine gets its own --machine_rank.
     shared = {name: value for name, value in flags.items() if name != "machine_rank"}

@@ -7,8 +7,3 @@ rendezvous           registration and comparison      heartbeat        whether o
 node_info            what is compared                 termination      why a run ends early
 launcher_connection  a rank's side: heartbeats to its launcher
 """
-
-from simpletuner.launch.plan import check_world_size, choose_gpus, describe_plans, is_rank
-from simpletuner.launch.supervisor import launch_ranks
-
-__all__ = ["check_world_size", "choose_gpus", "describe_plans", "is_rank", "launch_ranks"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from simpletuner.errors import SettingsError
-from simpletuner.launch import choose_gpus
 from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
 from simpletuner.launch.node_info import MAY_DIFFER, NodeInfo, difference
+from simpletuner.launch.plan import choose_gpus
 from simpletuner.settings.sections import Launch, setting_fields
 from simpletuner.system.network import addresses, interface_towards
 
