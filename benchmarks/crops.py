@@ -6,23 +6,24 @@ logarithm.
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
+import numpy as np
 from interleaved import print_table
 
 from simpletuner.data.batch_sampler import DATA_VERSION
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.geometry import Size, bucket_size, cropped_share
+from simpletuner.data.geometry import bucket_sizes, cropped_shares
 
 RESOLUTIONS, ALIGNMENT_PX, LONG_PX = (512, 768, 1024, 1536), 64, 4000
 SMALLEST, LARGEST, SHAPES = 0.4, 2.5, 2001
 
 
-def sizes() -> list[Size]:
+def sizes() -> np.ndarray:
     """Return images of every aspect."""
-    aspects = [SMALLEST * (LARGEST / SMALLEST) ** (number / (SHAPES - 1)) for number in range(SHAPES)]
-    return [(round(LONG_PX * min(1, aspect)), round(LONG_PX * min(1, 1 / aspect))) for aspect in aspects]
+    aspects = SMALLEST * (LARGEST / SMALLEST) ** (np.arange(SHAPES) / (SHAPES - 1))
+    sides = np.stack([np.minimum(1, aspects), np.minimum(1, 1 / aspects)], axis=1)
+    return np.rint(LONG_PX * sides).astype(np.int64)
 
 
 def row(resolution: int) -> list[str]:
@@ -34,17 +35,11 @@ def row(resolution: int) -> list[str]:
         minimum_aspect_ratio=None,
         maximum_aspect_ratio=None,
     )
-    buckets = {
-        version: [bucket_size(dataset, size, ALIGNMENT_PX, version) for size in sizes()]
-        for version in (1, DATA_VERSION)
-    }
-    crops = {
-        version: [cropped_share(size, bucket) for size, bucket in zip(sizes(), found, strict=True)]
-        for version, found in buckets.items()
-    }
-    means = [f"{statistics.mean(crop):.1%}" for crop in crops.values()]
-    most = " -> ".join(f"{statistics.quantiles(crop, n=20)[-1]:.1%}" for crop in crops.values())
-    moved = statistics.mean(one != two for one, two in zip(*buckets.values(), strict=True))
+    rounded, least = (bucket_sizes(dataset, sizes(), ALIGNMENT_PX, version) for version in (1, DATA_VERSION))
+    crops = [cropped_shares(sizes(), buckets) for buckets in (rounded, least)]
+    means = [f"{crop.mean():.1%}" for crop in crops]
+    most = " -> ".join(f"{np.quantile(crop, 0.95):.1%}" for crop in crops)
+    moved = (rounded != least).any(axis=1).mean()
     return [str(resolution), *means, most, f"{moved:.0%}"]
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from simpletuner.caches.texts import TextCache
 from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
-from simpletuner.data.discovery import Sample
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, SampleReader
+from simpletuner.data.samples import Sample, Samples
 from simpletuner.data.storage import LocalStorage
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import ModelFamily
@@ -71,7 +71,7 @@ def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
         no_caption={name: torch.zeros_like(value) for name, value in text.items()},
     )
     buckets = {"one": list(range(SAMPLES))}
-    plan = Plan([], samples, buckets, Path(), GlobalBatchSampler(buckets, settings.training.seed), "", DATA_VERSION)
+    plan = Plan([], Samples(), buckets, Path(), GlobalBatchSampler(buckets, settings.training.seed), "", DATA_VERSION)
     return Prepared(plan, source, cast(TextCache, None))  # only validation asks for more text
 
 

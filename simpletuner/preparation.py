@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +13,13 @@ from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1
 from simpletuner.data.buckets import Buckets, fill_buckets, make_buckets
 from simpletuner.data.dataset_warnings import dataset_warnings
 from simpletuner.data.datasets import ImageDataset, load_datasets
-from simpletuner.data.discovery import Discovery, Sample, count_noun, discover, format_names
-from simpletuner.data.folders import latents_folder, text_folder
+from simpletuner.data.discovery import Discovery, count_noun, discover, format_names
+from simpletuner.data.folders import default_folder, latents_folder, text_folder
 from simpletuner.data.prefetch import SampleReader
+from simpletuner.data.samples import Samples
 from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.engine import compute_dtype
-from simpletuner.parallel.same_data import verify_same_data
+from simpletuner.parallel.shared_scan import scan_datasets
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -31,7 +31,7 @@ class Plan:
     """What there is to train on, before anything is encoded."""
 
     datasets: list[ImageDataset]
-    samples: list[Sample]
+    samples: Samples
     buckets: Buckets
     text_folder: Path
     sampler: GlobalBatchSampler
@@ -58,16 +58,18 @@ def plan_data(session: Session, version: int = DATA_VERSION) -> Plan:
     datasets, configured_text = load_datasets(settings.data)
     text, alignment_px = text_folder(settings, configured_text), settings.data.aspect_bucket_alignment
     outputs = [settings.training.output_dir, text, *(latents_folder(dataset, settings) for dataset in datasets)]
-    found = discover(datasets, alignment_px, settings.training.seed, outputs, version)
+    scans = scan_datasets(
+        datasets, outputs, default_folder(settings, "scan"), session.world, session.report, session.stop.check
+    )
+    found = discover(scans, alignment_px, settings.training.seed, version)
     report_left_out(found, session.report)
-    for warning in dataset_warnings(found, datasets, alignment_px):
+    for warning in dataset_warnings(found, alignment_px):
         session.report.warn(warning)
-    samples = verify_same_data(found, datasets, session.world, session.stop.check)
-    return make_plan(settings, datasets, samples, text, version)
+    return make_plan(settings, datasets, found.samples, text, version)
 
 
 def make_plan(
-    settings: Settings, datasets: list[ImageDataset], samples: list[Sample], text_folder: Path, version: int
+    settings: Settings, datasets: list[ImageDataset], samples: Samples, text_folder: Path, version: int
 ) -> Plan:
     """Group samples into buckets that fill the effective batch, and order them."""
     repeats = {dataset.id: dataset.repeats for dataset in datasets}
@@ -94,7 +96,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
     for cache in caches.values():
         broken |= cache.fill(settings.data.vae_batch_size, report, stop)
     report_left_out(Discovery(broken=broken), report)
-    whole = [sample for sample in plan.samples if sample.id not in broken]
+    whole = plan.samples.without(broken)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
         plan = make_plan(settings, plan.datasets, whole, plan.text_folder, plan.version)
     no_caption = family.unconditional({key: value[None] for key, value in text.read("").items()})
@@ -109,15 +111,15 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
 
 
 def latents_cache(
-    dataset: ImageDataset, settings: Settings, samples: Sequence[Sample], family: ModelFamily, world: World
+    dataset: ImageDataset, settings: Settings, samples: Samples, family: ModelFamily, world: World
 ) -> LatentsCache:
-    own = [sample for sample in samples if sample.dataset == dataset.id]
+    own = next(part for part in samples.parts if part.dataset is dataset)
     return LatentsCache(latents_folder(dataset, settings), own, family, world, settings.model.vae_dtype)
 
 
 def report_left_out(found: Discovery, report: Report) -> None:
     """Name images that are left out, with the reason. Their files are never touched."""
-    for address in found.written:
+    for address in (address for others in found.others for address in others.written):
         report.say(f"{address} is left out of the images: this run writes there")
     if found.unwanted:
         report.say(f"{count_noun(found.unwanted, 'image')} outside the limits of size or aspect left out")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import scanning
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.discovery import discover
 from simpletuner.errors import SimpleTunerError
 from simpletuner.preparation import report_left_out
 from simpletuner.report import Report, printable
@@ -69,6 +69,6 @@ def test_a_broken_picture_cannot_forge_a_line(tmp_path, capsys):
     Image.new("RGB", (64, 64)).save(tmp_path / "good.png")
     (tmp_path / "a\nerror: no disk\x1b[2J.png").write_text("no picture")
     dataset = ImageDataset(id="d", instance_data_dir=tmp_path, caption_strategy="filename", resolution=64)
-    report_left_out(discover([dataset], 64, 0), Report())
+    report_left_out(scanning.found([dataset]), Report())
     said = capsys.readouterr().err
     assert "warning: 1 broken image left out:\n  d/a\n  error: no disk\\x1b[2J.png: " in said

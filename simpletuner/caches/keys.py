@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from simpletuner.data.discovery import Sample
+from simpletuner.data.samples import Sample
 
 KeyParts = dict[str, str]
 

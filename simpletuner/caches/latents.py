@@ -13,8 +13,8 @@ from torch import Tensor
 from simpletuner.caches.filling import CacheJob, CacheRequest, fill_cache
 from simpletuner.caches.keys import folder_fingerprint, latents_parts
 from simpletuner.caches.shards import RecordLocation, ShardReader
-from simpletuner.data.discovery import Sample
 from simpletuner.data.images import DECODE_ERRORS, read_rgb, resize_and_crop
+from simpletuner.data.samples import Sample
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.vae import Vae
 from simpletuner.parallel.world import World

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from simpletuner.data.discovery import Sample
+from simpletuner.data.samples import Sample
 from simpletuner.errors import DataError
 
 MAX_EPOCH_SAMPLES = 100_000_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from simpletuner.data.datasets import ImageDataset
@@ -19,28 +20,34 @@ BYTE_ORDER_MARKS = (
 )
 
 
-def read_captions(dataset: ImageDataset, storage: Storage, name: str) -> tuple[str, ...]:
-    """Return an image's captions, one per non-empty line of its text file; empty where there is none.
+CAPTION_SUFFIX = ".txt"
+
+
+def read_caption_file(storage: Storage, name: str) -> list[str]:
+    """Return the non-empty lines of an image's text file; none where there is no such file.
 
     Raises UnreadableFileError for a caption file that is not text.
     """
+    try:
+        content = storage.read(caption_file(name), MAX_BYTES)
+    except FileNotFoundError:
+        return []
+    return [line.strip() for line in decode_text(content).splitlines() if line.strip()]
+
+
+def captions_of(dataset: ImageDataset, name: str, lines: Sequence[str]) -> tuple[str, ...]:
+    """Return an image's captions, as the dataset's strategy says; `lines` are those of its text file."""
     phrase = dataset.instance_prompt or ""
     if dataset.caption_strategy == "instanceprompt":
         return (phrase,)
     if dataset.caption_strategy == "filename":
-        lines = [PurePosixPath(name).stem.replace("_", " ").strip()]
-    else:
-        try:
-            content = storage.read(caption_file(name), MAX_BYTES)
-        except FileNotFoundError:
-            return ()
-        lines = decode_text(content).splitlines()
+        lines = [line] if (line := PurePosixPath(name).stem.replace("_", " ").strip()) else []
     prefix = f"{phrase} " if dataset.prepend_instance_prompt and phrase else ""
-    return tuple(prefix + line.strip() for line in lines if line.strip())
+    return tuple(prefix + line for line in lines)
 
 
 def caption_file(name: str) -> str:
-    return PurePosixPath(name).with_suffix(".txt").as_posix()
+    return PurePosixPath(name).with_suffix(CAPTION_SUFFIX).as_posix()
 
 
 def decode_text(content: bytes) -> str:

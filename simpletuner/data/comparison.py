@@ -1,21 +1,29 @@
-"""Compare the samples of two ranks: by one digest per chunk, then in detail, but only in chunks that differ.
+"""Compare the image files of two machines: by one digest, then one per chunk, then in detail where chunks differ.
 
-A chunk is chosen by a hash of the sample's id, not by its index, so that one missing file changes one chunk and not all
+A chunk is chosen by a hash of the file's id, not by its index, so that one missing file changes one chunk and not all
 after it. Machines that hold copies of the data may disagree on the time of change of a file; then the first and the
-last block of the file are compared instead.
+last block of an image, and the text of a caption, are compared instead.
 """
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
+import pyarrow as pa
+import xxhash
+
+from simpletuner.data.captions import read_caption_file
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.discovery import Sample
+from simpletuner.data.file_list import CAPTION_VERSION, FileList
+from simpletuner.data.storage import Storage, UnreadableFileError
 
 CHUNKS = 1024
 """16 KB of digests for any number of samples; of a million, one that differs costs details of about 1,000."""
@@ -27,18 +35,49 @@ LOCAL_KEYS = ("instance_data_dir", "cache_dir_vae")
 
 
 @dataclass(frozen=True)
-class SampleFacts:
-    """What must be equal in two samples of one id; plain values, so that they can be sent as JSON."""
+class FileFacts:
+    """What must be equal in two images of one id; plain values, so that they can be sent as JSON."""
 
+    size_bytes: int
     version: str
-    size: list[int]
-    geometry: list[list[int]]
     captions: list[str]
     ends: str
 
-    @property
-    def size_bytes(self) -> int:
-        return int(self.version.partition("-")[0])
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    """The image files of one dataset on one machine."""
+
+    dataset: ImageDataset
+    storage: Storage
+    list: FileList
+
+    def ids(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each row with the id of its sample."""
+        for batch in self.list.table.to_batches():
+            for row in batch.to_pylist():
+                yield f"{self.dataset.id}/{row['name']}", row
+
+    def facts(self, row: Mapping[str, Any]) -> FileFacts:
+        captions = []
+        if row[CAPTION_VERSION]:
+            try:
+                captions = read_caption_file(self.storage, row["name"])
+            except UnreadableFileError as error:
+                captions = [f"a file that {error}"]
+        return FileFacts(row["size_bytes"], row["version"], captions, hash_ends(self.storage, row["name"]))
+
+
+def digest_of(tables: Iterable[pa.Table]) -> str:
+    """Return one digest of the rows of tables, whatever their batches."""
+    digest = xxhash.xxh3_128()
+    for table in tables:
+        for column in table.columns:
+            digest.update(f"{len(table)} {column.type}".encode())
+            for chunk in column.chunks:
+                for buffer in pa.concat_arrays([chunk]).buffers():
+                    digest.update(buffer or b"")
+    return digest.hexdigest()
 
 
 def chunk_index(sample_id: str) -> int:
@@ -47,31 +86,28 @@ def chunk_index(sample_id: str) -> int:
     return zlib.crc32(sample_id.encode()) % CHUNKS
 
 
-def chunk_digests(samples: Iterable[Sample]) -> list[str]:
-    """Return one digest per chunk over everything that decides what is trained on; `samples` are in their order."""
+def chunk_digests(datasets: Iterable[DatasetFiles]) -> list[str]:
+    """Return one digest per chunk over the names and versions of all files."""
     digests = [hashlib.blake2b(digest_size=8) for _ in range(CHUNKS)]
-    for sample in samples:
-        line = repr((sample.id, sample.version, sample.geometry, sample.captions))
-        digests[chunk_index(sample.id)].update(line.encode())
+    for sample_id, row in (pair for files in datasets for pair in files.ids()):
+        digests[chunk_index(sample_id)].update(repr((sample_id, *row.values())).encode())
     return [digest.hexdigest() for digest in digests]
 
 
-def collect_facts(samples: Iterable[Sample], chunks: Collection[int]) -> dict[int, dict[str, dict[str, Any]]]:
-    """Return the facts of every sample in these chunks, by chunk and id."""
+def collect_facts(datasets: Iterable[DatasetFiles], chunks: Collection[int]) -> dict[int, dict[str, dict[str, Any]]]:
+    """Return the facts of every file in these chunks, by chunk and id."""
     found: dict[int, dict[str, dict[str, Any]]] = {chunk: {} for chunk in chunks}
-    for sample in samples:
-        if (chunk := chunk_index(sample.id)) in found:
-            g = sample.geometry
-            geometry = [list(g.resized), list(g.crop_left_top), list(g.target)]
-            facts = SampleFacts(sample.version, list(g.original), geometry, list(sample.captions), hash_ends(sample))
-            found[chunk][sample.id] = asdict(facts)
+    for files in datasets:
+        for sample_id, row in files.ids():
+            if (chunk := chunk_index(sample_id)) in found:
+                found[chunk][sample_id] = asdict(files.facts(row))
     return found
 
 
-def hash_ends(sample: Sample) -> str:
-    """Return a digest of the first and the last block of an image file; empty for one that cannot be read."""
+def hash_ends(storage: Storage, name: str) -> str:
+    """Return a digest of the first and the last block of a file; empty for one that cannot be read."""
     try:
-        with sample.open() as file:
+        with storage.open(name) as file:
             size = file.seek(0, 2)
             file.seek(0)
             head = file.read(BLOCK_BYTES)
@@ -81,20 +117,14 @@ def hash_ends(sample: Sample) -> str:
         return ""
 
 
-def find_difference(
-    first: Mapping[str, SampleFacts],
-    other: Mapping[str, SampleFacts],
-    names: tuple[str, str],
-    broken: Mapping[str, str],
-) -> str:
-    """Return a sentence about the first sample by id that differs; empty where none does.
+def find_difference(first: Mapping[str, FileFacts], other: Mapping[str, FileFacts], names: tuple[str, str]) -> str:
+    """Return a sentence about the first file by id that differs; empty where none does.
 
-    `first` belongs to the rank called `names[0]`, `other` to `names[1]`, which left out `broken` with a reason.
+    `first` belongs to the rank called `names[0]`, `other` to `names[1]`.
     """
     for sample_id in sorted({*first, *other}):
         if sample_id not in other:
-            reason = f" ({broken[sample_id]})" if sample_id in broken else ""
-            return f"{sample_id} is missing on {names[1]}{reason}"
+            return f"{sample_id} is missing on {names[1]}"
         if sample_id not in first:
             return f"{sample_id} is missing on {names[0]}"
         if difference := compare_facts(first[sample_id], other[sample_id], names):
@@ -102,8 +132,8 @@ def find_difference(
     return ""
 
 
-def compare_facts(one: SampleFacts, two: SampleFacts, names: tuple[str, str]) -> str:
-    """Return what differs between a sample on the first and on the other rank; empty for nothing."""
+def compare_facts(one: FileFacts, two: FileFacts, names: tuple[str, str]) -> str:
+    """Return what differs between an image on the first and on the other rank; empty for nothing."""
     first, other = names
     if one.size_bytes != two.size_bytes:
         return f"{two.size_bytes} bytes on {other}, {one.size_bytes} on {first}"
@@ -113,8 +143,6 @@ def compare_facts(one: SampleFacts, two: SampleFacts, names: tuple[str, str]) ->
         pairs = zip_longest(one.captions, two.captions)
         there, here = next((quote_caption(a), quote_caption(b)) for a, b in pairs if a != b)
         return f"another caption on {other} than on {first}: {here} instead of {there}"
-    if (one.size, one.geometry) != (two.size, two.geometry):
-        return f"another size on {other} than on {first}: {format_size(two)} instead of {format_size(one)}"
     return ""
 
 
@@ -122,16 +150,6 @@ def quote_caption(caption: str | None) -> str:
     if caption is None:
         return "none"
     return repr(caption if len(caption) <= SHOWN_LETTERS else caption[:SHOWN_LETTERS] + "...")
-
-
-def format_size(facts: SampleFacts) -> str:
-    (width, height), (bucket_width, bucket_height) = facts.size, facts.geometry[-1]
-    return f"{width}x{height} px for bucket {bucket_width}x{bucket_height}"
-
-
-def adopt_versions(samples: Sequence[Sample], first: Mapping[str, SampleFacts]) -> list[Sample]:
-    """Return the samples with rank 0's file versions: caches are keyed by them, so all ranks must use the same."""
-    return [replace(s, version=first[s.id].version) if s.id in first else s for s in samples]
 
 
 def dataset_facts(datasets: Iterable[ImageDataset]) -> dict[str, dict[str, Any]]:

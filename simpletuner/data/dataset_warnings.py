@@ -1,13 +1,20 @@
 """What users should know about the images that were found: one line per kind, with a count and an example."""
 
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.discovery import Discovery, Sample, count_noun
-from simpletuner.data.geometry import target_area_px
+import numpy as np
+import pyarrow.compute as pc
+
+from simpletuner.data.captions import captions_of
+from simpletuner.data.discovery import Discovery, count_noun
+from simpletuner.data.geometry import shapes_of, target_areas
+from simpletuner.data.samples import DatasetSamples, Sample, Samples, Sizes
 
 MIN_ENLARGEMENT = 1.1
 """Enlarging up to this factor is what rounding to buckets does, and is not mentioned."""
@@ -24,7 +31,7 @@ MAX_AREA_RATIO = 1.5
 MAX_SUFFIXES = 8
 
 
-def dataset_warnings(found: Discovery, datasets: Sequence[ImageDataset], alignment_px: int) -> Iterator[str]:
+def dataset_warnings(found: Discovery, alignment_px: int) -> Iterator[str]:
     """Yield one sentence for each thing that happens to images without being asked for."""
     yield from warn_not_read(found)
     if found.animated:
@@ -32,75 +39,106 @@ def dataset_warnings(found: Discovery, datasets: Sequence[ImageDataset], alignme
         yield f"{images} with several frames: the first is used ({found.animated[0]})"
     yield from warn_enlarged(found.samples)
     yield from warn_extreme_aspect(found.samples)
-    for dataset in datasets:
-        own = [sample for sample in found.samples if sample.dataset == dataset.id]
-        yield from warn_other_area(dataset, own, alignment_px)
+    for part in found.samples.parts:
+        yield from warn_other_area(part, alignment_px)
     yield from warn_long_captions(found.samples)
 
 
 def warn_not_read(found: Discovery) -> Iterator[str]:
-    if found.not_read:
-        kinds = Counter("." + name.rpartition(".")[2].lower() for name in found.not_read).most_common()
+    if kinds := found.not_read.most_common():
         named = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:MAX_SUFFIXES])
         more = ", and others" if len(kinds) > MAX_SUFFIXES else ""
+        example = next(each.example for each in found.others if each.example)
         yield (
-            f"{count_noun(len(found.not_read), 'file')} not read: {named}{more}, such as {found.not_read[0]}; "
+            f"{count_noun(found.not_read.total(), 'file')} not read: {named}{more}, such as {example}; "
             "only JPEG, PNG and WebP are read: convert them"
         )
 
 
-def warn_enlarged(samples: Sequence[Sample]) -> Iterator[str]:
-    enlarged = [(factor, each) for each in samples if (factor := enlargement(each)) > MIN_ENLARGEMENT]
-    if enlarged:
-        factor, worst = max(enlarged, key=lambda pair: pair[0])
-        (width, height), (to_width, to_height) = worst.geometry.original, worst.geometry.resized
+@dataclass(frozen=True)
+class Group:
+    """Samples of which something is true: how many, and the one of which it is truest."""
+
+    count: int
+    degree: float
+    worst: Sample
+
+    @classmethod
+    def of(cls, samples: Samples, degree: Callable[[Sizes], np.ndarray], above: float) -> Group | None:
+        """Collect the samples whose size has more than a degree; None if there are none."""
+        count, worst = 0, (above, -1, -1)
+        for number, part in enumerate(samples.parts):
+            degrees = degree(part.sizes)[part.sizes.index]
+            count += int((degrees > above).sum())
+            if len(degrees) and (highest := float(degrees.max())) > worst[0]:
+                worst = highest, number, int(degrees.argmax())
+        return cls(count, worst[0], samples.parts[worst[1]][worst[2]]) if count else None
+
+
+def warn_enlarged(samples: Samples) -> Iterator[str]:
+    if group := Group.of(samples, enlargements, MIN_ENLARGEMENT):
+        (width, height), (to_width, to_height) = group.worst.geometry.original, group.worst.geometry.resized
         yield (
-            f"{count_noun(len(enlarged), 'image')} of {len(samples):,} enlarged, up to {factor:.1f} times: {worst.id} "
-            f"from {width}x{height} to {to_width}x{to_height} px; minimum_image_size leaves small ones out"
+            f"{count_noun(group.count, 'image')} of {len(samples):,} enlarged, up to {group.degree:.1f} times: "
+            f"{group.worst.id} from {width}x{height} to {to_width}x{to_height} px; "
+            "minimum_image_size leaves small ones out"
         )
 
 
-def enlargement(sample: Sample) -> float:
-    """Return the factor by which an image is enlarged."""
-    return max(to / side for to, side in zip(sample.geometry.resized, sample.geometry.original, strict=True))
+def enlargements(sizes: Sizes) -> np.ndarray:
+    """Return the factor by which images of each size are enlarged."""
+    return (sizes.resized / sizes.originals).max(axis=1)
 
 
-def warn_extreme_aspect(samples: Sequence[Sample]) -> Iterator[str]:
-    extreme = [each for each in samples if max(each.geometry.original) > EXTREME_ASPECT * min(each.geometry.original)]
-    if extreme:
-        worst = max(extreme, key=lambda each: max(each.geometry.original) / min(each.geometry.original))
-        (width, height), (to_width, to_height) = worst.geometry.original, worst.geometry.target
+def extremeness(sizes: Sizes) -> np.ndarray:
+    """Return how much longer the longer side of each size is."""
+    return sizes.originals.max(axis=1) / sizes.originals.min(axis=1)
+
+
+def warn_extreme_aspect(samples: Samples) -> Iterator[str]:
+    if group := Group.of(samples, extremeness, EXTREME_ASPECT):
+        (width, height), (to_width, to_height) = group.worst.geometry.original, group.worst.geometry.target
         yield (
-            f"{count_noun(len(extreme), 'image')} with one side more than {EXTREME_ASPECT:g} times the other: "
-            f"{worst.id} ({width}x{height} px) is trained at {to_width}x{to_height}; minimum_aspect_ratio and "
+            f"{count_noun(group.count, 'image')} with one side more than {EXTREME_ASPECT:g} times the other: "
+            f"{group.worst.id} ({width}x{height} px) is trained at {to_width}x{to_height}; minimum_aspect_ratio and "
             "maximum_aspect_ratio leave such images out"
         )
 
 
-def warn_other_area(dataset: ImageDataset, samples: Sequence[Sample], alignment_px: int) -> Iterator[str]:
+def warn_other_area(samples: DatasetSamples, alignment_px: int) -> Iterator[str]:
     """Say where aspect_bucket_alignment does not allow the resolution that was asked for."""
+    dataset, sizes = samples.dataset, samples.sizes
 
-    def area_ratio(sample: Sample) -> float:
-        (width, height), (original_width, original_height) = sample.geometry.target, sample.geometry.original
-        square = dataset.crop and dataset.crop_aspect == "square"
-        area = target_area_px(dataset, 1.0 if square else original_width / original_height)
-        return max(width * height / area, area / (width * height))
-
-    other = [each for each in samples if area_ratio(each) > MAX_AREA_RATIO]
-    if other:
-        width, height = other[0].geometry.target
+    shapes, areas = shapes_of(dataset, sizes.originals), sizes.targets.prod(axis=1)
+    wanted = target_areas(dataset, shapes[:, 0] / shapes[:, 1])
+    if (other := (np.maximum(areas / wanted, wanted / areas) > MAX_AREA_RATIO)[sizes.index]).any():
+        first = samples[int(other.argmax())]
         yield (
-            f"{count_noun(len(other), 'image')} of dataset `{dataset.id}` far from resolution={dataset.resolution:g} "
-            f"({dataset.resolution_type}): {other[0].id} is trained at {width}x{height}, since sides are multiples of "
+            f"{count_noun(int(other.sum()), 'image')} of dataset `{dataset.id}` far from "
+            f"resolution={dataset.resolution:g} ({dataset.resolution_type}): {first.id} is trained at "
+            f"{first.geometry.target[0]}x{first.geometry.target[1]}, since sides are multiples of "
             f"aspect_bucket_alignment={alignment_px}"
         )
 
 
-def warn_long_captions(samples: Sequence[Sample]) -> Iterator[str]:
-    long = [each for each in samples if any(len(caption) > LONG_CAPTION_LETTERS for caption in each.captions)]
-    if long:
-        worst = max(long, key=lambda each: max(map(len, each.captions)))
+def warn_long_captions(samples: Samples) -> Iterator[str]:
+    letters = [longest_captions(part) for part in samples.parts]
+    count = sum(int((each > LONG_CAPTION_LETTERS).sum()) for each in letters)
+    if count:
+        part, most = max(zip(samples.parts, letters, strict=True), key=lambda pair: pair[1].max(initial=0))
         yield (
-            f"{count_noun(len(long), 'image')} with a caption of more than {LONG_CAPTION_LETTERS:,} letters: no text "
-            f"encoder reads it to its end ({worst.id}: {max(map(len, worst.captions)):,} letters)"
+            f"{count_noun(count, 'image')} with a caption of more than {LONG_CAPTION_LETTERS:,} letters: no text "
+            f"encoder reads it to its end ({part[int(most.argmax())].id}: {most.max():,} letters)"
         )
+
+
+def longest_captions(samples: DatasetSamples) -> np.ndarray:
+    """Return the letters of each sample's longest caption, where captions are files."""
+    prefix = len(captions_of(samples.dataset, "", [""])[0]) if samples.dataset.caption_strategy == "textfile" else 0
+    parts = [np.zeros(0, np.int64)]
+    for lines in samples.table["captions"].chunks:
+        most = np.zeros(len(lines), np.int64)
+        letters = pc.utf8_length(lines.flatten()).to_numpy() + prefix
+        np.maximum.at(most, pc.list_parent_indices(lines).to_numpy(), letters)
+        parts.append(most)
+    return np.concatenate(parts)[samples.rows]

@@ -1,168 +1,128 @@
-"""Find the samples of the datasets: files, sizes, captions. Nothing is decoded, nothing is written."""
+"""From the scans of the datasets to their samples: what is left out and why, and what ends the run."""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from simpletuner.data.batch_sampler import DATA_VERSION
-from simpletuner.data.captions import caption_file, read_captions
+from simpletuner.data.captions import caption_file
 from simpletuner.data.datasets import LARGEST_PIXELS, ImageDataset
-from simpletuner.data.geometry import Geometry, compute_geometry, is_within_limits
-from simpletuner.data.images import DECODE_ERRORS, read_header
-from simpletuner.data.storage import Storage, StoredFile, UnreadableFileError, open_storage
+from simpletuner.data.file_list import OtherFiles
+from simpletuner.data.geometry import are_within_limits, bucket_sizes, resized_sizes
+from simpletuner.data.samples import DatasetSamples, Samples, Sizes
+from simpletuner.data.scan import Scan
 from simpletuner.errors import DataError
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
-
-OTHER_SUFFIXES = frozenset(
-    {".heic", ".heif", ".avif", ".gif", ".tif", ".tiff", ".bmp", ".jp2", ".jxl", ".jfif", ".psd", ".exr", ".hdr"}
-    | {".svg", ".tga", ".ppm", ".pgm", ".ico", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"}
-    | {".mp4", ".mov", ".webm", ".mkv", ".avi", ".zip", ".tar", ".parquet"}
-)
-"""Suffixes of files that a user may take for training data, but that are not read; they are counted."""
-
-MAX_BYTES = 1 << 30
 MAX_NAMES = 20
 """How many files a message names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One image of one dataset, as `name` in `storage`; `version` changes when the file does."""
-
-    id: str
-    dataset: str
-    storage: Storage
-    name: str
-    version: str
-    geometry: Geometry
-    captions: tuple[str, ...]
-    """One of them is chosen at random in each step."""
-
-    def open(self) -> BinaryIO:
-        return self.storage.open(self.name)
+WORDLESS = r"(^|/)[_\s\p{Z}\x0b\x1c-\x1f\x{85}]+\.[^./]*$"
+"""File names that leave nothing for a caption."""
 
 
 @dataclass
 class Discovery:
     """The samples of all datasets, what is left out with the reason, and what users should know."""
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: Samples = field(default_factory=Samples)
     broken: dict[str, str] = field(default_factory=dict)
     unwanted: int = 0
     animated: list[str] = field(default_factory=list)
-    not_read: list[str] = field(default_factory=list)
-    """Addresses of files of other formats."""
-    written: list[str] = field(default_factory=list)
-    """Addresses of what this run writes among the images."""
+    others: list[OtherFiles] = field(default_factory=list)
+    """What the datasets hold beside images."""
+
+    @property
+    def not_read(self) -> Counter[str]:
+        """How many files of other formats there are, by suffix."""
+        return sum((Counter(each.not_read) for each in self.others), Counter())
 
 
-def discover(
-    datasets: Sequence[ImageDataset],
-    alignment_px: int,
-    seed: int,
-    outputs: Sequence[Path] = (),
-    version: int = DATA_VERSION,
-) -> Discovery:
-    """Find every sample, in an order that is the same on all ranks.
+def discover(scans: Sequence[Scan], alignment_px: int, seed: int, version: int = DATA_VERSION) -> Discovery:
+    """Choose the samples among the images that were found.
 
-    Nothing in `outputs`, the folders that the run writes into, becomes a sample. Raises DataError when a folder is
-    missing or empty, or when images lack captions.
+    Raises DataError when a dataset has no usable image, or when images lack captions.
     """
     found = Discovery()
-    for dataset in datasets:
-        scan = DatasetScan(dataset, open_storage(dataset, outputs), alignment_px, seed, found, version)
-        samples = [sample for file in scan.list_images() if (sample := scan.make_sample(file)) is not None]
-        raise_if_unreadable(dataset, scan.unreadable)
-        raise_if_uncaptioned(dataset, scan.uncaptioned)
-        found.samples += samples
-        if not samples:
-            raise nothing_usable_error(dataset, scan.storage, found)
+    parts = []
+    for scan in scans:
+        found.others.append(scan.others)
+        found.broken |= {f"{scan.dataset.id}/{name}": NOT_UTF8 for name in scan.others.undecodable}
+        parts.append(choose_samples(scan, alignment_px, seed, version, found))
+        if not len(parts[-1]):
+            raise nothing_usable_error(scan, found)
+    found.samples = Samples(parts)
     return found
 
 
-@dataclass
-class DatasetScan:
-    """The search for one dataset's samples. What is left out is noted in `found`; captions that are missing or not
-    text are collected here, since they end the run once all of them are known."""
-
-    dataset: ImageDataset
-    storage: Storage
-    alignment_px: int
-    seed: int
-    found: Discovery
-    version: int = DATA_VERSION
-    uncaptioned: list[str] = field(default_factory=list)
-    unreadable: dict[str, str] = field(default_factory=dict)
-
-    def list_images(self) -> list[StoredFile]:
-        try:
-            listing = self.storage.list_files(SUFFIXES | OTHER_SUFFIXES)
-        except FileNotFoundError:
-            raise DataError(
-                f"dataset `{self.dataset.id}`: there is no folder {self.storage.describe()}",
-                "set instance_data_dir to your images",
-            ) from None
-        self.found.not_read += [self.storage.describe(f.name) for f in listing.files if f.suffix in OTHER_SUFFIXES]
-        self.found.written += map(self.storage.describe, listing.left_out)
-        return [file for file in listing.files if file.suffix in SUFFIXES]
-
-    def make_sample(self, file: StoredFile) -> Sample | None:
-        """Return the sample of an image; None after noting why it is left out."""
-        sample_id = f"{self.dataset.id}/{file.name}"
-        try:
-            check_readable(file)
-            with self.storage.open(file.name) as opened:
-                header = read_header(opened)
-        except DECODE_ERRORS as error:
-            self.found.broken[sample_id] = str(error)
-            return None
-        if not is_within_limits(self.dataset, header.size):
-            self.found.unwanted += 1
-            return None
-        geometry = compute_geometry(self.dataset, sample_id, header.size, self.alignment_px, self.seed, self.version)
-        if geometry.resized[0] * geometry.resized[1] > LARGEST_PIXELS:
-            self.found.broken[sample_id] = "would be resized to {}x{} px".format(*geometry.resized)
-            return None
-        captions = self._read_captions(file.name)
-        if not captions:
-            return None
-        if header.animated:
-            self.found.animated.append(sample_id)
-        return Sample(sample_id, self.dataset.id, self.storage, file.name, file.version, geometry, captions)
-
-    def _read_captions(self, name: str) -> tuple[str, ...]:
-        try:
-            captions = read_captions(self.dataset, self.storage, name)
-        except UnreadableFileError as error:
-            self.unreadable[caption_file(name)] = str(error)
-            return ()
-        if not captions:
-            self.uncaptioned.append(name)
-        return captions
+NOT_UTF8 = "its name is not UTF-8: rename it"
 
 
-def check_readable(file: StoredFile) -> None:
-    """Raise ValueError for a file that is not even opened."""
-    try:
-        file.name.encode()  # ids go into JSON, messages and hashes, which take no undecodable bytes
-    except UnicodeEncodeError:
-        raise ValueError("its name is not UTF-8: rename it") from None
-    if file.problem:
-        raise ValueError(file.problem)
-    if file.size_bytes > MAX_BYTES:
-        raise ValueError(f"has {file.size_bytes:,} bytes; at most {MAX_BYTES:,} are read")
+def choose_samples(scan: Scan, alignment_px: int, seed: int, version: int, found: Discovery) -> DatasetSamples:
+    """Return the samples of one dataset, after noting in `found` what is left out."""
+    dataset, table = scan.dataset, scan.table
+    is_read = pc.equal(table["problem"], "").to_numpy()
+    for name, problem in zip(*(pick(table[column], ~is_read) for column in ("name", "problem")), strict=True):
+        found.broken[f"{dataset.id}/{name}"] = problem
+    rows = np.flatnonzero(is_read).astype(np.int32)
+    sizes = sizes_of(dataset, table, rows, alignment_px, version)
+    wanted = are_within_limits(dataset, sizes.originals)[sizes.index]
+    found.unwanted += int((~wanted).sum())
+    fits = (sizes.resized.prod(axis=1) <= LARGEST_PIXELS)[sizes.index]
+    for position in np.flatnonzero(wanted & ~fits).tolist():
+        _, resized, _ = sizes.of(position)
+        name = table["name"][int(rows[position])]
+        found.broken[f"{dataset.id}/{name}"] = "would be resized to {}x{} px".format(*resized)
+    chosen = np.zeros(len(table), bool)
+    chosen[rows[wanted & fits]] = True
+    check_captions(dataset, table, chosen)
+    found.animated += [f"{dataset.id}/{name}" for name in pick(table["name"], chosen & table["animated"].to_numpy())]
+    return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed).where(wanted & fits)
 
 
-def raise_if_unreadable(dataset: ImageDataset, files: Mapping[str, str]) -> None:
+def pick(column: pa.ChunkedArray, mask: np.ndarray) -> list:
+    """Return the values of a column where `mask` is true."""
+    return column.take(pa.array(np.flatnonzero(mask))).to_pylist() if mask.any() else []
+
+
+def sizes_of(dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment_px: int, version: int) -> Sizes:
+    """Find the bucket of each size that occurs; there are far fewer sizes than images."""
+    width, height = (table[side].to_numpy()[rows].astype(np.int64) for side in ("width", "height"))
+    encoded = pa.array(width << 32 | height).dictionary_encode()
+    codes = encoded.dictionary.to_numpy()
+    originals = np.stack([codes >> 32, codes & 0xFFFFFFFF], axis=1)
+    targets = bucket_sizes(dataset, originals, alignment_px, version)
+    return Sizes(originals, resized_sizes(originals, targets), targets, encoded.indices.to_numpy())
+
+
+def check_captions(dataset: ImageDataset, table: pa.Table, chosen: np.ndarray) -> None:
+    """Raise DataError that names chosen images without a caption, or whose caption file is not text."""
+    if dataset.caption_strategy == "instanceprompt":
+        return
+    if dataset.caption_strategy == "filename":
+        raise_if_uncaptioned(
+            dataset, pick(table["name"], chosen & pc.match_substring_regex(table["name"], WORDLESS).to_numpy())
+        )
+        return
+    unreadable = chosen & pc.not_equal(table["caption_problem"], "").to_numpy()
+    empty = chosen & ~unreadable & pc.equal(pc.list_value_length(table["captions"]), 0).to_numpy()
+    raise_if_unreadable(dataset, pick(table["name"], unreadable), pick(table["caption_problem"], unreadable))
+    raise_if_uncaptioned(dataset, pick(table["name"], empty))
+
+
+def raise_if_unreadable(dataset: ImageDataset, names: Sequence[str], problems: Sequence[str]) -> None:
     """Raise DataError that names caption files that are not text, and why."""
-    if files:
-        named = format_names([f"{name} {reason}" for name, reason in sorted(files.items())])
+    if names:
+        named = format_names([f"{caption_file(name)} {why}" for name, why in sorted(zip(names, problems, strict=True))])
         raise DataError(
-            f"dataset `{dataset.id}`: {count_noun(len(files), 'caption file')} cannot be read as text:{named}",
+            f"dataset `{dataset.id}`: {count_noun(len(names), 'caption file')} cannot be read as text:{named}",
             "save them as UTF-8, for example `iconv -f WINDOWS-1252 -t UTF-8 old.txt > new.txt`",
         )
 
@@ -178,16 +138,17 @@ def raise_if_uncaptioned(dataset: ImageDataset, names: Sequence[str]) -> None:
         )
 
 
-def nothing_usable_error(dataset: ImageDataset, storage: Storage, found: Discovery) -> DataError:
+def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
     counts = {
         "broken": len(found.broken),
         "outside the size limits": found.unwanted,
-        "not read": len(found.not_read),
+        "not read": found.not_read.total(),
     }
     left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
-    such = f"; .{found.not_read[0].rpartition('.')[2]} is not" if found.not_read else ""
+    such = f"; {found.not_read.most_common(1)[0][0]} is not" if found.not_read else ""
     return DataError(
-        f"dataset `{dataset.id}`: no usable image in {storage.describe()}" + (f" ({left_out})" if left_out else ""),
+        f"dataset `{scan.dataset.id}`: no usable image in {scan.storage.describe()}"
+        + (f" ({left_out})" if left_out else ""),
         f"JPEG, PNG and WebP are read, with all subfolders{such}",
     )
 

@@ -1,10 +1,14 @@
-"""From an image's size to its aspect bucket, its resized size and its crop; all sizes are (width, height) in px."""
+"""From sizes of images to aspect buckets, resized sizes and crops.
+
+Arrays of sizes are (images, 2) int64, width and height in px; a `Size` is one of them.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from simpletuner.data.batch_sampler import DATA_VERSION
 from simpletuner.data.datasets import ImageDataset
@@ -26,69 +30,68 @@ class Geometry:
     target: Size
 
 
-def target_area_px(dataset: ImageDataset, aspect: float) -> float:
-    """Return the area that an image of this aspect (width / height) is brought to."""
+def target_areas(dataset: ImageDataset, aspects: np.ndarray) -> np.ndarray:
+    """Return the areas (px) that images of these aspects (width / height) are brought to."""
     if dataset.resolution_type == "area":
-        return dataset.resolution * 1_000_000
+        return np.full(len(aspects), dataset.resolution * 1_000_000)
     if dataset.resolution_type == "pixel":
-        return dataset.resolution**2 * max(aspect, 1 / aspect)
-    return dataset.resolution**2
+        return dataset.resolution**2 * np.maximum(aspects, 1 / aspects)
+    return np.full(len(aspects), dataset.resolution**2)
 
 
-def bucket_size(dataset: ImageDataset, original: Size, alignment_px: int, version: int = DATA_VERSION) -> Size:
-    """Return the bucket: of the sizes around the target area with the image's aspect, the one that crops least.
+def shapes_of(dataset: ImageDataset, originals: np.ndarray) -> np.ndarray:
+    """Return the sizes whose aspects decide the buckets: those of the images, or squares."""
+    return np.ones_like(originals) if dataset.crop and dataset.crop_aspect == "square" else originals
+
+
+def bucket_sizes(
+    dataset: ImageDataset, originals: np.ndarray, alignment_px: int, version: int = DATA_VERSION
+) -> np.ndarray:
+    """Return the bucket of each image: of the sizes around the target area with its aspect, the one that crops least.
 
     Both sides are multiples of the alignment. Where none of them is near the area, each side is rounded by itself, as
     version 1 always did.
     """
-    square = dataset.crop and dataset.crop_aspect == "square"
-    shape = (1, 1) if square else original
-    area = target_area_px(dataset, shape[0] / shape[1])
-    width, height = math.sqrt(area * shape[0] / shape[1]), math.sqrt(area * shape[1] / shape[0])
-    near = (
-        []
-        if version == 1
-        else [
-            (w, h)
-            for w in neighbouring_multiples(width, alignment_px)
-            for h in neighbouring_multiples(height, alignment_px)
-            if abs(w * h / area - 1) <= AREA_TOLERANCE and (w == h or not square)
-        ]
-    )
-    rounded = (round_to_multiple(width, alignment_px), round_to_multiple(height, alignment_px))
-    return min(
-        near, key=lambda size: (cropped_share(shape, size), size_distance(size, (width, height))), default=rounded
-    )
+    shapes = shapes_of(dataset, originals)
+    area = target_areas(dataset, shapes[:, 0] / shapes[:, 1])
+    ideal = np.sqrt(np.stack([area * shapes[:, 0] / shapes[:, 1], area * shapes[:, 1] / shapes[:, 0]], axis=1))
+    best = round_to_multiples(ideal, alignment_px)
+    if version == 1:
+        return best
+    below = np.maximum(1, np.floor(ideal / alignment_px).astype(np.int64)) * alignment_px
+    least = np.full((len(originals), 2), np.inf)  # what is cropped, and the distance from the ideal size
+    for steps in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        sizes = below + np.array(steps) * alignment_px
+        share, distance = cropped_shares(shapes, sizes), np.abs(sizes - ideal).sum(axis=1)
+        is_near = np.abs(sizes[:, 0] * sizes[:, 1] / area - 1) <= AREA_TOLERANCE
+        if shapes is not originals:
+            is_near &= sizes[:, 0] == sizes[:, 1]
+        better = is_near & ((share < least[:, 0]) | ((share == least[:, 0]) & (distance < least[:, 1])))
+        best[better], least[better] = sizes[better], np.stack([share, distance], axis=1)[better]
+    return best
 
 
-def cropped_share(shape: Size, target: Size) -> float:
-    """Return the share of an image that is cropped when it covers the target."""
-    one, two = shape[0] * target[1], shape[1] * target[0]
-    return 1 - min(one, two) / max(one, two)
+def cropped_shares(shapes: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return the shares of images that are cropped when they cover their targets."""
+    products = shapes * targets[:, ::-1]
+    return 1 - products.min(axis=1) / products.max(axis=1)
 
 
-def size_distance(size: Size, ideal: tuple[float, float]) -> float:
-    return abs(size[0] - ideal[0]) + abs(size[1] - ideal[1])
-
-
-def neighbouring_multiples(side_px: float, alignment_px: int) -> list[int]:
-    """Return the multiples of the alignment below and above a length, at least one alignment each."""
-    below = max(1, math.floor(side_px / alignment_px))
-    return [below * alignment_px, (below + 1) * alignment_px]
-
-
-def round_to_multiple(side_px: float, alignment_px: int) -> int:
+def round_to_multiples(sides_px: np.ndarray, alignment_px: int) -> np.ndarray:
     # floor(x + 0.5), since `round` would send 1.5 and 2.5 to the same multiple.
-    return max(1, math.floor(side_px / alignment_px + 0.5)) * alignment_px
+    return np.maximum(1, np.floor(sides_px / alignment_px + 0.5).astype(np.int64)) * alignment_px
+
+
+def resized_sizes(originals: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return the smallest sizes with the aspects of images that cover their buckets."""
+    scale = (targets / originals).max(axis=1, keepdims=True)
+    return np.maximum(targets, np.rint(originals * scale).astype(np.int64))
 
 
 def compute_geometry(
-    dataset: ImageDataset, sample_id: str, original: Size, alignment_px: int, seed: int, version: int = DATA_VERSION
+    dataset: ImageDataset, sample_id: str, original: Size, resized: Size, target: Size, seed: int
 ) -> Geometry:
-    """Return how one image is resized and cropped."""
-    target = bucket_size(dataset, original, alignment_px, version)
-    scale = max(target[0] / original[0], target[1] / original[1])
-    resized = (max(target[0], round(original[0] * scale)), max(target[1], round(original[1] * scale)))
+    """Return how one image is resized and cropped to its bucket."""
     room = (resized[0] - target[0], resized[1] - target[1])
     return Geometry(original, resized, crop_position(dataset, sample_id, room, seed), target)
 
@@ -103,18 +106,21 @@ def crop_position(dataset: ImageDataset, sample_id: str, room: Size, seed: int) 
     return left % (room[0] + 1), top % (room[1] + 1)
 
 
-def is_within_limits(dataset: ImageDataset, original: Size) -> bool:
-    """Whether an image is within the dataset's limits of size and aspect."""
-    aspect = original[0] / original[1]
-    if dataset.minimum_aspect_ratio is not None and aspect < dataset.minimum_aspect_ratio:
-        return False
-    if dataset.maximum_aspect_ratio is not None and aspect > dataset.maximum_aspect_ratio:
-        return False
-    return (
-        dataset.minimum_image_size is None or size_in_resolution_units(dataset, original) >= dataset.minimum_image_size
-    )
+def are_within_limits(dataset: ImageDataset, originals: np.ndarray) -> np.ndarray:
+    """Whether images are within the dataset's limits of size and aspect."""
+    aspects = originals[:, 0] / originals[:, 1]
+    within = np.ones(len(originals), bool)
+    if dataset.minimum_aspect_ratio is not None:
+        within &= aspects >= dataset.minimum_aspect_ratio
+    if dataset.maximum_aspect_ratio is not None:
+        within &= aspects <= dataset.maximum_aspect_ratio
+    if dataset.minimum_image_size is not None:
+        within &= in_resolution_units(dataset, originals) >= dataset.minimum_image_size
+    return within
 
 
-def size_in_resolution_units(dataset: ImageDataset, original: Size) -> float:
-    area = original[0] * original[1]
-    return {"area": area / 1_000_000, "pixel": min(original), "pixel_area": math.sqrt(area)}[dataset.resolution_type]
+def in_resolution_units(dataset: ImageDataset, originals: np.ndarray) -> np.ndarray:
+    if dataset.resolution_type == "pixel":
+        return originals.min(axis=1)
+    area = originals[:, 0] * originals[:, 1]
+    return area / 1_000_000 if dataset.resolution_type == "area" else np.sqrt(area)

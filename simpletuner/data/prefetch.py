@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from simpletuner.data.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, split_for_rank
-from simpletuner.data.discovery import Sample
 from simpletuner.data.sample_rng import sample_noise
+from simpletuner.data.samples import Sample
 
 THREADS = 2
 """One reads from the disk while the other hashes and stacks; both release the GIL there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, Protocol
@@ -46,9 +46,10 @@ class StoredFile:
 
 @dataclass
 class Listing:
-    """The files of a store, and the names of what is left out because the run itself writes there; both sorted."""
+    """The files of a store, sorted by the parts of their names, and the names of what is left out because the run
+    itself writes there, which are complete once all files were taken."""
 
-    files: list[StoredFile] = field(default_factory=list)
+    files: Iterable[StoredFile] = ()
     left_out: list[str] = field(default_factory=list)
 
 
@@ -56,7 +57,7 @@ class Storage(Protocol):
     """A place that holds the files of one dataset."""
 
     def list_files(self, suffixes: Collection[str]) -> Listing:
-        """List all files with these lower-case suffixes, sorted by the parts of their names.
+        """List all files with these lower-case suffixes.
 
         Raises FileNotFoundError where there is no such place, DataError where it cannot be read.
         """
@@ -88,11 +89,7 @@ class LocalStorage:
             raise FileNotFoundError(self.folder)
         listing = Listing()
         outputs = frozenset(filter(None, map(folder_id, self.outputs)))
-        listing.files += self._walk(self.folder, "", suffixes, frozenset(), outputs, listing.left_out)
-        # By parts, not by the whole name: sample indices follow this order, and with it every batch of a run that
-        # resumes. "a/z" comes before "a-b/c" in one and after it in the other.
-        listing.files.sort(key=lambda file: file.name.split("/"))
-        listing.left_out.sort(key=lambda name: name.split("/"))
+        listing.files = self._walk(self.folder, "", suffixes, frozenset(), outputs, listing.left_out)
         return listing
 
     def open(self, name: str) -> BinaryIO:
@@ -132,7 +129,9 @@ class LocalStorage:
             return
         # output_dir may be the image folder itself; then only what a run writes into it is left out.
         output_names = OUTPUT_NAMES if this in outputs else frozenset()
-        for entry in scan_folder(folder):
+        # Folder by folder sorts by parts, not by the whole name: sample indices follow this order, and with it every
+        # batch of a run that resumes. "a/z" comes before "a-b/c" in one and after it in the other.
+        for entry in sorted(scan_folder(folder), key=lambda entry: entry.name):
             name = prefix + entry.name
             if entry.name.startswith("."):
                 continue

@@ -1,4 +1,4 @@
-"""Before anything is encoded, all ranks verify that they found the same images and captions as rank 0.
+"""Before any image is opened, all machines verify that they have the same image and caption files as the first one.
 
 Only digests are exchanged unless they differ.
 """
@@ -8,21 +8,21 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from simpletuner.data.comparison import (
-    SampleFacts,
-    adopt_versions,
+    DatasetFiles,
+    FileFacts,
     chunk_digests,
     collect_facts,
     dataset_facts,
+    digest_of,
     find_dataset_difference,
     find_difference,
 )
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.discovery import Discovery, Sample
-from simpletuner.errors import DataError, SettingsError
+from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.parallel.world import World
 
 HINT = "give every machine the same files: one shared folder, or copies made with `rsync -a --delete`"
@@ -52,55 +52,72 @@ class Exchange:
         self.world.store.set(f"data/{key}", json.dumps(value))
 
 
-def verify_same_data(
-    found: Discovery, datasets: Sequence[ImageDataset], world: World, stop: Callable[[], None]
-) -> list[Sample]:
-    """Collective: verify the data, and return the samples that all ranks train on, with the file versions of rank 0.
+@dataclass
+class Listed:
+    """What a machine's first rank has found; nothing on the others."""
+
+    datasets: list[DatasetFiles] = field(default_factory=list)
+    error: SimpleTunerError | None = None
+
+    @property
+    def count(self) -> int:
+        return sum(len(files.list.table) for files in self.datasets)
+
+
+def verify_same_data(listed: Listed, datasets: Sequence[ImageDataset], world: World, stop: Callable[[], None]) -> None:
+    """Collective: verify that all machines have the same datasets and files.
 
     Raises DataError or SettingsError, on all ranks, with the first difference between two of them.
     """
-    if world.size == 1:
-        return found.samples
-    digests = chunk_digests(found.samples)
-    info = {"host": socket.gethostname(), "digests": digests, "datasets": dataset_facts(datasets)}
-    if world.is_first:
-        world.store.set("data/card", json.dumps(info))
-    world.store_barrier("data/found", stop)  # ranks may take minutes to scan: no collective is held open
-    first = json.loads(world.store.get("data/card"))
-    exchange = Exchange(world, world.gather_texts(info["host"]), stop)
+    is_lister = world.local_rank == 0
+    info = {
+        "host": socket.gethostname(),
+        "datasets": dataset_facts(datasets),
+        "error": [listed.error.message, listed.error.hint] if listed.error else [],
+        "digest": digest_of(files.list.table for files in listed.datasets) if is_lister else "",
+    }
+    world.store_barrier("data/found", stop)  # machines may take minutes to list files: no collective is held open
+    of_all = [json.loads(text) for text in world.gather_texts(json.dumps(info))]
+    for message, hint in (each["error"] for each in of_all if each["error"]):
+        raise DataError(message, hint)
+    exchange = Exchange(world, [each["host"] for each in of_all], stop)
+    first = of_all[0]
     raise_first(world, find_dataset_difference(first["datasets"], info["datasets"], exchange.names), SettingsError)
-    chunks = {number for number, digest in enumerate(digests) if digest != first["digests"][number]}
-    return compare_chunks(exchange, found, chunks)
+    if any(each["digest"] not in ("", first["digest"]) for each in of_all):
+        compare_machines(exchange, listed)
 
 
-def compare_chunks(exchange: Exchange, found: Discovery, chunks: set[int]) -> list[Sample]:
-    """Compare the chunks that differ from those of rank 0 sample by sample, if any rank has such."""
+def compare_machines(exchange: Exchange, listed: Listed) -> None:
+    """Compare the chunks in which some machine differs from the first one, file by file. Collective."""
     world, stop = exchange.world, exchange.stop
-    wanted = {number for text in world.gather_texts(json.dumps(sorted(chunks))) for number in json.loads(text)}
-    if not wanted:
-        return found.samples
+    digests = chunk_digests(listed.datasets) if listed.datasets else []
     if world.is_first:
-        exchange.publish("samples", len(found.samples))
-        for number, facts in collect_facts(found.samples, wanted).items():
+        exchange.publish("chunks", digests)
+        exchange.publish("count", listed.count)
+    world.store_barrier("data/chunks", stop)
+    first_digests = exchange.read("chunks")
+    chunks = {number for number, digest in enumerate(digests) if digest != first_digests[number]}
+    wanted = {number for text in world.gather_texts(json.dumps(sorted(chunks))) for number in json.loads(text)}
+    if world.is_first:
+        for number, facts in collect_facts(listed.datasets, wanted).items():
             exchange.publish(f"chunk/{number}", facts)
-    own = facts_by_id(collect_facts(found.samples, chunks).values())
+    own = facts_by_id(collect_facts(listed.datasets, chunks).values())
     world.store_barrier("data/details", stop)
     first = facts_by_id(exchange.read(f"chunk/{number}") for number in sorted(chunks))
-    problem = find_difference(first, own, exchange.names, found.broken)
-    count = exchange.read("samples")
-    if problem and len(found.samples) != count:
-        problem = f"{exchange.names[1]} has {len(found.samples)} images, {exchange.names[0]} has {count}: {problem}"
+    problem = find_difference(first, own, exchange.names)
+    count = exchange.read("count")
+    if problem and listed.count != count:
+        problem = f"{exchange.names[1]} has {listed.count} images, {exchange.names[0]} has {count}: {problem}"
     world.store_barrier("data/compared", stop)
     if world.is_first:
         for number in wanted:
             world.store.delete_key(f"data/chunk/{number}")
     raise_first(world, problem, DataError)
-    return adopt_versions(found.samples, first)
 
 
-def facts_by_id(chunks: Any) -> dict[str, SampleFacts]:
+def facts_by_id(chunks: Any) -> dict[str, FileFacts]:
     """Return the facts of several chunks by the samples' ids."""
-    return {sample_id: SampleFacts(**facts) for chunk in chunks for sample_id, facts in chunk.items()}
+    return {sample_id: FileFacts(**facts) for chunk in chunks for sample_id, facts in chunk.items()}
 
 
 def raise_first(world: World, problem: str, kind: type[DataError | SettingsError]) -> None:

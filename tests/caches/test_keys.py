@@ -16,8 +16,8 @@ from simpletuner.caches.keys import (
     short_hash,
     text_parts,
 )
-from simpletuner.data.discovery import Sample
 from simpletuner.data.geometry import Geometry
+from simpletuner.data.samples import Sample
 from simpletuner.data.storage import LocalStorage
 
 GEOMETRY = Geometry((100, 80), (80, 64), (8, 0), (64, 64))

@@ -5,12 +5,13 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from simpletuner.data.batch_sampler import SamplerState
 from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.geometry import bucket_size
+from simpletuner.data.geometry import bucket_sizes
 
 CASES = json.loads((Path(__file__).parent / "order_v1.json").read_text())
 """Batches that the code of version 0.1.0 (commit f0e50b6) took, with the position after each as it saved it."""
@@ -38,5 +39,6 @@ def test_a_run_that_version_0_1_began_goes_on_with_the_batches_that_it_would_tak
 
 def test_buckets_of_version_0_1_round_each_side_by_itself():
     dataset = ImageDataset(id="d", instance_data_dir=Path("x"), resolution=1024)
-    assert bucket_size(dataset, (4032, 3024), 64, version=1) == (1152, 896)
-    assert bucket_size(dataset, (4032, 3024), 64) == (1216, 896)
+    size = np.array([(4032, 3024)])
+    assert bucket_sizes(dataset, size, 64, version=1).tolist() == [[1152, 896]]
+    assert bucket_sizes(dataset, size, 64).tolist() == [[1216, 896]]

@@ -8,8 +8,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simpletuner.data.buckets import Buckets, fill_buckets, make_buckets, sufficient_repeats
-from simpletuner.data.discovery import Sample
 from simpletuner.data.geometry import Geometry
+from simpletuner.data.samples import Sample
 from simpletuner.data.storage import LocalStorage
 from simpletuner.errors import DataError, ExitCode
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import scanning
 from PIL import Image
 
 from simpletuner.data.dataset_warnings import dataset_warnings
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.discovery import discover
 
 
 def add(folder: Path, name: str, size: tuple[int, int] = (64, 64), caption: str = "a caption") -> None:
@@ -16,7 +16,7 @@ def add(folder: Path, name: str, size: tuple[int, int] = (64, 64), caption: str 
 
 def said(folder: Path, **values) -> list[str]:
     dataset = ImageDataset(id="d", instance_data_dir=folder, **{"resolution": 64, **values})
-    return list(dataset_warnings(discover([dataset], 64, 0), [dataset], 64))
+    return list(dataset_warnings(scanning.found([dataset]), 64))
 
 
 def test_ordinary_pictures_need_no_remark(tmp_path):

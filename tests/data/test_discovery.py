@@ -6,10 +6,11 @@ import socket
 from pathlib import Path
 
 import pytest
+import scanning
 from PIL import Image
 
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.discovery import Discovery, discover
+from simpletuner.data.discovery import Discovery
 from simpletuner.data.storage import scan_folder
 from simpletuner.errors import DataError
 
@@ -24,7 +25,7 @@ def add(folder: Path, name: str, caption: str | None = "a caption", size: tuple[
 
 
 def found_in(folder: Path, name: str = "d", **values) -> Discovery:
-    return discover([ImageDataset(id=name, instance_data_dir=folder, resolution=64, **values)], 64, 0)
+    return scanning.found([ImageDataset(id=name, instance_data_dir=folder, resolution=64, **values)])
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -46,7 +47,7 @@ def test_discovery_gives_the_same_list_again_and_writes_nothing(tmp_path):
     for number in range(12):
         add(tmp_path, f"{number}.png", size=(64 + number, 64))
     before = contents(tmp_path)
-    assert found_in(tmp_path) == found_in(tmp_path)
+    assert list(found_in(tmp_path).samples) == list(found_in(tmp_path).samples)
     assert contents(tmp_path) == before
 
 
@@ -162,16 +163,16 @@ def test_what_the_run_writes_below_its_pictures_is_never_trained_on(tmp_path):
     (tmp_path / "link").symlink_to(output)
 
     def found(folder: Path, *written: Path) -> Discovery:
-        return discover([ImageDataset(id="d", instance_data_dir=folder, resolution=64)], 64, 0, written)
+        return scanning.found([ImageDataset(id="d", instance_data_dir=folder, resolution=64)], written)
 
     inside = found(tmp_path, output, latents)
     assert [sample.id for sample in inside.samples] == ["d/a.png", "d/sub/b.png"]
-    assert inside.written == [str(tmp_path / "link"), str(output), str(latents)]
+    assert inside.others[0].written == [str(tmp_path / "link"), str(output), str(latents)]
     add(output, "pictures/c.png")
     assert [sample.id for sample in found(output / "pictures", output).samples] == ["d/c.png"]
     same = found(output, output)
     assert [sample.id for sample in same.samples] == ["d/pictures/c.png"]
-    assert same.written == [str(output / "loss.png"), str(output / "validation")]
+    assert same.others[0].written == [str(output / "loss.png"), str(output / "validation")]
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path):
@@ -255,7 +256,7 @@ def test_each_dataset_must_hold_something_of_its_own(tmp_path):
     (tmp_path / "empty").mkdir()
     datasets = [ImageDataset(id=name, instance_data_dir=tmp_path / name) for name in ("full", "empty")]
     with pytest.raises(DataError, match="dataset `empty`"):
-        discover(datasets, 64, 0)
+        scanning.found(datasets)
 
 
 def test_the_same_folder_in_two_datasets_gives_two_samples(tmp_path):
@@ -264,7 +265,7 @@ def test_the_same_folder_in_two_datasets_gives_two_samples(tmp_path):
         ImageDataset(id=name, instance_data_dir=tmp_path, resolution=resolution)
         for name, resolution in (("low", 64), ("high", 128))
     ]
-    samples = discover(datasets, 64, 0).samples
+    samples = scanning.found(datasets).samples
     assert {sample.id: sample.geometry.target for sample in samples} == {
         "low/a.png": (64, 64),
         "high/a.png": (128, 128),
@@ -301,5 +302,5 @@ def test_a_picture_that_would_be_resized_beyond_all_memory_is_left_out(tmp_path)
     add(tmp_path, "line.png", size=(30000, 1))
     found = found_in(tmp_path, crop=True)
     assert found.broken == {}
-    found = discover([ImageDataset(id="d", instance_data_dir=tmp_path, crop=True)], 64, 0)
+    found = scanning.found([ImageDataset(id="d", instance_data_dir=tmp_path, crop=True)])
     assert found.broken == {"d/line.png": "would be resized to 30720000x1024 px"}

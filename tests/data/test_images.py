@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from simpletuner.data import images
-from simpletuner.data.discovery import SUFFIXES
+from simpletuner.data.file_list import SUFFIXES
 from simpletuner.data.images import DECODE_ERRORS, ImageHeader, resize_and_crop
 from simpletuner.data.storage import LocalStorage
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from simpletuner.data.batch_sampler import GlobalBatchSampler
-from simpletuner.data.discovery import Sample
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, RankSlice, SampleReader, StepBatch, prefetch
+from simpletuner.data.samples import Sample
 from simpletuner.data.storage import LocalStorage
 
 CHANNELS, TEXT = 4, 3

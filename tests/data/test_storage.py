@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import scanning
 import torch
 from PIL import Image
 
 from simpletuner.caches.latents import decode_image
 from simpletuner.data.comparison import hash_ends
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.data.discovery import DatasetScan, Discovery
+from simpletuner.data.discovery import discover
 from simpletuner.data.storage import Listing, LocalStorage, StoredFile, UnreadableFileError
 
 DATASET = ImageDataset(id="d", instance_data_dir=Path("unused"), resolution=64)
@@ -50,17 +51,17 @@ def test_a_store_needs_no_more_than_the_protocol():
     blobs = {f"sub/{suffix}.{suffix}": image(suffix, (128, 64)) for suffix in ("jpg", "png", "webp")}
     captions = {f"{name.rpartition('.')[0]}.txt": b"a caption\nanother" for name in blobs}
     storage = MemoryStorage({**blobs, **captions, "a.gif": b"", "bad.png": b"no image"})
-    scan = DatasetScan(DATASET, storage, 64, 0, Discovery())
-    samples = list(filter(None, map(scan.make_sample, scan.list_images())))
+    found = discover([scanning.scanned(DATASET, storage)], 64, 0)
+    samples = list(found.samples)
     assert [sample.id for sample in samples] == [f"d/{name}" for name in sorted(blobs)]
     assert {sample.captions for sample in samples} == {("a caption", "another")}
-    assert scan.found.not_read == ["memory://a.gif"]
-    assert scan.found.broken == {"d/bad.png": "is not an image in a known format, or is damaged"}
+    assert found.not_read == {".gif": 1} and found.others[0].example == "memory://a.gif"
+    assert found.broken == {"d/bad.png": "is not an image in a known format, or is damaged"}
     for sample in samples:
         pixels = decode_image(sample)
         width, height = sample.geometry.target
         assert isinstance(pixels, torch.Tensor) and pixels.shape == (3, height, width)
-        assert hash_ends(sample)
+        assert hash_ends(storage, sample.name)
 
 
 def test_files_are_sorted_by_the_parts_of_their_names(tmp_path):

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.discovery import discover
 from simpletuner.errors import SimpleTunerError
-from simpletuner.parallel.same_data import verify_same_data
 from simpletuner.parallel.same_folder import verify_same_folders
+from simpletuner.parallel.shared_scan import scan_datasets
 from simpletuner.parallel.world import World, joined_world
+from simpletuner.report import Report
 
 
 def compare(cases: str, report: str) -> None:
@@ -39,11 +40,11 @@ def answer(compare: Callable[[World, Path], str], world: World, case: Path) -> s
 
 def compared(world: World, case: Path) -> str:
     """Return the id and version of every sample that is agreed on."""
-    folder = case / f"rank{world.rank}"
+    folder, world = case / f"rank{world.rank}", replace(world, local_rank=0, machine=world.rank)
     values = json.loads((case / f"rank{world.rank}.json").read_text())
     datasets = [ImageDataset(id="d", instance_data_dir=folder, resolution=64, **values)]
-    samples = verify_same_data(discover(datasets, 64, 0), datasets, world, lambda: None)
-    return " ".join(f"{sample.id}={sample.version}" for sample in samples)
+    scans = scan_datasets(datasets, [], case / "scan", world, Report(quiet=True), lambda: None)
+    return " ".join(f"{sample.id}={sample.version}" for sample in discover(scans, 64, 0).samples)
 
 
 def probed(world: World, case: Path) -> str:

@@ -64,4 +64,5 @@ def command_line_at(folders: list[str], arguments: list[str]) -> None:
     import simpletuner.app
 
     os.chdir(folders[int(os.environ["RANK"])])
+    os.environ["LOCAL_RANK"] = "0"  # the first rank of a machine looks at its files
     simpletuner.app.main(arguments)

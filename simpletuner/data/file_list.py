@@ -1,0 +1,121 @@
+"""Which image files a dataset has, as columns: what a listing of its store tells, before any file is opened."""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from simpletuner.data.captions import CAPTION_SUFFIX
+from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.storage import Storage, StoredFile
+from simpletuner.errors import DataError
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
+
+OTHER_SUFFIXES = frozenset(
+    {".heic", ".heif", ".avif", ".gif", ".tif", ".tiff", ".bmp", ".jp2", ".jxl", ".jfif", ".psd", ".exr", ".hdr"}
+    | {".svg", ".tga", ".ppm", ".pgm", ".ico", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"}
+    | {".mp4", ".mov", ".webm", ".mkv", ".avi", ".zip", ".tar", ".parquet"}
+)
+"""Suffixes of files that a user may take for training data, but that are not read; they are counted."""
+
+BLOCK_FILES = 65_536
+FILE = pa.schema(
+    {"name": pa.large_string(), "size_bytes": pa.int64(), "version": pa.large_string(), "problem": pa.large_string()},
+)
+"""One file; `problem` is why it is not opened, or empty."""
+CAPTION_VERSION = "caption_version"
+
+
+@dataclass
+class OtherFiles:
+    """What a store holds beside the images; plain values, which are kept as JSON."""
+
+    undecodable: list[str] = field(default_factory=list)
+    """Names of images that are not UTF-8, with surrogates."""
+    not_read: dict[str, int] = field(default_factory=dict)
+    """How many files of other formats there are, by suffix."""
+    example: str = ""
+    """Address of one of them."""
+    written: list[str] = field(default_factory=list)
+    """Addresses of what this run writes among the images."""
+
+    def note(self, files: Sequence[StoredFile], storage: Storage) -> None:
+        """Count files that are not read."""
+        for file in files:
+            self.example = self.example or storage.describe(file.name)
+            self.not_read[file.suffix] = self.not_read.get(file.suffix, 0) + 1
+
+
+@dataclass
+class FileList:
+    """The image files of a dataset, in the order of their names."""
+
+    table: pa.Table
+    """FILE, and the version of the caption file, empty where there is none or none is asked for."""
+    others: OtherFiles
+
+
+def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None]) -> FileList:
+    """List the images of a dataset, and where its captions are files, those. Raises DataError for a missing folder."""
+    own = {CAPTION_SUFFIX} if dataset.caption_strategy == "textfile" else frozenset()
+    try:
+        listing = storage.list_files(SUFFIXES | OTHER_SUFFIXES | own)
+    except FileNotFoundError:
+        raise DataError(
+            f"dataset `{dataset.id}`: there is no folder {storage.describe()}", "set instance_data_dir to your images"
+        ) from None
+    others, images, captions = OtherFiles(), [], []
+    files = iter(listing.files)
+    while block := list(islice(files, BLOCK_FILES)):
+        stop()
+        others.note([file for file in block if file.suffix in OTHER_SUFFIXES], storage)
+        images.append(batch_of(decodable([file for file in block if file.suffix in SUFFIXES], others.undecodable)))
+        captions.append(batch_of(decodable([file for file in block if file.suffix in own], [])))
+    others.written += map(storage.describe, listing.left_out)
+    tables = (pa.Table.from_batches(batches, FILE) for batches in (images, captions))
+    return FileList(with_caption_versions(*tables), others)
+
+
+def decodable(files: list[StoredFile], undecodable: list[str]) -> Iterator[StoredFile]:
+    """Yield files whose names can be stored; ids go into JSON, messages and hashes, which take no undecodable bytes."""
+    for file in files:
+        try:
+            file.name.encode()
+        except UnicodeEncodeError:
+            undecodable.append(file.name)
+        else:
+            yield file
+
+
+def printable(text: str) -> str:
+    """Return a text with undecodable bytes, such as those of a folder's name, written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def batch_of(files: Iterator[StoredFile]) -> pa.RecordBatch:
+    rows = [(file.name, file.size_bytes, file.version, printable(file.problem)) for file in files]
+    columns = zip(*rows, strict=True) if rows else [()] * len(FILE)
+    return pa.record_batch(
+        [pa.array(column, field.type) for column, field in zip(columns, FILE, strict=True)], schema=FILE
+    )
+
+
+def join(columns: Sequence[pa.ChunkedArray], separator: str = "") -> pa.ChunkedArray:
+    """Join texts row by row."""
+    return pc.binary_join_element_wise(*columns, pa.scalar(separator, pa.large_string()))
+
+
+def with_caption_versions(images: pa.Table, captions: pa.Table) -> pa.Table:
+    """Add the version of each image's caption file; the reason why it is not read counts as one."""
+    versions = join([captions["version"], captions["problem"]])
+    names = pc.replace_substring_regex(images["name"], r"\.[^./]*$", CAPTION_SUFFIX)
+    found = pc.index_in(names, value_set=captions["name"])
+    return images.append_column(CAPTION_VERSION, pc.fill_null(versions.take(found), ""))

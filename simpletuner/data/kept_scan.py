@@ -1,0 +1,71 @@
+"""Arrow files whose names hold their checksums, so that what a killed process or a bad disk has left is not read."""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from simpletuner.data.file_list import CAPTION_VERSION, join
+from simpletuner.system.checksums import file_checksum
+from simpletuner.system.files import remove, unfinished_path
+
+SUFFIX = ".arrow"
+ROWS = 65_536
+META = b"simpletuner"
+
+
+def write_table(folder: Path, kind: str, table: pa.Table, meta: Mapping[str, Any] | None = None) -> str:
+    """Write `kind`-CHECKSUM.arrow, and return that name. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = unfinished_path(folder / secrets.token_hex(8))
+    schema = table.schema.with_metadata({META: json.dumps(meta or {}).encode()})
+    with pa.ipc.new_file(str(path), schema) as writer:
+        writer.write_table(table, max_chunksize=ROWS)
+    name = named(kind, path)
+    remove(folder / name)  # a folder in its place
+    path.replace(folder / name)
+    return name
+
+
+def named(kind: str, path: Path) -> str:
+    return f"{kind}-{file_checksum(path).rpartition(':')[2]}{SUFFIX}"
+
+
+def open_table(path: Path) -> tuple[pa.Table, dict[str, Any]]:
+    """Map a file that is known to be whole; return its rows, and what was written beside them."""
+    table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    return table.replace_schema_metadata(), json.loads(table.schema.metadata[META])
+
+
+def intact_files(folder: Path, kind: str) -> list[Path]:
+    """Return the files of a kind whose content has the checksum in their name."""
+    intact = []
+    for path in sorted(folder.glob(f"{kind}-*{SUFFIX}")):
+        with contextlib.suppress(OSError):
+            if path.is_file() and not path.is_symlink() and named(kind, path) == path.name:
+                intact.append(path)
+    return intact
+
+
+def remove_all_but(folder: Path, name: str) -> None:
+    """Remove what earlier scans have left."""
+    for path in folder.iterdir():
+        if path.is_file() and path.name != name:
+            path.unlink(missing_ok=True)
+
+
+def match_rows(files: pa.Table, known: pa.Table) -> pa.Array:
+    """Return, for each file, the row of `known` with its name and versions, or null."""
+    columns = ("name", "version", CAPTION_VERSION)
+    keys = [join([table[name] for name in columns], "\0") for table in (files, known)]
+    return pc.index_in(keys[0], value_set=keys[1])

@@ -1,0 +1,139 @@
+"""The samples of a run as columns: a `Sample` is made from its row when it is asked for.
+
+Rows lie in Arrow record batches, memory-mapped from a kept scan, which all ranks of a machine share. A rank's own
+memory is 8 bytes per sample: its row, and which of the sizes that occur it has.
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+
+from simpletuner.data.captions import captions_of
+from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.geometry import Geometry, Size, compute_geometry
+from simpletuner.data.storage import Storage
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One image of one dataset, as `name` in `storage`; `version` changes when the file does."""
+
+    id: str
+    dataset: str
+    storage: Storage
+    name: str
+    version: str
+    geometry: Geometry
+    captions: tuple[str, ...]
+    """One of them is chosen at random in each step."""
+
+    def open(self) -> BinaryIO:
+        return self.storage.open(self.name)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that occur among images, what each is brought to, and which one each image has.
+
+    `originals`, `resized` and `targets` are (sizes, 2) int64, `index` is (images,) int32.
+    """
+
+    originals: np.ndarray
+    resized: np.ndarray
+    targets: np.ndarray
+    index: np.ndarray
+
+    def of(self, image: int) -> tuple[Size, Size, Size]:
+        """Return the original size of one image, its resized size and its target."""
+        original, resized, target = (
+            tuple(sizes[self.index[image]].tolist()) for sizes in (self.originals, self.resized, self.targets)
+        )
+        return original, resized, target
+
+    def where(self, mask: np.ndarray) -> Sizes:
+        return replace(self, index=self.index[mask])
+
+
+class RowReader:
+    """Random access to some columns of an Arrow table; 2 us per row, where `Table.slice` takes 6."""
+
+    def __init__(self, table: pa.Table, columns: Sequence[str]) -> None:
+        batches = table.to_batches()
+        self._columns = [[batch.column(name) for name in columns] for batch in batches]
+        self._starts = [0, *accumulate(len(batch) for batch in batches)]
+
+    def __getitem__(self, row: int) -> list:
+        number = bisect_right(self._starts, row) - 1
+        return [column[row - self._starts[number]].as_py() for column in self._columns[number]]
+
+
+class DatasetSamples(Sequence[Sample]):
+    """The samples of one dataset: `rows` of the table of its scan, whose sizes are `sizes`."""
+
+    def __init__(
+        self, dataset: ImageDataset, storage: Storage, table: pa.Table, rows: np.ndarray, sizes: Sizes, seed: int
+    ) -> None:
+        self.dataset, self.storage, self.table, self.seed = dataset, storage, table, seed
+        self.rows, self.sizes = rows, sizes
+        self._reader = RowReader(table, ("name", "version", "captions"))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:  # pyright: ignore[reportIncompatibleMethodOverride]
+        name, version, lines = self._reader[int(self.rows[index])]
+        sample_id = f"{self.dataset.id}/{name}"
+        geometry = compute_geometry(self.dataset, sample_id, *self.sizes.of(index), self.seed)
+        captions = captions_of(self.dataset, name, lines)
+        return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions)
+
+    def where(self, mask: np.ndarray) -> DatasetSamples:
+        """Return those for which `mask` is true."""
+        rows, sizes = self.rows[mask], self.sizes.where(mask)
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed)
+
+    def without(self, ids: Collection[str]) -> DatasetSamples:
+        """Return all but the samples with these ids."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        prefix = f"{self.dataset.id}/"
+        names = pa.array([name.removeprefix(prefix) for name in ids if name.startswith(prefix)], pa.large_string())
+        return self.where(~pc.is_in(self.table["name"], value_set=names).to_numpy()[self.rows]) if len(names) else self
+
+
+class Samples(Sequence[Sample]):
+    """The samples of all datasets, one dataset after the other."""
+
+    def __init__(self, parts: Sequence[DatasetSamples] = ()) -> None:
+        self.parts = list(parts)
+        self._starts = [0, *accumulate(map(len, self.parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Sample:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        number = bisect_right(self._starts, index) - 1
+        return self.parts[number][index - self._starts[number]]
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (part[index] for part in self.parts for index in range(len(part)))
+
+    def without(self, ids: Collection[str]) -> Samples:
+        """Return all but the samples with these ids."""
+        return Samples([part.without(ids) for part in self.parts]) if ids else self

@@ -1,0 +1,158 @@
+"""All ranks scan the images together: one list of files, headers and captions read by whoever is free, one result.
+
+Each machine lists its files, since only so it is known whether all have the same. What an earlier start has scanned,
+or a killed one has left, is not read again. The result is an Arrow file in output_dir, which all ranks map.
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from simpletuner.data.comparison import DatasetFiles
+from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.file_list import FileList, OtherFiles, list_images
+from simpletuner.data.kept_scan import intact_files, match_rows, open_table, remove_all_but, write_table
+from simpletuner.data.scan import SCANNED, Scan, scan_files
+from simpletuner.data.storage import Storage, open_storage
+from simpletuner.errors import DataError
+from simpletuner.parallel.same_data import Listed, verify_same_data
+from simpletuner.parallel.same_folder import wait_until_visible
+from simpletuner.parallel.world import World
+from simpletuner.report import Report
+
+CHUNK_FILES = 256
+PART_SECONDS = 20
+"""A rank that is killed loses no more of its work."""
+
+
+def scan_datasets(
+    datasets: Sequence[ImageDataset],
+    outputs: Sequence[Path],
+    folder: Path,
+    world: World,
+    report: Report,
+    stop: Callable[[], None],
+) -> list[Scan]:
+    """Find the images of all datasets; results are kept below `folder`. Collective.
+
+    Nothing in `outputs`, the folders that the run writes into, is found. Raises DataError on all ranks when a folder is
+    missing, or when machines have other files.
+    """
+    storages = [open_storage(dataset, outputs) for dataset in datasets]
+    world.activity.begin("finding images")
+    listed = list_all(datasets, storages, stop) if world.local_rank == 0 else Listed()
+    verify_same_data(listed, datasets, world, stop)
+    scans = []
+    for number, (dataset, storage) in enumerate(zip(datasets, storages, strict=True)):
+        files = listed.datasets[number].list if world.is_first else None
+        scan = SharedScan(dataset, storage, folder / dataset.id, f"scan/{number}", world, stop)
+        scans.append(scan.run(files, report))
+    return scans
+
+
+def list_all(datasets: Sequence[ImageDataset], storages: Sequence[Storage], stop: Callable[[], None]) -> Listed:
+    """List the files of all datasets; an error is kept, so that all ranks can raise it."""
+    listed = Listed()
+    try:
+        for dataset, storage in zip(datasets, storages, strict=True):
+            listed.datasets.append(DatasetFiles(dataset, storage, list_images(dataset, storage, stop)))
+    except DataError as error:
+        listed.error = error
+    return listed
+
+
+@dataclass(frozen=True)
+class SharedScan:
+    """The scan of one dataset by all ranks; `place` is unique among those of a run."""
+
+    dataset: ImageDataset
+    storage: Storage
+    folder: Path
+    place: str
+    world: World
+    stop: Callable[[], None]
+
+    def run(self, files: FileList | None, report: Report) -> Scan:
+        """Scan what no earlier scan knows. `files` are given on rank 0. Collective."""
+        task = self._publish("task", self._task(files)) if files else self._wait_for("task")
+        if task["rows"]:
+            self._scan_share(task["name"], task["rows"], report)
+        name = task["kept"] or (self._publish("result", self._merge(files)) if files else self._wait_for("result"))
+        table, others = self._open(name)
+        return Scan(self.dataset, self.storage, table, OtherFiles(**others))
+
+    def _task(self, files: FileList) -> dict[str, Any]:
+        """Write down which files are to be read, unless a kept scan is that of the same files."""
+        for path in intact_files(self.folder, self._kind("scan")):
+            table, others = open_table(path)
+            if table.select(files.table.column_names).equals(files.table) and others == asdict(files.others):
+                return {"kept": path.name, "rows": 0}
+        new = files.table.filter(pc.is_null(match_rows(files.table, self._known())))
+        return {"kept": "", "rows": len(new), "name": write_table(self.folder, "task", new)}
+
+    def _known(self) -> pa.Table:
+        """Return what this scan and earlier ones have found."""
+        paths = [path for kind in ("scan", "part") for path in intact_files(self.folder, self._kind(kind))]
+        tables = [open_table(path)[0] for path in paths]
+        return pa.concat_tables([SCANNED.empty_table(), *(each for each in tables if each.schema == SCANNED)])
+
+    def _kind(self, name: str) -> str:
+        return f"{name}-{self.dataset.caption_strategy}"
+
+    def _scan_share(self, name: str, rows: int, report: Report) -> None:
+        """Read files until none is left, and write what they say. Collective."""
+        files, _ = self._open(name)
+        with report.progress("reading image headers", rows) as progress:
+            parts = [write_table(self.folder, self._kind("part"), part) for part in self._parts(files, progress.update)]
+            self.world.wait_for_count(f"{self.place}/rows", rows, self.stop, progress.update)
+        self.world.store.set(f"{self.place}/parts/{self.world.rank}", json.dumps(parts))
+        self.world.store_barrier(f"{self.place}/scanned", self.stop)
+
+    def _parts(self, files: pa.Table, show: Callable[[int], object]) -> Iterator[pa.Table]:
+        batches: list[pa.RecordBatch] = []
+        begun = time.monotonic()
+        while (start := self.world.next_chunk(self.place) * CHUNK_FILES) < len(files):
+            self.stop()
+            chunk = files.slice(start, CHUNK_FILES).to_pylist()
+            batches.append(scan_files(self.dataset, self.storage, chunk))
+            show(self.world.add_progress(f"{self.place}/rows", len(chunk)))
+            if time.monotonic() - begun > PART_SECONDS:
+                yield pa.Table.from_batches(batches)
+                batches, begun = [], time.monotonic()
+        if batches:
+            yield pa.Table.from_batches(batches)
+
+    def _merge(self, files: FileList) -> str:
+        """Put the rows of all ranks into the order of the files; return the name of the result."""
+        for rank in range(self.world.size):
+            for name in json.loads(self.world.store.get(f"{self.place}/parts/{rank}")):
+                wait_until_visible(self.folder, name, self.stop)
+        known = self._known()
+        table = known.take(match_rows(files.table, known))
+        name = write_table(self.folder, self._kind("scan"), table, asdict(files.others))
+        remove_all_but(self.folder, name)
+        return name
+
+    def _open(self, name: str) -> tuple[pa.Table, dict[str, Any]]:
+        wait_until_visible(self.folder, name, self.stop)
+        return open_table(self.folder / name)
+
+    def _publish(self, key: str, value: Any) -> Any:
+        self.world.store.set(f"{self.place}/{key}", json.dumps(value))
+        self.world.add_progress(f"{self.place}/{key}", 1)
+        return value
+
+    def _wait_for(self, key: str) -> Any:
+        self.world.wait_for_count(f"{self.place}/{key}", 1, self.stop)
+        return json.loads(self.world.store.get(f"{self.place}/{key}"))
