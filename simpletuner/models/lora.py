@@ -1,7 +1,7 @@
 """LoRA by peft (Hu et al. 2021, arXiv:2106.09685): which layers are adapted, and the tensors that are trained.
 
-The denoiser keeps its own modules and names; peft puts a pair of matrices beside each adapted layer. Checkpoints and
-exported files name these as peft does: `<layer>.lora_A.weight` (rank x in) and `<layer>.lora_B.weight` (out x rank).
+peft adds a pair of matrices to each adapted layer of the denoiser. Checkpoints and exported files name them as peft
+does: `<layer>.lora_A.weight` (rank x in) and `<layer>.lora_B.weight` (out x rank).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ATTENTION = (
     "to_add_out",
     "to_qkv_mlp_proj",
 )
-"""Names of attention projections in diffusers; the last one is FLUX.2's, which has its MLP in it, too."""
+"""Names of attention projections in diffusers; the last one is FLUX.2's, which also holds the MLP."""
 
 ADAPTER = "default"
 """peft's name of the adapter in the names of parameters; files leave it out."""
@@ -37,7 +37,7 @@ ADAPTER = "default"
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA: `targets` are ends of layers' names, as the setting has them, `modules` the layers' whole names."""
+    """A LoRA: `targets` are the suffixes that lora_target_modules has, `modules` the full names of the layers."""
 
     rank: int
     alpha: float
@@ -48,14 +48,16 @@ class Adapter:
 
     @classmethod
     def of(cls, model: nn.Module, settings: Settings, unused: tuple[str, ...]) -> Adapter:
-        """Raises SettingsError for a target that names no layer of the model. `unused` are prefixes of layers without
-        a gradient, whose adapters would stay as they are."""
+        """Find the layers to adapt. Raises SettingsError for a target that matches no layer of the model.
+
+        Layers whose names begin with one of `unused` get no gradient, so they are left out.
+        """
         own = settings.lora
         targets = tuple(sorted({name.strip() for name in own.lora_target_modules.split(",")} - {""}))
         targets = targets or attention_projections(model)
         if not targets:
             raise SettingsError(
-                f"{type(model).__name__} names its attention projections otherwise than diffusers' other models",
+                f"{type(model).__name__} has no attention projection with one of diffusers' usual names",
                 f"name the layers to adapt with lora_target_modules: it has {', '.join(ends_of_layers(model))}",
             )
         modules = [name for name in layers_named(model, targets) if not name.startswith(unused)]
@@ -69,15 +71,15 @@ class Adapter:
         )
 
     def as_settings(self) -> dict[str, Any]:
-        """What a checkpoint's weights depend on, under the names of the settings."""
+        """Return the settings that a checkpoint's weights depend on, by name."""
         targets = ",".join(self.targets)
         return {"lora_rank": self.rank, "lora_alpha": float(self.alpha), "lora_target_modules": targets}
 
     def attach(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Insert the matrices, in float32, and return them by name: the second ones are 0, so nothing changes yet.
+        """Insert the matrices, in float32, and return them by name. B is 0, so the output does not change yet.
 
-        They depend on the seed alone, so that all ranks begin with the same. Of a model on the meta device they are
-        there, too.
+        Their values depend on the seed alone, so they are the same on all ranks. In a model on the meta device they
+        are on the meta device.
         """
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -94,7 +96,7 @@ class Adapter:
 
 
 def attention_projections(model: nn.Module) -> tuple[str, ...]:
-    """The attention projections that a denoiser has: what is adapted unless lora_target_modules says else."""
+    """Return the attention projections of a denoiser, which are the default of lora_target_modules."""
     return tuple(sorted(name for name in ATTENTION if layers_ending_with(model, name)))
 
 
@@ -108,7 +110,7 @@ def count_targets(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def layers_named(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Names of all layers that end with a target. Raises SettingsError for a target that no layer has."""
+    """Return the names of all layers that end with a target. Raises SettingsError for a target that matches none."""
     found: dict[str, None] = {}
     for target in targets:
         layers = layers_ending_with(model, target)
@@ -123,20 +125,20 @@ def layers_named(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def layers_ending_with(model: nn.Module, target: str) -> list[str]:
-    """Names of the linear and convolution layers that are, or end with, a dotted name; all of them for an empty one."""
+    """Return the names of linear and convolution layers that end with the dotted name `target`; all if it is empty."""
     kinds = (nn.Linear, nn.Conv2d)
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     return [name for name in names if not target or f".{name}".endswith(f".{target}")]
 
 
 def end_of(name: str) -> str:
-    """The last part of a layer's name, with the one before it where that is a number: `to_q`, `to_out.0`."""
+    """Return the last part of a layer's name, and the one before it if the last is a number: `to_q`, `to_out.0`."""
     parts = name.split(".")
     return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
 
 
 def ends_of_layers(model: nn.Module) -> list[str]:
-    """What lora_target_modules may name."""
+    """Return what lora_target_modules may name."""
     return sorted({end_of(name) for name in layers_ending_with(model, "")})
 
 
@@ -145,16 +147,16 @@ def is_adapter(name: str) -> bool:
 
 
 def file_name(name: str) -> str:
-    """A parameter's name as files have it: `to_q.lora_A.default.weight` -> `to_q.lora_A.weight`."""
+    """Return a parameter's name in files: `to_q.lora_A.default.weight` -> `to_q.lora_A.weight`."""
     layer, _, weight = name.rpartition(f".{ADAPTER}.")
     return f"{layer}.{weight}"
 
 
 def freeze(model: nn.Module, dtype: torch.dtype) -> None:
-    """Freeze all weights of a model on the meta device, and hold its matrices in `dtype`.
+    """Freeze all weights of a model on the meta device, and convert its matrices to `dtype`.
 
-    Norms and biases stay float32: they are few, and autocast computes with them in float32. So does what diffusers
-    says must (`_keep_in_fp32_modules`).
+    Norms and biases stay float32: they are small, and autocast uses them in float32. So do the modules in diffusers'
+    `_keep_in_fp32_modules`.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
@@ -169,7 +171,7 @@ def is_kept_in_float32(model: nn.Module, name: str) -> bool:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Compute with the base model alone within the block."""
+    """Disable the adapters within the block."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

@@ -19,38 +19,38 @@ from simpletuner.settings.sections import Model
 
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"
-"""Diffusers' key of the adapter's config, as JSON; each name in it begins with the denoiser's."""
+"""Diffusers' metadata key for the adapter's config, as JSON; its keys begin with the denoiser's name."""
 
 
 def lora_file(path: Path) -> Path:
-    """The file that a path of a file or of its folder means."""
+    """Return the LoRA's file, given its path or that of its folder."""
     return path / LORA_WEIGHTS if path.is_dir() else path
 
 
 def write_lora(path: Path, family: ModelFamily, adapter: Adapter, weights: Mapping[str, Tensor]) -> None:
-    """Write an adapter, with the name of the model that it was trained on."""
-    # No more than what applying it needs: peft refuses fields that its version does not know.
+    """Write an adapter, with its config and the name of its base model as metadata."""
+    # Only the fields that are needed to apply it: peft refuses those that its version does not know.
     config = {"r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": list(adapter.modules)}
     own = {f"{family.denoiser_name}.{name}": value for name, value in config.items()}
     tensors = {
         f"{family.denoiser_name}.{name}": tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()
     }
-    # Not peft's base_model_name_or_path: with it, peft looks that name up on the hub whenever weights are saved.
+    # Not peft's base_model_name_or_path: peft looks that name up on the hub whenever it saves weights.
     base = base_name(family.settings.model, family.folder)
     metadata = {"format": "pt", METADATA: json.dumps(own, sort_keys=True), "base_model": base}
     safetensors.torch.save_file(tensors, path, metadata=metadata)
 
 
 def base_name(model: Model, folder: Path) -> str:
-    """The base model: the folder or hub id in the settings, else the flavour's hub id, else the folder's name."""
+    """Return the base model's folder or hub id in the settings, else the flavour's hub id, else the folder's name."""
     flavour = flavour_of(model) if model.model_flavour != TINY else None
     return model.pretrained_model_name_or_path or (flavour.hub if flavour else folder.name)
 
 
 def check_lora_init(family: ModelFamily) -> None:
-    """Compare names, shapes and alpha of the file that lora_init names with the adapter that is trained.
+    """Check that the file lora_init has the layers, shapes, rank and alpha of the adapter that is trained.
 
-    Raises SettingsError that says which setting fits, EnvironmentNotReady for a file that cannot be read.
+    Raises SettingsError with the setting that would fit, EnvironmentNotReady for a file that cannot be read.
     """
     path, adapter = family.settings.lora.lora_init, family.adapter
     if path is None or adapter is None:

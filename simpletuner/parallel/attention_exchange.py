@@ -1,4 +1,4 @@
-"""Attention over a sequence whose tokens are split over a group of ranks, on whatever kernel SDPA has for it.
+"""Attention over a sequence whose tokens are split over a group of ranks, with any kernel that SDPA chooses.
 
 `allgather`: each rank's queries attend to the keys and values of all ranks. `alltoall` (Ulysses, arXiv:2309.14509):
 each rank attends with its share of the heads over the whole sequence. Ranks may hold different numbers of tokens.
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# The operators below torch's functional collectives: torch.compile knows them, and they are the same in all versions.
+# The operators below torch's functional collectives: torch.compile traces them, and they are the same in all versions.
 collectives = torch.ops._c10d_functional
 
 
@@ -37,7 +37,7 @@ class SequenceGroup:
 
 
 class AllGather(torch.autograd.Function):
-    """(n, ...) -> (ranks * n, ...). Collective; so is its backward, which adds up what all ranks have for a row."""
+    """(n, ...) -> (ranks * n, ...). Collective, as is its backward, which sums each row's gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, size: int, name: str) -> Tensor:
@@ -52,7 +52,7 @@ class AllGather(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Send `sent[r]` rows to each rank r and receive `received[r]` from it. Collective; backward is the way back."""
+    """Send `sent[r]` rows to each rank r and receive `received[r]` from it. Collective; backward swaps the two."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
@@ -66,12 +66,12 @@ class AllToAll(torch.autograd.Function):
 
 
 def part_lengths(length: int, ranks: int) -> list[int]:
-    """The tokens that each rank has of a sequence: they differ by one at most, as in torch.tensor_split."""
+    """Number of tokens on each rank: they differ by at most one, as in torch.tensor_split."""
     return [length // ranks + (rank < length % ranks) for rank in range(ranks)]
 
 
 def gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: SequenceGroup) -> Tensor:
-    """Join the parts of all ranks along `dim`; `lengths` says how long each rank's is. Collective."""
+    """Concatenate the parts of all ranks along `dim`; `lengths` has each rank's length. Collective."""
     longest = max(lengths)
     rows = tensor.movedim(dim, 0)
     # Padded, since all-gathers of unequal parts are slow with NCCL and impossible with gloo.
@@ -86,9 +86,9 @@ def gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: SequenceGrou
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """Self-attention of tokens of which each rank holds a part.
+    """Self-attention over a sequence of which each rank holds a part of the tokens.
 
-    `streams` are the lengths of what the whole sequence consists of (a text, an image) in their order within it.
+    `streams` are the lengths of the sequences that are concatenated in it (text, image), in this order.
     """
 
     strategy: str
@@ -107,13 +107,13 @@ class SplitAttention:
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """scaled_dot_product_attention, of this rank's part (B, heads, tokens, D) of each tensor. Collective."""
+        """scaled_dot_product_attention of this rank's tokens; each tensor is (B, heads, tokens, D). Collective."""
         assert query.shape == key.shape == value.shape and not is_causal and dropout_p == 0, "not split attention"
         attend = self.with_all_keys if self.strategy == "allgather" else self.with_some_heads
         return attend(query, key, value, attn_mask, options)
 
     def lengths(self) -> list[int]:
-        """The tokens of each rank."""
+        """Number of tokens on each rank, over all streams."""
         parts = [part_lengths(each, self.group.size) for each in self.streams]
         return [sum(of_rank) for of_rank in zip(*parts, strict=True)]
 
@@ -124,7 +124,7 @@ class SplitAttention:
         if mask is not None:
             mask = self.in_order_of_ranks(mask)
             if mask.shape[-2] > 1:
-                # A copy: autograd keeps what it is given, and a view would keep the rows of all ranks.
+                # A copy: autograd saves this tensor, and a view would keep the rows of all ranks in memory.
                 mask = mask.split(self.lengths(), dim=-2)[self.group.rank].contiguous()
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
@@ -144,7 +144,10 @@ class SplitAttention:
         return rows.unflatten(0, (size, own[0])).permute(2, 0, 3, 1, 4).reshape(batch, heads, own[0], width)
 
     def in_order_of_ranks(self, mask: Tensor) -> Tensor:
-        """A mask (B, 1, 1 or queries, keys) of all tokens: given that of this rank's keys, or of all in their order."""
+        """Return a mask (B, 1, 1 or queries, keys) of all tokens in the order of ranks.
+
+        `mask` is that of this rank's keys, or of all tokens in the order of the sequence. Collective for the former.
+        """
         if mask.shape[-1] != sum(self.streams):
             numbers = mask.to(torch.uint8) if mask.dtype == torch.bool else mask  # gloo gathers no bool
             return gather(numbers, 3, self.lengths(), self.group).to(mask.dtype)
@@ -157,10 +160,10 @@ class SplitAttention:
         return mask.index_select(-2, order) if mask.shape[-2] > 1 else mask
 
 
-class TakeOver(TorchFunctionMode):
-    """While this mode is on, another function stands in for scaled_dot_product_attention, which itself may call it.
+class AttentionOverride(TorchFunctionMode):
+    """Call `attend` instead of scaled_dot_product_attention, except within `attend` itself, where the mode is off.
 
-    `calls` gets an element for each call: a list, since torch.compile cannot trace an attribute of a mode that changes.
+    `calls` gets an element per call: a list, since torch.compile cannot trace assignments to a mode's attributes.
     """
 
     def __init__(self, attend: Callable[..., Tensor], calls: list[bool]) -> None:

@@ -1,8 +1,8 @@
 """Context parallelism: each rank of a group computes a part of the tokens of the same samples.
 
-The denoiser's inputs and its output are whole on every rank, so nothing around it knows of the split. Inside, hooks
-take this rank's part of the tokens, attention exchanges what it needs (attention_exchange.py), and the output is
-gathered.
+The denoiser's inputs and its output are whole on every rank, so the code around it is the same with and without a
+split. Inside, hooks take this rank's part of the tokens, attention exchanges keys and values or heads
+(attention_exchange.py), and the output is gathered.
 All collectives have exact adjoints, so backward computes the gradient of the sum of all ranks' losses; these are equal
 within a group, so that FSDP2's mean over the group is the gradient of one.
 """
@@ -18,7 +18,13 @@ from diffusers.models._modeling_parallel import ContextParallelInput
 from torch import Tensor, nn
 
 from simpletuner.errors import TrainingError
-from simpletuner.parallel.attention_exchange import SequenceGroup, SplitAttention, TakeOver, gather, part_lengths
+from simpletuner.parallel.attention_exchange import (
+    AttentionOverride,
+    SequenceGroup,
+    SplitAttention,
+    gather,
+    part_lengths,
+)
 
 TOKENS = ContextParallelInput(split_dim=1, expected_dims=3)
 
@@ -30,9 +36,9 @@ class SequencePlan:
     """Where a denoiser is split, by names of modules: `*` is each module of a list, -1 the last one.
 
     `attention`: the modules of self-attention, and the sequences that each reads, in this order (a text, an image).
-    `gathered`: the modules whose output (B, tokens, ...) is made whole again, and which sequence it is.
+    `gathered`: the modules whose output (B, tokens, ...) is gathered from all ranks, and which sequence it is.
     `splits`: by module, what is split: its arguments by name, or its outputs by number. A sequence is called by its
-    module and argument, as in `blocks.0.hidden_states`. None: as the denoiser's class says it in diffusers' `_cp_plan`.
+    module and argument, as in `blocks.0.hidden_states`. None: use the `_cp_plan` of the denoiser's class in diffusers.
     """
 
     attention: Mapping[str, tuple[str, ...]]
@@ -46,44 +52,44 @@ class SequencePlan:
 
 @dataclass
 class SplitModel:
-    """The group, how attention communicates, and the whole length of each sequence in the present forward pass."""
+    """The group, how attention communicates, and the full length of each sequence in the current forward pass."""
 
     group: SequenceGroup
     strategy: str
     lengths: dict[str, int] = field(default_factory=dict)
 
     def part(self, name: str, tensor: Any, split: ContextParallelInput) -> Any:
-        """This rank's part of a tensor. What has other dimensions is for all tokens alike, such as a timestep."""
+        """Return this rank's part of a tensor; one with other dimensions, such as a timestep, is returned unchanged."""
         if tensor is None or split.expected_dims not in (None, tensor.ndim):
             return tensor
         self.lengths[name] = tensor.shape[split.split_dim]
-        # A copy, so that nothing in the graph keeps the whole tensor alive.
+        # A copy, so that the autograd graph does not keep the whole tensor in memory.
         return tensor.tensor_split(self.group.size, split.split_dim)[self.group.rank].contiguous()
 
     def attention(self, names: tuple[str, ...]) -> SplitAttention:
         return SplitAttention(self.strategy, tuple(self.lengths[name] for name in names), self.group)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """All tokens (B, tokens, ...) of a sequence of which this rank has a part. Collective."""
+        """Gather all tokens (B, tokens, ...) of a sequence from this rank's part. Collective."""
         return gather(tensor, 1, part_lengths(self.lengths[name], self.group.size), self.group)
 
 
 def split_sequence(model: nn.Module, plan: SequencePlan, group: SequenceGroup, strategy: str) -> None:
-    """Let this rank compute its part of the tokens. In place, before the denoiser is compiled and sharded."""
+    """Register the hooks that split, exchange and gather. In place, before the denoiser is compiled and sharded."""
     split = SplitModel(group, strategy)
     for pattern, parts in plan.splits_of(model).items():
         for module in modules_of(model, pattern):
             split_tensors(module, pattern, parts, split)
     for pattern, names in plan.attention.items():
         for module in modules_of(model, pattern):
-            take_over_attention(module, names, split)
+            override_attention(module, names, split)
     for pattern, name in plan.gathered.items():
         for module in modules_of(model, pattern):
             gather_output(module, name, split)
 
 
 def modules_of(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
-    """The modules that a name stands for; none where a block was built without (SD 3.5's second attention)."""
+    """Yield the modules that a pattern matches: none where a block lacks it (SD 3.5's second attention is optional)."""
     first, _, rest = pattern.partition(".")
     if not first:
         yield model
@@ -133,15 +139,16 @@ def gather_output(module: nn.Module, name: str, split: SplitModel) -> None:
     module.register_forward_hook(gather_whole)
 
 
-def take_over_attention(module: nn.Module, names: tuple[str, ...], split: SplitModel) -> None:
-    """Let a module of self-attention read the whole sequence."""
+def override_attention(module: nn.Module, names: tuple[str, ...], split: SplitModel) -> None:
+    """Let the self-attention of a module attend to the whole sequence. Raises TrainingError if it bypasses SDPA."""
     own_forward = module.forward
 
-    # `forward` itself and no hooks, so that gradient checkpointing, which may leave it early, also leaves the mode.
+    # `forward` and not hooks: gradient checkpointing may stop a recomputation early by an exception, which skips
+    # forward hooks but leaves a `with` block, so the mode is always switched off.
     def forward(*args: Any, **kwargs: Any) -> Any:
         calls: list[bool] = []
         attention: Any = split.attention(names)
-        with TakeOver(attention.attend, calls):
+        with AttentionOverride(attention.attend, calls):
             output = own_forward(*args, **kwargs)
         if len(calls) != 1:
             raise TrainingError(

@@ -125,12 +125,16 @@ def imported(path: str):
         ) from None
 
 
+def is_synced_each_batch(parallel: Parallel, parameters: int) -> bool:
+    """Whether gradients are reduced after each micro-batch: as set, or else for models above a size."""
+    asked = parallel.fsdp_sync_each_batch
+    return parameters > SYNC_EACH_BATCH_ABOVE if asked is None else asked
+
+
 def fsdp2_engine(model: nn.Module, parallel: Parallel, mesh: Mesh, make_optimizer: MakeOptimizer) -> TorchEngine:
     """Return the engine of a sharded model: weights are gathered block by block, in the compute dtype."""
     assert isinstance(model, FSDPModule)
-    sync_each_batch = parallel.fsdp_sync_each_batch
-    if sync_each_batch is None:
-        sync_each_batch = count_parameters(model) > SYNC_EACH_BATCH_ABOVE
+    sync_each_batch = is_synced_each_batch(parallel, count_parameters(model))
 
     @contextmanager
     def micro_batch(is_last: bool) -> Iterator[None]:

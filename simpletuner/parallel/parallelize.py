@@ -1,23 +1,30 @@
-"""Prepare a denoiser on the meta device for training: recompute, compile, shard, in the one order that works."""
+"""Prepare a denoiser on the meta device for training: split the sequence, recompute, compile, shard, in this order."""
 
 from __future__ import annotations
 
 from torch import nn
 
+from simpletuner.parallel.attention_exchange import SequenceGroup
 from simpletuner.parallel.compilation import compile_in_place
+from simpletuner.parallel.context_parallel import SequencePlan, split_sequence
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.fsdp2 import shard
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.settings.sections import Settings
 
 
-def parallelize(model: nn.Module, blocks: tuple[str, ...], settings: Settings, mesh: Mesh) -> None:
-    """Apply what the settings ask for, in place; parameters stay on the meta device.
+def parallelize(
+    model: nn.Module, blocks: tuple[str, ...], settings: Settings, mesh: Mesh, plan: SequencePlan | None = None
+) -> None:
+    """Apply what the settings ask for, in place; parameters stay on the meta device. Collective: creates groups.
 
     Compiling comes before sharding, so that FSDP2's hooks, which gather weights, run between the compiled blocks
     rather than break their graphs. DeepSpeed shards later, when it takes the model over.
     """
     model.train()
+    if mesh.cp > 1 and plan is not None:
+        group = SequenceGroup.of(mesh.cp_group())
+        split_sequence(model, plan, group, settings.parallel.context_parallel_comm_strategy)
     if settings.training.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
     if settings.compile.dynamo_backend != "no":

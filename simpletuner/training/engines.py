@@ -17,9 +17,8 @@ from simpletuner.models.lora_file import check_lora_init, lora_file
 from simpletuner.models.quantization import check_torchao, quantize_linear_layers
 from simpletuner.models.registry import check_heads
 from simpletuner.models.weights import weights_files
-from simpletuner.parallel.attention_exchange import SequenceGroup
 from simpletuner.parallel.blocks import recommended_blocks
-from simpletuner.parallel.context_parallel import split_sequence
+from simpletuner.parallel.context_parallel import SequencePlan
 from simpletuner.parallel.ddp import ddp_engine
 from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.fsdp2 import fsdp2_engine, units_by_class, units_of
@@ -82,12 +81,9 @@ def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | 
     blocks = recommended_blocks(model)
     if is_lora:
         freeze(model, compute_dtype(settings))
-    if (mesh := session.mesh).cp > 1 and (plan := family.sequence_plan) is not None:
-        group, strategy = SequenceGroup.of(mesh.cp_group()), settings.parallel.context_parallel_comm_strategy
-        split_sequence(model, plan, group, strategy)
     optimizer = partial(make_optimizer, settings=settings.optimizer)
     attach = partial(attach_adapter, family, checkpoint) if is_lora else None
-    return build_engine(model, blocks, settings, mesh, load_weights, optimizer, attach)
+    return build_engine(model, blocks, settings, session.mesh, load_weights, optimizer, attach, family.sequence_plan)
 
 
 def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn.Module) -> Mapping[str, nn.Parameter]:
@@ -111,14 +107,15 @@ def build_engine(
     load_weights: Callable[[dict[str, Tensor]], None],
     make_optimizer: MakeOptimizer,
     attach: Callable[[nn.Module], Mapping[str, nn.Parameter]] | None = None,
+    plan: SequencePlan | None = None,
 ) -> Engine:
     """Wrap a denoiser on the meta device; `load_weights` fills tensors by name, and `attach` adds a LoRA. Collective.
 
-    Memory comes after sharding, so that no rank ever holds more than its share; weights come before the optimizer and
-    DDP, which copy or broadcast them.
+    `plan` says where a sequence that ranks share is split. Memory comes after sharding, so that no rank ever holds more
+    than its share; weights come before the optimizer and DDP, which copy or broadcast them.
     """
     dtype, world = compute_dtype(settings), mesh.world
-    parallelize(model, blocks, settings, mesh)
+    parallelize(model, blocks, settings, mesh, plan)
     if settings.parallel.zero_stage is not None:
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 

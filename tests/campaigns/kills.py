@@ -221,7 +221,7 @@ READERS: dict[str, Callable[[Path], str]] = {
 }
 
 
-def fixtures(folder: Path, starter: Starter) -> tuple[str, ...]:
+def fixtures(folder: Path, starter: Starter, family: str = "sdxl") -> tuple[str, ...]:
     """Return the flags that name a base model and images, which are made first."""
     import ranks
 
@@ -229,11 +229,11 @@ def fixtures(folder: Path, starter: Starter) -> tuple[str, ...]:
     subprocess.run(
         [sys.executable, str(draw), str(folder / "shapes"), "--count", "36"], check=True, capture_output=True
     )
-    builder = starter.context.Process(target=ranks.build_pipeline, args=("sdxl", str(folder / "base")))
+    builder = starter.context.Process(target=ranks.build_pipeline, args=(family, str(folder / "base")))
     builder.start()
     builder.join()
     named = f"--pretrained_model_name_or_path={folder / 'base'}"
-    return ("--model_family=sdxl", named, f"--instance_data_dir={folder / 'shapes'}")
+    return (f"--model_family={family}", named, f"--instance_data_dir={folder / 'shapes'}")
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""A split sequence gives the losses and gradients of the whole one: every family, both strategies, uneven parts."""
+"""A split sequence gives the losses, gradients and latents of the whole one: every family, both strategies.
+
+Parts are of different length. `tests/campaigns/context_parallel.py` goes through all layouts in ten steps.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ import json
 
 import numpy as np
 import pytest
-import splitting
-from conftest import base
 from PIL import Image
+from splitting import LIMITS, case, compare_in_turn
 
 from simpletuner.models.registry import presets
 
@@ -17,40 +19,27 @@ SPLIT = [name for name, preset in presets().items() if preset.heads]
 
 @pytest.fixture
 def compared(starter, pipelines, shapes, tmp_path):
-    """Train on some ranks; return by (family, engine, what else differs) losses, difference of gradients, graphs."""
-    # 5 x 5 tokens, or 3 x 3 where a token is 32 px wide; captions of different length, so that there are masks
-    common = {"pictures": str(shapes), "resolution": 80, "caption_dropout": 0.5, "max_grad_norm": 0.0}
-    own = {
-        "ltxvideo": {"resolution": 96, "alignment": 32, "tokenizer_max_length": 9},
-        "lumina2": {},
-        "qwen_image": {},
-        "z_image": {},
-    }
+    """Train on some ranks; return by (family, engine, what else differs) how it differs from the family's first."""
 
-    def case(family: str, engine: str, steps: int, what: str, more: dict):
-        place = {"base": str(pipelines(family)), "folder": str(tmp_path / family), "label": f"{family} {engine}{what}"}
-        return {**common, **own.get(family, {"tokenizer_max_length": 9}), **more, **place} | {
-            "family": family,
-            "engine": engine,
-            "steps": steps,
-        }
-
-    def run(world: int, *cases: tuple):
+    def run(world: int, *cases: dict) -> dict[str, dict]:
         report = tmp_path / f"report-{world}.json"
-        started = starter.start(splitting.compare_in_turn, world, [case(*each) for each in cases], str(report))
+        placed = [
+            each | {"base": str(pipelines(family)), "pictures": str(shapes), "folder": str(tmp_path / family)}
+            for each in cases
+            for family in [each["family"]]
+        ]
+        started = starter.start(compare_in_turn, world, placed, str(report))
         assert started.wait(900) == [0] * world, started.said
         return json.loads(report.read_text())
 
     return run
 
 
-def assert_equal(taken: dict) -> None:
-    """Expect of all runs of a family the losses, norms and gradients of its first one, which has whole sequences."""
-    for label, (steps, difference, _) in taken.items():
-        expected = next(own for name, (own, *_) in taken.items() if name.split()[0] == label.split()[0])
-        flat = [number for step in steps for number in step]
-        assert flat == pytest.approx([number for step in expected for number in step][: len(flat)], rel=1e-5), label
-        assert difference < 1e-5, label
+def assert_equal(taken: dict[str, dict]) -> None:
+    """Expect of all runs the losses, norms, gradients and latents of their family's first, which is not split."""
+    for label, found in taken.items():
+        assert found["norms"] < 1e-5, (label, found)
+        assert all(found[what] < limit for what, limit in LIMITS.items() if what in found), (label, found)
 
 
 @pytest.mark.long
@@ -58,10 +47,10 @@ def test_every_family_on_four_ranks_of_which_two_or_four_share_a_sequence(compar
     engines = {family: ["whole", "cp2-alltoall", "cp4"] for family in SPLIT}
     engines["flux"] += ["cp2", "cp4-alltoall", "hybrid-cp2"]
     steps = dict.fromkeys(SPLIT, 2) | {"flux": 10}
-    taken = compared(4, *((family, name, steps[family], "", {}) for family in SPLIT for name in engines[family]))
-    assert len(SPLIT) == 11 and len(taken) == 36
+    taken = compared(4, *(case(family, name, steps[family]) for family in SPLIT for name in engines[family]))
+    assert len(SPLIT) == 11 and sum("latents" in found for found in taken.values()) == 36
     assert_equal(taken)
-    (first, _), *_, (last, _) = taken["flux whole"][0]
+    first, *_, last = taken["flux whole"]["values"]
     assert last < first
 
 
@@ -70,19 +59,25 @@ def test_accumulated_recomputed_and_compiled_steps_are_the_same(compared):
     compiled = {"dynamo_backend": "aot_eager"}
     cases = []
     for family, more in (("flux", {"dynamo_use_regional_compilation": False}), ("qwen_image", {})):
-        cases += [(family, engine, 3, "", {}) for engine in ("fsdp2", "cp2", "cp2-alltoall")]
-        cases += [(family, engine, 2, ", less memory", less_memory) for engine in ("cp2", "cp2-alltoall")]
-        cases.append((family, "cp2-alltoall", 1, ", compiled", {"compile": compiled | more}))
-    taken = compared(2, *cases)
+        cases += [case(family, engine, 3) for engine in ("fsdp2", "cp2", "cp2-alltoall")]
+        cases += [case(family, engine, 2, ", less memory", **less_memory) for engine in ("cp2", "cp2-alltoall")]
+        cases.append(case(family, "cp2-alltoall", 1, ", compiled", compile=compiled | more, validation_prompt=[]))
+    cases.append(case("flux", "cp2-cpu", 3))
+    rounded = [case("flux", engine, 3, ", bf16", mixed_precision="bf16") for engine in ("fsdp2", "cp2")]
+    taken = compared(2, *cases, *rounded)
+    whole, split = (taken.pop(each["label"]) for each in rounded)
     assert_equal(taken)
-    for label, (*_, graphs) in taken.items():
-        assert (graphs > 0) == label.endswith("compiled"), label
+    for label, found in taken.items():
+        assert (found["graphs"] > 0) == ("latents" not in found) == label.endswith("compiled"), label
+    # bf16 has 8 significant bits, so a sum in another order may come out a rounding, 2**-9, off. Measured: 2e-4 in a
+    # loss, and gradients that are as far from those in float32 as those of whole sequences.
+    assert split["values"] == pytest.approx(whole["values"], rel=2**-9)
+    assert split["losses"] > 1e-4 and split["gradients"] < 1.1 * whole["gradients"]
 
 
-@pytest.mark.parametrize("family", ["flux", "qwen_image"])
-def test_images_of_a_split_denoiser_are_those_of_a_whole_one(family, pipelines, shapes, train, tmp_path):
+def test_images_of_a_split_denoiser_are_those_of_a_whole_one(flux_flags, train, tmp_path):
     flags = (
-        *base(family, pipelines(family), shapes),
+        *flux_flags,
         f"--cache_dir_vae={tmp_path / 'latents'}",
         f"--cache_dir_text={tmp_path / 'text'}",
         *("--validation_prompt=a red circle", "--validation_prompt=a blue square", "--validation_prompt=a star"),

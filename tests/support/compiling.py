@@ -6,6 +6,7 @@ import json
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ranks
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings.sections import Compile, Optimizer, Parallel, Settings, Training
@@ -47,13 +49,12 @@ def losses_by_backend(folder: str, compiler_cache: str, fsdp: bool) -> None:
         Path(folder, f"rank{world.rank}.json").write_text(json.dumps(losses))
 
 
-def losses_of(backend: str, fsdp: bool, world: World) -> list[float]:
+def small_engine(world: World, parallel: Parallel, **sections: Any) -> Engine:
+    """Build the engine of a model of two blocks, whose weights are the same on every rank."""
     with torch.device("meta"):
         model = Model()
     settings = Settings(
-        compile=Compile(dynamo_backend=backend, dynamo_fullgraph=True),
-        parallel=Parallel(fsdp_enable=fsdp),
-        training=Training(mixed_precision="no", gradient_checkpointing=False),
+        parallel=parallel, training=Training(mixed_precision="no", gradient_checkpointing=False), **sections
     )
     torch.manual_seed(0)
     weights = Model().state_dict()
@@ -65,7 +66,12 @@ def losses_of(backend: str, fsdp: bool, world: World) -> list[float]:
             tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements) if sharded else whole)
 
     optimizer = partial(make_optimizer, settings=Optimizer())
-    engine = build_engine(model, ("Block",), settings, build_mesh(settings, world), load, optimizer)
+    return build_engine(model, ("Block",), settings, build_mesh(settings, world), load, optimizer)
+
+
+def losses_of(backend: str, fsdp: bool, world: World) -> list[float]:
+    compiled = Compile(dynamo_backend=backend, dynamo_fullgraph=True)
+    engine = small_engine(world, Parallel(fsdp_enable=fsdp), compile=compiled)
     losses = []
     for _ in range(3):
         with engine.micro_batch(True):

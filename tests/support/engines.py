@@ -24,7 +24,18 @@ from simpletuner.preparation import Prepared, plan_data, prepare
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
-from simpletuner.settings.sections import Compile, Data, Ema, Launch, Model, Optimizer, Parallel, Settings, Training
+from simpletuner.settings.sections import (
+    Compile,
+    Data,
+    Ema,
+    Launch,
+    Model,
+    Optimizer,
+    Parallel,
+    Settings,
+    Training,
+    Validation,
+)
 from simpletuner.system.signals import StopRequest
 from simpletuner.training.engines import open_engine
 from simpletuner.training.schedule import Schedule
@@ -56,7 +67,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     "hybrid-cp2": {"fsdp_enable": True, "dp_replicate_size": 2, "context_parallel_size": 2},
     "cp2": {"fsdp_enable": True, "context_parallel_size": 2},
     "cp4": {"fsdp_enable": True, "context_parallel_size": 4},
+    "cp2-cpu": {"fsdp_enable": True, "context_parallel_size": 2, "fsdp_offload_params": True},
     "cp2-alltoall": {"fsdp_enable": True, "context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall"},
+    "hybrid-cp2-alltoall": {
+        "fsdp_enable": True,
+        "dp_replicate_size": 2,
+        "context_parallel_size": 2,
+        "context_parallel_comm_strategy": "alltoall",
+    },
     "cp4-alltoall": {"fsdp_enable": True, "context_parallel_size": 4, "context_parallel_comm_strategy": "alltoall"},
     "zero1": zero(1),
     "zero2": zero(2),
@@ -96,6 +114,9 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
             max_grad_norm=arguments.get("max_grad_norm", 2.0),
         ),
         ema=Ema(use_ema=arguments.get("ema", False), ema_decay=0.9),
+        validation=Validation(
+            validation_prompt=arguments.get("validation_prompt", []), validation_num_inference_steps=2
+        ),
         launch=Launch(num_processes=ranks),
         compile=Compile(**arguments.get("compile", {})),
         parallel=parallel.model_copy(update={"offload_param_path": shared / "offload"}),

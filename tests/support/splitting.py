@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,60 @@ from torch._dynamo.utils import counters
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Prepared
 
+LIMITS = {"losses": 1e-5, "gradients": 1e-5, "latents": 1e-4}
+"""What a split run may differ by from a whole one in float32, relative."""
+
+NO_TOKENIZER_LIMIT = ("lumina2", "qwen_image", "z_image")
+FIRST_IMAGE = "00"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a case has computed: each step's loss and norm, the first gradients, and latents that it sampled then."""
+
+    steps: list[list[float]]
+    gradients: dict[str, torch.Tensor]
+    latents: dict[str, torch.Tensor]
+    graphs: int
+
+
+def case(family: str, engine: str, steps: int, what: str = "", **more: Any) -> dict[str, Any]:
+    """Return a case for `compare_in_turn`, of parts that differ in length: 5 x 5 tokens, or 3 x 3 of 32 px each.
+
+    Captions differ in length, so that there are masks.
+    """
+    own: dict[str, Any] = {} if family in NO_TOKENIZER_LIMIT else {"tokenizer_max_length": 9}
+    own |= {"resolution": 96, "alignment": 32} if family == "ltxvideo" else {"resolution": 80}
+    named = {"family": family, "engine": engine, "steps": steps, "label": f"{family} {engine}{what}"}
+    return own | {"caption_dropout": 0.5, "max_grad_norm": 0.0, "validation_prompt": ["a red circle"]} | more | named
+
 
 def compare_in_turn(cases: list[dict[str, Any]], report: str) -> None:
-    """Train each case, and write its losses and how far its gradients are from those of its family's first case."""
+    """Train each case, and write how far it is from its family's first one, by label."""
     with joined_world() as joined:
         taken: dict[str, Any] = {}
         prepared: dict[str, Prepared] = {}
-        expected: dict[str, dict[str, torch.Tensor]] = {}
+        expected: dict[str, Result] = {}
         for case in cases:
             family = case["family"]
             world = replace(joined, store=dist.PrefixStore(family, joined.store))
             settings = settings_of(case, case["engine"], Path(case["folder"]) / case["label"], world.size)
             if family not in prepared:
                 prepared[family] = prepared_by(world, settings)
-            losses, gradients = first_steps(world, settings, prepared[family], case["steps"])
-            expected.setdefault(family, gradients)
-            taken[case["label"]] = [losses, largest_difference(gradients, expected[family]), compiled_graphs()]
+            result = computed(world, settings, prepared[family], case["steps"])
+            taken[case["label"]] = differences(result, expected.setdefault(family, result))
         write(taken, report, joined)
+
+
+def computed(world: World, settings: Any, prepared: Prepared, steps: int) -> Result:
+    """Take some steps; the gradients of the first one are what AdamW's first moment has of it."""
+    with opened(world, settings, prepared) as (trainer, state):
+        taken = steps_of(trainer, world, 1)
+        moment = state.engine.optimizer_state().tensors["exp_avg"]()
+        gradients = {name: whole(tensor).clone() for name, tensor in moment.items()}
+        samples = trainer.validator._samples() if trainer.validator else ()
+        latents = {name: tensor.clone() for name, tensor in samples}
+        return Result(taken + steps_of(trainer, world, steps - 1), gradients, latents, compiled_graphs())
 
 
 def compiled_graphs() -> int:
@@ -41,19 +79,31 @@ def compiled_graphs() -> int:
     return made
 
 
-def first_steps(
-    world: World, settings: Any, prepared: Prepared, steps: int
-) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """Return (losses and norms, the gradients of the first step), the latter as AdamW's first moment has them."""
-    with opened(world, settings, prepared) as (trainer, state):
-        first = steps_of(trainer, world, 1)
-        moment = state.engine.optimizer_state().tensors["exp_avg"]()
-        gradients = {name: whole(tensor).clone() for name, tensor in moment.items()}
-        return first + steps_of(trainer, world, steps - 1), gradients
+def differences(result: Result, expected: Result) -> dict[str, Any]:
+    """Return the largest relative differences of a case, beside its losses; rank 0 has the first image."""
+    (losses, norms), (expected_losses, expected_norms) = (zip(*each.steps, strict=True) for each in (result, expected))
+    found = {
+        "values": losses,
+        "graphs": result.graphs,
+        "losses": largest(abs(one / other - 1) for one, other in zip(losses, expected_losses, strict=False)),
+        "norms": largest(abs(one / other - 1) for one, other in zip(norms, expected_norms, strict=False)),
+        "gradients": gradient_difference(result.gradients, expected.gradients),
+    }
+    if (latents := result.latents.get(FIRST_IMAGE)) is not None:
+        whole = expected.latents[FIRST_IMAGE]
+        found["latents"] = float((latents - whole).abs().max() / whole.abs().max())
+    return found
 
 
-def largest_difference(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def largest(values: Iterable[float]) -> float:
+    """Return the largest of some differences; NaN if one is."""
+    return float(torch.tensor(list(values), dtype=torch.float64).max())
+
+
+def gradient_difference(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Return the largest difference of a weight's gradient, relative to its norm or to 1e-4 of that of all."""
     assert gradients.keys() == expected.keys()
     least = 1e-4 * torch.stack([each.norm() for each in expected.values()]).norm()
-    return max(float((gradients[name] - each).norm() / each.norm().clamp(min=least)) for name, each in expected.items())
+    return largest(
+        float((gradients[name] - each).norm() / each.norm().clamp(min=least)) for name, each in expected.items()
+    )
