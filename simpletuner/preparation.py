@@ -58,9 +58,8 @@ def plan_data(session: Session, version: int = DATA_VERSION) -> Plan:
     datasets, configured_text = load_datasets(settings.data)
     text, alignment_px = text_folder(settings, configured_text), settings.data.aspect_bucket_alignment
     outputs = [settings.training.output_dir, text, *(latents_folder(dataset, settings) for dataset in datasets)]
-    scans = scan_datasets(
-        datasets, outputs, default_folder(settings, "scan"), session.world, session.report, session.stop.check
-    )
+    folder, rescan = default_folder(settings, "scan"), settings.data.rescan
+    scans = scan_datasets(datasets, outputs, folder, session.world, session.report, session.stop.check, rescan)
     found = discover(scans, alignment_px, settings.training.seed, version)
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, alignment_px):

@@ -11,7 +11,7 @@ LATER = "not supported by this version"
 ONE_FOR_ALL = "one value holds for all datasets: set --{}"
 GONE = "your images are never deleted"
 LOCAL = LATER + ": only folders of this machine or a shared one (type local)"
-BY_READING = "files and their sizes are read at every start"
+BY_READING = "files that are new or changed are read at every start"
 VERIFIED = "caches are checked record by record, and what changed is made again"
 NO_CONDITIONING = LATER + ": a model is trained on images and captions alone"
 
@@ -66,7 +66,7 @@ REASONS: dict[str, str] = {
 NO_EFFECT: dict[str, str] = {
     **dict.fromkeys(("write_batch_size", "read_batch_size"), "records are written one by one; nothing to tune"),
     **dict.fromkeys(("image_processing_batch_size", "max_workers"), "two threads per rank decode; nothing to tune"),
-    **dict.fromkeys(("metadata_update_interval", "preserve_data_backend_cache", "skip_file_discovery"), BY_READING),
+    **dict.fromkeys(("metadata_update_interval", "skip_file_discovery"), BY_READING),
     **dict.fromkeys(("scan_for_errors", "vae_cache_scan_behaviour"), VERIFIED),
     "text_embeds": "there is one text cache: the dataset of type text_embeds",
     "compress_cache": "latents hardly shrink",

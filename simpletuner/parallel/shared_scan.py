@@ -30,6 +30,7 @@ from simpletuner.parallel.same_data import Listed, verify_same_data
 from simpletuner.parallel.same_folder import wait_until_visible
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
+from simpletuner.system.files import remove
 
 CHUNK_FILES = 256
 PART_SECONDS = 20
@@ -43,30 +44,38 @@ def scan_datasets(
     world: World,
     report: Report,
     stop: Callable[[], None],
+    rescan: bool = False,
 ) -> list[Scan]:
-    """Find the images of all datasets; results are kept below `folder`. Collective.
+    """Find the images of all datasets; results are kept below `folder`, and forgotten with `rescan`. Collective.
 
     Nothing in `outputs`, the folders that the run writes into, is found. Raises DataError on all ranks when a folder is
     missing, or when machines have other files.
     """
-    storages = [open_storage(dataset, outputs) for dataset in datasets]
     world.activity.begin("finding images")
-    listed = list_all(datasets, storages, stop) if world.local_rank == 0 else Listed()
+    if rescan and world.is_first:
+        remove(folder)
+    scans = [
+        SharedScan(dataset, open_storage(dataset, outputs), folder / dataset.id, f"scan/{number}", world, stop)
+        for number, dataset in enumerate(datasets)
+    ]
+    kept = [scan.preserved() for scan in scans]
+    new = [scan for scan, name in zip(scans, kept, strict=True) if not name]
+    listed = list_all(new, stop) if world.local_rank == 0 else Listed()
     verify_same_data(listed, datasets, world, stop)
-    scans = []
-    for number, (dataset, storage) in enumerate(zip(datasets, storages, strict=True)):
-        files = listed.datasets[number].list if world.is_first else None
-        scan = SharedScan(dataset, storage, folder / dataset.id, f"scan/{number}", world, stop)
-        scans.append(scan.run(files, report))
-    return scans
+    files = iter(listed.datasets)
+    return [
+        scan.open(name) if name else scan.run(next(files).list if world.is_first else None, report)
+        for scan, name in zip(scans, kept, strict=True)
+    ]
 
 
-def list_all(datasets: Sequence[ImageDataset], storages: Sequence[Storage], stop: Callable[[], None]) -> Listed:
-    """List the files of all datasets; an error is kept, so that all ranks can raise it."""
+def list_all(scans: Sequence[SharedScan], stop: Callable[[], None]) -> Listed:
+    """List the files of datasets; an error is kept, so that all ranks can raise it."""
     listed = Listed()
     try:
-        for dataset, storage in zip(datasets, storages, strict=True):
-            listed.datasets.append(DatasetFiles(dataset, storage, list_images(dataset, storage, stop)))
+        for scan in scans:
+            files = list_images(scan.dataset, scan.storage, stop)
+            listed.datasets.append(DatasetFiles(scan.dataset, scan.storage, files))
     except DataError as error:
         listed.error = error
     return listed
@@ -89,12 +98,27 @@ class SharedScan:
         if task["rows"]:
             self._scan_share(task["name"], task["rows"], report)
         name = task["kept"] or (self._publish("result", self._merge(files)) if files else self._wait_for("result"))
+        return self.open(name)
+
+    def preserved(self) -> str:
+        """Return the name of a kept scan that is to be used without a look at the files; empty for none. Collective."""
+        if not self.dataset.preserve_data_backend_cache:
+            return ""
+        if not self.world.is_first:
+            return self._wait_for("preserved")
+        return self._publish("preserved", next((path.name for path in self._kept()), ""))
+
+    def open(self, name: str) -> Scan:
+        """Return a kept scan."""
         table, others = self._open(name)
         return Scan(self.dataset, self.storage, table, OtherFiles(**others))
 
+    def _kept(self) -> list[Path]:
+        return intact_files(self.folder, self._kind("scan"))
+
     def _task(self, files: FileList) -> dict[str, Any]:
         """Write down which files are to be read, unless a kept scan is that of the same files."""
-        for path in intact_files(self.folder, self._kind("scan")):
+        for path in self._kept():
             table, others = open_table(path)
             if table.select(files.table.column_names).equals(files.table) and others == asdict(files.others):
                 return {"kept": path.name, "rows": 0}

@@ -73,9 +73,9 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     "num_train_epochs is exact": "strict_epoch_limit",
     "buckets are sizes in px, not rounded aspects": "aspect_bucket_rounding",
     "no bucket is left out in silence": "disable_bucket_pruning",
-    "files and their sizes are read at every start": (
+    "files that are new or changed are read at every start": (
         "ignore_missing_files override_dataset_config aspect_bucket_disable_rebuild skip_file_discovery "
-        "metadata_update_interval preserve_data_backend_cache vae_cache_scan_behaviour"
+        "metadata_update_interval vae_cache_scan_behaviour"
     ),
     "`simpletuner --debug` shows more": (
         "debug_aspect_buckets debug_dataset_loader print_filenames print_sampler_statistics"

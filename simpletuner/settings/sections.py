@@ -73,6 +73,7 @@ class DatasetSettings(Section):
     crop_style: Literal["center", "random"] = knob("center", "Where to crop; random depends on the seed and the image alone.")
     crop_aspect: Literal["square", "preserve"] = knob("square", "Shape of the crop: square, or the image's aspect bucket.")
     minimum_image_size: float | None = knob(None, "Leave out smaller images; same unit as resolution.", gt=0, aliases=("minimum_resolution",))
+    preserve_data_backend_cache: bool = knob(False, "Use the image list of an earlier start without looking for new or changed files.")
 
 
 class Data(DatasetSettings):
@@ -88,6 +89,7 @@ class Data(DatasetSettings):
     vae_batch_size: int = knob(4, "Images that the VAE encodes at once, per rank.", ge=1)
     text_encoder_batch_size: int = knob(8, "Captions that the text encoders encode at once, per rank.", ge=1)
     tokenizer_max_length: int | None = knob(None, "Longest T5 prompt in tokens; empty: the family's own.", ge=1)
+    rescan: bool = knob(False, "Read all image headers and captions again, whatever earlier starts have kept.")
     dataloader_prefetch_qlen: int = knob(4, "Optimizer steps of batches prepared ahead.", ge=1)
 
 

@@ -21,8 +21,8 @@ from simpletuner.data.scan import Scan
 from simpletuner.data.storage import LocalStorage
 from simpletuner.errors import Stopped
 from simpletuner.parallel import shared_scan
-from simpletuner.parallel.shared_scan import SharedScan
-from simpletuner.parallel.world import World
+from simpletuner.parallel.shared_scan import SharedScan, scan_datasets
+from simpletuner.parallel.world import World, joined_world
 from simpletuner.report import Report
 
 
@@ -53,7 +53,7 @@ def scan(images: Path, stop: Callable[[], None] = lambda: None, **values) -> tup
     storage = CountingStorage(images)
     world = World(0, 1, 0, torch.device("cpu"), dist.HashStore())
     files = list_images(dataset, storage, stop)
-    shared = SharedScan(dataset, storage, images.parent / "kept", "scan", world, stop)
+    shared = SharedScan(dataset, storage, images.parent / "scans" / "d", "scan", world, stop)
     return shared.run(files, Report(quiet=True)), storage.opened
 
 
@@ -69,7 +69,7 @@ def test_an_unchanged_folder_is_not_read_again(images):
     assert_as_fresh(first)
     again, opened = scan(images)
     assert opened == [] and again.table.equals(first.table)
-    assert len(list((images.parent / "kept").iterdir())) == 1
+    assert len(list((images.parent / "scans" / "d").iterdir())) == 1
 
 
 def test_what_was_added_changed_and_removed_is_noticed_and_nothing_else_is_read(images):
@@ -86,6 +86,20 @@ def test_what_was_added_changed_and_removed_is_noticed_and_nothing_else_is_read(
     assert found.others.not_read == {".gif": 1}
 
 
+def test_a_preserved_scan_looks_for_nothing_and_a_rescan_for_everything(images):
+    first, _ = scan(images)
+    (images / "3.png").unlink()
+
+    def again(**more) -> list[Scan]:
+        dataset = ImageDataset(id="d", instance_data_dir=images, preserve_data_backend_cache=True)
+        return scan_datasets([dataset], [], images.parent / "scans", world, Report(quiet=True), lambda: None, **more)
+
+    with joined_world({}, use_cpu=True) as world:
+        assert again()[0].table.equals(first.table)
+    with joined_world({}, use_cpu=True) as world:
+        assert len(again(rescan=True)[0].table) == 8
+
+
 def test_captions_are_read_once_they_are_asked_for(images):
     scan(images, caption_strategy="filename")
     found, opened = scan(images)
@@ -95,7 +109,7 @@ def test_captions_are_read_once_they_are_asked_for(images):
 
 def test_a_damaged_result_is_not_believed(images):
     scan(images)
-    (kept,) = (images.parent / "kept").iterdir()
+    (kept,) = (images.parent / "scans" / "d").iterdir()
     whole = kept.read_bytes()
     damaged = [whole[:-1], b"", *(flipped(whole, place) for place in range(0, len(whole), len(whole) // 7))]
     for content in damaged:
@@ -126,7 +140,7 @@ def test_a_scan_that_was_stopped_goes_on(images, monkeypatch):
     found, opened = scan(images)
     assert 0 < len(opened) < 9
     assert_as_fresh(found)
-    assert [path.name for path in (images.parent / "kept").iterdir() if not path.name.startswith("scan-")] == []
+    assert [path.name for path in (images.parent / "scans" / "d").iterdir() if not path.name.startswith("scan-")] == []
 
 
 def test_a_name_that_is_no_text_is_kept_with_the_result(images):
