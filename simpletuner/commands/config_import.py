@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from simpletuner.commands.options import unknown_flags
 from simpletuner.commands.output_file import refuse_overwriting, save
 from simpletuner.data.dataset_file import read_entries
 from simpletuner.data.original_datasets import ImportedDatasets, import_datasets
 from simpletuner.errors import SettingsError
 from simpletuner.models.support import check_runnable
 from simpletuner.report import Report
+from simpletuner.settings.config_files import CONFIG_ENV
 from simpletuner.settings.formats import read_text
 from simpletuner.settings.loading import Loaded, resolve, settings_as_json
 from simpletuner.settings.original_import import (
-    EXTRA_ARGS,
     LeftOut,
     Original,
     first_existing,
     read_original,
+    split_variables,
     take_values,
     working_folder,
 )
 from simpletuner.settings.original_toml import MARK, sources_of, write_toml
 from simpletuner.settings.sections import SECTION_OF, Data
-from simpletuner.settings.sources import ACCELERATE_CONFIG, CONFIG_ENV, RawValue, from_accelerate, from_env_file
+from simpletuner.settings.sources import ACCELERATE_CONFIG, from_accelerate
+from simpletuner.settings.variables import from_env_file
 
 DATASETS = "data_backend_config"
 OPTIONAL = ("validation", "logging")
@@ -70,7 +70,7 @@ def import_dataset_file(path: Path, output: Path | None, force: bool) -> None:
 
 def import_run(path: Path, output: Path | None, force: bool) -> None:
     original = read_original(path)
-    original.values = [value for given in original.values for value in with_arguments(given)]
+    split_variables(original)
     root = working_folder(original.file)
     take_values(original, root)
     loaded = resolve_taken(original)
@@ -92,17 +92,6 @@ def import_run(path: Path, output: Path | None, force: bool) -> None:
         names = " and ".join(map(str, written))
         verb = "are" if len(written) > 1 else "is"
         Report().say(f"{names} {verb} written: `simpletuner train --config={output}` starts the run")
-
-
-def with_arguments(given: RawValue) -> Sequence[RawValue]:
-    """A value, or the values of the arguments that a variable of config.env holds."""
-    if given.name.lower() not in EXTRA_ARGS:
-        return [given]
-    try:
-        flags = unknown_flags(shlex.split(str(given.value)))
-    except ValueError:
-        return [given]
-    return [RawValue(flag.lstrip("-"), value, f"{given.place} {given.name}") for flag, value in flags.items()]
 
 
 def resolve_taken(original: Original) -> Loaded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,9 +98,8 @@ def texts_of(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def fill_in(path: str, names: Mapping[str, str]) -> str:
-    """Replace `{model_family}`, `{env:HOME}` and the like as the original does; other braces stay."""
-    values = {**names, **{f"env:{name}": value for name, value in os.environ.items()}}
-    return re.sub(r"\{([^{}]+)\}", lambda found: values.get(found[1], found[0]), path)
+    """Replace `{model_family}` and the like as the original does; other braces stay, such as `{env:HOME}`."""
+    return re.sub(r"\{([^{}]+)\}", lambda found: names.get(found[1], found[0]), path)
 
 
 def with_one_text_cache(entries: list[dict[str, Any]], path: Path, left_out: list[LeftOut]) -> list[dict[str, Any]]:

@@ -15,35 +15,32 @@ from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.errors import did_you_mean, shorten, to_mistake
-from simpletuner.settings.file_entries import FileEntry, file_place
 from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.key_table import inner_entries
 from simpletuner.settings.knob import kind_of
 from simpletuner.settings.loading import canonical_name, plain_name, read_table
 from simpletuner.settings.original import map_name
+from simpletuner.settings.raw_values import RawValue, raw_value
 from simpletuner.settings.sections import SECTION_OF, setting_fields
 from simpletuner.settings.sources import (
     ACCELERATE_CONFIG,
-    NOT_SETTINGS,
     Origin,
-    RawValue,
     is_accelerate_config,
     is_equal,
-    is_variable,
     to_setting_type,
     validate_value,
 )
-from simpletuner.system.paths import expand_home
+from simpletuner.settings.variables import NOT_SETTINGS, is_variable, with_arguments
+from simpletuner.system.paths import expand_path
 
 FILES = ("config.json", "config.toml", "config.env")
 """What the original looks for in a config folder, in this order."""
 BACKEND = ("config_backend", "config_type")
-EXTRA_ARGS = ("trainer_extra_args", "debug_extra_args")
 LAUNCHERS = ("mixed_precision", "dynamo_backend", ACCELERATE_CONFIG)
 """With the section `launch`: what the original reads from config.env even where config.json holds the rest."""
 DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")
 """Names that say what is trained: what is left without them is another run."""
-NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args", "trainer_extra_args")}
+NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args")}
 SECRET = re.compile(r"token|secret|access_key|password|webhook", re.IGNORECASE)
 
 
@@ -90,7 +87,7 @@ class Original:
     taken: dict[str, Taken] = field(default_factory=dict)
 
     def leave_out(self, given: RawValue, reason: str, needs_look: bool = True) -> None:
-        self.left_out.append(LeftOut(given.name, given.value, given.place, reason, needs_look))
+        self.left_out.append(LeftOut(given.name, given.as_written, given.place, reason, needs_look))
 
     def drop(self, setting: str, reason: str) -> None:
         """Leave out a setting that was taken."""
@@ -126,10 +123,6 @@ def read_one(path: Path) -> Original:
     return original
 
 
-def raw_value(path: Path, entry: FileEntry) -> RawValue:
-    return RawValue(entry.key, entry.value, file_place(path, entry.line))
-
-
 def add_launch_values(original: Original, beside: Original) -> None:
     """Add what a config.env says to the launcher; the rest of it the original does not read beside config.json."""
     known = {setting_of(given) for given in original.values}
@@ -148,6 +141,16 @@ def setting_of(given: RawValue) -> str:
     return found.setting or found.key
 
 
+def split_variables(original: Original) -> None:
+    """Replace the variables that hold arguments by the arguments."""
+    mistakes: list[Mistake] = []
+    given = original.values
+    original.values = [value for variable in given for value in with_arguments(variable, mistakes)]
+    for mistake in mistakes:
+        variable = next(each for each in given if each.place == mistake.place and each.name == mistake.setting)
+        original.leave_out(variable, mistake.message)
+
+
 def take_values(original: Original, root: Path) -> None:
     """Decide on every value. Raises SettingsError for one that says what is trained, and cannot be."""
     for given in original.values:
@@ -155,7 +158,7 @@ def take_values(original: Original, root: Path) -> None:
             taken = take_value(given, original, root)
         except NotTaken as reason:
             if plain_name(given.name) in DECISIVE:
-                mistake = Mistake(given.name, str(reason), given.place, shorten(given.value))
+                mistake = Mistake(given.name, str(reason), given.place, shorten(given.as_written))
                 raise SettingsError(mistakes=[mistake], hint="it decides what is trained") from None
             original.leave_out(given, str(reason))
             continue
@@ -167,9 +170,8 @@ def take_values(original: Original, root: Path) -> None:
             continue
         before = original.taken[name]
         is_same = same_value(name, before.value.value, taken.value.value)
-        reason = (
-            f"{before.given.name} ({before.given.place}) says {'the same' if is_same else shorten(before.given.value)}"
-        )
+        said = "the same" if is_same else shorten(before.given.as_written)
+        reason = f"{before.given.name} ({before.given.place}) says {said}"
         original.leave_out(given, reason, needs_look=not is_same)
 
 
@@ -212,7 +214,7 @@ def check_value(setting: str, given: RawValue) -> RawValue:
     try:
         validate_value(setting, given.value)
     except ValidationError as error:
-        mistakes += [to_mistake(error.errors()[0], setting_fields()[setting], Origin(given.place, given.value))]
+        mistakes += [to_mistake(error.errors()[0], setting_fields()[setting], Origin(given.place, given.as_written))]
     if mistakes:
         raise NotTaken(f"{mistakes[0].message}{'; ' if mistakes[0].hint else ''}{mistakes[0].hint}")
     return given
@@ -227,9 +229,13 @@ def relocate(setting: str, value: Any, root: Path) -> Any:
 
 
 def relocated(value: Any, root: Path) -> Any:
+    """Return a path that means the same from the folder in which this command runs."""
     if not isinstance(value, str) or root == Path() or not value:
         return value
-    return str(root / expand_home(value))
+    try:
+        return str(root / expand_path(value))
+    except ValueError:
+        return value  # validation has the sentence
 
 
 def working_folder(file: Path) -> Path:
@@ -240,4 +246,4 @@ def working_folder(file: Path) -> Path:
 
 
 def first_existing(name: str, folders: Iterable[Path]) -> Path | None:
-    return next((folder / expand_home(name) for folder in folders if (folder / expand_home(name)).is_file()), None)
+    return next((folder / expand_path(name) for folder in folders if (folder / expand_path(name)).is_file()), None)
