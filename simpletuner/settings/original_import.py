@@ -1,6 +1,6 @@
-"""Take the original's files apart: what becomes a setting, what is left out, and why.
+"""Sort the values of the original's files: those that become settings, and those that are left out, with the reason.
 
-Reading a file for a run is strict (`loading.py`); here everything that cannot be taken is kept as a remark.
+Reading a file for a run is strict (`loading.py`); an import leaves out what it cannot take, with a remark.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FILES = ("config.json", "config.toml", "config.env")
 """What the original looks for in a config folder, in this order."""
 BACKEND = ("config_backend", "config_type")
 LAUNCHERS = ("mixed_precision", "dynamo_backend", ACCELERATE_CONFIG)
-"""With the section `launch`: what the original reads from config.env even where config.json holds the rest."""
+"""Settings that the original reads from config.env even beside a config.json, as it does those of section `launch`."""
 DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")
-"""Names that say what is trained: what is left without them is another run."""
+"""Names that decide what is trained: without them it would be another run."""
 NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args")}
 SECRET = re.compile(r"token|secret|access_key|password|webhook", re.IGNORECASE)
 
@@ -53,7 +53,7 @@ class LeftOut:
     place: str
     reason: str
     needs_look: bool = True
-    """Whether it asks for something; otherwise it has no effect here."""
+    """Whether the user should look at it; otherwise it has no effect here."""
 
     @property
     def given(self) -> str:
@@ -64,12 +64,12 @@ class LeftOut:
 
 
 class NotTaken(Exception):
-    """Why a value that asks for something is left out."""
+    """Raised with the reason why a value that asks for something is left out."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One value that becomes a setting: as the original has it, and as it is written."""
+    """One value that becomes a setting: as the original has it, and as the new file has it."""
 
     given: RawValue
     value: RawValue
@@ -78,7 +78,7 @@ class Taken:
 
 @dataclass
 class Original:
-    """What the original's files say. `variables` are those of other programs, by name: their values may be secrets."""
+    """The values of the original's files. `variables` are names of other programs' variables; values may be secrets."""
 
     file: Path
     values: list[RawValue]
@@ -95,7 +95,7 @@ class Original:
 
 
 def read_original(path: Path) -> Original:
-    """Read a file of the original, or the one that it would read in a config folder. Raises SettingsError."""
+    """Read a file of the original, or the one that the original would read in a config folder. Raises SettingsError."""
     if not path.is_dir():
         return read_one(path)
     found = [path / name for name in FILES if (path / name).is_file()]
@@ -124,7 +124,7 @@ def read_one(path: Path) -> Original:
 
 
 def add_launch_values(original: Original, beside: Original) -> None:
-    """Add what a config.env says to the launcher; the rest of it the original does not read beside config.json."""
+    """Add the launcher's settings of a config.env; beside config.json the original reads no others from it."""
     known = {setting_of(given) for given in original.values}
     for given in beside.values:
         setting = setting_of(given)
@@ -152,7 +152,7 @@ def split_variables(original: Original) -> None:
 
 
 def take_values(original: Original, root: Path) -> None:
-    """Decide on every value. Raises SettingsError for one that says what is trained, and cannot be."""
+    """Take every value or leave it out. Raises SettingsError for one left out that decides what is trained."""
     for given in original.values:
         try:
             taken = take_value(given, original, root)
@@ -176,14 +176,14 @@ def take_values(original: Original, root: Path) -> None:
 
 
 def same_value(setting: str, one: Any, other: Any) -> bool:
-    """Whether two values of a setting mean the same, however they are written."""
+    """Return whether two values of a setting mean the same, however they are written."""
     if setting in SECTION_OF:
         one, other = (to_setting_type(setting, value) for value in (one, other))
     return is_equal(one, other)
 
 
 def take_value(given: RawValue, original: Original, root: Path) -> Taken | None:
-    """Return the setting that a value becomes; None where it asks for nothing. Raises NotTaken."""
+    """Return the setting that a value becomes, or None where it asks for nothing. Raises NotTaken."""
     name = canonical_name(given.name) or plain_name(given.name)
     if name in NOT_SETTINGS:
         original.leave_out(given, NOT_SETTINGS[name] or "it is no setting", NOT_SETTINGS[name] in NEEDS_LOOK)
@@ -208,7 +208,7 @@ def take_value(given: RawValue, original: Original, root: Path) -> Taken | None:
 
 
 def check_value(setting: str, given: RawValue) -> RawValue:
-    """Read a table that is named by its file, and check the value by itself. Raises NotTaken."""
+    """Check a value by itself, after reading the JSON file that it may name. Raises NotTaken."""
     mistakes: list[Mistake] = []
     given = read_table(setting, given, mistakes)
     try:
@@ -239,7 +239,7 @@ def relocated(value: Any, root: Path) -> Any:
 
 
 def working_folder(file: Path) -> Path:
-    """The folder in which the original is started, which its paths are relative to: the one that holds config/."""
+    """Return the folder that the original's paths are relative to: where it is started, the one that holds config/."""
     here = Path.cwd()
     found = next((folder.parent for folder in file.resolve().parents if folder.name == "config"), here)
     return Path() if found == here else found
