@@ -5,6 +5,7 @@ Reading a file for a run is strict (`loading.py`); an import leaves out what it 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -223,7 +224,8 @@ def check_value(setting: str, given: RawValue) -> RawValue:
 def relocate(setting: str, value: Any, root: Path) -> Any:
     """Return a path that means the same from the folder in which this command runs; any other value as it is."""
     field = setting_fields()[setting]
-    is_folder = setting in ("pretrained_model_name_or_path", "resume_from_checkpoint") and (root / str(value)).exists()
+    may_be_path = setting in ("pretrained_model_name_or_path", "resume_from_checkpoint")
+    is_folder = may_be_path and os.path.exists(root / str(value))  # noqa: PTH110 - pathlib raises for a long name
     is_table = kind_of(field.annotation) is dict and not str(value).lstrip().startswith("{")
     return relocated(value, root) if kind_of(field.annotation) is Path or is_folder or is_table else value
 
@@ -246,4 +248,5 @@ def working_folder(file: Path) -> Path:
 
 
 def first_existing(name: str, folders: Iterable[Path]) -> Path | None:
-    return next((folder / expand_path(name) for folder in folders if (folder / expand_path(name)).is_file()), None)
+    paths = (folder / expand_path(name) for folder in folders)
+    return next((path for path in paths if os.path.isfile(path)), None)  # noqa: PTH113 - as above
