@@ -52,7 +52,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show every setting, its value, where it came from and why."""
-    from simpletuner.settings.loading import explain_settings
+    from simpletuner.settings.explain import explain_settings
 
     report = Report()
     loaded = load(flags, config, complete=False)

@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from simpletuner.commands.options import unknown_flags
 from simpletuner.commands.output_file import refuse_overwriting, save
 from simpletuner.data.dataset_file import read_entries
 from simpletuner.data.original_datasets import ImportedDatasets, import_datasets
 from simpletuner.errors import SettingsError
 from simpletuner.models.support import check_runnable
-from simpletuner.report import Report
+from simpletuner.report import CONTROLS, Report
+from simpletuner.settings.config_files import CONFIG_ENV
+from simpletuner.settings.file_entries import NotParsed
 from simpletuner.settings.formats import read_text
 from simpletuner.settings.loading import Loaded, resolve, settings_as_json
 from simpletuner.settings.original_import import (
-    EXTRA_ARGS,
     LeftOut,
     Original,
     first_existing,
     read_original,
+    split_variables,
     take_values,
     working_folder,
 )
 from simpletuner.settings.original_toml import MARK, sources_of, write_toml
 from simpletuner.settings.sections import SECTION_OF, Data
-from simpletuner.settings.sources import ACCELERATE_CONFIG, CONFIG_ENV, RawValue, from_accelerate, from_env_file
+from simpletuner.settings.sources import ACCELERATE_CONFIG, from_accelerate
+from simpletuner.settings.variables import from_env_file
 
 DATASETS = "data_backend_config"
 OPTIONAL = ("validation", "logging")
-"""Sections without which a run trains the same: what cannot be done of them is left out."""
+"""Sections that do not change what is trained: settings of theirs that cannot be run are left out."""
 ALSO_OPTIONAL = ("lr_warmup_steps", "aspect_bucket_alignment")
 
 
 def import_files(path: Path, output: Path | None, force: bool) -> None:
-    """Write what a file or folder of the original says. Raises SettingsError where no run is left of it."""
+    """Write our form of a file or folder of the original. Raises SettingsError where nothing is left that could run."""
     head = "" if path.is_dir() else first_text(path)
     if head.startswith(f"# {MARK}"):
         raise SettingsError(f"{path} is imported already: there is nothing to do", f"simpletuner train --config={path}")
@@ -51,12 +52,12 @@ def import_files(path: Path, output: Path | None, force: bool) -> None:
 
 
 def first_text(path: Path) -> str:
-    """How a file begins. Raises SettingsError where it cannot be read."""
+    """Return the first characters of a file. Raises SettingsError where it cannot be read."""
     try:
         return read_text(path).lstrip()[:80]
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}", "check the path") from None
-    except UnicodeDecodeError:
+    except NotParsed:
         return ""  # its reader names the line
 
 
@@ -70,7 +71,7 @@ def import_dataset_file(path: Path, output: Path | None, force: bool) -> None:
 
 def import_run(path: Path, output: Path | None, force: bool) -> None:
     original = read_original(path)
-    original.values = [value for given in original.values for value in with_arguments(given)]
+    split_variables(original)
     root = working_folder(original.file)
     take_values(original, root)
     loaded = resolve_taken(original)
@@ -82,7 +83,7 @@ def import_run(path: Path, output: Path | None, force: bool) -> None:
     written = [output] if output else []
     if datasets is not None and datasets.is_changed and beside:
         refuse_overwriting(beside, force)
-        save(beside, as_json(datasets))
+        write(beside, as_json(datasets))
         written.insert(0, beside)
     write(output, text)
     report_left_out(f"{original.file}: {count} settings, {changed} with a remark", original.left_out)
@@ -94,19 +95,8 @@ def import_run(path: Path, output: Path | None, force: bool) -> None:
         Report().say(f"{names} {verb} written: `simpletuner train --config={output}` starts the run")
 
 
-def with_arguments(given: RawValue) -> Sequence[RawValue]:
-    """A value, or the values of the arguments that a variable of config.env holds."""
-    if given.name.lower() not in EXTRA_ARGS:
-        return [given]
-    try:
-        flags = unknown_flags(shlex.split(str(given.value)))
-    except ValueError:
-        return [given]
-    return [RawValue(flag.lstrip("-"), value, f"{given.place} {given.name}") for flag, value in flags.items()]
-
-
 def resolve_taken(original: Original) -> Loaded:
-    """Return the settings of what was taken. What contradicts itself there and is optional is left out.
+    """Return the settings that were taken, after leaving out optional ones that contradict others.
 
     Raises SettingsError for what cannot be run.
     """
@@ -137,7 +127,7 @@ def resolve_all(original: Original) -> Loaded:
 
 
 def take_datasets(original: Original, loaded: Loaded, root: Path, new: Path | None) -> ImportedDatasets | None:
-    """Import the dataset file, and let the run name it, or its `new` copy where it must change."""
+    """Import the dataset file, and set the run's path to it, or to its copy `new` where it must change."""
     taken = original.taken.get(DATASETS)
     if taken is None or loaded.settings.data.data_backend_config is None:
         return None
@@ -165,6 +155,8 @@ def as_json(datasets: ImportedDatasets) -> str:
 
 
 def write(output: Path | None, text: str) -> None:
+    """Write TOML or JSON to a file or to stdout, with control characters escaped as both formats have it."""
+    text = CONTROLS.sub(lambda control: f"\\u{ord(control[0]):04x}", text)
     if output is None:
         Report().text(text)
     else:

@@ -154,7 +154,8 @@ def validate(
 ) -> None:
     """Check a DeepSpeed JSON. Shows the settings that it becomes, and what is passed on to DeepSpeed."""
     from simpletuner.deepspeed.requirements import check_settings
-    from simpletuner.settings.loading import explain_settings, resolve
+    from simpletuner.settings.explain import explain_settings
+    from simpletuner.settings.loading import resolve
     from simpletuner.settings.sources import from_flags
 
     report = Report()

@@ -23,7 +23,8 @@ from simpletuner.report import Report
 from simpletuner.settings.deepspeed.config import deepspeed_config, with_auto
 from simpletuner.settings.deepspeed.source import NAME, as_source
 from simpletuner.settings.loading import Loaded, canonical_name, resolve, settings_as_json
-from simpletuner.settings.sources import RANKS, RawValue, Source, collect_from_file, collect_sources, from_flags
+from simpletuner.settings.raw_values import RawValue, Source
+from simpletuner.settings.sources import RANKS, collect_from_file, collect_sources, from_flags
 from simpletuner.settings.spelling import as_text
 from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
 

@@ -13,6 +13,7 @@ from typer.models import OptionInfo
 from simpletuner.commands.paths import parse_path
 from simpletuner.errors import SettingsError
 from simpletuner.settings.errors import closest
+from simpletuner.settings.extra_args import parse_arguments
 from simpletuner.settings.knob import extra_of, shown_default, type_name
 from simpletuner.settings.loading import canonical_name
 from simpletuner.settings.original import TABLE
@@ -39,7 +40,7 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
     def run(context: typer.Context, config: Path | None = None, **given: Any) -> None:
         extra = {parameter.name: given.pop(parameter.name) for parameter in own}
         flags = {name: value for name, value in given.items() if value not in (None, [])}
-        unknown = unknown_flags(context.args)
+        unknown = dict(parse_arguments(context.args))  # the settings layer will refuse them
         refuse_misspelled(unknown, [flag for parameter in parameters for flag in own_flags(parameter)])
         command(flags=flags | unknown, config=config, **extra)
 
@@ -50,21 +51,6 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     return run
-
-
-def unknown_flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Parse what is no flag of ours into names and values, which the settings layer will refuse."""
-    found: dict[str, str] = {}
-    waiting = ""  # the flag whose value may come next
-    for argument in arguments:
-        if waiting and not argument.startswith("-"):
-            found[waiting], waiting = argument, ""
-            continue
-        key, equals, value = argument.partition("=")
-        is_flag = argument.startswith("-")
-        found[key] = "true" if is_flag and not equals else value  # a switch of the original, such as --push_to_hub
-        waiting = key if is_flag and not equals else ""
-    return found
 
 
 def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:

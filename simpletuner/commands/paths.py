@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from simpletuner.errors import SettingsError
-from simpletuner.system.paths import expand_home
+from simpletuner.system.paths import expand_path
 
 
 def path_option(flag: str, sentence: str, metavar: str = "<path>") -> Any:
@@ -23,6 +23,6 @@ def parse_path(text: str) -> Path:
     """Return the path that was typed. Raises SettingsError for an empty one and for an unknown user."""
     # Typer would take an empty path for the current folder, and a shell expands no `~` after `=`.
     try:
-        return expand_home(text)
+        return expand_path(text)
     except ValueError as error:
         raise SettingsError(f"'{text}': {error}", "`--help` after any command explains it") from None

@@ -15,7 +15,7 @@ from simpletuner.settings import Loaded
 from simpletuner.settings.errors import InvalidSettings, shorten
 from simpletuner.settings.loading import resolve
 from simpletuner.settings.places import naming_places
-from simpletuner.settings.sources import Source
+from simpletuner.settings.raw_values import Source
 from simpletuner.system.paths import shown_path
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The dataset file as written: its entries with their lines, and how a mistake in one is called."""
+"""Read the dataset file as it is written: its entries with their lines, so that a mistake in one names its place."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class DatasetEntry:
 
     @property
     def names(self) -> dict[str, str]:
-        """The names of its keys by their spelling, which is as free as that of settings."""
+        """Return the canonical name of each key by its spelling in the file, which is as free as that of settings."""
         return {entry.key: name_of_key(entry.key) for entry in self.keys}
 
     def value(self, name: str) -> Any:
-        """What it says of a key; None if it does not."""
+        """Return the value of a key; None if the entry does not have it."""
         return next((entry.value for entry in self.keys if name_of_key(entry.key) == name), None)
 
     def place(self, line: int = 0) -> str:
@@ -80,7 +80,10 @@ def read_entries(path: Path) -> list[DatasetEntry]:
 
 
 def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
-    """Raises ValueError for a text that is not JSON, and SettingsError for one that is no list of datasets."""
+    """Yield the datasets of a text.
+
+    Raises ValueError for a text that is not JSON, and SettingsError for one that is not a list of datasets.
+    """
     entries = json.loads(text)
     check_depth(entries)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -91,11 +94,11 @@ def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
 
 
 def json_hint(error: json.JSONDecodeError) -> str:
-    """Return what is wrong with JSON where people write it by hand."""
+    """Return a hint for the usual mistakes in JSON that is written by hand."""
     before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
     comma = (before + after[:1]).replace(" ", "")[-2:]
     if comma in (",]", ",}") or re.match(r",\s*[\]}]", error.doc[error.pos :]):
-        return "JSON allows no comma before a closing bracket: take it away"
+        return "JSON allows no comma before a closing bracket: remove it"
     if after.startswith(("//", "/*", "#")):
-        return "JSON has no comments: take it away"
+        return "JSON has no comments: remove it"
     return "JSON takes double quotes, true, false and null, and a comma between entries"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from simpletuner.settings.placeholders import fill
 from simpletuner.settings.sections import Settings
+from simpletuner.system.paths import ENVIRONMENT
 
 if TYPE_CHECKING:
     from simpletuner.data.datasets import ImageDataset
@@ -47,6 +48,8 @@ def check_id(name: str) -> str:
     parts = name.split("/")
     if not name.strip():
         raise ValueError("an id cannot be empty")
+    if ENVIRONMENT.search(name):
+        raise ValueError("an id cannot hold {env:NAME}: it is the name of a cache, which must not change")
     if any(is_control(letter) for letter in name):
         raise ValueError("an id cannot hold control characters")
     if any(part in ("", ".", "..") for part in parts):

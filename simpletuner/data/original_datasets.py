@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from simpletuner.settings.sections import Data
 from simpletuner.settings.spelling import normalize_name
 
 PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae")
+HINT = "docs/data.md lists the keys of a dataset"
 ESSENTIAL = ("id", "type", "dataset_type", "instance_data_dir", "instance_prompt", "resolution")
 """Keys without which an entry would be another dataset."""
 HARMLESS = ("image_embeds", "vae_cache_clear_each_epoch", "probability", "default", "cache_dir", *NO_EFFECT)
@@ -44,11 +44,11 @@ def import_datasets(
     Raises SettingsError where none is left, or where the datasets do not fit together.
     """
     left_out: list[LeftOut] = []
-    taken = [new for entry in entries if (new := import_entry(entry, data, root, names, left_out)) is not None]
-    taken = with_one_text_cache(taken, path, left_out)
+    found = [(entry.place(), import_entry(entry, data, root, names, left_out)) for entry in entries]
+    taken = with_one_text_cache([(place, new) for place, new in found if new is not None], left_out)
     if not any(entry.get("dataset_type", "image") == "image" for entry in taken):
         reasons = [f"\n  {item}" for item in left_out if item.name in ESSENTIAL]
-        raise SettingsError(f"{path} has no dataset of images that this version can train on{''.join(reasons)}")
+        raise SettingsError(f"{path} has no dataset of images that this version can train on{''.join(reasons)}", HINT)
     parse_datasets([DatasetEntry.of(entry, path) for entry in taken], path, data).check()
     return ImportedDatasets(taken, left_out, taken != [entry.as_dict for entry in entries])
 
@@ -99,17 +99,16 @@ def texts_of(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def fill_in(path: str, names: Mapping[str, str]) -> str:
-    """Replace `{model_family}`, `{env:HOME}` and the like as the original does; other braces stay."""
-    values = {**names, **{f"env:{name}": value for name, value in os.environ.items()}}
-    return re.sub(r"\{([^{}]+)\}", lambda found: values.get(found[1], found[0]), path)
+    """Replace `{model_family}` and the like as the original does; other braces stay, such as `{env:HOME}`."""
+    return re.sub(r"\{([^{}]+)\}", lambda found: names.get(found[1], found[0]), path)
 
 
-def with_one_text_cache(entries: list[dict[str, Any]], path: Path, left_out: list[LeftOut]) -> list[dict[str, Any]]:
-    """Keep one text cache: the default one."""
-    texts = [entry for entry in entries if entry.get("dataset_type") == "text_embeds"]
+def with_one_text_cache(found: Sequence[tuple[str, dict[str, Any]]], left_out: list[LeftOut]) -> list[dict[str, Any]]:
+    """Return entries, which come with their places, with one text cache: the default one."""
+    texts = [entry for _, entry in found if entry.get("dataset_type") == "text_embeds"]
     kept = next((entry for entry in texts if entry.get("default") is True), texts[0] if texts else None)
-    others = [entry for entry in texts if entry is not kept]
+    others = [(place, entry) for place, entry in found if any(entry is text for text in texts) and entry is not kept]
     left_out += [
-        LeftOut("id", entry.get("id"), str(path), "there is one text cache", needs_look=False) for entry in others
+        LeftOut("id", entry.get("id"), place, "there is one text cache", needs_look=False) for place, entry in others
     ]
-    return [entry for entry in entries if not any(entry is other for other in others)]
+    return [entry for _, entry in found if not any(entry is other for _, other in others)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletuner.errors import SettingsError
-from simpletuner.system.paths import expand_home
+from simpletuner.system.paths import expand_path
 
 PREFIX = "SIMPLETUNER_"
 CONFIG_ENV = "config/config.env"
@@ -30,6 +30,8 @@ class FoundConfig:
     warnings: tuple[str, ...] = ()
     env_file: Path | None = None
     """The config.env of the folder that was chosen."""
+    is_named: bool = False
+    """Whether a flag or SIMPLETUNER_CONFIG names the file."""
 
 
 def find_config(
@@ -51,7 +53,8 @@ def find_config(
     if named:
         unused = f"{variable} = {chosen} is not used: the config file is named, {named}"
         is_meant = chosen and Path(folder).is_dir() and named.parent != Path(folder)
-        return FoundConfig(named, variable, chosen, (unused,) if is_meant or variable.startswith(PREFIX) else ())
+        warnings = (unused,) if is_meant or variable.startswith(PREFIX) else ()
+        return FoundConfig(named, variable, chosen, warnings, is_named=True)
     if not chosen:
         return FoundConfig(first_file(CONFIG_CANDIDATES), variable, place.get(variable, ""))
     path = first_file([candidate.replace("config", folder, 1) for candidate in CONFIG_CANDIDATES])
@@ -71,6 +74,6 @@ def first_file(names: Iterable[str]) -> Path | None:
 def named_path(path: Path | str, setting: str) -> Path:
     """Return the path of a file that a setting names. Raises SettingsError for an empty one and for an unknown user."""
     try:
-        return expand_home(path)
+        return expand_path(path)
     except ValueError as error:
         raise SettingsError(f"{setting} = {str(path)!r}: {error}", "name a file") from None

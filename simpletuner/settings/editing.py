@@ -18,8 +18,9 @@ from pathlib import Path
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.config_files import PREFIX
+from simpletuner.settings.env_format import assignments
 from simpletuner.settings.file_entries import FileEntry
-from simpletuner.settings.formats import ASSIGNMENT, BLANK, FORMATS, JSON_TOKEN, is_toml, read_entries, suffix_of
+from simpletuner.settings.formats import FORMATS, JSON_TOKEN, is_toml, read_entries, suffix_of
 from simpletuner.settings.loading import canonical_name
 from simpletuner.system.files import replace_file
 
@@ -196,26 +197,16 @@ def edit_yaml(text: str, edit: Edit) -> Iterator[str]:
 
 def edit_env(text: str, edit: Edit) -> Iterator[str]:
     """Replace a value, or add a line at the end, spelled like the last one."""
-    found = list(pairs_in(text))
+    found = [pair for _, pair in assignments(text)]
     if edit.index is not None:
-        start, end = found[edit.index].span("value")
-        yield replace_span(text, start, end, edit.quoted)
+        for pair in found:
+            if canonical_name(pair["key"].removeprefix(PREFIX)) == edit.name:
+                yield replace_span(text, *pair.span("value"), edit.quoted)
         return
     key = found[-1]["key"] if found else PREFIX
     name = (PREFIX if key.startswith(PREFIX) else "") + (edit.name if key.islower() else edit.name.upper())
     export = "export " if found and re.match(r"[ \t]*export[ \t]", found[-1][0]) else ""
     yield insert_line(text, len(text), f"{export}{name}={edit.quoted}")
-
-
-def pairs_in(text: str) -> Iterator[re.Match[str]]:
-    """Yield the assignments of a text that parses."""
-    position = 0
-    while position < len(text):
-        match = BLANK.match(text, position) or ASSIGNMENT.match(text, position)
-        assert match is not None
-        if match.re is ASSIGNMENT:
-            yield match
-        position = match.end()
 
 
 EDITORS: dict[str, Callable[[str, Edit], Iterator[str]]] = {

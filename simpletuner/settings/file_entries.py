@@ -19,6 +19,8 @@ class FileEntry:
     line: int = 0
     inner_lines: Mapping[str, int] = field(default_factory=dict)
     """Lines of the names in a value that is itself names and values; of JSON and YAML."""
+    written: str | None = None
+    """What messages show for a value that has parts of the environment in it."""
 
 
 def file_place(path: str | Path, line: int) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
+from simpletuner.settings.env_format import env_entries
 from simpletuner.settings.file_entries import TOO_DEEP, FileEntry, NotParsed, NotSettings, check_depth, reason_of
 from simpletuner.system.files import read_file
 from simpletuner.system.paths import descriptor_of, shown_path
@@ -37,12 +39,15 @@ def read_text(path: Path) -> str:
         raise NotParsed(line, "it is not UTF-8: save the file as UTF-8") from None
 
 
-def read_entries(path: Path) -> list[FileEntry]:
-    """Read a file of settings. Raises SettingsError where it cannot be read or does not parse."""
+def read_entries(path: Path, environment: Mapping[str, str] = os.environ) -> list[FileEntry]:
+    """Read a file of settings; `environment` has the variables that a .env file may name.
+
+    Raises SettingsError where it cannot be read or does not parse.
+    """
     shown = shown_path(path)
     try:
         text = read_text(path)
-        entries = list(format_of(path)(text))
+        entries = list(format_of(path, environment)(text))
         for entry in entries:
             check_depth(entry.value)
         return entries
@@ -59,12 +64,12 @@ def read_entries(path: Path) -> list[FileEntry]:
         raise SettingsError(f"{shown} does not parse: {reason_of(error)}", "correct that value") from None
 
 
-def format_of(path: Path) -> Format:
+def format_of(path: Path, environment: Mapping[str, str]) -> Format:
     """Return the reader of a file. Raises SettingsError."""
     suffix = suffix_of(path)
     if suffix not in FORMATS:
         raise SettingsError(f"{path}: settings are read from {', '.join(FORMATS)} files", "give the file such a name")
-    return FORMATS[suffix]
+    return partial(env_entries, environment=environment) if suffix == ".env" else FORMATS[suffix]
 
 
 def suffix_of(path: Path) -> str:
@@ -208,47 +213,6 @@ def yaml_entries(text: str) -> Iterator[FileEntry]:
     from simpletuner.settings.yaml_format import read_yaml  # PyYAML takes 15 ms to import
 
     return read_yaml(text)
-
-
-ASSIGNMENT = re.compile(
-    r"""[ \t]*(?:export[ \t]+)?(?P<key>[A-Za-z_]\w*)=
-    (?P<value>(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^ \t\r\n'"\\;&|<>()])*)
-    (?:(?:[ \t]*;[ \t\r]*|[ \t][ \t\r]*)(?:(?<=[ \t;])\#[^\n]*)?|\r*)(?:\n|$)""",
-    re.VERBOSE | re.DOTALL,
-)
-BLANK = re.compile(r"[ \t\r]*(?:#[^\n]*)?(?:\n|$)")
-QUOTED = re.compile(
-    r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)|(?P<bare>[^'"\\]+)""", re.DOTALL
-)
-
-
-def env_entries(text: str) -> Iterator[FileEntry]:
-    """Read `NAME=value` lines as a shell would: quotes, comments, `export`, a leading `~`. Nothing else is expanded."""
-    position, line = 0, 1
-    while position < len(text):
-        found = BLANK.match(text, position) or ASSIGNMENT.match(text, position)
-        if found is None:
-            raise NotParsed(line, "a line is NAME=value; quote a value with blanks or shell characters in it")
-        if found.re is ASSIGNMENT:
-            home, value = split_home(found["value"])
-            yield FileEntry(found["key"], home + "".join(unquote(part, line) for part in QUOTED.finditer(value)), line)
-        line += text.count("\n", position, found.end())
-        position = found.end()
-
-
-def split_home(word: str) -> tuple[str, str]:
-    """Return the home folder where a word begins with an unquoted `~`, and the rest of the word, as a shell would."""
-    return (str(Path.home()), word[1:]) if re.match(r"~(/|$)", word) else ("", word)
-
-
-def unquote(part: re.Match[str], line: int) -> str:
-    """Remove the quotes of one part of a word, as a shell would."""
-    if part["single"] is not None or part["escaped"] is not None:
-        return part["single"] or (part["escaped"] or "").strip("\n")  # a backslash before a newline joins two lines
-    text = part["bare"] or part["double"] or ""
-    if re.search(r"(?<!\\)(?:\\\\)*[$`]", text) or (part["bare"] and re.match("~|.*:~", text)):
-        raise NotParsed(line, "`$`, `~` and backticks are not expanded here: write the value itself")
-    return re.sub(r'\\(\n|[$`"\\])', lambda found: found[1].strip("\n"), text) if part["double"] else text
 
 
 FORMATS: dict[str, Format] = {

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from simpletuner.settings.spelling import choices_of
-from simpletuner.system.paths import expand_home
+from simpletuner.system.paths import expand_path
 
 NUMBERS = (int, float, int | None, float | None)
 
@@ -74,9 +74,9 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def expand_path(cls, value: Any, info: ValidationInfo) -> Any:
-        """Replace `~` by the home folder wherever a path comes from: flag, file, variable."""
+        """Expand `~` and `{env:NAME}` wherever a path comes from: flag, file, variable."""
         is_path = kind_of(cls.model_fields[str(info.field_name)].annotation) is Path
-        return expand_home(value) if is_path and isinstance(value, str | Path) else value
+        return expand_path(value) if is_path and isinstance(value, str | Path) else value
 
     @field_validator("*", mode="after")
     @classmethod

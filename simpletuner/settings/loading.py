@@ -20,24 +20,24 @@ from simpletuner.settings.deepspeed.source import apply_deepspeed_config
 from simpletuner.settings.errors import InvalidSettings, did_you_mean, shorten, to_mistake
 from simpletuner.settings.file_entries import TOO_DEEP, check_depth, reason_of
 from simpletuner.settings.formats import read_text
+from simpletuner.settings.key_table import Maps
 from simpletuner.settings.knob import extra_of
-from simpletuner.settings.original import has_own_names, map_name
+from simpletuner.settings.original import TABLE, has_own_names, map_name
 from simpletuner.settings.original_warnings import Fields, about_source, is_original, other_defaults
 from simpletuner.settings.places import with_places
+from simpletuner.settings.raw_values import RawValue, Source
 from simpletuner.settings.rules import find_contradictions, find_missing, normalize, warnings_about
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings, setting_fields
 from simpletuner.settings.sources import (
     RANKS,
     MergedValues,
     Origin,
-    RawValue,
-    Source,
     collect_sources,
     is_equal,
     to_setting_type,
 )
-from simpletuner.settings.spelling import WORDS_FOR_NOTHING, as_text, normalize_name
-from simpletuner.system.paths import expand_home
+from simpletuner.settings.spelling import WORDS_FOR_NOTHING, normalize_name
+from simpletuner.system.paths import expand_path
 
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
 """A short table of texts as it is typed: name=text,name=text."""
@@ -80,13 +80,16 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     merged = MergedValues()
     warnings = [warning for source in sources for warning in source.warnings]
     originals: list[str] = []
+    outranked: list[Mistake] = []
     for source in sources:
         fields = map_source(source)
-        for given in canonical_values(fields, merged.mistakes):
+        found = outranked if source.is_outranked else merged.mistakes
+        for given in canonical_values(fields, found):
             merged.set(given, source.name)
-        merged.mistakes += source.mistakes
+        found += source.mistakes
         warnings += about_source(source, fields)
-        originals += [source.name] if is_original(source, fields) else []
+        originals += [source.name] if is_original(source, fields) and not source.is_outranked else []
+    warnings += sort_outranked(outranked, merged)
     warnings += [*other_defaults(originals, merged.values), *apply_deepspeed_config(merged)]
     mistakes, origins = merged.mistakes, merged.origins
     settings, invalid = validate(merged.values, origins, mistakes)
@@ -104,6 +107,20 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     implicit = {source.name: source.implicit for source in sources}
     variables = {name: value for source in sources for name, value in source.variables.items()}
     return Loaded(settings, origins | changed, (*warnings, *about), implicit, variables)
+
+
+def sort_outranked(found: Iterable[Mistake], merged: MergedValues) -> Iterator[str]:
+    """Yield a warning for each mistake of config/config.env beside a named config file that cannot change the run.
+
+    The others, about settings that nothing else sets, are added to the mistakes.
+    """
+    for mistake in found:
+        rule = TABLE.rules.get(plain_name(mistake.setting))
+        name = rule.setting if isinstance(rule, Maps) else canonical_name(mistake.setting)
+        if name and (name not in merged.origins or merged.origins[name].place in mistake.place):
+            merged.mistakes.append(mistake)
+        else:
+            yield f"{mistake}; it is not used, since a config file is named"
 
 
 def map_source(source: Source) -> Fields:
@@ -125,13 +142,13 @@ def canonical_values(fields: Fields, mistakes: list[Mistake]) -> Iterable[RawVal
             # Looking for a like name takes a millisecond, which tens of thousands of mistakes must not cost.
             mistakes.append(unknown_setting(given, may_guess=len(mistakes) < MAX_MISTAKES))
         elif found.outcome == "refused":
-            mistakes.append(Mistake(given.name, found.note, given.place, shorten(given.value)))
+            mistakes.append(Mistake(given.name, found.note, given.place, shorten(given.as_written)))
         elif found.outcome == "set" and name in taken:
             if not says_the_same(name, taken[name], replace(given, value=found.value)):
                 place = f"{taken[name].place} and {given.place}"
                 mistakes.append(Mistake(name, "it is set twice", place, hint="keep one of them"))
         elif found.outcome == "set":
-            written = None if found.value is given.value else given.value
+            written = given.written if found.value is given.value else given.as_written
             taken[name] = replace(given, value=found.value, written=written)
     return [read_table(name, given, mistakes) for name, given in taken.items()]
 
@@ -140,7 +157,7 @@ def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
     if isinstance(given.value, Mapping):
         message = "settings stand side by side, not in sections: move what is in it to the top of the file"
         return Mistake(given.name, message, given.place)
-    is_variable = Path(given.place.rpartition(":")[0]).suffix.lower() == ".env"
+    is_variable = re.search(r"\.env:\d+$", given.place, re.IGNORECASE)
     otherwise = "set it in the shell if it is a variable of another program" if is_variable else ""
     like = did_you_mean(given.name, setting_fields()) if may_guess else ""
     return Mistake(given.name, "unknown setting", given.place, hint=like or otherwise)
@@ -162,13 +179,13 @@ def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
         return replace(given, name=name, value=dict(pair.split("=", 1) for pair in text.split(",")))
     file = "" if text.lstrip().startswith("{") else text
     try:
-        value = parse_json(read_text(expand_home(file)) if file else text)
+        value = parse_json(read_text(expand_path(file)) if file else text)
         if value is None:
             raise ValueError("it holds null")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else reason_of(error)
         message = f"use JSON or the path of a JSON file: {reason}"
-        mistakes.append(Mistake(name, message, given.place, shorten(text)))
+        mistakes.append(Mistake(name, message, given.place, shorten(given.as_written)))
         value = None
     return replace(given, name=name, value=value, file=file)
 
@@ -248,39 +265,3 @@ def settings_as_json(loaded: Loaded) -> dict[str, Any]:
     """Return every setting by name, as `settings.json` holds them: a file that `--config` reads again."""
     dumped = loaded.settings.model_dump(mode="json")
     return {name: dumped[section][name] for name, section in SECTION_OF.items()}
-
-
-@dataclass(frozen=True)
-class ExplainedSetting:
-    """One setting: its value, where it came from, and why it won."""
-
-    name: str
-    value: Any
-    default: Any
-    origin: str
-    because: str
-
-    def cells(self) -> tuple[str, str, str, str]:
-        """The row of a table."""
-        return self.name, as_text(self.value), self.origin, self.because
-
-    def as_json(self) -> dict[str, Any]:
-        return {"value": self.value, "default": self.default, "from": self.origin, "because": self.because}
-
-
-def explain_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
-    """Explain every setting, in the order of the sections."""
-    defaults = Settings().model_dump(mode="json")
-    for name, value in settings_as_json(loaded).items():
-        origin = loaded.origins.get(name, NO_ORIGIN)
-        yield ExplainedSetting(name, value, defaults[SECTION_OF[name]][name], str(origin), because(value, origin))
-
-
-def because(value: Any, origin: Origin) -> str:
-    """Say why a value is as it is: another spelling, a rule, weaker sources."""
-    reasons = [origin.reason] if origin.reason else []
-    respelled = isinstance(origin.given, str) and isinstance(value, str) and origin.given != value
-    if not reasons and respelled and normalize_name(origin.given) != normalize_name(value):
-        reasons.append(f"written `{origin.given}`")
-    reasons += [f"outranks {weaker} (= {as_text(weaker.given)})" for weaker in origin.outranks]
-    return "; ".join(reasons)

@@ -1,10 +1,11 @@
-"""Take the original's files apart: what becomes a setting, what is left out, and why.
+"""Sort the values of the original's files: those that become settings, and those that are left out, with the reason.
 
-Reading a file for a run is strict (`loading.py`); here everything that cannot be taken is kept as a remark.
+Reading a file for a run is strict (`loading.py`); an import leaves out what it cannot take, with a remark.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,35 +16,32 @@ from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.errors import did_you_mean, shorten, to_mistake
-from simpletuner.settings.file_entries import FileEntry, file_place
 from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.key_table import inner_entries
 from simpletuner.settings.knob import kind_of
 from simpletuner.settings.loading import canonical_name, plain_name, read_table
 from simpletuner.settings.original import map_name
+from simpletuner.settings.raw_values import RawValue, raw_value
 from simpletuner.settings.sections import SECTION_OF, setting_fields
 from simpletuner.settings.sources import (
     ACCELERATE_CONFIG,
-    NOT_SETTINGS,
     Origin,
-    RawValue,
     is_accelerate_config,
     is_equal,
-    is_variable,
     to_setting_type,
     validate_value,
 )
-from simpletuner.system.paths import expand_home
+from simpletuner.settings.variables import NOT_SETTINGS, is_variable, with_arguments
+from simpletuner.system.paths import expand_path
 
 FILES = ("config.json", "config.toml", "config.env")
 """What the original looks for in a config folder, in this order."""
 BACKEND = ("config_backend", "config_type")
-EXTRA_ARGS = ("trainer_extra_args", "debug_extra_args")
 LAUNCHERS = ("mixed_precision", "dynamo_backend", ACCELERATE_CONFIG)
-"""With the section `launch`: what the original reads from config.env even where config.json holds the rest."""
+"""Settings that the original reads from config.env even beside a config.json, as it does those of section `launch`."""
 DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")
-"""Names that say what is trained: what is left without them is another run."""
-NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args", "trainer_extra_args")}
+"""Names that decide what is trained: without them it would be another run."""
+NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args")}
 SECRET = re.compile(r"token|secret|access_key|password|webhook", re.IGNORECASE)
 
 
@@ -56,7 +54,7 @@ class LeftOut:
     place: str
     reason: str
     needs_look: bool = True
-    """Whether it asks for something; otherwise it has no effect here."""
+    """Whether the user should look at it; otherwise it has no effect here."""
 
     @property
     def given(self) -> str:
@@ -67,12 +65,12 @@ class LeftOut:
 
 
 class NotTaken(Exception):
-    """Why a value that asks for something is left out."""
+    """Raised with the reason why a value that asks for something is left out."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One value that becomes a setting: as the original has it, and as it is written."""
+    """One value that becomes a setting: as the original has it, and as the new file has it."""
 
     given: RawValue
     value: RawValue
@@ -81,7 +79,7 @@ class Taken:
 
 @dataclass
 class Original:
-    """What the original's files say. `variables` are those of other programs, by name: their values may be secrets."""
+    """The values of the original's files. `variables` are names of other programs' variables; values may be secrets."""
 
     file: Path
     values: list[RawValue]
@@ -90,7 +88,7 @@ class Original:
     taken: dict[str, Taken] = field(default_factory=dict)
 
     def leave_out(self, given: RawValue, reason: str, needs_look: bool = True) -> None:
-        self.left_out.append(LeftOut(given.name, given.value, given.place, reason, needs_look))
+        self.left_out.append(LeftOut(given.name, given.as_written, given.place, reason, needs_look))
 
     def drop(self, setting: str, reason: str) -> None:
         """Leave out a setting that was taken."""
@@ -98,7 +96,7 @@ class Original:
 
 
 def read_original(path: Path) -> Original:
-    """Read a file of the original, or the one that it would read in a config folder. Raises SettingsError."""
+    """Read a file of the original, or the one that the original would read in a config folder. Raises SettingsError."""
     if not path.is_dir():
         return read_one(path)
     found = [path / name for name in FILES if (path / name).is_file()]
@@ -126,12 +124,8 @@ def read_one(path: Path) -> Original:
     return original
 
 
-def raw_value(path: Path, entry: FileEntry) -> RawValue:
-    return RawValue(entry.key, entry.value, file_place(path, entry.line))
-
-
 def add_launch_values(original: Original, beside: Original) -> None:
-    """Add what a config.env says to the launcher; the rest of it the original does not read beside config.json."""
+    """Add the launcher's settings of a config.env; beside config.json the original reads no others from it."""
     known = {setting_of(given) for given in original.values}
     for given in beside.values:
         setting = setting_of(given)
@@ -148,14 +142,24 @@ def setting_of(given: RawValue) -> str:
     return found.setting or found.key
 
 
+def split_variables(original: Original) -> None:
+    """Replace the variables that hold arguments by the arguments."""
+    mistakes: list[Mistake] = []
+    given = original.values
+    original.values = [value for variable in given for value in with_arguments(variable, mistakes)]
+    for mistake in mistakes:
+        variable = next(each for each in given if each.place == mistake.place and each.name == mistake.setting)
+        original.leave_out(variable, mistake.message)
+
+
 def take_values(original: Original, root: Path) -> None:
-    """Decide on every value. Raises SettingsError for one that says what is trained, and cannot be."""
+    """Take every value or leave it out. Raises SettingsError for one left out that decides what is trained."""
     for given in original.values:
         try:
             taken = take_value(given, original, root)
         except NotTaken as reason:
             if plain_name(given.name) in DECISIVE:
-                mistake = Mistake(given.name, str(reason), given.place, shorten(given.value))
+                mistake = Mistake(given.name, str(reason), given.place, shorten(given.as_written))
                 raise SettingsError(mistakes=[mistake], hint="it decides what is trained") from None
             original.leave_out(given, str(reason))
             continue
@@ -167,21 +171,20 @@ def take_values(original: Original, root: Path) -> None:
             continue
         before = original.taken[name]
         is_same = same_value(name, before.value.value, taken.value.value)
-        reason = (
-            f"{before.given.name} ({before.given.place}) says {'the same' if is_same else shorten(before.given.value)}"
-        )
+        said = "the same" if is_same else shorten(before.given.as_written)
+        reason = f"{before.given.name} ({before.given.place}) says {said}"
         original.leave_out(given, reason, needs_look=not is_same)
 
 
 def same_value(setting: str, one: Any, other: Any) -> bool:
-    """Whether two values of a setting mean the same, however they are written."""
+    """Return whether two values of a setting mean the same, however they are written."""
     if setting in SECTION_OF:
         one, other = (to_setting_type(setting, value) for value in (one, other))
     return is_equal(one, other)
 
 
 def take_value(given: RawValue, original: Original, root: Path) -> Taken | None:
-    """Return the setting that a value becomes; None where it asks for nothing. Raises NotTaken."""
+    """Return the setting that a value becomes, or None where it asks for nothing. Raises NotTaken."""
     name = canonical_name(given.name) or plain_name(given.name)
     if name in NOT_SETTINGS:
         original.leave_out(given, NOT_SETTINGS[name] or "it is no setting", NOT_SETTINGS[name] in NEEDS_LOOK)
@@ -206,13 +209,13 @@ def take_value(given: RawValue, original: Original, root: Path) -> Taken | None:
 
 
 def check_value(setting: str, given: RawValue) -> RawValue:
-    """Read a table that is named by its file, and check the value by itself. Raises NotTaken."""
+    """Check a value by itself, after reading the JSON file that it may name. Raises NotTaken."""
     mistakes: list[Mistake] = []
     given = read_table(setting, given, mistakes)
     try:
         validate_value(setting, given.value)
     except ValidationError as error:
-        mistakes += [to_mistake(error.errors()[0], setting_fields()[setting], Origin(given.place, given.value))]
+        mistakes += [to_mistake(error.errors()[0], setting_fields()[setting], Origin(given.place, given.as_written))]
     if mistakes:
         raise NotTaken(f"{mistakes[0].message}{'; ' if mistakes[0].hint else ''}{mistakes[0].hint}")
     return given
@@ -221,23 +224,29 @@ def check_value(setting: str, given: RawValue) -> RawValue:
 def relocate(setting: str, value: Any, root: Path) -> Any:
     """Return a path that means the same from the folder in which this command runs; any other value as it is."""
     field = setting_fields()[setting]
-    is_folder = setting in ("pretrained_model_name_or_path", "resume_from_checkpoint") and (root / str(value)).exists()
+    may_be_path = setting in ("pretrained_model_name_or_path", "resume_from_checkpoint")
+    is_folder = may_be_path and os.path.exists(root / str(value))  # noqa: PTH110 - pathlib raises for a long name
     is_table = kind_of(field.annotation) is dict and not str(value).lstrip().startswith("{")
     return relocated(value, root) if kind_of(field.annotation) is Path or is_folder or is_table else value
 
 
 def relocated(value: Any, root: Path) -> Any:
+    """Return a path that means the same from the folder in which this command runs."""
     if not isinstance(value, str) or root == Path() or not value:
         return value
-    return str(root / expand_home(value))
+    try:
+        return str(root / expand_path(value))
+    except ValueError:
+        return value  # validation has the sentence
 
 
 def working_folder(file: Path) -> Path:
-    """The folder in which the original is started, which its paths are relative to: the one that holds config/."""
+    """Return the folder that the original's paths are relative to: where it is started, the one that holds config/."""
     here = Path.cwd()
     found = next((folder.parent for folder in file.resolve().parents if folder.name == "config"), here)
     return Path() if found == here else found
 
 
 def first_existing(name: str, folders: Iterable[Path]) -> Path | None:
-    return next((folder / expand_home(name) for folder in folders if (folder / expand_home(name)).is_file()), None)
+    paths = (folder / expand_path(name) for folder in folders)
+    return next((path for path in paths if os.path.isfile(path)), None)  # noqa: PTH113 - as above

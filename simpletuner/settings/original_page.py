@@ -11,7 +11,7 @@ from simpletuner.settings.original_names import ASKS_FOR_NOTHING, RENAMED
 from simpletuner.settings.original_refusals import REFUSED
 from simpletuner.settings.original_warnings import DEFAULTS, MEANINGS
 from simpletuner.settings.sections import setting_fields
-from simpletuner.settings.sources import NOT_SETTINGS, OTHER_PROGRAMS
+from simpletuner.settings.variables import NOT_SETTINGS, OTHER_PROGRAMS
 
 HEAD = """\
 # From the original's files
@@ -31,7 +31,8 @@ takes there. Where the original's defaults are others and the result depends on 
 - Datasets that this version refuses as they are become a copy, `run.datasets.json`, with the same reasons.
 - Relative paths stay where the original was started in the same folder (the one that holds `config/`); else they
   become absolute ones.
-- Values of variables such as `HF_TOKEN` are never copied. `TRAINER_EXTRA_ARGS` is taken apart into settings.
+- Values of variables such as `HF_TOKEN` are never copied. `TRAINER_EXTRA_ARGS` and `DEBUG_EXTRA_ARGS` are taken apart
+  into settings.
 
 """
 NULL = """\

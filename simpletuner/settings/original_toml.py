@@ -14,7 +14,8 @@ from simpletuner.settings.loading import Loaded, canonical_name, plain_name, set
 from simpletuner.settings.original import OPTIMIZERS
 from simpletuner.settings.original_import import Original, same_value
 from simpletuner.settings.original_warnings import COUNT_WITH, DEFAULTS, MEANINGS
-from simpletuner.settings.sources import ACCELERATE_CONFIG, RawValue, Source
+from simpletuner.settings.raw_values import RawValue, Source
+from simpletuner.settings.sources import ACCELERATE_CONFIG
 from simpletuner.settings.spelling import normalize_name
 
 MARK = "Written by `simpletuner config import`"
@@ -75,7 +76,7 @@ def remarks_about(name: str, value: Any, original: Original, loaded: Loaded) -> 
     if renamed or changed:
         reasons = [taken.note, OPTIMIZERS.get(normalize_name(taken.given.value), ("", ""))[1]]
         reasons.append(origin.reason if origin else "")
-        there = f"{taken.given.name.lstrip('-')} = {shorten(taken.given.value)} there"
+        there = f"{taken.given.name.lstrip('-')} = {shorten(taken.given.as_written)} there"
         yield ": ".join(filter(None, [there, *reasons]))
     given = {setting: other.given.value for setting, other in original.taken.items()}
     given |= {normalize_name(item.name): item.value for item in original.left_out}

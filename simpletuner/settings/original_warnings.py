@@ -10,8 +10,8 @@ from simpletuner.settings.errors import shorten
 from simpletuner.settings.key_table import MappedField
 from simpletuner.settings.knob import shown_default
 from simpletuner.settings.original import OPTIMIZERS, has_own_names
+from simpletuner.settings.raw_values import RawValue, Source
 from simpletuner.settings.sections import SECTION_OF, setting_fields
-from simpletuner.settings.sources import RawValue, Source
 from simpletuner.settings.spelling import normalize_name
 
 PAGE = "docs/from-the-original.md"
@@ -85,7 +85,7 @@ def about_source(source: Source, fields: Fields) -> Iterator[str]:
     for given, found in fields:
         ours, cost = OPTIMIZERS.get(normalize_name(given.value), ("", ""))
         if found.setting == "optimizer" and cost:
-            yield f"optimizer = {given.value} ({given.place}): {ours} takes its place: {cost}"
+            yield f"optimizer = {given.as_written} ({given.place}): {ours} takes its place: {cost}"
     if is_original(source, fields):
         yield from other_meanings(fields)
 
@@ -96,7 +96,7 @@ def other_meanings(fields: Fields) -> Iterator[str]:
     for given, found in fields:
         for meaning in MEANINGS:
             if found.setting == meaning.setting and meaning.holds(values):
-                yield f"{given.name} = {shorten(given.value)} ({given.place}): {meaning.text}"
+                yield f"{given.name} = {shorten(given.as_written)} ({given.place}): {meaning.text}"
 
 
 def other_defaults(files: Sequence[str], values: Mapping[str, Any]) -> list[str]:

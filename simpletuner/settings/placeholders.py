@@ -1,4 +1,7 @@
-"""Names in braces in the paths of cache folders, such as `cache/{model_family}/{id}`, as the original has them."""
+"""Replace names in braces in the paths of cache folders, such as `cache/{model_family}/{id}`, as the original does.
+
+`{env:NAME}` is replaced in every path, where `~` is (`system/paths.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ OF_A_DATASET = (*OF_A_RUN, "id")
 
 
 def only_placeholders(*known: str) -> Callable[[Any], Any]:
-    """Return a validator. It raises ValueError for a path with another name in braces."""
+    """Return a validator that raises ValueError for a path with any other name in braces."""
 
     def check(path: Path | None) -> Path | None:
         if unknown := next((name for name in PLACEHOLDER.findall(str(path or "")) if name not in known), ""):
@@ -25,5 +28,5 @@ def only_placeholders(*known: str) -> Callable[[Any], Any]:
 
 
 def fill(path: Path, values: Mapping[str, object]) -> Path:
-    """Put values in the places of their names; other names stay."""
+    """Replace names in braces by their values; other names stay."""
     return Path(PLACEHOLDER.sub(lambda found: str(values.get(found[1], found[0])), str(path)))

@@ -1,4 +1,4 @@
-"""Say in mistakes, errors and warnings where the settings that they are about were set."""
+"""Add to mistakes, errors and warnings the places where their settings were set."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from simpletuner.settings.sources import Origin
 
 
 def with_places(mistake: BrokenRule, origins: Mapping[str, Origin]) -> BrokenRule:
-    """Add where each of its settings was set."""
+    """Return the rule with the place of each of its settings."""
     return replace(mistake, place=places_of((mistake.setting, *mistake.others), origins))
 
 
 def places_of(names: Iterable[str], origins: Mapping[str, Origin]) -> str:
-    """Where these settings were set; nothing where all were flags: the user has just typed them."""
+    """Return where settings were set; empty where all were flags, which the user has just typed."""
     wanted = set(names)
     places = {name: origin.place for name, origin in origins.items() if name in wanted}
     if all(place.partition(" ")[0] == "flag" for place in places.values()):
@@ -26,9 +26,9 @@ def places_of(names: Iterable[str], origins: Mapping[str, Origin]) -> str:
 
 @contextmanager
 def naming_places(origins: Mapping[str, Origin], *names: str) -> Iterator[None]:
-    """Add places to an error of a check that knows values, but not where they came from.
+    """Add places to the errors of a check that knows values, but not where they were set.
 
-    `names` are the settings that an error is about which does not say so itself.
+    `names` are the settings that an error is about if it does not list them.
     """
     try:
         with explain_system_errors():

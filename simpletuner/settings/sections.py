@@ -16,7 +16,7 @@ from simpletuner.settings.image_sizes import normalize_sizes
 from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.placeholders import OF_A_RUN, only_placeholders
 from simpletuner.settings.spelling import normalize_name
-from simpletuner.system.paths import expand_home
+from simpletuner.system.paths import ENVIRONMENT, expand_path
 
 
 def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
@@ -28,8 +28,8 @@ def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
 
 
 def in_home(name: str) -> str:
-    """Replace `~` by the home folder in text that may be a path or another name."""
-    return str(expand_home(name)) if name.startswith("~") else name
+    """Expand a text that may be a path or another name, which has neither `~` nor `{env:NAME}`."""
+    return str(expand_path(name)) if name.startswith("~") or ENVIRONMENT.search(name) else name
 
 
 CacheFolder = Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_RUN))]

@@ -1,19 +1,24 @@
-"""Paths as a user types them: `~`, and the pipes that a shell hands over as `/dev/fd/63`."""
+"""Paths as a user types them: `~`, `{env:NAME}`, and the pipes that a shell hands over as `/dev/fd/63`."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 DESCRIPTOR = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(?P<number>\d+)")
+ENVIRONMENT = re.compile(r"\{env:([^{}]*)\}")
+"""What the original takes for a variable of the environment in a path."""
 
 
-def expand_home(text: str | Path) -> Path:
-    """Replace a leading `~` by the home folder. Raises ValueError for an empty text and for an unknown user.
+def expand_path(text: str | Path) -> Path:
+    """Replace a leading `~` by the home folder, and `{env:NAME}` by that variable of the environment.
+
+    Raises ValueError for an empty text, for an unknown user, and for a variable that is not set or empty.
 
     A shell expands `~` only where a word begins, so `--output_dir=~/out` comes here as it was typed.
     """
-    name = str(text)
+    name = ENVIRONMENT.sub(lambda found: variable_named(found[1]), str(text))
     if not name.strip():
         raise ValueError("a path cannot be empty; `.` is the current folder")
     if not name.startswith("~"):
@@ -25,6 +30,13 @@ def expand_home(text: str | Path) -> Path:
     except RuntimeError:
         user = name.partition("/")[0]
         raise ValueError(f"there is no home folder {user}; a file of this name is ./{user}") from None
+
+
+def variable_named(name: str) -> str:
+    """Return the value of a variable. Raises ValueError where it has none."""
+    if value := os.environ.get(name):
+        return value
+    raise ValueError(f"{{env:{name}}}: there is no {name} in the environment")
 
 
 def shown_path(path: str | Path) -> str:

@@ -1,11 +1,12 @@
 """Mutate settings files of all kinds, give them to the real commands, and see that each answer keeps our promises.
 
-    .venv/bin/python tests/campaigns/fuzz.py --cases 5000      # about 2 minutes on one core
+    .venv/bin/python tests/campaigns/fuzz.py --cases 5000      # about 4 minutes on one core
     .venv/bin/python tests/campaigns/fuzz.py --case 123        # one of them, with its files and all that is printed
 
 Promised: exit code 0 or 2 (3 or 4 for a named file or folder that cannot be used), no traceback, no "bug", no control
 characters on a terminal, an answer within 5 s, a place in each sentence; `config validate` and `train --dry_run` say
-the same; what is exported and read again means the same settings. `tests/test_campaigns.py` runs a small sample.
+the same; what is exported and read again means the same settings; what `config import` writes is valid, or is answered
+like any other file. `tests/test_campaigns.py` runs a small sample.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from unittest.mock import patch
 sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
 
 from mutations import Case, draw_case  # noqa: E402
+from settings_files import MODEL  # noqa: E402
 
 from simpletuner import app  # noqa: E402
 from simpletuner.report import CONTROLS  # noqa: E402
@@ -51,9 +53,14 @@ WHOLE_FILE = re.compile(
     r"cannot read|does not parse: (its brackets|a whole number|duplicate key)|holds (a list|one value)"
     r"|must hold a list|names no dataset|dataset `.*`: there is no folder"
     r"|is no accelerate|in lines \d|ha(s|ve) no effect here|with another default here|passed on to the ranks"
+    r"|is read by every run|has no dataset of images|is imported already|holds none of config"
 )
 """Answers about a file rather than a line of it."""
-NO_SENTENCE = re.compile(r"^hint: .*\n|^.*settings, all valid\n|^  and [\d,]+ more\n", re.MULTILINE)
+NO_SENTENCE = re.compile(
+    r"^hint: .*\n|^.*settings, all valid\n|^  and [\d,]+ more\n"
+    r"|^.*(settings, \d+ with a remark|datasets taken); .*\n",
+    re.MULTILINE,
+)
 """What stands beside mistakes and warnings, each of which is a line."""
 
 
@@ -112,6 +119,10 @@ class Fuzz:
     codes: Counter[tuple[str, int]] = field(default_factory=Counter)
     seen: Counter[str] = field(default_factory=Counter)
     verbose: bool = False
+    imports: Counter[int] = field(default_factory=Counter)
+    """Exit codes of `config import`."""
+    imported: Counter[int] = field(default_factory=Counter)
+    """Exit codes of `config validate` for what it has written."""
 
     def run(self, cases: range) -> None:
         # Typer builds all commands in 25 ms, three quarters of the time of a case: they are built once.
@@ -149,7 +160,35 @@ class Fuzz:
             print(f"$ validate\n{checked.err}exit {checked.code}\n$ dry run\n{tried.out}{tried.err}exit {tried.code}")
         if checked.code == 0:
             problems += replay(case, draw)
+        problems += (
+            problem for source in dict.fromkeys((case.config, case.odd)) for problem in self.judge_import(case, source)
+        )
         return checked.code, list(dict.fromkeys(problems))
+
+    def judge_import(self, case: Case, source: str) -> Iterator[str]:
+        """Yield which promises `config import` breaks, and what is wrong with the file that it writes."""
+        answer = ask("config", "import", source)
+        self.imports[answer.code] += 1
+        if self.verbose:
+            print(f"$ import {source}\n{answer.out}{answer.err}exit {answer.code}")
+        yield from (f"IMPORT: {problem}" for problem in broken_promises(case, answer))
+        if answer.code:
+            return
+        new = "new.json" if answer.out.startswith("[") else "new.toml"
+        again = ask("config", "import", source, f"--output={new}", "--force")
+        if again.code:
+            yield f"NOT WRITTEN\n{again.err}"
+            return
+        if new == "new.json":
+            Path("n.json").write_text(json.dumps(MODEL | {"data_backend_config": new}, indent=1))
+        names = [name for name in (new, "new.datasets.json", "n.json") if Path(name).exists()]
+        written = {name: Path(name).read_bytes() for name in names}
+        checked = ask("config", "validate", "n.json" if new == "new.json" else new)
+        self.imported[checked.code] += 1
+        if self.verbose:
+            print(*written.values(), f"$ validate\n{checked.err}exit {checked.code}", sep="\n")
+        both = replace(case, files=case.files | written)
+        yield from (f"IMPORTED: {problem}" for problem in broken_promises(both, checked))
 
 
 def broken_promises(case: Case, answer: Answer) -> Iterator[str]:
@@ -220,6 +259,7 @@ def main() -> None:
     fuzz.run(range(given.cases) if given.case is None else range(given.case, given.case + 1))
     for (kind, code), count in sorted(fuzz.codes.items()):
         print(f"{kind}: exit code {code}: {count}")
+    print(f"import: {dict(fuzz.imports)}; validate of what it has written: {dict(fuzz.imported)}")
     for sort, count in fuzz.seen.most_common():
         print(f"{count} x {sort!r}")
     print(f"{sum(fuzz.codes.values())} cases: {len(fuzz.problems)} problems")

@@ -187,6 +187,17 @@ def test_config_env_with_its_extra_arguments_is_imported(run):
     assert "# HF_TOKEN, NCCL_DEBUG: set them in the shell" in out and "geheim" not in out + err
 
 
+def test_what_stands_in_the_environment_is_not_written_to_remarks(run, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "geheim")
+    write_example("sdxl")
+    more = 'TRAINER_EXTRA_ARGS+=" --webhook_config=$MY_KEY --seed=$MY_KEY"\nDEBUG_EXTRA_ARGS="\'"\nNONSENSE=$MY_KEY\n'
+    write("config/foo/config.env", ENV + more)
+    code, out, err = run("config", "import", "config/foo")
+    assert code == 0 and "seed = '$MY_KEY' (config/foo/config.env:16 TRAINER_EXTRA_ARGS): use a whole number" in err
+    assert "nonsense = '$MY_KEY'" in out.lower().replace("$my_key", "$MY_KEY") and "geheim" not in out + err
+    assert "a quote in it is not closed" in out
+
+
 def test_of_a_folder_json_is_taken_with_what_config_env_says_to_launchers(run):
     write_example("sdxl")
     write("config/config.env", ENV.replace("CONFIG_BACKEND=env\n", ""))
@@ -267,7 +278,9 @@ def test_without_a_dataset_there_is_no_run(run, entry, said):
 def test_other_files_are_answered_with_a_sentence(run):
     write_example("sdxl")
     run("config", "import", "config", "--output=run.toml")
+    Path("utf16.json").write_bytes('{"seed": 1}'.encode("utf-16"))
     cases = {
+        "utf16.json": "utf16.json:1 does not parse: it is not UTF-8",
         "run.toml": "run.toml is imported already",
         "pictures": "pictures holds none of config.json, config.toml, config.env",
         "gone.json": "cannot read gone.json: No such file",

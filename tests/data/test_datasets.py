@@ -141,11 +141,30 @@ def test_names_in_braces_stand_for_the_run_in_cache_folders(tmp_path):
     folders = [latents_folder(dataset, settings) for dataset in datasets]
     assert folders == [Path("out/vae/flux/one"), Path("all/flux/two")]
     assert text_folder(settings, texts) == Path("text/flux/t")
-    said = refusal(data_of(tmp_path, image(cache_dir_vae="{env:HOME}/{id}")))
-    assert said.endswith("{env:HOME} stands for nothing here; {model_family} and {output_dir} and {id} do: write the "
+    said = refusal(data_of(tmp_path, image(cache_dir_vae="{family}/{id}")))
+    assert said.endswith("{family} stands for nothing here; {model_family} and {output_dir} and {id} do: write the "
                          "path itself")  # fmt: skip
     with pytest.raises(SettingsError, match="cache_dir_text = 'x/{id}' .flag.: {id} stands for nothing here"):
         load({"cache_dir_text": "x/{id}"}, complete=False, environment={})
+
+
+def test_variables_of_the_environment_stand_in_every_path_but_not_in_an_id(tmp_path, monkeypatch):
+    settings = Settings()
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    monkeypatch.delenv("GONE", raising=False)
+    there = data_of(tmp_path, image(cache_dir_vae="{env:PLACE}/{id}", instance_data_dir="{env:PLACE}/x"))
+    [dataset] = load_datasets(there)[0]
+    assert (dataset.instance_data_dir, latents_folder(dataset, settings)) == (tmp_path / "x", tmp_path / "one")
+    assert "{env:GONE}: there is no GONE in the environment" in refusal(
+        data_of(tmp_path, image(instance_data_dir="{env:GONE}/x"))
+    )
+    assert "an id cannot hold {env:NAME}" in refusal(data_of(tmp_path, image(id="{env:PLACE}")))
+    flags = {"output_dir": "{env:PLACE}/out", "pretrained_model_name_or_path": "{env:PLACE}/model"}
+    loaded = load(flags, complete=False, environment={}).settings
+    assert loaded.training.output_dir == tmp_path / "out"
+    assert loaded.model.pretrained_model_name_or_path == f"{tmp_path}/model"
+    with pytest.raises(SettingsError, match="output_dir = 'x/{env:GONE}' .flag.: {env:GONE}: there is no GONE"):
+        load({"output_dir": "x/{env:GONE}"}, complete=False, environment={})
 
 
 def test_the_metadata_backend_that_we_are_is_accepted(tmp_path):

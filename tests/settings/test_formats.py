@@ -13,10 +13,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simpletuner.errors import SettingsError
+from simpletuner.settings.env_format import env_entries
 from simpletuner.settings.export import quoted
-from simpletuner.settings.formats import env_entries, read_entries
+from simpletuner.settings.formats import read_entries
 
 BASH = ("bash", "--noprofile", "--norc")
+ENVIRONMENT = {"LC_ALL": "C.UTF-8", "E": "of the environment"}
 WITH_BASH = hypothesis_settings(
     max_examples=80,
     deadline=None,
@@ -32,7 +34,8 @@ def words(draw: st.DrawFn) -> str:
     bare = st.text(st.sampled_from("ab1#=:~*!{}[]ä\\'\"\n "), max_size=3)
     single = TEXT.filter(lambda text: "'" not in text).map(lambda text: f"'{text}'")
     double = TEXT.map(lambda text: f'"{text}"')
-    return "".join(draw(st.lists(st.one_of(bare, single, double, TEXT.map(shlex.quote)), max_size=4)))
+    variable = st.sampled_from(["$A", "${A}", '"$A"', '"a${A}b"', "'$A'", "\\$A", "$E", '"$A\\\nB"', "$A\\\nB", "$$A"])
+    return "".join(draw(st.lists(st.one_of(bare, single, double, variable, TEXT.map(shlex.quote)), max_size=4)))
 
 
 def in_bash(text: str, folder: Path) -> dict[str, str] | None:
@@ -40,20 +43,25 @@ def in_bash(text: str, folder: Path) -> dict[str, str] | None:
     script = folder / "x.env"
     script.write_bytes(text.encode())
     show = 'set -aeu; . ./x.env; printf "%s\\0" "${A-unset}" "${B-unset}" "${C-unset}"'
-    done = subprocess.run([*BASH, "-c", show], cwd=folder, capture_output=True, env={"LC_ALL": "C.UTF-8"}, timeout=10)
+    done = subprocess.run([*BASH, "-c", show], cwd=folder, capture_output=True, env=ENVIRONMENT, timeout=10)
     if done.returncode or done.stderr:
         return None
     values = done.stdout.decode().split("\0")
     return dict(zip("ABC", values, strict=False))
 
 
-@example(first="\\", second="", comment=" # it's a $comment")  # an escaped blank begins no comment
-@given(first=words(), second=words(), comment=st.sampled_from(["", " # it's a $comment", "\t", " ;", ";#"]))
+@example(first="\\", second="", comment=" # it's a $comment", sign="=")  # an escaped blank begins no comment
+@given(
+    first=words(),
+    second=words(),
+    sign=st.sampled_from(["=", "+="]),
+    comment=st.sampled_from(["", " # it's a $comment", "\t", " ;", ";#"]),
+)
 @WITH_BASH
-def test_pairs_mean_what_they_mean_to_bash_or_are_refused(tmp_path, first, second, comment):
-    text = f"# head\nA={first}{comment}\n\n  export B={second}\nC=end"
+def test_pairs_mean_what_they_mean_to_bash_or_are_refused(tmp_path, first, second, comment, sign):
+    text = f"# head\nA={first}{comment}\n\n  export B{sign}{second}\nA{sign}{second}$A\nC+=end"
     try:
-        entries = list(env_entries(text))
+        entries = list(env_entries(text, ENVIRONMENT))
     except ValueError:
         assume(False)
         raise
@@ -107,11 +115,21 @@ def test_each_way_to_quote_means_what_it_means_to_bash(tmp_path, word):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("A=$HOME/x", "line 1: `$`, `~` and backticks are not expanded here"),
-        ("A=1\nB=`date`", "line 2: `$`"),
-        ('A="$X"', "line 1: `$`"),
-        ("A=/x:~/y", "line 1: `$`, `~`"),
-        ("A=~nobody/x", "line 1: `$`, `~`"),
+        ("A=1\nB=$HOME/x", "line 2: $HOME is set neither in an earlier line nor in the environment"),
+        ('A="${X}"\nX=1', "line 1: $X is set neither"),
+        (
+            "A=${X:-y}",
+            "line 1: only $NAME and ${NAME} are replaced here: write the value itself, or put `$` in single",
+        ),
+        ('A="${X:-a b}"', "line 1: only $NAME"),
+        ("A=${X:-a b}", "line 1: only $NAME"),
+        ("A=$1", "line 1: only $NAME"),
+        ("A=1\nB=`date`", "line 2: commands in `$(...)` or backticks are not run here: write the value itself"),
+        ("B=`date +%s`", "line 1: commands in"),
+        ("B=$(date +%s)", "line 1: commands in"),
+        ('B="a$(date +%s)"', "line 1: commands in"),
+        ("A=/x:~/y", "line 1: only `~` or `~/` at the start of a value is replaced here: write the folder itself"),
+        ("A=~nobody/x", "line 1: only `~`"),
         ("A=a b", "line 1: a line is NAME=value"),
         ("A='x\n", "line 1: a line is NAME=value"),
         ("\n\nA=a&b", "line 3: a line is NAME=value"),
@@ -123,8 +141,21 @@ def test_each_way_to_quote_means_what_it_means_to_bash(tmp_path, word):
 )
 def test_what_only_a_shell_could_understand_is_refused_with_its_line(text, said):
     with pytest.raises(ValueError, match="line") as caught:
-        list(env_entries(text))
+        list(env_entries(text, {}))
     assert str(caught.value).startswith(said)
+
+
+def test_a_value_that_extends_an_earlier_one_takes_its_place_and_the_environment_is_not_shown():
+    text = "A=1\nB=$A/$TOKEN\nA+=2\nC='$A'\nB=${B}3\nA=4\nD+=$TOKEN\nTOKEN+=5\n"
+    found = [(entry.key, entry.value, entry.line, entry.written) for entry in env_entries(text, {"TOKEN": "secret"})]
+    assert found == [
+        ("A", "12", 3, None),
+        ("C", "$A", 4, None),
+        ("B", "1/secret3", 5, "1/$TOKEN3"),
+        ("A", "4", 6, None),
+        ("D", "secret", 7, "$TOKEN"),
+        ("TOKEN", "secret5", 8, "$TOKEN5"),
+    ]
 
 
 LINES = {

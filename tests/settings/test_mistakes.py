@@ -76,6 +76,10 @@ CASES: tuple[Case, ...] = (
     file("c.yaml", "seed: -1\nmixed-precision: fp8\nresolution:\ninstance_prompt: 2020-01-01\n"),
     file("c.yaml", "just words"),
     Case(f"train {ENOUGH}", {"config/config.env": "TRAIN_BATCH_SIZE=4\nSEED=$RANDOM\n"}),
+    Case(f"train {ENOUGH}", {"config/config.env": "OUTPUT_DIR=$SCRATCH/out\n"}),
+    Case(f"train {ENOUGH}", {"config/config.env": "SEED=1\nOUTPUT_DIR=out-$(date +%F)\n"}),
+    Case(f"train {ENOUGH}", {"config/config.env": "MODEL_TYPE=full\nTRAINER_EXTRA_ARGS='--use-emma --seed -1'\n"}),
+    Case(f"train {ENOUGH} --output_dir={{env:SCRATCH}}/out"),
     Case(
         f"train {ENOUGH}", {"config/config.env": "# mine\nexport SIMPLETUNER_SEED='x'\nLERNING_RATE=1\nENV=default\n"}
     ),

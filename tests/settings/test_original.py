@@ -236,6 +236,54 @@ def test_a_name_in_config_env_that_is_no_variable_of_a_program_is_a_slip(tmp_pat
     assert "my_key" in caught.value.message and "set it in the shell" in caught.value.message
 
 
+def test_arguments_in_config_env_are_settings_with_the_place_of_their_variable(tmp_path):
+    path = tmp_path / "config.env"
+    lines = ["LR_WARMUP_STEPS=7", "TRAINER_EXTRA_ARGS='--use_ema --lr-end=1e-7'", "DEBUG_EXTRA_ARGS='--snr_gamma 5'"]
+    path.write_text("\n".join([*lines, 'TRAINER_EXTRA_ARGS+=" --push_to_hub=$WHETHER --ema_decay $DECAY"']))
+    environment = {"WHETHER": "no", "DECAY": "0.5", "SIMPLETUNER_TRAINER_EXTRA_ARGS": "--seed 5"}
+    loaded = load({}, path, complete=False, environment=environment)
+    made = settings_as_json(loaded)
+    assert [made[name] for name in ("use_ema", "lr_end", "snr_gamma", "ema_decay")] == [True, 1e-7, 5.0, 0.5]
+    assert (loaded.origins["lr_end"].place, loaded.origins["ema_decay"].given) == (
+        f"{path}:4 TRAINER_EXTRA_ARGS",
+        "$DECAY",
+    )
+    assert loaded.origins["seed"].place == "environment SIMPLETUNER_TRAINER_EXTRA_ARGS"
+    assert not any("EXTRA_ARGS" in warning for warning in loaded.warnings)
+    with pytest.raises(SettingsError) as caught:
+        load({}, path, complete=False, environment={"WHETHER": "secret", "DECAY": "secret"})
+    assert f"push_to_hub = '$WHETHER' ({path}:4 TRAINER_EXTRA_ARGS): nothing is uploaded" in caught.value.message
+    assert f"ema_decay = '$DECAY' ({path}:4 TRAINER_EXTRA_ARGS): use a number" in caught.value.message
+    assert "secret" not in caught.value.message
+    path.write_text('TRAINER_EXTRA_ARGS="--instance_prompt=\'a"\nLR_END=1\nTRAINER_EXTRA_ARGS=--lr_end=2\n')
+    with pytest.raises(SettingsError, match="a quote in it is not closed") as caught:
+        load({}, path, complete=False, environment={})
+    assert f"lr_end ({path}:2 and {path}:3 TRAINER_EXTRA_ARGS): it is set twice" in caught.value.message
+
+
+def test_beside_a_named_file_config_env_stops_a_run_only_where_its_value_counts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config").mkdir()
+    refused = "PUSH_TO_HUB=true\nSEDE=1\nOPTIMIZER=bnb-adamw8bit\nDEEPSPEED_CONFIG=gone.json\nSEED=x\nHF_TOKEN=y\n"
+    Path("config/config.env").write_text(refused)
+    Path("run.toml").write_text("optimizer = 'lion'\ndeepspeed_config = 'none'\n")
+    loaded = load({"seed": "5"}, Path("run.toml"), complete=False, environment={})
+    assert (loaded.settings.optimizer.optimizer, loaded.settings.training.seed) == ("lion", 5)
+    assert loaded.variables == {"HF_TOKEN": "y"}
+    unused = [line for line in loaded.warnings if line.endswith("; it is not used, since a config file is named")]
+    assert [line.partition(" (")[2][: len("config/config.env:1")] for line in unused] == [
+        f"config/config.env:{line}" for line in (1, 2, 3, 4)
+    ]
+    by_variable = load({"seed": "5"}, complete=False, environment={"SIMPLETUNER_CONFIG": "run.toml"})
+    assert by_variable.warnings == loaded.warnings
+    Path("run.toml").write_text("")
+    with pytest.raises(SettingsError) as caught:  # what nothing else sets still counts
+        load({}, Path("run.toml"), complete=False, environment={})
+    assert [mistake.setting for mistake in caught.value.mistakes] == ["optimizer", "deepspeed_config", "seed"]
+    with pytest.raises(SettingsError, match="push_to_hub = 'true' .config/config.env:1.: nothing is uploaded"):
+        load({"seed": "5", "optimizer": "lion"}, complete=False, environment={})
+
+
 if __name__ == "__main__":
     import tempfile
 

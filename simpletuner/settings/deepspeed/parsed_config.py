@@ -10,7 +10,7 @@ from simpletuner.errors import MAX_MISTAKES, Mistake
 from simpletuner.settings.errors import did_you_mean, shorten
 from simpletuner.settings.file_entries import FileEntry
 from simpletuner.settings.key_table import KeyTable, interpret, put
-from simpletuner.settings.sources import RawValue
+from simpletuner.settings.raw_values import RawValue
 
 BLOCKS = ("optimizer", "scheduler")
 """Keys that modules of their own read."""

@@ -16,7 +16,8 @@ from simpletuner.settings.deepspeed.keys import TABLE
 from simpletuner.settings.deepspeed.optimizers import read_optimizer
 from simpletuner.settings.deepspeed.parsed_config import ParsedConfig
 from simpletuner.settings.deepspeed.schedules import CONSTANT, read_scheduler
-from simpletuner.settings.sources import MergedValues, RawValue, Source, validate_value
+from simpletuner.settings.raw_values import RawValue, Source
+from simpletuner.settings.sources import MergedValues, validate_value
 
 NAME = "deepspeed_config"
 DEFAULT_STAGE = 1

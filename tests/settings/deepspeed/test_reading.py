@@ -14,7 +14,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.settings import Loaded, load, settings_as_json
 from simpletuner.settings.deepspeed.config import deepspeed_config, deepspeed_options
 from simpletuner.settings.deepspeed.optimizers import REFUSED
-from simpletuner.settings.loading import explain_settings
+from simpletuner.settings.explain import explain_settings
 
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
 STAGE2 = {"zero_optimization": {"stage": 2}}

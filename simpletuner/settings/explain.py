@@ -1,0 +1,48 @@
+"""Explain settings: the value of each, where it came from, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from simpletuner.settings.loading import NO_ORIGIN, Loaded, settings_as_json
+from simpletuner.settings.sections import SECTION_OF, Settings
+from simpletuner.settings.sources import Origin
+from simpletuner.settings.spelling import as_text, normalize_name
+
+
+@dataclass(frozen=True)
+class ExplainedSetting:
+    """One setting: its value, where it came from, and why it won."""
+
+    name: str
+    value: Any
+    default: Any
+    origin: str
+    because: str
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """The row of a table."""
+        return self.name, as_text(self.value), self.origin, self.because
+
+    def as_json(self) -> dict[str, Any]:
+        return {"value": self.value, "default": self.default, "from": self.origin, "because": self.because}
+
+
+def explain_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
+    """Explain every setting, in the order of the sections."""
+    defaults = Settings().model_dump(mode="json")
+    for name, value in settings_as_json(loaded).items():
+        origin = loaded.origins.get(name, NO_ORIGIN)
+        yield ExplainedSetting(name, value, defaults[SECTION_OF[name]][name], str(origin), because(value, origin))
+
+
+def because(value: Any, origin: Origin) -> str:
+    """Say why a value is as it is: another spelling, a rule, weaker sources."""
+    reasons = [origin.reason] if origin.reason else []
+    respelled = isinstance(origin.given, str) and isinstance(value, str) and origin.given != value
+    if not reasons and respelled and normalize_name(origin.given) != normalize_name(value):
+        reasons.append(f"written `{origin.given}`")
+    reasons += [f"outranks {weaker} (= {as_text(weaker.given)})" for weaker in origin.outranks]
+    return "; ".join(reasons)
