@@ -1,6 +1,8 @@
 """How the data's costs grow with the number of samples: grouping them into buckets, and their order.
 
-Drawn columns instead of images: a shape and one of two datasets for each sample. Largest number: DATA_SCALE_SAMPLES.
+Drawn columns instead of images: a shape and one of two datasets for each sample. Times are CPU times of the one thread
+that does it, since the longest of many steps would be one that other work interrupts. Largest number:
+DATA_SCALE_SAMPLES.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ def row(count: int) -> list[str]:
     random = np.random.default_rng(0)
     shapes = random.integers(SHAPES, size=count, dtype=np.uint8)
     datasets = (random.integers(10, size=count, dtype=np.uint8) == 0).astype(np.uint8)
-    began = time.perf_counter()
+    began = time.thread_time()
     sampler = make_sampler(shapes, datasets)
-    built = time.perf_counter() - began
+    built = time.thread_time() - began
     steps = sampler.batches(sampler.start(BATCH_SIZE))
     first, inside = milliseconds(steps, 1)[0], milliseconds(steps, STEPS)
     around = milliseconds(sampler.batches(before_the_turn(sampler, STEPS // 2)), STEPS)
@@ -70,7 +72,7 @@ def before_the_turn(sampler: GlobalBatchSampler, steps: int) -> SamplerState:
 
 def milliseconds(steps: Steps, count: int) -> list[float]:
     """Return how long each of the next `count` steps takes to find its samples."""
-    times = [time.perf_counter(), *(time.perf_counter() for _ in islice(steps, count))]
+    times = [time.thread_time(), *(time.thread_time() for _ in islice(steps, count))]
     return [1000 * (end - start) for start, end in zip(times, times[1:], strict=False)]
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from simpletuner.caches.keys import short_hash
 from simpletuner.caches.latents import LatentsCache
@@ -80,8 +83,13 @@ def make_plan(
         sampler, digest = GlobalBatchSamplerV1(buckets, seed), short_hash([seed, contents])
     else:
         sampler = GlobalBatchSampler(buckets, seed)
-        digest = digest_buckets(buckets, [sample.id for sample in samples], version, seed)
+        digest = digest_buckets(buckets, partial(joined_ids, samples), version, seed)
     return Plan(datasets, samples, buckets, text_folder, sampler, digest, version)
+
+
+def joined_ids(samples: Sequence[Sample], indices: np.ndarray) -> bytes:
+    """Return the ids of some samples; no file name holds a NUL."""
+    return "".join([f"{samples[index].id}\0" for index in indices.tolist()]).encode()
 
 
 def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:

@@ -153,8 +153,8 @@ class GlobalBatchSampler:
 
         So every order of turns is equally likely, as if they had been shuffled.
         """
-        *_, total = sums = list(accumulate(batches_left))
-        return bisect_right(sums, hash_key(self.seed, "turns", state.epoch, state.batch) % total)
+        sums = list(accumulate(batches_left))
+        return bisect_right(sums, hash_key(self.seed, "turns", state.epoch, state.batch) % sums[-1])
 
     def _next_epoch(self, state: SamplerState, streams: Mapping[str, EpochStream]) -> SamplerState:
         carried = {name: rest for name, stream in streams.items() if (rest := stream.remaining())}
@@ -163,7 +163,9 @@ class GlobalBatchSampler:
 
 def advance(state: SamplerState, name: str, stream: EpochStream) -> SamplerState:
     """Return the state after a batch of a bucket."""
-    carried = {key: rest for key, rest in {**state.carried, name: [*stream.waiting]}.items() if rest}
+    carried = {**state.carried, name: [*stream.waiting]}
+    if not stream.waiting:
+        del carried[name]
     return SamplerState(
         state.epoch, state.batch + 1, state.batch_size, {**state.consumed, name: stream.consumed}, carried
     )

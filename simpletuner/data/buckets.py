@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -59,15 +59,17 @@ def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray
     return dict(sorted(buckets.items()))
 
 
-def digest_buckets(buckets: Buckets, ids: Sequence[str], *identity: object) -> str:
-    """Return 16 hex digits that change with `identity`, and with the samples of a bucket or how often one is shown."""
+def digest_buckets(buckets: Buckets, ids_at: Callable[[np.ndarray], bytes], *identity: object) -> str:
+    """Return 16 hex digits that change with `identity`, and with the samples of a bucket or how often one is shown.
+
+    `ids_at` returns the ids at some indices, in a form that differs for different ids.
+    """
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=8)
     for name, bucket in buckets.items():
         for copies, samples in bucket.groups.items():
             digest.update(repr((name, bucket.passes, copies, len(samples))).encode())
             for first in range(0, len(samples), IDS_AT_ONCE):
-                indices = samples[first : first + IDS_AT_ONCE].tolist()
-                digest.update("\0".join([*map(ids.__getitem__, indices), ""]).encode())  # no file name holds a NUL
+                digest.update(ids_at(samples[first : first + IDS_AT_ONCE]))
     return digest.hexdigest()
 
 

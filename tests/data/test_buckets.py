@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from simpletuner.data.discovery import Sample
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.storage import LocalStorage
 from simpletuner.errors import DataError, ExitCode
+from simpletuner.preparation import joined_ids
 
 
 def sample(number: int, target: tuple[int, int] = (64, 64), dataset: str = "d") -> Sample:
@@ -154,16 +156,20 @@ def test_samples_of_many_shapes_and_datasets_are_grouped_as_one_by_one():
 
 
 def test_the_digest_changes_with_whatever_changes_the_order():
-    ids = [f"d/{number}" for number in range(70_000)]
+    samples = [sample(number) for number in range(70_000)]
     buckets = buckets_of({"64x64": [*range(69_990), 5], "64x128": list(range(69_990, 70_000))})
     small = buckets_of({"64x64": [*range(69_990)], "64x128": [*range(69_990, 70_000)]})
+
+    def with_other(at: int) -> list[Sample]:
+        return [*samples[:at], sample(70_000), *samples[at + 1 :]]
+
     digests = [
-        digest_buckets(buckets, ids, 3, 0),
-        digest_buckets(buckets, ids, 3, 1),
-        digest_buckets(small, ids, 3, 0),
-        digest_buckets(fill_buckets(buckets, 16, oversubscribe=True), ids, 3, 0),
-        *(digest_buckets(buckets, [*ids[:at], "d/other", *ids[at + 1 :]], 3, 0) for at in (0, 5, 66_000, 69_999)),
-        digest_buckets(buckets, ["d/1", "d/0", *ids[2:]], 3, 0),
+        digest_buckets(buckets, partial(joined_ids, samples), 3, 0),
+        digest_buckets(buckets, partial(joined_ids, samples), 3, 1),
+        digest_buckets(small, partial(joined_ids, samples), 3, 0),
+        digest_buckets(fill_buckets(buckets, 16, oversubscribe=True), partial(joined_ids, samples), 3, 0),
+        *(digest_buckets(buckets, partial(joined_ids, with_other(at)), 3, 0) for at in (0, 5, 66_000, 69_999)),
+        digest_buckets(buckets, partial(joined_ids, [samples[1], samples[0], *samples[2:]]), 3, 0),
     ]
     assert len(set(digests)) == len(digests)
-    assert digest_buckets(buckets, ids, 3, 0) == digests[0]
+    assert digest_buckets(buckets, partial(joined_ids, samples), 3, 0) == digests[0]
