@@ -11,14 +11,12 @@ Nothing here grows with the data: an order is computed where it is needed, and a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-import numpy as np
-
-from simpletuner.data.epoch_order import Bucket, EpochOrder
+from simpletuner.data.epoch_order import Bucket, EpochOrder, EpochStream
 from simpletuner.data.permutation import hash_key
 
 DATA_VERSION = 3
@@ -53,42 +51,6 @@ class GlobalBatch:
     bucket: str
     samples: tuple[int, ...]
     occurrences: tuple[int, ...]
-
-
-class EpochStream:
-    """What is left of one bucket in one epoch: samples that wait, then the items of `order` after `consumed` ones."""
-
-    def __init__(self, order: EpochOrder, consumed: int, waiting: Sequence[int]) -> None:
-        self.order, self.consumed, self.waiting = order, consumed, deque(waiting)
-        self.block_start, self.block = consumed, np.empty(0, np.uint32)
-
-    def __len__(self) -> int:
-        return len(self.waiting) + self.order.length - self.consumed
-
-    def take(self, size: int) -> list[int]:
-        batch: dict[int, None] = {}  # a set that keeps insertion order
-        duplicates: deque[int] = deque()
-        # Looking further than `size` duplicates ahead would read a whole epoch to fill one batch of a small bucket.
-        while len(batch) < size and len(duplicates) < size and len(self):
-            sample = self._pop()
-            if sample in batch:
-                duplicates.append(sample)
-            else:
-                batch[sample] = None
-        taken = [*batch, *(duplicates.popleft() for _ in range(min(size - len(batch), len(duplicates))))]
-        self.waiting.extendleft(reversed(duplicates))
-        return taken
-
-    def remaining(self) -> list[int]:
-        return [self._pop() for _ in range(len(self))]
-
-    def _pop(self) -> int:
-        if self.waiting:
-            return self.waiting.popleft()
-        if self.consumed == self.block_start + len(self.block):
-            self.block_start, self.block = self.order.block_at(self.consumed)
-        self.consumed += 1
-        return self.block.item(self.consumed - 1 - self.block_start)
 
 
 class GlobalBatchSampler:
