@@ -15,12 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from interleaved import print_table, ratio, seconds_in_turns
 from torch import Tensor, nn
 
 from simpletuner.caches.texts import TextCache
 from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
+from simpletuner.data.epoch_order import Bucket
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, SampleReader
 from simpletuner.data.samples import Sample, Samples
@@ -70,7 +72,7 @@ def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
         text=lambda caption: text,
         no_caption={name: torch.zeros_like(value) for name, value in text.items()},
     )
-    buckets = {"one": list(range(SAMPLES))}
+    buckets = {"one": Bucket({1: np.arange(SAMPLES)})}
     plan = Plan([], Samples(), buckets, Path(), GlobalBatchSampler(buckets, settings.training.seed), "", DATA_VERSION)
     return Prepared(plan, source, cast(TextCache, None))  # only validation asks for more text
 

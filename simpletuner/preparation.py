@@ -9,8 +9,8 @@ from simpletuner.caches.keys import short_hash
 from simpletuner.caches.latents import LatentsCache
 from simpletuner.caches.texts import TextCache
 from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler
-from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1
-from simpletuner.data.buckets import Buckets, fill_buckets, make_buckets
+from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1, listed_items
+from simpletuner.data.buckets import Buckets, digest_buckets, fill_buckets, make_buckets
 from simpletuner.data.dataset_warnings import dataset_warnings
 from simpletuner.data.datasets import ImageDataset, load_datasets
 from simpletuner.data.discovery import Discovery, count_noun, discover, format_names
@@ -71,15 +71,17 @@ def make_plan(
     settings: Settings, datasets: list[ImageDataset], samples: Samples, text_folder: Path, version: int
 ) -> Plan:
     """Group samples into buckets that fill the effective batch, and order them."""
-    repeats = {dataset.id: dataset.repeats for dataset in datasets}
     oversubscribe = settings.data.allow_dataset_oversubscription
-    buckets = fill_buckets(make_buckets(samples, repeats), settings.effective_batch_size, oversubscribe)
+    buckets = fill_buckets(make_buckets(samples), settings.effective_batch_size, oversubscribe)
     seed = settings.training.seed
     # Ids, not indices: with another image in the place of one, indices would stay the same.
-    contents = {name: [samples[index].id for index in items] for name, items in buckets.items()}
-    identity = [seed, contents] if version == 1 else [version, seed, contents]  # 0.1.0 hashed no version
-    sampler = GlobalBatchSamplerV1(buckets, seed) if version == 1 else GlobalBatchSampler(buckets, seed)
-    return Plan(datasets, samples, buckets, text_folder, sampler, short_hash(identity), version)
+    if version == 1:
+        contents = {name: [samples[index].id for index in listed_items(each)] for name, each in buckets.items()}
+        sampler, digest = GlobalBatchSamplerV1(buckets, seed), short_hash([seed, contents])
+    else:
+        sampler = GlobalBatchSampler(buckets, seed)
+        digest = digest_buckets(buckets, samples, version, seed)
+    return Plan(datasets, samples, buckets, text_folder, sampler, digest, version)
 
 
 def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
@@ -129,7 +131,7 @@ def report_left_out(found: Discovery, report: Report) -> None:
 
 def describe_buckets(plan: Plan) -> str:
     """Return how many images are in which buckets, and how often an epoch shows those that are repeated."""
-    counts = {name: (len(set(items)), len(items)) for name, items in plan.buckets.items()}
+    counts = {name: (bucket.num_samples, len(bucket)) for name, bucket in plan.buckets.items()}
     each = [f"{name}: {own}{f' shown {shown} times' if shown > own else ''}" for name, (own, shown) in counts.items()]
     return f"{len(plan.samples):,} in {count_noun(len(counts), 'bucket')} ({', '.join(each)})"
 

@@ -31,6 +31,7 @@ from simpletuner.settings import Loaded
 from simpletuner.system.activity import Activity
 from simpletuner.system.locks import shared_lock
 from simpletuner.system.signals import handle_stop_signals
+from simpletuner.training.data_position import data_version, resume_point, warn_of_changed_data
 from simpletuner.training.ema import EMA
 from simpletuner.training.engines import check_engine, open_engine
 from simpletuner.training.metrics import Metrics, open_metrics
@@ -40,10 +41,7 @@ from simpletuner.training.resuming import (
     base_fingerprints,
     check_fits,
     checkpoint_to_resume,
-    data_version,
-    has_same_data,
     imported_checkpoint,
-    resume_point,
     set_later_aside,
     warn_of_changed_base,
 )
@@ -167,8 +165,7 @@ def open_state(
     if checkpoint is not None:
         warn_of_changed_base(session, checkpoint, state.base_fingerprints)
         state.restore(checkpoint, settings, session.report)
-        if not has_same_data(plan, checkpoint):
-            session.report.warn("images or seed changed since the checkpoint: going on at the start of the next epoch")
+        warn_of_changed_data(session, plan, checkpoint)
     return state
 
 

@@ -9,11 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from buckets import sampler_of
 from conftest import base
 
 from simpletuner.caches.keys import file_fingerprint
 from simpletuner.checkpoints.layout import list_checkpoints
-from simpletuner.data.batch_sampler import GlobalBatchSampler
 from simpletuner.settings.sections import Data, Launch, Model, Optimizer, Settings, Training
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.schedule import Schedule, resumed_schedule
@@ -114,7 +114,7 @@ def test_epochs_are_counted_on_with_another_effective_batch(sdxl_flags, train, t
     assert "finished already" in train(output, *flags, "--train_batch_size=4", "--num_train_epochs=5").said
 
 
-ORDER = GlobalBatchSampler({"a": list(range(20)), "b": list(range(20, 33))}, seed=1)
+ORDER = sampler_of({"a": list(range(20)), "b": list(range(20, 33))}, seed=1)
 
 
 def settings_of(batch: int, epochs: int, warm_up: int = 0) -> Settings:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from simpletuner.caches.shards import ShardReader
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
+from simpletuner.data.batch_sampler import DATA_VERSION
 
 FSDP2 = ("--fsdp_enable", "--train_batch_size=2")
 
@@ -80,10 +81,10 @@ def test_what_version_0_1_wrote_is_resumed_with_its_own_buckets_and_order(sdxl_f
     flags = (*sdxl_flags, "--train_batch_size=4", "--repeats=1", "--resolution=100", "--checkpoint_step_interval=3")
     output = tmp_path / "run"
     train(output, *flags, "--max_train_steps=3")
+    shutil.copytree(output, tmp_path / "development")
     path = output / "checkpoints" / "checkpoint-000003" / "state.json"
     state = json.loads(path.read_text())
-    for added in ("carried", "cuts"):
-        del state["position"][added]
+    del state["position"]["carried"]
     for added in ("checksum", "checksums", "data_version", "base", "schedule"):
         del state[added]
     path.write_text(json.dumps({**state, "data": "0123456789abcdef"}))
@@ -94,6 +95,17 @@ def test_what_version_0_1_wrote_is_resumed_with_its_own_buckets_and_order(sdxl_f
     resumed = train(output, *flags, "--max_train_steps=6")
     assert "changed since the checkpoint" not in resumed.said
     assert [row["epoch"] for row in resumed.rows] == [0, 0, 0, 1, 1, 1]
+    path = tmp_path / "development" / "checkpoints" / "checkpoint-000003" / "state.json"
+    state = {**json.loads(path.read_text()), "data": "0123456789abcdef", "data_version": 2}
+    state["position"] |= {"consumed": {"96x96": 99}, "cuts": [[2, 1]]}
+    del state["checksum"]
+    path.write_text(json.dumps(state))
+    for steps in (4, 5):
+        resumed = train(tmp_path / "development", *flags, f"--max_train_steps={steps}")
+        assert ("another order of images: its epoch starts over" in resumed.said) == (steps == 4)
+    state = json.loads((path.parents[1] / "checkpoint-000005" / "state.json").read_text())
+    assert state["data_version"] == DATA_VERSION
+    assert (state["position"]["epoch"], state["position"]["batch"]) == (0, 2)
 
 
 @pytest.mark.long

@@ -43,7 +43,6 @@ class PositionFields(BaseModel):
     batch_size: int = Field(ge=1)
     consumed: dict[str, Count]
     carried: dict[str, list[Count]] = {}
-    cuts: list[list[Count]] = []
 
 
 class OptimizerFields(BaseModel):

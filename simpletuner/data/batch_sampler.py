@@ -1,36 +1,40 @@
 """The global order of samples: a seed and a state decide every global batch, whatever the number of ranks.
 
-Each bucket is an endless stream of epochs. Within an epoch, a sample with m repeats occurs once in each m-th part of
-it, so equal repeats make m permutations, one after the other. Batches are cut from the stream in turn. A sample that
-the batch already holds waits for the next batch, so a batch holds duplicates only where it has to. What does not fill
-a batch at the end of an epoch opens the next epoch, so no sample is lost or shown twice as often.
+Each bucket is an endless stream of epochs, in which repeats of a sample are spread (`epoch_order.py`). Batches are cut
+from the streams in turn. A sample that the batch already holds waits for the next batch, so a batch holds duplicates
+only where it has to. What does not fill a batch at the end of an epoch opens the next epoch, so no sample is lost or
+shown twice as often.
+
+Nothing here grows with the data: an order is computed where it is needed, and a state says how far each bucket is.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, deque
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
-import numpy as np
+from simpletuner.data.epoch_order import Bucket, EpochOrder, EpochStream
+from simpletuner.data.permutation import hash_key
 
-DATA_VERSION = 2
+DATA_VERSION = 3
 """Version of what decides buckets and the order of samples; a run keeps the one that it began with (`data_version` in
 state.json), since a position means something only in the order that it was counted in.
 
 1: each side of a bucket is rounded by itself, and all repeats are shuffled together (simpletuner 0.1.0).
-2: the bucket that crops least, and repeats spread over the epoch.
+2: the bucket that crops least, and repeats spread over the epoch; never released.
+3: the same, with an order that is computed block by block.
 """
 
 
 @dataclass(frozen=True)
 class SamplerState:
-    """A position in the data: `batch` batches of `batch_size` into what is left of `epoch`.
+    """A position in the data: `batch` batches into `epoch`, the last ones of `batch_size`.
 
-    The epoch began after `consumed` items of each bucket, with `carried` samples left over from the epoch before.
-    `cuts` are the (batch size, batches) already taken from this epoch with other batch sizes. Saved in state.json
-    under these names.
+    `consumed` items of each bucket's epoch are taken; of these and of earlier epochs, the `carried` samples wait.
+    In version 1, `consumed` counts from the start of the run to that of the epoch. Saved in state.json by these names.
     """
 
     epoch: int
@@ -38,7 +42,6 @@ class SamplerState:
     batch_size: int
     consumed: Mapping[str, int]
     carried: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    cuts: Sequence[Sequence[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -50,128 +53,84 @@ class GlobalBatch:
     occurrences: tuple[int, ...]
 
 
-class EpochStream:
-    """What is left of one bucket in one epoch: samples that were put back, then `items` in order."""
-
-    def __init__(self, waiting: Sequence[int], items: np.ndarray) -> None:
-        self.waiting, self.items, self.next_item = deque(waiting), items, 0
-
-    def __len__(self) -> int:
-        return len(self.waiting) + len(self.items) - self.next_item
-
-    def take(self, size: int) -> list[int]:
-        batch: dict[int, None] = {}  # a set that keeps insertion order
-        duplicates: deque[int] = deque()
-        # Looking further than `size` duplicates ahead would read a whole epoch to fill one batch of a small bucket.
-        while len(batch) < size and len(duplicates) < size and len(self):
-            sample = self._pop()
-            if sample in batch:
-                duplicates.append(sample)
-            else:
-                batch[sample] = None
-        taken = [*batch, *(duplicates.popleft() for _ in range(min(size - len(batch), len(duplicates))))]
-        self.waiting.extendleft(reversed(duplicates))
-        return taken
-
-    def remaining(self) -> list[int]:
-        return [*self.waiting, *self.items[self.next_item :].tolist()]
-
-    def _pop(self) -> int:
-        if self.waiting:
-            return self.waiting.popleft()
-        self.next_item += 1
-        return int(self.items[self.next_item - 1])
-
-
 class GlobalBatchSampler:
-    """Yield global batches from any state; `buckets` hold sample indices, each as often as an epoch shows it."""
+    """Yield global batches from any state."""
 
-    def __init__(self, buckets: Mapping[str, Sequence[int]], seed: int) -> None:
-        # Sorted, so that neither the order of datasets nor that of repeats changes the permutations.
-        self.buckets = {name: np.sort(np.asarray(items, dtype=np.int64)) for name, items in sorted(buckets.items())}
-        self.seed = seed
+    def __init__(self, buckets: Mapping[str, Bucket], seed: int) -> None:
+        # Sorted, so that the order of datasets does not change the turns.
+        self.buckets, self.seed = dict(sorted(buckets.items())), seed
 
     def start(self, batch_size: int, epoch: int = 0) -> SamplerState:
         """Return the state at the start of an epoch: of a new run, or of one that goes on with other data."""
-        return SamplerState(epoch, 0, batch_size, {name: epoch * len(items) for name, items in self.buckets.items()})
+        return SamplerState(epoch, 0, batch_size, dict.fromkeys(self.buckets, 0))
 
     def batches(self, state: SamplerState) -> Iterator[tuple[GlobalBatch, SamplerState]]:
         """Yield each batch with the state after it. Never ends."""
-        streams = self._streams(state)
+        names = list(self.buckets)
         while True:
-            turns = self._turns(state, streams)
-            for name in turns[: state.batch]:
-                streams[name].take(state.batch_size)
-            for index, name in enumerate(turns[state.batch :], start=state.batch + 1):
-                samples = streams[name].take(state.batch_size)
-                yield make_batch(name, samples), replace(state, batch=index)
-            state = self._next_epoch(state, streams)
             streams = self._streams(state)
+            batches_left = [len(stream) // state.batch_size for stream in streams.values()]
+            for _ in range(sum(batches_left)):
+                turn = self._choose_bucket(state, batches_left)
+                batches_left[turn] -= 1
+                name, stream = names[turn], streams[names[turn]]
+                samples = stream.take(state.batch_size)
+                state = advance(state, name, stream)
+                yield make_batch(name, samples), state
+            state = self._next_epoch(state, streams)
 
     def with_batch_size(self, state: SamplerState, batch_size: int) -> SamplerState:
         """Return the same position for another batch size: what is left of the epoch is cut into new batches."""
-        if batch_size == state.batch_size:
-            return state
-        cuts = [*state.cuts, [state.batch_size, state.batch]] if state.batch else state.cuts
-        return replace(state, batch=0, batch_size=batch_size, cuts=cuts)
+        return replace(state, batch_size=batch_size)
 
     def count_steps(self, epochs: int, batch_size: int) -> int:
         """Return how many batches the first `epochs` epochs hold."""
-        return sum(epochs * len(items) // batch_size for items in self.buckets.values())
+        return sum(epochs * len(bucket) // batch_size for bucket in self.buckets.values())
 
     def count_steps_left(self, state: SamplerState, epochs: int) -> int:
         """Return how many batches there are from `state` to the end of the first `epochs` epochs."""
-        streams, later = self._streams(state), epochs - state.epoch - 1
-        left = ((len(stream) + later * len(self.buckets[name])) // state.batch_size for name, stream in streams.items())
-        return max(0, sum(left) - state.batch)
+        if epochs <= state.epoch:
+            return 0
+        later = epochs - state.epoch - 1
+        left = ((len(stream) + later * stream.order.length) for stream in self._streams(state).values())
+        return sum(items // state.batch_size for items in left)
+
+    def contains(self, state: SamplerState) -> bool:
+        """Return whether there is such a position in this data."""
+        taken = state.consumed
+        return taken.keys() == self.buckets.keys() and all(
+            taken[name] <= len(each) for name, each in self.buckets.items()
+        )
 
     def _streams(self, state: SamplerState) -> dict[str, EpochStream]:
-        # Earlier cuts are replayed rather than saved: the state stays a few numbers, however large the data is.
-        epoch = state.epoch
-        streams = {name: EpochStream(state.carried.get(name, ()), self._epoch(name, epoch)) for name in self.buckets}
-        for number, (size, batches) in enumerate(state.cuts):
-            before = replace(state, batch_size=size, cuts=state.cuts[:number])
-            for name in self._turns(before, streams)[:batches]:
-                streams[name].take(size)
-        return streams
+        return {
+            name: EpochStream(
+                EpochOrder(bucket, self.seed, name, state.epoch), state.consumed[name], state.carried.get(name, ())
+            )
+            for name, bucket in self.buckets.items()
+        }
 
-    def _turns(self, state: SamplerState, streams: Mapping[str, EpochStream]) -> list[str]:
-        """Return the bucket of every batch that is left of an epoch; buckets take turns at random."""
-        names = list(streams)
-        counts = [len(streams[name]) // state.batch_size for name in names]
-        turns = np.repeat(np.arange(len(names)), counts)
-        key = f"turns/{len(state.cuts)}" if state.cuts else "turns"
-        return [names[turn] for turn in self._random(key, state.epoch).permutation(turns)]
+    def _choose_bucket(self, state: SamplerState, batches_left: Sequence[int]) -> int:
+        """Return whose turn it is; each bucket's chance is its share of the batches left of the epoch.
+
+        So every order of turns is equally likely, as if they had been shuffled.
+        """
+        sums = list(accumulate(batches_left))
+        return bisect_right(sums, hash_key(self.seed, "turns", state.epoch, state.batch) % sums[-1])
 
     def _next_epoch(self, state: SamplerState, streams: Mapping[str, EpochStream]) -> SamplerState:
-        epoch = state.epoch + 1
         carried = {name: rest for name, stream in streams.items() if (rest := stream.remaining())}
-        consumed = {name: epoch * len(items) - len(carried.get(name, ())) for name, items in self.buckets.items()}
-        return SamplerState(epoch, 0, state.batch_size, consumed, carried)
+        return replace(self.start(state.batch_size, state.epoch + 1), carried=carried)
 
-    def _epoch(self, name: str, epoch: int) -> np.ndarray:
-        """Return a bucket's items of one epoch, in order.
 
-        Samples with the same number of repeats m form m permutations, one in each m-th part of the epoch. Each item
-        gets a time in [0, 1) that is evenly spread over its part, and sorting by time merges the groups.
-        """
-        items, random = self.buckets[name], self._random(name, epoch)
-        _, first, counts = np.unique(items, return_index=True, return_counts=True)
-        # `items` is sorted, so an item's distance from its first copy numbers the copies 0..m-1.
-        copy, copies = np.arange(len(items)) - np.repeat(first, counts), np.repeat(counts, counts)
-        shuffled = np.lexsort((random.random(len(items)), copy, copies))
-        items, copy, copies = items[shuffled], copy[shuffled], copies[shuffled]
-        opens_part = np.diff(copy, prepend=-1).astype(bool) | np.diff(copies, prepend=0).astype(bool)
-        starts = np.flatnonzero(opens_part)
-        sizes = np.diff(starts, append=len(items))
-        rank_in_part = np.arange(len(items)) - np.repeat(starts, sizes) + random.random(len(items))
-        times = (copy + rank_in_part / np.repeat(sizes, sizes)) / copies
-        return items[np.argsort(times, kind="stable")]
-
-    def _random(self, name: str, epoch: int) -> np.random.Generator:
-        # Philox keyed by a hash: independent streams per bucket and epoch, with no state to save.
-        digest = hashlib.blake2b(f"{self.seed}/{name}/{epoch}".encode(), digest_size=16).digest()
-        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest)))
+def advance(state: SamplerState, name: str, stream: EpochStream) -> SamplerState:
+    """Return the state after a batch of a bucket."""
+    carried = {**state.carried, name: [*stream.waiting]}
+    if not stream.waiting:
+        del carried[name]
+    return SamplerState(
+        state.epoch, state.batch + 1, state.batch_size, {**state.consumed, name: stream.consumed}, carried
+    )
 
 
 def make_batch(bucket: str, samples: Sequence[int]) -> GlobalBatch:

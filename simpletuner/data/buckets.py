@@ -2,31 +2,71 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-from simpletuner.data.samples import Sample
+import numpy as np
+
+from simpletuner.data.epoch_order import Bucket
+from simpletuner.data.samples import Samples
 from simpletuner.errors import DataError
 
-MAX_EPOCH_SAMPLES = 100_000_000
+MAX_EPOCH_SAMPLES = 10**10
+"""More is a mistake in `repeats`: at 1,000 samples per second, such an epoch takes four months."""
 
-Buckets = dict[str, list[int]]
-"""Bucket name such as `1024x1024` -> sample indices, each as often as an epoch shows it."""
+Buckets = dict[str, Bucket]
+"""By name, such as `1024x1024`."""
 
 
-def make_buckets(samples: Sequence[Sample], repeats: Mapping[str, int]) -> Buckets:
-    """Group samples by their target size; `repeats` holds each dataset's extra passes per epoch.
+def make_buckets(samples: Samples) -> Buckets:
+    """Group samples by their target size, and by how often their dataset's `repeats` show them."""
+    shapes: dict[tuple[int, int], int] = {}
+    of_samples = []
+    for part in samples.parts:
+        of_sizes = [shapes.setdefault((width, height), len(shapes)) for width, height in part.sizes.targets.tolist()]
+        of_samples.append(np.array(of_sizes, np.uint32)[part.sizes.index])
+    datasets = np.repeat(np.arange(len(samples.parts), dtype=np.uint16), [len(part) for part in samples.parts])
+    return group_samples(
+        np.concatenate(of_samples) if of_samples else np.zeros(0, np.uint32),
+        [f"{width}x{height}" for width, height in shapes],
+        datasets,
+        [1 + part.dataset.repeats for part in samples.parts],
+    )
 
-    Raises DataError for an epoch too long to be held in memory.
+
+def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray, copies: Sequence[int]) -> Buckets:
+    """Group samples by shape and by their number of copies in an epoch.
+
+    `shapes` and `datasets` are (samples,) indices into `names`, the buckets' names, and `copies`, the copies of each
+    dataset's samples. Raises DataError for an epoch that would never end.
     """
-    shown = sum(1 + repeats[sample.dataset] for sample in samples)
+    shown = sum(map(int.__mul__, np.bincount(datasets, minlength=len(copies)).tolist(), copies))
     if shown > MAX_EPOCH_SAMPLES:
         raise DataError(f"an epoch would show {shown:,} images, more than {MAX_EPOCH_SAMPLES:,}", "lower repeats")
-    buckets: Buckets = {}
-    for index, sample in enumerate(samples):
-        width, height = sample.geometry.target
-        buckets.setdefault(f"{width}x{height}", []).extend([index] * (1 + repeats[sample.dataset]))
+    counts = sorted(set(copies))
+    groups = len(names) * len(counts)
+    dtype = np.min_scalar_type(groups)  # numpy sorts 16 bits by radix, five times as fast as 64
+    of_dataset = np.array([counts.index(count) for count in copies], dtype)
+    group = shapes.astype(dtype) * dtype.type(len(counts)) + of_dataset[datasets]
+    ordered = np.argsort(group, kind="stable").astype(np.uint32)
+    parts = np.split(ordered, np.cumsum(np.bincount(group, minlength=groups))[:-1])
+    buckets = {
+        name: Bucket({count: part for count, part in zip(counts, parts[first:], strict=False) if len(part)})
+        for name, first in zip(names, range(0, groups, len(counts)), strict=True)
+    }
     return dict(sorted(buckets.items()))
+
+
+def digest_buckets(buckets: Buckets, samples: Samples, *identity: object) -> str:
+    """Return 16 hex digits that change with `identity`, and with the samples of a bucket or how often one is shown."""
+    digest = hashlib.blake2b(repr((identity, samples.names_checksum())).encode(), digest_size=8)
+    for name, bucket in buckets.items():
+        for copies, indices in bucket.groups.items():
+            digest.update(repr((name, bucket.passes, copies, len(indices))).encode())
+            digest.update(indices.astype(np.uint32).tobytes())
+    return digest.hexdigest()
 
 
 def fill_buckets(buckets: Buckets, effective_batch_size: int, oversubscribe: bool) -> Buckets:
@@ -36,19 +76,22 @@ def fill_buckets(buckets: Buckets, effective_batch_size: int, oversubscribe: boo
     """
     if not buckets:
         raise DataError("no image is left to train on")
-    small = {name: items for name, items in buckets.items() if len(items) < effective_batch_size}
+    small = {name: bucket for name, bucket in buckets.items() if len(bucket) < effective_batch_size}
     if small and not oversubscribe:
         raise DataError(
             describe_shortage(small, len(buckets), effective_batch_size), suggest_fixes(small, effective_batch_size)
         )
-    return {name: items * math.ceil(effective_batch_size / len(items)) for name, items in buckets.items()}
+    return {
+        name: replace(bucket, passes=bucket.passes * math.ceil(effective_batch_size / len(bucket)))
+        for name, bucket in buckets.items()
+    }
 
 
 def describe_shortage(small: Buckets, total: int, effective_batch_size: int) -> str:
     lines = [
-        f"\n  {name}: has {len(items)}, needs {effective_batch_size}; smallest sufficient repeats: "
-        f"{sufficient_repeats(items, effective_batch_size)}"
-        for name, items in small.items()
+        f"\n  {name}: has {len(bucket)}, needs {effective_batch_size}; smallest sufficient repeats: "
+        f"{sufficient_repeats(bucket, effective_batch_size)}"
+        for name, bucket in small.items()
     ]
     return (
         f"{len(small)} of {total} aspect buckets cannot fill the effective batch of {effective_batch_size} "
@@ -56,14 +99,14 @@ def describe_shortage(small: Buckets, total: int, effective_batch_size: int) -> 
     )
 
 
-def sufficient_repeats(items: list[int], effective_batch_size: int) -> int:
+def sufficient_repeats(bucket: Bucket, effective_batch_size: int) -> int:
     """Return the smallest `repeats` with which a bucket's images fill the batch."""
-    return math.ceil(effective_batch_size / len(set(items))) - 1
+    return math.ceil(effective_batch_size / bucket.num_samples) - 1
 
 
 def suggest_fixes(small: Buckets, effective_batch_size: int) -> str:
     """Return what the user can do, most precise first."""
-    repeats = max(sufficient_repeats(items, effective_batch_size) for items in small.values())
+    repeats = max(sufficient_repeats(bucket, effective_batch_size) for bucket in small.values())
     return (
         f"set repeats={repeats}, or --allow_dataset_oversubscription (repeats only small buckets), or lower "
         "train_batch_size, gradient_accumulation_steps or num_processes, or raise aspect_bucket_alignment, or crop=true"

@@ -56,7 +56,7 @@ def warn_not_read(found: Discovery) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Group:
+class Affected:
     """Samples of which something is true: how many, and the one of which it is truest."""
 
     count: int
@@ -64,7 +64,7 @@ class Group:
     worst: Sample
 
     @classmethod
-    def of(cls, samples: Samples, degree: Callable[[Sizes], np.ndarray], above: float) -> Group | None:
+    def of(cls, samples: Samples, degree: Callable[[Sizes], np.ndarray], above: float) -> Affected | None:
         """Collect the samples whose size has more than a degree; None if there are none."""
         count, worst = 0, (above, -1, -1)
         for number, part in enumerate(samples.parts):
@@ -76,11 +76,11 @@ class Group:
 
 
 def warn_enlarged(samples: Samples) -> Iterator[str]:
-    if group := Group.of(samples, enlargements, MIN_ENLARGEMENT):
-        (width, height), (to_width, to_height) = group.worst.geometry.original, group.worst.geometry.resized
+    if affected := Affected.of(samples, enlargements, MIN_ENLARGEMENT):
+        (width, height), (to_width, to_height) = affected.worst.geometry.original, affected.worst.geometry.resized
         yield (
-            f"{count_noun(group.count, 'image')} of {len(samples):,} enlarged, up to {group.degree:.1f} times: "
-            f"{group.worst.id} from {width}x{height} to {to_width}x{to_height} px; "
+            f"{count_noun(affected.count, 'image')} of {len(samples):,} enlarged, up to {affected.degree:.1f} times: "
+            f"{affected.worst.id} from {width}x{height} to {to_width}x{to_height} px; "
             "minimum_image_size leaves small ones out"
         )
 
@@ -96,11 +96,11 @@ def extremeness(sizes: Sizes) -> np.ndarray:
 
 
 def warn_extreme_aspect(samples: Samples) -> Iterator[str]:
-    if group := Group.of(samples, extremeness, EXTREME_ASPECT):
-        (width, height), (to_width, to_height) = group.worst.geometry.original, group.worst.geometry.target
+    if affected := Affected.of(samples, extremeness, EXTREME_ASPECT):
+        (width, height), (to_width, to_height) = affected.worst.geometry.original, affected.worst.geometry.target
         yield (
-            f"{count_noun(group.count, 'image')} with one side more than {EXTREME_ASPECT:g} times the other: "
-            f"{group.worst.id} ({width}x{height} px) is trained at {to_width}x{to_height}; minimum_aspect_ratio and "
+            f"{count_noun(affected.count, 'image')} with one side more than {EXTREME_ASPECT:g} times the other: "
+            f"{affected.worst.id} ({width}x{height} px) is trained at {to_width}x{to_height}; minimum_aspect_ratio and "
             "maximum_aspect_ratio leave such images out"
         )
 

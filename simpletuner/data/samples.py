@@ -13,17 +13,17 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
 
 from simpletuner.data.captions import captions_of
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.geometry import Geometry, Size, compute_geometry
 from simpletuner.data.storage import Storage
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,12 @@ class DatasetSamples(Sequence[Sample]):
         captions = captions_of(self.dataset, name, lines)
         return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions)
 
+    @property
+    def names(self) -> pa.ChunkedArray:
+        """The names of the files."""
+        names = self.table["name"]
+        return names if len(self) == len(self.table) else names.take(pa.array(self.rows))
+
     def where(self, mask: np.ndarray) -> DatasetSamples:
         """Return those for which `mask` is true."""
         rows, sizes = self.rows[mask], self.sizes.where(mask)
@@ -106,9 +112,6 @@ class DatasetSamples(Sequence[Sample]):
 
     def without(self, ids: Collection[str]) -> DatasetSamples:
         """Return all but the samples with these ids."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         prefix = f"{self.dataset.id}/"
         names = pa.array([name.removeprefix(prefix) for name in ids if name.startswith(prefix)], pa.large_string())
         return self.where(~pc.is_in(self.table["name"], value_set=names).to_numpy()[self.rows]) if len(names) else self
@@ -137,3 +140,22 @@ class Samples(Sequence[Sample]):
     def without(self, ids: Collection[str]) -> Samples:
         """Return all but the samples with these ids."""
         return Samples([part.without(ids) for part in self.parts]) if ids else self
+
+    def names_checksum(self) -> str:
+        """Return a checksum of the ids of all samples, in their order."""
+        digest = xxhash.xxh3_128()
+        for part in self.parts:
+            digest.update(repr((part.dataset.id, len(part))).encode())
+            hash_texts(digest, part.names)
+        return digest.hexdigest()
+
+
+def hash_texts(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
+    """Add the texts of a column, none of which is null, to a digest, whatever its chunks."""
+    lengths = pc.binary_length(column)
+    for chunk in lengths.chunks:
+        digest.update(chunk.to_numpy())
+    for chunk in column.chunks:
+        _, offsets, content = pa.concat_arrays([chunk]).buffers()
+        if content is not None:
+            digest.update(memoryview(content)[: int(np.frombuffer(offsets, np.int64)[len(chunk)])])

@@ -1,25 +1,21 @@
-"""Which checkpoint a run resumes from, whether it fits, and where that is in the data and in the schedule."""
+"""Which checkpoint a run resumes from, and whether it fits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from simpletuner.caches.keys import file_fingerprint
 from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, load_checkpoint, set_aside
 from simpletuner.checkpoints.tensors import read_shapes
 from simpletuner.checkpoints.verification import Verification, find_newest
-from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
 from simpletuner.deepspeed.import_checkpoint import import_deepspeed_checkpoint
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.lora import Adapter
 from simpletuner.parallel.world import World
-from simpletuner.preparation import Plan
 from simpletuner.session import Session
 from simpletuner.settings import Settings
-from simpletuner.training.schedule import Schedule, new_schedule, resumed_schedule
 
 SHOWN = 3
 
@@ -142,47 +138,3 @@ def set_later_aside(session: Session, step: int) -> None:
     root = checkpoints_of(session.settings)
     if session.world.is_first and (moved := set_aside(root, step)):
         session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")
-
-
-def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) -> tuple[Schedule, SamplerState]:
-    """Return the schedule, and where in the data the run starts: at the beginning, or where a checkpoint stopped.
-
-    With other data than the checkpoint's, that is the start of the next epoch.
-    """
-    sampler, batch_size = plan.sampler, settings.effective_batch_size
-    if checkpoint is None:
-        return new_schedule(settings, sampler), sampler.start(batch_size)
-    position = resumed_position(sampler, checkpoint, has_same_data(plan, checkpoint), batch_size)
-    return resumed_schedule(settings, sampler, checkpoint.state, position), position
-
-
-def data_version(checkpoint: Checkpoint | None) -> int:
-    """Return the data version that a run keeps: buckets and order must not change in the middle of it."""
-    if checkpoint is None or not checkpoint.state["data"]:  # imported: it never had one
-        return DATA_VERSION
-    return int(checkpoint.state.get("data_version", 1))
-
-
-def has_same_data(plan: Plan, checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint's sampler state refers to the data of this plan."""
-    return checkpoint.state["data"] == plan.digest
-
-
-def resumed_position(
-    sampler: GlobalBatchSampler, checkpoint: Checkpoint, same_data: bool, batch_size: int
-) -> SamplerState:
-    """Return the state to continue with: the saved one for the same data, the start of the next epoch for other data.
-
-    Raises EnvironmentNotReady for a position that is not in the data, which only damage explains.
-    """
-    saved = checkpoint.state["position"]
-    if not same_data:
-        return sampler.start(batch_size, epoch=saved["epoch"] + 1)
-    position = SamplerState(**saved)
-    whole_epoch = sampler.count_steps_left(replace(position, batch=0), position.epoch + 1)
-    if position.consumed.keys() != sampler.buckets.keys() or position.batch > whole_epoch:
-        raise EnvironmentNotReady(
-            f"{checkpoint.folder} is damaged: there is no batch {position.batch} in epoch {position.epoch}",
-            "take an earlier one with --resume_from_checkpoint",
-        )
-    return sampler.with_batch_size(position, batch_size)

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 
+from buckets import sampler_of
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -42,7 +43,7 @@ def epochs_of(order: GlobalBatchSampler, epochs: int, batch_size: int) -> list[G
 @given(fillable_buckets(), BATCH_SIZES, st.integers(0, 2**32), st.integers(1, 4))
 @hypothesis_settings(max_examples=80, deadline=None)
 def test_over_epochs_each_item_is_seen_as_often_as_planned_up_to_less_than_a_batch(buckets, batch_size, seed, epochs):
-    order = GlobalBatchSampler(buckets, seed)
+    order = sampler_of(buckets, seed)
     batches = epochs_of(order, epochs, batch_size)
     seen = seen_in(batches)
     for name, items in buckets.items():
@@ -63,7 +64,7 @@ def seen_count(seen: Counter[int], items: list[int]) -> int:
 @given(fillable_buckets(), BATCH_SIZES, st.integers(0, 2**32))
 @hypothesis_settings(max_examples=40, deadline=None)
 def test_a_batch_is_full_and_comes_from_one_bucket(buckets, batch_size, seed):
-    for batch in epochs_of(GlobalBatchSampler(buckets, seed), 2, batch_size):
+    for batch in epochs_of(sampler_of(buckets, seed), 2, batch_size):
         assert len(batch.samples) == len(batch.occurrences) == batch_size
         assert set(batch.samples) <= set(buckets[batch.bucket])
         assert [*batch.occurrences] == [batch.samples[:at].count(item) for at, item in enumerate(batch.samples)]
@@ -72,25 +73,25 @@ def test_a_batch_is_full_and_comes_from_one_bucket(buckets, batch_size, seed):
 @given(fillable_buckets(), BATCH_SIZES, st.integers(0, 2**32), st.integers(0, 60))
 @hypothesis_settings(max_examples=60, deadline=None)
 def test_any_position_gives_the_same_continuation_in_a_new_process(buckets, batch_size, seed, steps):
-    straight = list(
-        islice(
-            GlobalBatchSampler(buckets, seed).batches(GlobalBatchSampler(buckets, seed).start(batch_size)), steps + 20
-        )
-    )
-    position = straight[steps - 1][1] if steps else GlobalBatchSampler(buckets, seed).start(batch_size)
-    assert list(islice(GlobalBatchSampler(buckets, seed).batches(again(position)), 20)) == straight[steps:]
+    straight = list(islice(sampler_of(buckets, seed).batches(sampler_of(buckets, seed).start(batch_size)), steps + 20))
+    assert all(len(rest) < batch_size for _, after in straight for rest in after.carried.values())
+    position = straight[steps - 1][1] if steps else sampler_of(buckets, seed).start(batch_size)
+    assert list(islice(sampler_of(buckets, seed).batches(again(position)), 20)) == straight[steps:]
 
 
 def test_a_position_is_plain_data():
-    order = GlobalBatchSampler({"a": list(range(5)), "b": list(range(5, 12))}, 0)
+    order = sampler_of({"a": list(range(5)), "b": list(range(5, 12))}, 0)
     _, after = list(islice(order.batches(order.start(2)), 7))[-1]
-    assert after == SamplerState(1, 2, 2, {"a": 4, "b": 6}, {"a": after.carried["a"], "b": after.carried["b"]})
-    assert [len(carried) for carried in after.carried.values()] == [1, 1]
+    assert (after.epoch, after.batch, after.batch_size) == (1, 2, 2)
+    waiting = sum(map(len, after.carried.values()))
+    assert sum(after.consumed.values()) + 2 - waiting == 4, (
+        "two samples were carried over, and two batches of two taken"
+    )
     assert again(after) == after
 
 
 def test_an_epoch_holds_what_can_be_completed_and_carries_the_rest_over():
-    order = GlobalBatchSampler({"a": list(range(5))}, 0)
+    order = sampler_of({"a": list(range(5))}, 0)
     batches = list(islice(order.batches(order.start(2)), 10))
     assert [after.epoch for _, after in batches] == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
     for epochs in (2, 4):
@@ -99,7 +100,7 @@ def test_an_epoch_holds_what_can_be_completed_and_carries_the_rest_over():
 
 
 def test_steps_of_epochs_counts_the_batches_of_those_epochs():
-    order = GlobalBatchSampler({"a": list(range(5)), "b": list(range(5, 12))}, 0)
+    order = sampler_of({"a": list(range(5)), "b": list(range(5, 12))}, 0)
     for epochs in range(1, 7):
         counted = sum(after.epoch < epochs for _, after in islice(order.batches(order.start(3)), 60))
         assert order.count_steps(epochs, 3) == counted
@@ -109,7 +110,7 @@ def test_different_seeds_and_epochs_give_different_orders():
     buckets = {"a": list(range(30))}
 
     def epoch(seed: int, number: int) -> list[tuple[int, ...]]:
-        order = GlobalBatchSampler(buckets, seed)
+        order = sampler_of(buckets, seed)
         return [batch.samples for batch, _ in islice(order.batches(order.start(5, epoch=number)), 6)]
 
     orders = [epoch(seed, number) for seed in range(3) for number in range(3)]
@@ -117,8 +118,35 @@ def test_different_seeds_and_epochs_give_different_orders():
     assert len({str(each) for each in orders}) == 9
 
 
+def test_a_position_in_a_large_bucket_is_reached_without_what_is_before_it():
+    buckets = {"a": [*range(20_000), *range(300)], "b": list(range(30_000, 30_500))}
+    order = sampler_of(buckets, 1)
+    straight = list(islice(order.batches(order.start(64)), 400))  # 324 are an epoch
+    assert seen_in([batch for batch, after in straight if after.epoch == 0]).total() == 324 * 64
+    for step in (1, 63, 64, 200, 323, 324, 390):
+        resumed = sampler_of(buckets, 1).batches(again(straight[step - 1][1]))
+        assert list(islice(resumed, 5)) == straight[step : step + 5]
+
+
+def test_every_order_of_turns_is_equally_likely():
+    buckets, seeds = {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}, 1200
+    orders = Counter(
+        "".join(batch.bucket for batch in epochs_of(sampler_of(buckets, seed), 1, 2)) for seed in range(seeds)
+    )
+    assert orders.keys() == {"aabb", "abab", "abba", "baab", "baba", "bbaa"}
+    assert sum((count - seeds / 6) ** 2 / (seeds / 6) for count in orders.values()) < 20.5  # chi-square, p = 0.001
+
+
+def test_a_position_beyond_the_data_is_not_in_it():
+    order = sampler_of({"a": list(range(5)), "b": list(range(5, 12))}, 0)
+    *_, (_, last) = islice(order.batches(order.start(2)), 5)
+    assert order.contains(last)
+    assert not order.contains(replace(last, consumed={**last.consumed, "a": 6}))
+    assert not order.contains(replace(last, consumed={"a": 5}))
+
+
 def test_buckets_alternate_within_an_epoch():
-    order = GlobalBatchSampler({"a": list(range(40)), "b": list(range(40, 80))}, 3)
+    order = sampler_of({"a": list(range(40)), "b": list(range(40, 80))}, 3)
     names = [batch.bucket for batch in epochs_of(order, 1, 4)]
     assert sorted(names) == ["a"] * 10 + ["b"] * 10
     assert sum(one != two for one, two in zip(names, names[1:], strict=False)) > 3
@@ -126,11 +154,11 @@ def test_buckets_alternate_within_an_epoch():
 
 def test_the_order_of_the_mapping_does_not_matter():
     one, two = {"a": [0, 1, 2], "b": [3, 4, 5]}, {"b": [3, 4, 5], "a": [0, 1, 2]}
-    assert epochs_of(GlobalBatchSampler(one, 1), 4, 2) == epochs_of(GlobalBatchSampler(two, 1), 4, 2)
+    assert epochs_of(sampler_of(one, 1), 4, 2) == epochs_of(sampler_of(two, 1), 4, 2)
 
 
 def test_a_batch_may_be_larger_than_several_epochs_of_a_bucket():
-    order = GlobalBatchSampler({"a": [0, 1, 2]}, 0)
+    order = sampler_of({"a": [0, 1, 2]}, 0)
     batch, after = next(order.batches(order.start(8)))
     counts = Counter(batch.samples)
     assert sum(counts.values()) == 8
@@ -153,15 +181,15 @@ def test_rank_slices_partition_the_batch_for_every_number_of_ranks(ranks, accumu
 @given(fillable_buckets(), BATCH_SIZES, st.integers(0, 2**32), st.integers(1, 4))
 @hypothesis_settings(max_examples=40, deadline=None)
 def test_the_same_batch_size_leaves_a_position_as_it_is(buckets, batch_size, seed, steps):
-    order = GlobalBatchSampler(buckets, seed)
+    order = sampler_of(buckets, seed)
     _, position = list(islice(order.batches(order.start(batch_size)), steps))[-1]
-    assert order.with_batch_size(position, batch_size) is position
+    assert order.with_batch_size(position, batch_size) == position
 
 
 @given(fillable_buckets(), BATCH_SIZES, BATCH_SIZES, st.integers(0, 2**32), st.integers(0, 30))
 @hypothesis_settings(max_examples=80, deadline=None, derandomize=True)
 def test_another_batch_size_in_the_middle_of_an_epoch_loses_and_doubles_nothing(buckets, first, second, seed, steps):
-    order = GlobalBatchSampler(buckets, seed)
+    order = sampler_of(buckets, seed)
     before = list(islice(order.batches(order.start(first)), steps))
     position = again(order.with_batch_size(before[-1][1] if before else order.start(first), second))
     finished = position.epoch + 1
@@ -181,7 +209,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_loses_and_doubles_nothing(
 def test_another_batch_size_after_one_step_shows_each_item_once_in_the_epoch():
     shown_twice = {}
     for seed in range(8):
-        order = GlobalBatchSampler({"a": list(range(12))}, seed)
+        order = sampler_of({"a": list(range(12))}, seed)
         first, position = next(order.batches(order.start(3)))
         rest = [batch for batch, _ in islice(order.batches(order.with_batch_size(position, 1)), 9)]
         shown_twice[seed] = set(first.samples) & set(seen_in(rest))
@@ -201,7 +229,7 @@ def is_distinct(batch: GlobalBatch) -> bool:
 def test_no_batch_holds_a_picture_twice_while_others_wait(bucket, data, seed):
     pictures, shows = bucket
     batch_size = data.draw(st.integers(1, pictures))
-    order = GlobalBatchSampler({"a": list(range(pictures)) * shows}, seed)
+    order = sampler_of({"a": list(range(pictures)) * shows}, seed)
     for batch in epochs_of(order, 4, batch_size):
         assert is_distinct(batch)
 
@@ -211,7 +239,7 @@ def test_no_batch_holds_a_picture_twice_while_others_wait(bucket, data, seed):
 def test_a_batch_larger_than_its_bucket_holds_every_picture_about_equally_often(bucket, data, seed):
     pictures, shows = bucket
     batch_size = data.draw(st.integers(pictures, 4 * pictures))
-    order = GlobalBatchSampler({"a": list(range(pictures)) * shows}, seed)
+    order = sampler_of({"a": list(range(pictures)) * shows}, seed)
     for batch in epochs_of(order, 6, batch_size):
         counts = Counter(batch.samples)
         assert len(counts) == pictures
@@ -224,14 +252,12 @@ def test_repeats_of_few_pictures_do_not_meet_in_a_batch():
         (20, 9, 16),
         (10, 19, 8),
     ):  # 76 to 100 % did when shuffled together
-        order = GlobalBatchSampler({"a": sorted(list(range(pictures)) * (1 + repeats))}, 0)
+        order = sampler_of({"a": sorted(list(range(pictures)) * (1 + repeats))}, 0)
         assert all(map(is_distinct, epochs_of(order, 5, batch_size)))
 
 
 def test_a_dataset_with_more_repeats_is_spread_over_the_epoch_among_others():
-    order = GlobalBatchSampler(
-        {"a": [*range(100), *[100, 101] * 50]}, 0
-    )  # 100 pictures once, two of another dataset 50 times
+    order = sampler_of({"a": [*range(100), *[100, 101] * 50]}, 0)  # 100 pictures once, two of another dataset 50 times
     for batch in epochs_of(order, 4, 4):
         frequent = [sample for sample in batch.samples if sample >= 100]
         assert 1 <= len(frequent) <= 3 and len(set(batch.samples)) >= 3
@@ -240,7 +266,7 @@ def test_a_dataset_with_more_repeats_is_spread_over_the_epoch_among_others():
 @given(fillable_buckets(), st.lists(st.tuples(BATCH_SIZES, st.integers(0, 6)), max_size=5), st.integers(0, 2**32))
 @hypothesis_settings(max_examples=80, deadline=None)
 def test_batch_sizes_that_change_again_and_again_lose_and_double_nothing(buckets, sizes, seed):
-    order, taken = GlobalBatchSampler(buckets, seed), []
+    order, taken = sampler_of(buckets, seed), []
     position = order.start(3)
     for size, steps in sizes:
         position = order.with_batch_size(again(position), size)
@@ -260,7 +286,7 @@ def test_batch_sizes_that_change_again_and_again_lose_and_double_nothing(buckets
 @given(fillable_buckets(), BATCH_SIZES, st.integers(0, 2**32), st.integers(0, 40), st.integers(1, 5))
 @hypothesis_settings(max_examples=40, deadline=None)
 def test_steps_left_counts_what_is_still_to_come(buckets, batch_size, seed, steps, epochs):
-    order = GlobalBatchSampler(buckets, seed)
+    order = sampler_of(buckets, seed)
     position = list(islice(order.batches(order.start(batch_size)), steps))[-1][1] if steps else order.start(batch_size)
     counted = sum(after.epoch < epochs for _, after in islice(order.batches(position), 600 // batch_size + 60))
     assert order.count_steps_left(position, epochs) == counted

@@ -1,25 +1,35 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+from buckets import bucket_of
 
 from simpletuner.data.batch_sampler import SamplerState
-from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1
+from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1, listed_items
 from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.epoch_order import Bucket
 from simpletuner.data.geometry import bucket_sizes
 
 CASES = json.loads((Path(__file__).parent / "order_v1.json").read_text())
 """Batches that the code of version 0.1.0 (commit f0e50b6) took, with the position after each as it saved it."""
 
 
+def listed_bucket(items: list[int]) -> Bucket:
+    """Return the bucket that version 0.1.0 listed: with repeats, which are adjacent, or repeated as a whole."""
+    passes = 1 if items == sorted(items) else items.count(items[0])
+    return replace(bucket_of(items[: len(items) // passes]), passes=passes)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_version_0_1_began_goes_on_with_the_batches_that_it_would_take(case):
-    order = GlobalBatchSamplerV1(case["buckets"], case["seed"])
+    buckets = {name: listed_bucket(items) for name, items in case["buckets"].items()}
+    assert {name: listed_items(bucket).tolist() for name, bucket in buckets.items()} == case["buckets"]
+    order = GlobalBatchSamplerV1(buckets, case["seed"])
 
     def following(position: SamplerState, count: int) -> list:
         found = [[batch.bucket, list(batch.samples), after] for batch, after in islice(order.batches(position), count)]

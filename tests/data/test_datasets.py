@@ -56,6 +56,7 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
         "crop_style": "random",
         "crop_aspect": "preserve",
         "minimum_image_size": 100,
+        "preserve_data_backend_cache": True,
     }
     assert given.keys() == DatasetSettings.model_fields.keys()
     (plain, own), _ = load_datasets(

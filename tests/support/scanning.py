@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.discovery import Discovery, discover
 from simpletuner.data.file_list import list_images
+from simpletuner.data.samples import DatasetSamples, Sizes
 from simpletuner.data.scan import SCANNED, Scan, scan_files
-from simpletuner.data.storage import Storage, open_storage
+from simpletuner.data.storage import LocalStorage, Storage, open_storage
 
 
 def scanned(dataset: ImageDataset, storage: Storage) -> Scan:
@@ -22,3 +26,15 @@ def scanned(dataset: ImageDataset, storage: Storage) -> Scan:
 def found(datasets: Sequence[ImageDataset], outputs: Sequence[Path] = (), alignment_px: int = 64) -> Discovery:
     """Find the samples of datasets."""
     return discover([scanned(dataset, open_storage(dataset, outputs)) for dataset in datasets], alignment_px, 0)
+
+
+def drawn(*targets: tuple[int, int], dataset: str = "d", repeats: int = 0, first: int = 0) -> DatasetSamples:
+    """Return samples `first`, `first` + 1, ... of these sizes, without files."""
+    names = [f"{number}.png" for number in range(first, first + len(targets))]
+    values = {"name": names, "version": ["1"] * len(names), "captions": [["c"]] * len(names)}
+    schema = pa.schema([SCANNED.field(name) for name in values])
+    sides = np.array(targets, np.int64).reshape(-1, 2)
+    sizes = Sizes(sides, sides, sides, np.arange(len(names), dtype=np.int32))
+    made = ImageDataset.model_construct(id=dataset, repeats=repeats, caption_strategy="textfile")
+    rows = np.arange(len(names), dtype=np.int32)
+    return DatasetSamples(made, LocalStorage(Path()), pa.table(values, schema), rows, sizes, 0)

@@ -1,0 +1,22 @@
+"""Buckets from lists of sample indices, each as often as an epoch shows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from simpletuner.data.batch_sampler import GlobalBatchSampler
+from simpletuner.data.epoch_order import Bucket
+
+
+def bucket_of(items: Sequence[int]) -> Bucket:
+    groups: dict[int, list[int]] = {}
+    for sample, copies in sorted(Counter(items).items()):
+        groups.setdefault(copies, []).append(sample)
+    return Bucket({copies: np.array(samples, np.uint32) for copies, samples in sorted(groups.items())})
+
+
+def sampler_of(buckets: Mapping[str, Sequence[int]], seed: int) -> GlobalBatchSampler:
+    return GlobalBatchSampler({name: bucket_of(items) for name, items in buckets.items()}, seed)
