@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +39,9 @@ class LatentsCache:
         self.reader, broken = fill_cache(job, self.world, report, stop)
         self.__dict__.pop("_vae", None)  # its memory is needed for training
         return broken
+
+    def requests(self) -> Iterator[CacheRequest]:
+        return map(self.request, self.samples)
 
     def request(self, sample: Sample) -> CacheRequest:
         """Return what a sample needs; grouped by target size, since only images of one shape can share a batch."""

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from simpletuner.caches.keys import KeyParts
 from simpletuner.system.checksums import value_checksum
 
+ALIGNMENT_BYTES = 8
+"""At multiples of it records begin: torch.frombuffer needs aligned numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecordLocation:

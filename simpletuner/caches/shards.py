@@ -24,7 +24,7 @@ import torch
 
 from simpletuner.caches.keys import KeyParts
 from simpletuner.caches.merged_index import open_index
-from simpletuner.caches.records import RecordLocation, record_keys
+from simpletuner.caches.records import ALIGNMENT_BYTES, RecordLocation, record_keys
 from simpletuner.caches.shard_index import read_indexes
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.cache_files import index_of, shard_name
@@ -34,7 +34,6 @@ MAPS = 256
 SHARD_BYTES = 1 << 30
 RETRACTING_RANK = 999
 """In the name of shards that hold only retractions: readers do not know their rank."""
-ALIGNMENT_BYTES = 8
 DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -69,6 +68,10 @@ class ShardWriter:
     def write_broken(self, name: str, parts: KeyParts, reason: str) -> None:
         """Remember that a record cannot be made from these parts, so that it is not tried at every start."""
         self._append(name, parts, b"", {"broken": reason})
+
+    def copy(self, location: RecordLocation, record: bytes) -> None:
+        """Append a record of another shard as it is."""
+        self._append(location.name, location.parts, record, {"broken": location.broken} if location.broken else None)
 
     def retract(self, location: RecordLocation) -> None:
         """Declare a damaged record invalid: readers no longer find it, so it is made again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -27,15 +27,17 @@ class TextCache:
     ) -> None:
         self.folder, self.family, self.world, self.dtype = folder, family, world, dtype
         self.parts = text_parts(folder_fingerprint(text_folders(family.folder)), str(dtype), family.max_length)
-        self.captions = captions
+        self.captions = sorted(set(captions))
         self.reader: ShardReader | None = None
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> None:
         """Collective: encode what is missing."""
-        captions = sorted(set(self.captions))
-        job = CacheJob("text", self.folder, chunk, captions, self.request, self._encode)
+        job = CacheJob("text", self.folder, chunk, self.captions, self.request, self._encode)
         self.reader, _ = fill_cache(job, self.world, report, stop)
         self.__dict__.pop("_encoder", None)  # its memory is needed for training
+
+    def requests(self) -> Iterator[CacheRequest]:
+        return map(self.request, self.captions)
 
     def request(self, caption: str) -> CacheRequest:
         return CacheRequest(short_hash(caption), self.parts)
