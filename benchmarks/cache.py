@@ -4,14 +4,20 @@ The page cache is warm: this measures the work of the formats, not of the disk. 
 sides; ours is brought to the disk when a shard is closed, outside the measurement. Reading counts until every page of a
 record has been touched, so that a store cannot gain by returning bytes that were never read; and, in another row,
 until records are stacked into batches as prefetching does, a copy that both stores have to make.
+
+Then opening a cache, which reads no record: by its merged index against parsing a JSON line per record, as every rank
+did in version 0.1; and what finding records takes, all requests of a run at once and one by one.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -21,6 +27,10 @@ import torch
 from interleaved import Rounds, print_table, ratio, seconds_in_turns
 from torch import Tensor
 
+from simpletuner.caches.keys import KeyParts
+from simpletuner.caches.merged_index import open_index
+from simpletuner.caches.records import RecordLocation, record_keys
+from simpletuner.caches.shard_index import read_indexes
 from simpletuner.caches.shards import ShardReader, ShardWriter
 from simpletuner.data.prefetch import stack_conditioning
 
@@ -109,9 +119,67 @@ def row_of(kind: str, what: str, seconds: Rounds, count: int) -> list[str]:
     return [f"{kind}, {what}", *per_second, f"{ratio(seconds, PLAIN, OURS):.2f}"]
 
 
+OPENED, OPENING_ROUNDS, PER_SHARD, RECORD_BYTES = (100_000, 1_000_000), 3, 15_000, 1 << 16
+
+
+def name_and_parts(number: int) -> tuple[str, KeyParts]:
+    """Return a record's name and what it depends on, of the usual lengths."""
+    parts = {"file": f"{number}-1734567890123456789", "resolution and crop": f"{number % 97:016x}"}
+    return f"photos/{number:010d}.jpg", parts | {"VAE": "0123456789abcdef", "dtype": "fp32"}
+
+
+def write_indexes(folder: Path, count: int) -> None:
+    """Write the indexes of a cache whose shards are holes."""
+    for first in range(0, count, PER_SHARD):
+        shard = folder / f"rank000-{first // PER_SHARD:05d}"
+        with shard.with_suffix(".shard").open("wb") as file:
+            os.truncate(file.fileno(), PER_SHARD * RECORD_BYTES)
+        with shard.with_suffix(".index.jsonl").open("w") as index:
+            for number in range(first, min(first + PER_SHARD, count)):
+                name, parts = name_and_parts(number)
+                place = {"name": name, "offset": (number - first) * RECORD_BYTES, "length": RECORD_BYTES}
+                index.write(json.dumps({**place, "parts": parts, "checksum": f"xxh3:{number:032x}"}) + "\n")
+
+
+def parse_all_lines(folder: Path) -> dict[tuple[str, str], RecordLocation]:
+    """Open a cache as version 0.1 did."""
+    places = (entry.location for entry in read_indexes(folder))
+    return {(place.name, json.dumps(place.parts, sort_keys=True)): place for place in places}
+
+
+def opening_row(folder: Path, count: int) -> list[str]:
+    """Return the row for opening a cache of that many records, and for finding all of them."""
+    write_indexes(folder, count)
+    began = time.perf_counter()
+    open_index(folder)
+    merged = time.perf_counter() - began
+    turns = {"lines": partial(parse_all_lines, folder), "index": partial(open_index, folder)}
+    seconds = seconds_in_turns(turns, OPENING_ROUNDS)
+    lines, index = (statistics.median(seconds[name]) * 1000 for name in ("lines", "index"))
+    reader, wanted = ShardReader(folder), [name_and_parts(number) for number in range(count)]
+    random.shuffle(wanted)
+    some = wanted[: count // 100]
+    finding = {
+        "hashed": lambda: record_keys(wanted),
+        "hashed and found": lambda: reader.index.find(record_keys(wanted)),
+        "one by one": lambda: [reader.find(name, parts) for name, parts in some],
+    }
+    found = {name: statistics.median(each) for name, each in seconds_in_turns(finding, OPENING_ROUNDS).items()}
+    found["one by one"] *= count / len(some)
+    each = [f"{found[name] / count * 1e6:.2f}" for name in finding]
+    return [f"{count:,}", f"{merged:.1f} s", f"{lines:.0f} ms", f"{index:.1f} ms", *each]
+
+
 def main() -> None:
-    """Measure each kind of record and print the table."""
+    """Measure each kind of record and print the tables."""
     torch.set_num_threads(1)  # as in a thread that prefetches
+    rows = []
+    for count in OPENED:
+        with tempfile.TemporaryDirectory() as name:
+            rows.append(opening_row(Path(name), count))
+    finding = ["µs to hash", "to hash and find", "to find one by one"]
+    columns = ["records", "merged once in", "opened by lines", "by the index", *finding]
+    print_table(f"opening a cache (median of {OPENING_ROUNDS} rounds in turns)", columns, rows)
     rows = []
     for kind, (record, count) in KINDS.items():
         with tempfile.TemporaryDirectory() as name:

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from interleaved import Rounds, print_table, ratio, seconds_in_turns
 
-from simpletuner.caches.shards import RecordLocation, ShardReader, ShardWriter
+from simpletuner.caches.records import RecordLocation
+from simpletuner.caches.shards import ShardReader, ShardWriter
 from simpletuner.data.prefetch import THREADS
 from simpletuner.models.tiny import sdxl
 
@@ -92,7 +93,7 @@ def record_seconds(folder: Path) -> Rounds:
     def read(prepare: Callable[[RecordLocation], RecordLocation]) -> None:
         """Read all records in random order, in as many threads as a run reads them with."""
         reader = ShardReader(folder)
-        locations = [prepare(location) for location in reader.locations.values()]
+        locations = [prepare(location) for location in reader.records()]
 
         def touch(location: RecordLocation) -> None:
             for tensor in reader.read(location).values():

@@ -86,13 +86,9 @@ def make_plan(
 
 def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
     """Collective: encode the captions and images that are not cached yet, on all ranks."""
-    settings, world, report, stop = session.settings, session.world, session.report, session.stop.check
-    # The empty caption is what dropped captions are replaced by.
-    prompts = [*settings.validation.validation_prompt, settings.validation.validation_negative_prompt, ""]
-    captions = [caption for sample in plan.samples for caption in sample.captions]
-    text = TextCache(plan.text_folder, [*captions, *prompts], family, world, compute_dtype(settings))
+    settings, report, stop = session.settings, session.report, session.stop.check
+    text, caches = caches_of(session, plan, family)
     text.fill(settings.data.text_encoder_batch_size, report, stop)
-    caches = {dataset.id: latents_cache(dataset, settings, plan.samples, family, world) for dataset in plan.datasets}
     broken: dict[str, str] = {}
     for cache in caches.values():
         broken |= cache.fill(settings.data.vae_batch_size, report, stop)
@@ -109,6 +105,16 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
         no_caption={key: value[0] for key, value in no_caption.items()},
     )
     return Prepared(plan, reader, text)
+
+
+def caches_of(session: Session, plan: Plan, family: ModelFamily) -> tuple[TextCache, dict[str, LatentsCache]]:
+    """Return the caches of all captions and prompts, and of each dataset's latents, before they are filled."""
+    settings, world = session.settings, session.world
+    # The empty caption is what dropped captions are replaced by.
+    prompts = [*settings.validation.validation_prompt, settings.validation.validation_negative_prompt, ""]
+    captions = [caption for sample in plan.samples for caption in sample.captions]
+    text = TextCache(plan.text_folder, [*captions, *prompts], family, world, compute_dtype(settings))
+    return text, {each.id: latents_cache(each, settings, plan.samples, family, world) for each in plan.datasets}
 
 
 def latents_cache(

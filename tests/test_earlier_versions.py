@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from simpletuner.system.cache_files import MERGED_INDEX
+
 ROOT = Path(__file__).parents[1]
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -72,7 +74,10 @@ def resume(make: ModuleType, fixture: Path, folder: Path, **variables: str) -> s
 
 
 def cached_files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Return the files of a cache, but for those that are made from the others and from the images."""
+    derived = (MERGED_INDEX, "*.arrow")
+    files = [path for path in folder.rglob("*") if path.is_file() and not any(map(path.match, derived))]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def is_same(one: Path, other: Path) -> bool:

@@ -91,7 +91,7 @@ def assert_no_pickle(path: Path) -> None:
         Image.open(path).verify()
     elif suffix == ".shard":
         reader = ShardReader(path.parent)
-        assert all(reader.read(place) for place in reader.locations.values())
+        assert all(reader.read(place) for place in reader.records())
     elif path.name.startswith("events.out.tfevents"):
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 

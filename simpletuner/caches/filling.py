@@ -5,12 +5,19 @@ No collective is held open meanwhile: a chunk may take minutes on one rank, and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from simpletuner.caches.keys import KeyParts, short_hash
+import numpy as np
+from numpy.typing import NDArray
+
+from simpletuner.caches.keys import KeyParts, changed_parts, short_hash
+from simpletuner.caches.records import record_keys
+from simpletuner.caches.shard_index import read_indexes
 from simpletuner.caches.shards import ShardReader, ShardWriter
 
 if TYPE_CHECKING:
@@ -19,8 +26,15 @@ if TYPE_CHECKING:
     from simpletuner.parallel.world import World
     from simpletuner.report import Report
 
+BLOCK = 1 << 14
+"""How many requests are looked up at once."""
 
-@dataclass(frozen=True)
+Item = TypeVar("Item")
+Made = Mapping[str, "Tensor"] | str
+"""A record's tensors, or why there are none."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheRequest:
     """A record that a run needs: its name, what it depends on, and the group within which records share a batch."""
 
@@ -30,66 +44,138 @@ class CacheRequest:
 
 
 @dataclass(frozen=True)
-class CacheJob:
-    """A cache to fill. `make` computes the records of one chunk: for each its tensors, or why there are none."""
+class CacheJob(Generic[Item]):
+    """A cache to fill with the records of `items`, which may be many more than fit into memory as requests.
+
+    `make` computes one chunk: for each item what there is to write.
+    """
 
     title: str
     folder: Path
     chunk: int
-    make: Callable[[Sequence[CacheRequest]], Iterable[tuple[CacheRequest, Mapping[str, Tensor] | str]]]
+    items: Sequence[Item]
+    request: Callable[[Item], CacheRequest]
+    make: Callable[[Sequence[Item]], Iterable[Made]]
 
+    def requests(self) -> Iterator[CacheRequest]:
+        return map(self.request, self.items)
 
-def split_into_chunks(requests: Iterable[CacheRequest], size: int) -> Iterator[list[CacheRequest]]:
-    """Yield lists of at most `size` requests of one group each."""
-    groups: dict[str, list[CacheRequest]] = {}
-    for request in requests:
-        groups.setdefault(request.group, []).append(request)
-    for members in groups.values():
-        for start in range(0, len(members), size):
-            yield members[start : start + size]
+    def request_at(self, position: np.intp) -> CacheRequest:
+        return self.request(self.items[int(position)])
 
 
 def fill_cache(
-    job: CacheJob, requests: Sequence[CacheRequest], world: World, report: Report, stop: Callable[[], None]
-) -> ShardReader:
-    """Compute the missing records and return a reader that has all of them; `stop` raises when the run is to end."""
-    reader = ShardReader(job.folder)
-    absent = [request for request in requests if reader.find(request.name, request.parts) is None]
-    if not absent:
-        return reader
-    report_missing(job, reader, absent, len(requests), report)
+    job: CacheJob[Item], world: World, report: Report, stop: Callable[[], None]
+) -> tuple[ShardReader, dict[str, str]]:
+    """Compute the missing records; `stop` raises when the run is to end.
+
+    Return a reader that has all records, and by name why some of them could not be made.
+    """
+    first = job.request(job.items[0]).name if job.items else ""
+    place = short_hash([job.folder, job.title, len(job.items), first])
+    reader = open_on_all_ranks(job.folder, f"{place}/open", world, stop)
+    missing, broken = look_up(reader, job.requests())
+    if not missing.any():
+        return reader, broken
+    if world.is_first:
+        report_missing(job, missing, report)
+    world.store_barrier(f"{place}/read", stop)  # all see the same queue only if none writes before all have read
+    make_missing(job, missing, place, world, report, stop)
+    reader = open_on_all_ranks(job.folder, f"{place}/filled", world, stop)
+    left, new_broken = look_up(reader, (job.request_at(position) for position in np.flatnonzero(missing)))
+    assert not left.any(), f"{left.sum()} records are not in {job.folder} after filling it"
+    return reader, broken | new_broken
+
+
+def open_on_all_ranks(folder: Path, place: str, world: World, stop: Callable[[], None]) -> ShardReader:
+    """Open a cache once all ranks have closed what they wrote. The first one merges its indexes for the others."""
+    world.store_barrier(f"{place}/closed", stop)
+    reader = ShardReader(folder) if world.is_first else None
+    world.store_barrier(f"{place}/merged", stop)
+    return reader or ShardReader(folder)
+
+
+def look_up(reader: ShardReader, requests: Iterable[CacheRequest]) -> tuple[NDArray[np.bool_], dict[str, str]]:
+    """Return which requests have no record, and by name why the record of others could not be made."""
+    remaining, missing = iter(requests), [np.zeros(0, bool)]
+    broken: dict[str, str] = {}
+    while block := list(islice(remaining, BLOCK)):
+        rows = reader.index.find(record_keys((each.name, each.parts) for each in block))
+        missing.append(rows < 0)
+        broken |= {block[place].name: reason for place, reason in reader.index.broken_among(rows)}
+    return np.concatenate(missing), broken
+
+
+def make_missing(
+    job: CacheJob[Item],
+    missing: NDArray[np.bool_],
+    place: str,
+    world: World,
+    report: Report,
+    stop: Callable[[], None],
+) -> None:
+    """Take chunks and write what is missing of them, until all ranks together have written all of it."""
     world.activity.begin(f"making {job.title}")
-    missing = {request.name for request in absent}
-    # A chunk is computed whole, even where only some of its records are missing: an encoder's output depends in its
-    # last bits on the batch, so only then does an interrupted run end with the same records as an undisturbed one.
-    chunks = [chunk for chunk in split_into_chunks(requests, job.chunk) if any(each.name in missing for each in chunk)]
-    queue = short_hash([job.folder, [request.name for request in absent]])
-    world.store_barrier(f"{queue}/read", stop)  # all see the same queue only if none writes before all have read
-    with report.progress(job.title, len(absent)) as progress, ShardWriter(job.folder, world.rank) as writer:
-        while (ticket := world.next_chunk(queue)) < len(chunks):
-            stop()
-            made = [(request, result) for request, result in job.make(chunks[ticket]) if request.name in missing]
-            for request, result in made:
-                write_result(writer, request, result)
-            progress.update(world.add_progress(queue, len(made)))
-        world.wait_for_count(queue, len(absent), stop, progress.update)
-    return ShardReader(job.folder)
+    chunks, count = chunks_to_make(job, missing), int(missing.sum())
+    with report.progress(job.title, count) as progress:
+        with ShardWriter(job.folder, world.rank) as writer:
+            while (ticket := world.next_chunk(place)) < len(chunks):
+                stop()
+                positions = chunks[ticket]
+                items = [job.items[int(position)] for position in positions]
+                made = zip(positions, items, job.make(items), strict=True)
+                wanted = [(job.request(item), result) for position, item, result in made if missing[position]]
+                for request, result in wanted:
+                    write_result(writer, request, result)
+                progress.update(world.add_progress(place, len(wanted)))
+        world.wait_for_count(place, count, stop, progress.update)
 
 
-def write_result(writer: ShardWriter, request: CacheRequest, result: Mapping[str, Tensor] | str) -> None:
+def chunks_to_make(job: CacheJob[Item], missing: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+    """Return the positions of each chunk in which a record is missing.
+
+    A chunk is computed whole, even where only some of its records are missing: an encoder's output depends in its last
+    bits on the batch, so only then does an interrupted run end with the same records as an undisturbed one.
+    """
+    chunks = split_into_chunks((each.group for each in job.requests()), job.chunk)
+    return [chunk for chunk in chunks if missing[chunk].any()]
+
+
+def split_into_chunks(groups: Iterable[str], size: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the positions of at most `size` equal groups each, group by group in the order of their first members."""
+    numbers: dict[str, int] = {}
+    codes = np.fromiter((numbers.setdefault(group, len(numbers)) for group in groups), np.int32)
+    order = np.argsort(codes, kind="stable")
+    ends = np.cumsum(np.bincount(codes))
+    for start, end in zip(ends - np.bincount(codes), ends, strict=True):
+        for first in range(start, end, size):
+            yield order[first : min(first + size, end)]
+
+
+def write_result(writer: ShardWriter, request: CacheRequest, result: Made) -> None:
     if isinstance(result, str):
         writer.write_broken(request.name, request.parts, result)
     else:
         writer.write(request.name, request.parts, result)
 
 
-def report_missing(
-    job: CacheJob, reader: ShardReader, absent: Sequence[CacheRequest], total: int, report: Report
-) -> None:
+def report_missing(job: CacheJob[Item], missing: NDArray[np.bool_], report: Report) -> None:
     """Say how much is computed, and which parts of the key changed where older records were found."""
-    changed: dict[str, int] = {}
-    for request in absent:
-        for part in reader.why_missing(request.name, request.parts):
-            changed[part] = changed.get(part, 0) + 1
+    positions = {job.request_at(position).name: position for position in np.flatnonzero(missing)}
+    nearest = why_missing(job.folder, positions.keys(), lambda name: job.request_at(positions[name]).parts)
+    changed = Counter(part for parts in nearest.values() for part in parts)
     why = ", ".join(f"{part} changed for {count}" for part, count in changed.items())
-    report.say(f"{job.title}: making {len(absent)} of {total}{' (' + why + ')' if why else ''}")
+    report.say(f"{job.title}: making {len(positions)} of {len(missing)}{' (' + why + ')' if why else ''}")
+
+
+def why_missing(folder: Path, names: Iterable[str], parts_of: Callable[[str], KeyParts]) -> dict[str, list[str]]:
+    """Return for each name of which there is a record in which parts the nearest one differs.
+
+    Reads the shards' own indexes: the merged one has only hashes.
+    """
+    wanted, nearest = set(names), {}
+    for location in (entry.location for entry in read_indexes(folder)):
+        if location.name in wanted:
+            changed = changed_parts(location.parts, parts_of(location.name))
+            nearest[location.name] = min(nearest.get(location.name, changed), changed, key=len)
+    return nearest

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from simpletuner.caches.filling import CacheJob, CacheRequest, fill_cache
-from simpletuner.caches.keys import folder_fingerprint, latents_parts
-from simpletuner.caches.shards import RecordLocation, ShardReader
+from simpletuner.caches.keys import KeyParts, folder_fingerprint, latents_parts
+from simpletuner.caches.shards import ShardReader
 from simpletuner.data.images import DECODE_ERRORS, read_rgb, resize_and_crop
 from simpletuner.data.samples import Sample
 from simpletuner.models.family import ModelFamily
@@ -29,46 +29,44 @@ class LatentsCache:
     def __init__(
         self, folder: Path, samples: Sequence[Sample], family: ModelFamily, world: World, vae_dtype: str
     ) -> None:
-        vae = folder_fingerprint([family.folder / "vae"])
-        self.folder, self.family, self.world = folder, family, world
-        self.samples = {sample.id: sample for sample in samples}
-        self.parts = {sample.id: latents_parts(sample, vae, vae_dtype) for sample in samples}
+        self.folder, self.samples, self.family, self.world = folder, samples, family, world
+        self.vae, self.dtype = folder_fingerprint([family.folder / "vae"]), vae_dtype
         self.reader: ShardReader | None = None
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> dict[str, str]:
         """Collective: encode what is missing. Return the samples that could not be decoded, with the reason."""
-        # Grouped by target size, since only images of one shape can share a batch.
-        requests = [
-            CacheRequest(name, self.parts[name], str(sample.geometry.target)) for name, sample in self.samples.items()
-        ]
-        job = CacheJob("latents", self.folder, chunk, self._encode)
-        self.reader = fill_cache(job, requests, self.world, report, stop)
+        job = CacheJob("latents", self.folder, chunk, self.samples, self.request, self._encode)
+        self.reader, broken = fill_cache(job, self.world, report, stop)
         self.__dict__.pop("_vae", None)  # its memory is needed for training
-        return {name: location.broken for name in self.samples if (location := self._locate(name)).broken}
+        return broken
+
+    def requests(self) -> Iterator[CacheRequest]:
+        return map(self.request, self.samples)
+
+    def request(self, sample: Sample) -> CacheRequest:
+        """Return what a sample needs; grouped by target size, since only images of one shape can share a batch."""
+        return CacheRequest(sample.id, self._parts(sample), str(sample.geometry.target))
 
     def read(self, sample: Sample) -> Tensor:
         """Return a sample's latents (C, H, W), float32."""
         assert self.reader is not None
-        return self.reader.read(self._locate(sample.id))["latents"]
+        location = self.reader.find(sample.id, self._parts(sample))
+        assert location is not None, f"{sample.id} is not in {self.folder} after filling it"
+        return self.reader.read(location)["latents"]
 
-    def _locate(self, name: str) -> RecordLocation:
-        assert self.reader is not None
-        location = self.reader.find(name, self.parts[name])
-        assert location is not None, f"{name} is not in {self.folder} after filling it"
-        return location
+    def _parts(self, sample: Sample) -> KeyParts:
+        return latents_parts(sample, self.vae, self.dtype)
 
     @cached_property
     def _vae(self) -> Vae:
         return self.family.vae(self.world.device)
 
-    def _encode(self, chunk: Sequence[CacheRequest]) -> Iterator[tuple[CacheRequest, Mapping[str, Tensor] | str]]:
+    def _encode(self, chunk: Sequence[Sample]) -> list[Mapping[str, Tensor] | str]:
         with ThreadPoolExecutor(DECODING_THREADS) as pool:
-            decoded = list(pool.map(decode_image, [self.samples[request.name] for request in chunk]))
-        yield from ((request, each) for request, each in zip(chunk, decoded, strict=True) if isinstance(each, str))
-        good = [(request, pixels) for request, pixels in zip(chunk, decoded, strict=True) if isinstance(pixels, Tensor)]
-        if good:
-            latents = self._vae.encode(torch.stack([pixels for _, pixels in good]))
-            yield from ((request, {"latents": each}) for (request, _), each in zip(good, latents, strict=True))
+            decoded = list(pool.map(decode_image, chunk))
+        good = [pixels for pixels in decoded if isinstance(pixels, Tensor)]
+        latents = iter(self._vae.encode(torch.stack(good)) if good else ())
+        return [each if isinstance(each, str) else {"latents": next(latents)} for each in decoded]
 
 
 def decode_image(sample: Sample) -> Tensor | str:

@@ -11,26 +11,29 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import mmap
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import numpy as np
 import safetensors.torch
 import torch
 
-from simpletuner.caches.keys import KeyParts, changed_parts, short_hash
+from simpletuner.caches.keys import KeyParts
+from simpletuner.caches.merged_index import open_index
+from simpletuner.caches.records import ALIGNMENT_BYTES, RecordLocation, record_keys
+from simpletuner.caches.shard_index import read_indexes
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.system.cache_files import INDEX_SUFFIX, index_of, is_plain_file, shard_name, shard_of
-from simpletuner.system.checksums import value_checksum
+from simpletuner.system.cache_files import index_of, shard_name
 
+MAPS = 256
+"""How many shards a reader keeps mapped. Page tables of a map take up to 2 MiB, and a process may have 65,530 maps."""
 SHARD_BYTES = 1 << 30
 RETRACTING_RANK = 999
 """In the name of shards that hold only retractions: readers do not know their rank."""
-ALIGNMENT_BYTES = 8
 DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -39,26 +42,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """What a record may hold, by the names of safetensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordLocation:
-    """Where a record is, and what it was made from; `broken` says why a record could not be made.
-
-    `checksum` is empty for what older versions wrote.
-    """
-
-    shard: Path
-    offset: int
-    length: int
-    name: str
-    parts: KeyParts
-    broken: str = ""
-    checksum: str = ""
-
-    def checksum_with(self, record: bytes | memoryview) -> str:
-        """Return the checksum that this location would have if `record` is what was written here."""
-        return value_checksum({"name": self.name, "parts": self.parts, "broken": self.broken}, record)
 
 
 class ShardWriter:
@@ -85,6 +68,10 @@ class ShardWriter:
     def write_broken(self, name: str, parts: KeyParts, reason: str) -> None:
         """Remember that a record cannot be made from these parts, so that it is not tried at every start."""
         self._append(name, parts, b"", {"broken": reason})
+
+    def copy(self, location: RecordLocation, record: bytes) -> None:
+        """Append a record of another shard as it is."""
+        self._append(location.name, location.parts, record, {"broken": location.broken} if location.broken else None)
 
     def retract(self, location: RecordLocation) -> None:
         """Declare a damaged record invalid: readers no longer find it, so it is made again."""
@@ -153,24 +140,21 @@ class ShardReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.locations: dict[tuple[str, str], RecordLocation] = {}
-        self.known: dict[str, list[KeyParts]] = {}
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._verified: set[str] = set()
-        entries = [entry for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")) for entry in read_index(index)]
-        retracted = {entry.retracts for entry in entries}
-        for location in (entry.location for entry in entries if not entry.retracts):
-            if (location.shard.name, location.offset) not in retracted:
-                self.locations[location.name, short_hash(location.parts)] = location
-                self.known.setdefault(location.name, []).append(location.parts)
+        self.index = open_index(folder)
+        self._verified = np.zeros(len(self.index.rows), bool)
+        self._map = lru_cache(MAPS)(map_shard)
 
     def find(self, name: str, parts: KeyParts) -> RecordLocation | None:
         """Return where the record made from exactly these parts is, or None."""
-        return self.locations.get((name, short_hash(parts)))
+        row = int(self.index.find(record_keys([(name, parts)]))[0])
+        return None if row < 0 else self.index.location(self.folder, row, name, parts)
 
-    def why_missing(self, name: str, parts: KeyParts) -> list[str]:
-        """Return which parts differ from the nearest record of this name; empty if there never was one."""
-        return min((changed_parts(known, parts) for known in self.known.get(name, [])), key=len, default=[])
+    def records(self) -> Iterator[RecordLocation]:
+        """Yield all records that can be found, by reading the shards' own indexes, which have their names."""
+        for line in (entry.location for entry in read_indexes(self.folder)):
+            location = self.find(line.name, line.parts)
+            if location and (location.shard, location.offset) == (line.shard, line.offset):
+                yield location
 
     def read(self, location: RecordLocation) -> dict[str, torch.Tensor]:
         """Return a record's tensors as views of the mapped shard, so that stacking them is the only copy.
@@ -179,10 +163,10 @@ class ShardReader:
         """
         record = self._record(location)
         try:
-            if location.checksum and location.checksum not in self._verified:  # once: later reads come from memory
+            if location.checksum and not self._verified[location.row]:  # once: later reads come from memory
                 if location.checksum != location.checksum_with(record):
                     raise ValueError("its checksum does not match")
-                self._verified.add(location.checksum)
+                self._verified[location.row] = True
             return parse_tensors(record)
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
             raise self._retract(location, error) from None
@@ -204,58 +188,17 @@ class ShardReader:
         )
 
     def _record(self, location: RecordLocation) -> memoryview:
-        return memoryview(self._map(location.shard))[location.offset : location.offset + location.length]
-
-    def _map(self, shard: Path) -> mmap.mmap:
-        if shard not in self._maps:
-            with shard.open("rb") as file:
-                # ACCESS_COPY: torch.frombuffer wants writable memory, and a write into a tensor must neither crash
-                # the process (ACCESS_READ) nor change the cache (ACCESS_WRITE).
-                self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[shard]
+        return self._map(location.shard)[location.offset : location.offset + location.length]
 
 
-@dataclass(frozen=True, slots=True)
-class IndexEntry:
-    """One line of an index: a record, or the (shard, offset) of one that it retracts."""
+def map_shard(shard: Path) -> memoryview:
+    """Map a shard privately: torch.frombuffer wants writable memory, and writing there must not change the cache.
 
-    location: RecordLocation
-    retracts: tuple[str, int] | None = None
-
-
-def read_index(index: Path) -> Iterator[IndexEntry]:
-    """Yield the lines of an index that are complete and valid, and whose records are within their shard.
-
-    Invalid lines are skipped without a word: their records are simply missing, and made again.
+    The map lives as long as any tensor in it. It holds no file descriptor, of which a process may have only 1,024;
+    mmap.mmap would.
     """
-    shard = shard_of(index)
-    if not (is_plain_file(index) and is_plain_file(shard)):
-        return
-    size = shard.stat().st_size
-    for line in index.read_bytes().split(b"\n")[:-1]:  # what follows the last newline is a torn line
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError, AttributeError):
-            entry = parse_index_line(json.loads(line), shard)
-            if 0 <= entry.location.offset <= entry.location.offset + entry.location.length <= size:
-                yield entry
-
-
-def parse_index_line(line: Mapping[str, Any], shard: Path) -> IndexEntry:
-    """Return an index line. Raises ValueError, KeyError or TypeError for an invalid one."""
-    parts = {str(name): str(value) for name, value in line["parts"].items()}
-    location = RecordLocation(
-        shard,
-        int(line["offset"]),
-        int(line["length"]),
-        str(line["name"]),
-        parts,
-        str(line.get("broken", "")),
-        str(line.get("checksum", "")),
-    )
-    # A record's checksum is compared when it is read. A broken one has nothing to read, so its line is checked here.
-    if location.broken and location.checksum and location.checksum != location.checksum_with(b""):
-        raise ValueError("its checksum does not match")
-    name, offset = line.get("retracts", (None, None))
-    return IndexEntry(location, None if name is None else (str(name), int(offset)))
+    size = shard.stat().st_size  # raises OSError, where torch would raise RuntimeError
+    return torch.from_file(str(shard), shared=False, size=size, dtype=torch.uint8).numpy().data
 
 
 def parse_tensors(record: memoryview) -> dict[str, torch.Tensor]:

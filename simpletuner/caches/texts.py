@@ -27,15 +27,20 @@ class TextCache:
     ) -> None:
         self.folder, self.family, self.world, self.dtype = folder, family, world, dtype
         self.parts = text_parts(folder_fingerprint(text_folders(family.folder)), str(dtype), family.max_length)
-        self.captions = {short_hash(caption): caption for caption in sorted(set(captions))}
+        self.captions = sorted(set(captions))
         self.reader: ShardReader | None = None
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> None:
         """Collective: encode what is missing."""
-        requests = [CacheRequest(name, self.parts) for name in self.captions]
-        job = CacheJob("text", self.folder, chunk, self._encode)
-        self.reader = fill_cache(job, requests, self.world, report, stop)
+        job = CacheJob("text", self.folder, chunk, self.captions, self.request, self._encode)
+        self.reader, _ = fill_cache(job, self.world, report, stop)
         self.__dict__.pop("_encoder", None)  # its memory is needed for training
+
+    def requests(self) -> Iterator[CacheRequest]:
+        return map(self.request, self.captions)
+
+    def request(self, caption: str) -> CacheRequest:
+        return CacheRequest(short_hash(caption), self.parts)
 
     def read(self, caption: str) -> Conditioning:
         """Return a caption's embedding, without a batch axis."""
@@ -48,7 +53,6 @@ class TextCache:
     def _encoder(self) -> TextEncoder:
         return self.family.text_encoder(self.world.device, self.dtype)
 
-    def _encode(self, chunk: Sequence[CacheRequest]) -> Iterator[tuple[CacheRequest, Mapping[str, Tensor]]]:
-        encoded = self._encoder.encode([self.captions[request.name] for request in chunk])
-        for number, request in enumerate(chunk):
-            yield request, {key: value[number] for key, value in encoded.items()}
+    def _encode(self, chunk: Sequence[str]) -> list[Mapping[str, Tensor]]:
+        encoded = self._encoder.encode(chunk)
+        return [{key: value[number] for key, value in encoded.items()} for number in range(len(chunk))]

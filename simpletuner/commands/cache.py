@@ -12,7 +12,7 @@ import typer
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
-from simpletuner.settings import Settings, load
+from simpletuner.settings import Loaded, Settings, load
 from simpletuner.tools.cache.contents import CacheKind
 
 if TYPE_CHECKING:
@@ -31,15 +31,18 @@ def build_cache() -> typer.Typer:
 
 
 def show(flags: Mapping[str, Any], config: Path | None, as_json: AsJson = False) -> None:
-    """List caches: kind, where, entries, bytes, and whether a run uses them. Settings say where to look."""
+    """List caches: kind, where, entries, bytes, use by a run, datasets. Settings say where to look."""
     report = Report()
     items = find_items(load(flags, config, complete=False).settings, list(CacheKind), report)
     if as_json:
         report.json([item.as_json() for item in items])
     elif items:
         use = {True: "yes", False: "no", None: "unknown"}
-        rows = [(item.kind.value, item.path, item.entries, item.bytes, use[item.in_use]) for item in items]
-        report.data_table("", rows, ("kind", "where", "entries", "bytes", "in use"))
+        rows = [
+            (item.kind.value, item.path, item.entries, item.bytes, use[item.in_use], ", ".join(item.datasets))
+            for item in items
+        ]
+        report.data_table("", rows, ("kind", "where", "entries", "bytes", "in use", "datasets"))
     report.say(format_total(items) if items else "there is nothing cached")
 
 
@@ -50,10 +53,14 @@ def clear(
     dry_run: Annotated[bool, typer.Option("--dry_run", "--dry-run", help="Only say what would be removed.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: AsJson = False,
+    unused: Annotated[
+        bool, typer.Option("--unused", help="Only latents and text that these settings do not use.")
+    ] = False,
 ) -> None:
     """Remove caches. Never what a run uses, nor files that are not ours. Settings say where to look."""
     from simpletuner.tools.cache import clearing
 
+    kinds = kinds or ([CacheKind.LATENTS, CacheKind.TEXT] if unused else [])
     if not kinds:
         raise SettingsError(f"which cache? Name {KINDS}", "`simpletuner cache list` shows what there is")
     must_ask = not (dry_run or yes) and set(kinds) != {CacheKind.BLOCKS}
@@ -62,6 +69,9 @@ def clear(
             "there is no terminal to confirm the removal", "--dry_run shows what would be removed, --yes removes it"
         )
     report = Report()
+    if unused:
+        clear_unused(load(flags, config), kinds, report, dry_run, must_ask, as_json)
+        return
     items = find_items(load(flags, config, complete=False).settings, kinds, report)
     clearing.refuse_in_use(items)
     removable = [item for item in items if not item.kept]
@@ -75,6 +85,36 @@ def clear(
         report.say("nothing is removed")
     else:
         report.say(f"removed {format_bytes(clearing.clear(items))}")
+
+
+def clear_unused(
+    loaded: Loaded, kinds: Sequence[CacheKind], report: Report, dry_run: bool, must_ask: bool, as_json: bool
+) -> None:
+    """Remove the records that a run with these settings does not use. Raises SettingsError for other kinds."""
+    from simpletuner.tools.cache import clearing
+    from simpletuner.tools.cache.unused import find_unused, needed_by, remove_unused
+
+    if others := set(kinds) - {CacheKind.LATENTS, CacheKind.TEXT}:
+        named = ", ".join(sorted(kind.value for kind in others))
+        raise SettingsError(f"{named}: only latents and text can be named with --unused", "leave it out")
+    items = find_items(loaded.settings, kinds, report)
+    clearing.refuse_in_use(items)
+    needed = needed_by(loaded) if items else {}
+    found = [each for each in (find_unused(item, needed) for item in items) if each.bytes]
+    if as_json:
+        report.json([each.as_json() for each in found])
+    elif found:
+        rows = [(each.item.kind.value, each.item.path, each.records, each.bytes) for each in found]
+        report.data_table("", rows, ("kind", "where", "unused", "bytes"))
+    total = f"{sum(each.records for each in found):,} unused records, {format_bytes(sum(each.bytes for each in found))}"
+    if not found:
+        report.say("there is nothing to remove")
+    elif dry_run:
+        report.say(f"would remove {total}")
+    elif must_ask and not report.confirm(f"remove {total}?"):
+        report.say("nothing is removed")
+    else:
+        report.say(f"freed {format_bytes(remove_unused(found))}")
 
 
 def find_items(settings: Settings, kinds: Sequence[CacheKind], report: Report) -> list[CacheItem]:

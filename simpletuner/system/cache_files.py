@@ -15,7 +15,11 @@ BLOCK_CACHE = "fsdp_block_cache.json"
 IN_USE = ".in-use"
 """The lock file of a cache folder; see `locks.shared_lock`."""
 
-OURS = re.compile(rf"rank\d{{3,}}-\d{{5,}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})|{re.escape(IN_USE)}")
+MERGED_INDEX = "merged.index"
+"""All records of a cache folder, derived from the indexes of its shards."""
+
+SHARDS = rf"rank\d{{3,}}-\d{{5,}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})"
+OURS = re.compile(rf"{SHARDS}|{re.escape(IN_USE)}|{re.escape(MERGED_INDEX)}|\.{re.escape(MERGED_INDEX)}\.unfinished")
 
 
 def shard_name(rank: int, number: int) -> str:

@@ -103,14 +103,14 @@ def write_json(path: Path, value: object) -> None:
     write_file(path, (json.dumps(value, indent=2) + "\n").encode("utf-8"))
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, *content: bytes | memoryview) -> None:
     """Write one of a run's own files, atomically and durably. A symbolic link is replaced, not followed."""
     hidden = unfinished_path(path)
     hidden.unlink(missing_ok=True)
     descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+            file.writelines(content)
             file.flush()
             os.fsync(descriptor)
         hidden.replace(path)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,46 +26,51 @@ def wanted(count: int, vae: str = "a") -> list[CacheRequest]:
     return [CacheRequest(f"r{number}", {"file": "1", "VAE": vae}, f"{number % 2}") for number in range(count)]
 
 
-def job(folder: Path, made: list[str], chunk: int = 2) -> CacheJob:
-    def make(items: Sequence[CacheRequest]) -> Iterator[tuple[CacheRequest, Mapping[str, torch.Tensor]]]:
+def job(folder: Path, made: list[str], items: list[CacheRequest], chunk: int = 2) -> CacheJob[CacheRequest]:
+    def make(items: Sequence[CacheRequest]) -> list[Mapping[str, torch.Tensor]]:
         made.extend(item.name for item in items)
-        for item in items:
-            yield item, {"t": torch.tensor([float(item.name[1:]), len(items)])}
+        return [{"t": torch.tensor([float(item.name[1:]), len(items)])} for item in items]
 
-    return CacheJob("latents", folder, chunk, make)
+    return CacheJob("latents", folder, chunk, items, lambda item: item, make)
+
+
+def filled(*given, world: World | None = None, report: Report | None = None, stop=GO_ON, **more) -> ShardReader:
+    reader, broken = fill_cache(job(*given, **more), world or alone(), report or Report(quiet=True), stop)
+    assert not broken
+    return reader
 
 
 def names_in(reader: ShardReader) -> set[str]:
-    return {name for name, _ in reader.locations}
+    return {each.name for each in reader.records()}
 
 
 def test_chunks_hold_records_of_one_group_only():
-    items = [CacheRequest(name, {}, group) for name, group in zip("abcdefg", "xyxxyxx", strict=True)]
-    chunks = [("".join(item.name for item in chunk), chunk[0].group) for chunk in split_into_chunks(items, 2)]
-    assert chunks == [("ac", "x"), ("df", "x"), ("g", "x"), ("be", "y")]
+    chunks = ["".join("abcdefg"[place] for place in chunk) for chunk in split_into_chunks("xyxxyxx", 2)]
+    assert chunks == ["ac", "df", "g", "be"]
+    assert list(split_into_chunks("", 2)) == []
 
 
 def test_only_what_is_missing_is_made_and_told(tmp_path, capsys):
     made: list[str] = []
-    reader = fill_cache(job(tmp_path, made), wanted(3), alone(), Report(), GO_ON)
+    reader = filled(tmp_path, made, wanted(3), report=Report())
     assert sorted(made) == ["r0", "r1", "r2"]
     assert names_in(reader) == set(made)
     assert "latents: making 3 of 3" in capsys.readouterr().err
     made.clear()
-    reader = fill_cache(job(tmp_path, made), wanted(5), alone(), Report(), GO_ON)
+    reader = filled(tmp_path, made, wanted(5), report=Report())
     assert sorted(made) == ["r1", "r3", "r4"], "r1 and r3 are one batch"
-    assert len(reader.locations) == 5
+    assert len(names_in(reader)) == 5
     assert "latents: making 2 of 5" in capsys.readouterr().err
     made.clear()
-    fill_cache(job(tmp_path, made), wanted(5), alone(), Report(), GO_ON)
+    filled(tmp_path, made, wanted(5), report=Report())
     assert made == []
     assert capsys.readouterr().err == ""
 
 
 def test_what_changed_is_told_before_it_is_made_again(tmp_path, capsys):
-    fill_cache(job(tmp_path, []), wanted(3), alone(), Report(), GO_ON)
+    filled(tmp_path, [], wanted(3), report=Report())
     capsys.readouterr()
-    fill_cache(job(tmp_path, []), wanted(4, vae="b"), alone(), Report(), GO_ON)
+    filled(tmp_path, [], wanted(4, vae="b"), report=Report())
     assert "making 4 of 4 (VAE changed for 3)" in capsys.readouterr().err
 
 
@@ -73,7 +78,7 @@ def test_several_ranks_share_the_work_and_all_see_all_of_it(tmp_path):
     store, made = dist.HashStore(), []
     worlds = [World(rank, 3, rank, torch.device("cpu"), store) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        fills = [pool.submit(fill_cache, job(tmp_path, made), wanted(40), w, Report(quiet=True), GO_ON) for w in worlds]
+        fills = [pool.submit(filled, tmp_path, made, wanted(40), world=world) for world in worlds]
         readers = [each.result(timeout=30) for each in fills]
     assert sorted(made) == sorted(item.name for item in wanted(40)), "each record is made once"
     for reader in readers:
@@ -89,18 +94,18 @@ def test_a_request_to_stop_ends_filling_between_chunks_and_keeps_what_is_made(tm
         request.check()
 
     with pytest.raises(Stopped):
-        fill_cache(job(tmp_path, made), wanted(10), alone(), Report(quiet=True), stop_after_two_chunks)
+        filled(tmp_path, made, wanted(10), stop=stop_after_two_chunks)
     assert len(made) == 4
     assert names_in(ShardReader(tmp_path)) == set(made)
 
 
 def test_an_interrupted_batch_is_computed_whole_so_that_its_records_are_those_of_an_undisturbed_run(tmp_path):
-    whole = fill_cache(job(tmp_path / "whole", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
-    fill_cache(job(tmp_path / "parts", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
+    whole = filled(tmp_path / "whole", [], wanted(12), chunk=3)
+    filled(tmp_path / "parts", [], wanted(12), chunk=3)
     index = next((tmp_path / "parts").glob("*.index.jsonl"))
     lines = index.read_bytes().splitlines(keepends=True)
     index.write_bytes(b"".join(lines[:2] + lines[4:7]))
-    parts = fill_cache(job(tmp_path / "parts", [], chunk=3), wanted(12), alone(), Report(quiet=True), GO_ON)
+    parts = filled(tmp_path / "parts", [], wanted(12), chunk=3)
     for item in wanted(12):
         places = [reader.find(item.name, item.parts) for reader in (whole, parts)]
         assert torch.equal(whole.read(places[0])["t"], parts.read(places[1])["t"]), item.name
@@ -108,7 +113,7 @@ def test_an_interrupted_batch_is_computed_whole_so_that_its_records_are_those_of
 
 def test_two_caches_may_lie_in_one_folder(tmp_path):
     world = alone()
-    fill_cache(job(tmp_path, []), wanted(4), world, Report(quiet=True), GO_ON)
+    filled(tmp_path, [], wanted(4), world=world)
     others = [CacheRequest(f"r{number}", {"file": "1"}) for number in range(10, 14)]
-    reader = fill_cache(job(tmp_path, []), others, world, Report(quiet=True), GO_ON)
+    reader = filled(tmp_path, [], others, world=world)
     assert {item.name for item in others} <= names_in(reader)

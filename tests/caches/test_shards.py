@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from simpletuner.caches import shards
-from simpletuner.caches.keys import short_hash
+from simpletuner.caches.filling import why_missing
+from simpletuner.caches.keys import KeyParts
+from simpletuner.caches.records import RecordLocation
 from simpletuner.caches.shards import ShardReader, ShardWriter
 from simpletuner.errors import EnvironmentNotReady
 
@@ -28,7 +30,12 @@ def written(folder: Path, *names: str, rank: int = 0, **parts: str) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Return the shards and their indexes: all that is not derived from them."""
+    return {path.name: path.read_bytes() for path in folder.glob("rank*")}
+
+
+def records(folder: Path) -> dict[str, RecordLocation]:
+    return {each.name: each for each in ShardReader(folder).records()}
 
 
 def only(folder: Path, suffix: str) -> Path:
@@ -83,7 +90,7 @@ def test_changing_what_was_read_changes_nothing_on_disk(tmp_path):
 
 def test_what_was_read_outlives_its_reader(tmp_path):
     written(tmp_path, "a", "b")
-    tensors = [ShardReader(tmp_path).read(place)["t"] for place in ShardReader(tmp_path).locations.values()]
+    tensors = [ShardReader(tmp_path).read(place)["t"] for place in records(tmp_path).values()]
     gc.collect()
     assert all(torch.equal(tensor, torch.ones(10)) for tensor in tensors)
 
@@ -103,7 +110,7 @@ def test_a_record_is_found_by_exactly_its_parts(tmp_path):
 
 def test_an_empty_or_missing_folder_holds_nothing(tmp_path):
     assert ShardReader(tmp_path).find("a", PARTS) is None
-    assert ShardReader(tmp_path / "none").locations == {}
+    assert records(tmp_path / "none") == {}
 
 
 def test_a_writer_that_writes_nothing_leaves_no_files(tmp_path):
@@ -135,29 +142,29 @@ def test_a_torn_index_line_is_ignored_wherever_it_is_torn(tmp_path):
     second = whole.index(b"\n") + 1
     for length in range(len(whole)):
         index.write_bytes(whole[:length])
-        assert {name for name, _ in ShardReader(tmp_path).locations} == ({"a"} if length >= second else set())
+        assert records(tmp_path).keys() == ({"a"} if length >= second else set())
     index.write_bytes(whole)
-    assert len(ShardReader(tmp_path).locations) == 2
+    assert len(records(tmp_path)) == 2
 
 
 def test_garbage_in_an_index_does_not_hide_the_lines_after_it(tmp_path):
     written(tmp_path, "a")
     index = only(tmp_path, ".index.jsonl")
     index.write_bytes(b'\x00\x00\xff\n{"name": "x"}\n\n' + index.read_bytes())
-    assert {name for name, _ in ShardReader(tmp_path).locations} == {"a"}
+    assert records(tmp_path).keys() == {"a"}
 
 
 def test_records_beyond_the_end_of_a_truncated_shard_are_ignored(tmp_path):
     written(tmp_path, "a", "b", "c")
     shard = only(tmp_path, ".shard")
-    places = {name: place for (name, _), place in ShardReader(tmp_path).locations.items()}
+    places = records(tmp_path)
     for name, place in reversed(places.items()):
         with shard.open("r+b") as file:
             file.truncate(place.offset + place.length - 1)
-        left = {other for other, _ in ShardReader(tmp_path).locations}
+        left = records(tmp_path).keys()
         assert left == {other for other in places if other < name}
     shard.unlink()
-    assert ShardReader(tmp_path).locations == {}
+    assert records(tmp_path) == {}
 
 
 def test_a_new_writer_never_touches_old_shards(tmp_path):
@@ -168,7 +175,7 @@ def test_a_new_writer_never_touches_old_shards(tmp_path):
     after = contents(tmp_path)
     assert before.items() <= after.items()
     assert len(after) == 6
-    assert {name for name, _ in ShardReader(tmp_path).locations} == {"a", "b", "c"}
+    assert records(tmp_path).keys() == {"a", "b", "c"}
 
 
 def test_two_writers_of_one_rank_at_once_do_not_disturb_each_other(tmp_path):
@@ -221,13 +228,13 @@ def test_damage_of_one_record_is_found_and_the_record_is_made_again_at_the_next_
         index.write_text("".join(json.dumps(line) + "\n" for line in lines))
     reader = ShardReader(tmp_path)
     assert torch.equal(reader.read(reader.find("a", PARTS))["t"], torch.ones(10))
-    found = [each for each in reader.locations.values() if each.name not in ("a", "c")]
+    found = [each for each in reader.records() if each.name not in ("a", "c")]
     assert len(found) == 1, "of a changed name or changed parts there is a record, but not the one asked for"
     with pytest.raises(EnvironmentNotReady) as caught:
         reader.read(found[0])
     assert f"{shard} is damaged at byte {found[0].offset}" in caught.value.message
     assert "run the same command again: it makes this record again" in caught.value.hint
-    assert {name for name, _ in ShardReader(tmp_path).locations} <= {"a", "c"}
+    assert records(tmp_path).keys() <= {"a", "c"}
     written(tmp_path, "bb")
     again = ShardReader(tmp_path)
     assert torch.equal(again.read(again.find("bb", PARTS))["t"], torch.full((10,), 2.0))
@@ -274,7 +281,7 @@ def test_an_index_line_of_wrong_types_hides_at_most_its_own_record(tmp_path, cha
     index = only(tmp_path, ".index.jsonl")
     first, second = index.read_text().splitlines()
     index.write_text(json.dumps(json.loads(first) | change) + "\n" + second + "\n")
-    assert ("b", short_hash(PARTS)) in ShardReader(tmp_path).locations
+    assert ShardReader(tmp_path).find("b", PARTS) is not None
 
 
 def test_a_folder_in_the_place_of_an_index_or_a_shard_holds_nothing(tmp_path):
@@ -283,26 +290,28 @@ def test_a_folder_in_the_place_of_an_index_or_a_shard_holds_nothing(tmp_path):
         path = only(tmp_path, suffix)
         path.unlink()
         path.mkdir()
-        assert ShardReader(tmp_path).locations == {}
+        assert records(tmp_path) == {}
     written(tmp_path, "a")
-    assert len(ShardReader(tmp_path).locations) == 1
+    assert len(records(tmp_path)) == 1
 
 
 def test_a_missing_record_says_which_parts_changed(tmp_path):
-    reader = ShardReader(written(tmp_path, "a"))
-    assert reader.why_missing("a", PARTS | {"VAE": "b", "dtype": "bf16"}) == ["VAE", "dtype"]
-    assert reader.why_missing("a", PARTS | {"new part": "x"}) == ["new part"]
-    assert reader.why_missing("never made", PARTS) == []
+    written(tmp_path, "a")
+    assert changed(tmp_path, PARTS | {"VAE": "b", "dtype": "bf16"}) == {"a": ["VAE", "dtype"]}
+    assert changed(tmp_path, PARTS | {"new part": "x"}) == {"a": ["new part"]}
+
+
+def changed(folder: Path, parts: KeyParts) -> dict[str, list[str]]:
+    return why_missing(folder, ["a", "never made"], lambda name: parts)
 
 
 @pytest.mark.parametrize("ranks", [(0, 0), (0, 1), (1, 0)])
 def test_the_nearest_record_of_a_name_explains_what_changed_whichever_rank_wrote_it(tmp_path, ranks):
     written(tmp_path, "a", rank=ranks[0])
     written(tmp_path, "a", rank=ranks[1], VAE="b")
-    reader = ShardReader(tmp_path)
-    assert reader.why_missing("a", PARTS | {"VAE": "b", "file": "2"}) == ["file"]
-    assert reader.why_missing("a", PARTS | {"dtype": "bf16"}) == ["dtype"]
-    assert reader.find("a", PARTS) is not None, "the older one is still there"
+    assert changed(tmp_path, PARTS | {"VAE": "b", "file": "2"}) == {"a": ["file"]}
+    assert changed(tmp_path, PARTS | {"dtype": "bf16"}) == {"a": ["dtype"]}
+    assert ShardReader(tmp_path).find("a", PARTS) is not None, "the older one is still there"
 
 
 def test_the_latest_record_of_the_same_parts_is_the_one_that_is_read(tmp_path):
@@ -318,7 +327,6 @@ WRITE_UNTIL_KILLED = """
 import itertools, os, random, signal, sys, time
 from pathlib import Path
 import torch
-from simpletuner.caches.keys import short_hash
 from simpletuner.caches.shards import ShardWriter
 
 torch.set_num_threads(1)
@@ -341,8 +349,9 @@ def test_a_writer_killed_at_any_moment_leaves_every_indexed_record_readable(tmp_
     turns = 6
     subprocess.run([sys.executable, "-c", WRITE_UNTIL_KILLED, tmp_path, str(turns)], check=True, timeout=60)
     reader = ShardReader(tmp_path)
-    assert {name.split("/")[0] for name, _ in reader.locations} == {str(turn) for turn in range(turns)}
-    for (name, _), place in reader.locations.items():
+    assert {each.name.split("/")[0] for each in reader.records()} == {str(turn) for turn in range(turns)}
+    for place in reader.records():
+        name = place.name
         turn, number = map(int, name.split("/"))
         got = reader.read(place)
         assert got["turn"] == turn
@@ -366,9 +375,9 @@ def test_a_full_disk_is_said_and_what_was_written_is_kept(tmp_path, floats, kept
     assert f"cannot write to the cache {tmp_path}: File too large" in caught.value.message
     assert "cache_dir_vae" in caught.value.hint
     reader = ShardReader(tmp_path)
-    assert len(reader.locations) == kept
-    for (name, _), place in reader.locations.items():
-        assert torch.equal(reader.read(place)["t"], torch.full((floats,), float(name[1:])))
+    assert len(list(reader.records())) == kept
+    for place in reader.records():
+        assert torch.equal(reader.read(place)["t"], torch.full((floats,), float(place.name[1:])))
     writer.close()
 
 
@@ -387,11 +396,11 @@ def test_an_index_line_that_is_no_record_is_ignored(tmp_path, line):
     written(tmp_path, "a")
     index = only(tmp_path, ".index.jsonl")
     index.write_text(f"{line}\n{index.read_text()}")
-    assert {name for name, _ in ShardReader(tmp_path).locations} == {"a"}
+    assert records(tmp_path).keys() == {"a"}
 
 
 def test_an_index_line_without_a_name_is_ignored(tmp_path):
     written(tmp_path, "a")
     index = only(tmp_path, ".index.jsonl")
     index.write_text(json.dumps({"offset": 0, "length": 0, "parts": {}}) + "\n" + index.read_text())
-    assert {name for name, _ in ShardReader(tmp_path).locations} == {"a"}
+    assert records(tmp_path).keys() == {"a"}

@@ -175,7 +175,7 @@ def contents(output: Path) -> dict[str, str]:
             found[name] = READERS.get(path.name, tensors if path.suffix == ".safetensors" else whole)(path)
     for folder in sorted({path.parent for path in output.glob("cache/**/*.shard")}):
         reader = ShardReader(folder)
-        for place in reader.locations.values():
+        for place in reader.records():
             record = reader.read(place)
             values = b"".join(record[name].numpy().tobytes() for name in sorted(record))
             found[f"{folder.relative_to(output)}:{place.name}"] = hashlib.sha256(values).hexdigest()

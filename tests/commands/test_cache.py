@@ -119,17 +119,18 @@ def test_clear_removes_what_was_asked_for_and_says_where_and_how_many_bytes(cach
     path, other_path = blocks(), home / "elsewhere" / "fsdp_block_cache.json"
     other_path.parent.mkdir()
     other_path.write_text("{}")
+    assert len(list(ShardReader(latents).records())) == 1
     bytes_there = size(latents)
     for spelling in ("--dry_run", "--dry-run"):
         done = cache("clear", "latents", spelling)
         assert f"would remove 1 cache, {bytes_there} bytes" in done.stderr
         assert "output/cache/latents/p" in done.stdout
-    assert len(ShardReader(latents).locations) == 1
+    assert latents.exists()
     done = cache("clear", "latents", "--yes")
     assert f"removed {bytes_there} bytes" in done.stderr
     assert "output/cache/latents/p" in done.stdout and str(bytes_there) in done.stdout
     assert not latents.exists()
-    assert len(ShardReader(text).locations) == 1 and path.exists()
+    assert len(list(ShardReader(text).records())) == 1 and path.exists()
     cache("clear", "blocks")  # asks nothing: it is made anew in seconds
     assert not path.exists() and text.exists()
     assert json.loads(cache("clear", "text", "blocks", "--yes", "--json").stdout)[0]["kind"] == "text"
@@ -151,7 +152,7 @@ def test_what_is_not_ours_stays_and_is_named(cache, home):
         assert name in done.stderr
     assert sorted(path.name for path in latents.iterdir()) == ["mine.shard", "notes.txt", "rank007-00000.shard"]
     assert outside.read_text() == "precious"
-    assert len(ShardReader(home / "another run").locations) == 1
+    assert len(list(ShardReader(home / "another run").records())) == 1
 
 
 def test_latents_and_text_in_one_folder_are_only_cleared_together(cache, home):
@@ -175,8 +176,8 @@ def test_what_a_run_holds_is_refused_until_it_is_killed(cache, home):
         for how in ("--yes", "--dry_run"):
             done = cache("clear", "all", how, code=3)
             assert "output/cache/latents/p is in use by a run" in done.stderr and "hint:" in done.stderr
-        assert path.exists() and len(ShardReader(text).locations) == 1, "all that was asked for, or nothing"
-        assert len(ShardReader(latents).locations) == 1
+        assert path.exists() and len(list(ShardReader(text).records())) == 1, "all that was asked for, or nothing"
+        assert len(list(ShardReader(latents).records())) == 1
         process.kill()
         process.wait()
         cache("clear", "all", "--yes")

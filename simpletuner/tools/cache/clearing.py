@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 from simpletuner.deepspeed.swap_files import remove_swap_folder
 from simpletuner.errors import EnvironmentNotReady
@@ -40,15 +40,21 @@ def clear(items: Sequence[CacheItem]) -> int:
 
     Raises EnvironmentNotReady before anything is removed when a run uses one of them, or when a file cannot be removed.
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack, removal_errors():
         for item in items:
             if item.kind in SHARDED:
                 lock_exclusively(item, stack)
-        try:
-            return sum(REMOVE[item.kind](item) for item in items if not item.kept)
-        except OSError as error:
-            hint = "check who owns it; what was removed before it is gone"
-            raise EnvironmentNotReady(f"cannot remove {error.filename}: {error.strerror}", hint) from None
+        return sum(REMOVE[item.kind](item) for item in items if not item.kept)
+
+
+@contextmanager
+def removal_errors() -> Iterator[None]:
+    """Translate what the system refuses into EnvironmentNotReady."""
+    try:
+        yield
+    except OSError as error:
+        hint = "check who owns it; what was removed before it is gone"
+        raise EnvironmentNotReady(f"cannot remove {error.filename}: {error.strerror}", hint) from None
 
 
 def lock_exclusively(item: CacheItem, stack: ExitStack) -> None:

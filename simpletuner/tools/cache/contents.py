@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,10 @@ class CacheKind(StrEnum):
 
 @dataclass(frozen=True)
 class CacheItem:
-    """One cache; `kept` says why clearing skips it, `others` are files in it that simpletuner did not write."""
+    """One cache; `kept` says why clearing skips it, `others` are files in it that simpletuner did not write.
+
+    `datasets` are the ids of the datasets that the settings keep there.
+    """
 
     kind: CacheKind
     path: Path
@@ -51,10 +54,12 @@ class CacheItem:
     in_use: bool | None = False
     kept: str = ""
     others: list[Path] = field(default_factory=list)
+    datasets: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         numbers = {"entries": self.entries, "bytes": self.bytes, "in_use": self.in_use}
-        return {"kind": self.kind.value, "path": str(self.path), **numbers}
+        named = {"datasets": list(self.datasets)} if self.datasets else {}
+        return {"kind": self.kind.value, "path": str(self.path), **numbers, **named}
 
 
 def find_blocks() -> list[CacheItem]:
@@ -95,8 +100,18 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     datasets, configured_text = load_datasets(settings.data) if named else ([], settings.data.cache_dir_text)
     text = text_folder(settings, configured_text)
     roots = [default_folder(settings, "latents"), latents_root(settings)]
-    folders = [latents_folder(dataset, settings) for dataset in datasets]
-    return find_shards(CacheKind.LATENTS, folders, roots, not_in=text), find_shards(CacheKind.TEXT, [text])
+    folders = {dataset.id: latents_folder(dataset, settings) for dataset in datasets}
+    latents = find_shards(CacheKind.LATENTS, folders.values(), roots, not_in=text)
+    return (
+        [with_datasets(item, folders) for item in latents],
+        [with_datasets(item, dict.fromkeys(folders, text)) for item in find_shards(CacheKind.TEXT, [text])],
+    )
+
+
+def with_datasets(item: CacheItem, folders: Mapping[str, Path]) -> CacheItem:
+    """Name the datasets whose folder this is."""
+    path = item.path.resolve()
+    return replace(item, datasets=tuple(name for name, folder in folders.items() if folder.resolve() == path))
 
 
 def find_shards(

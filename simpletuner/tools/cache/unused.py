@@ -1,0 +1,146 @@
+"""Remove the cached records that settings do not use: whole shards, and by rewriting them those that hold both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simpletuner.caches.merged_index import MergedIndex, list_sources, open_index
+from simpletuner.caches.records import ALIGNMENT_BYTES, RecordLocation, record_keys
+from simpletuner.caches.shard_index import read_index
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.system.cache_files import IN_USE, MERGED_INDEX, bytes_of, files_of, index_of
+from simpletuner.tools.cache.clearing import lock_exclusively, removal_errors, remove_shards
+from simpletuner.tools.cache.contents import CacheItem
+
+if TYPE_CHECKING:
+    from simpletuner.caches.filling import CacheRequest
+    from simpletuner.settings import Loaded
+
+REWRITING_RANK = 998
+"""In the name of shards that hold what was kept of others."""
+
+Needed = Mapping[Path, Iterable["CacheRequest"]]
+"""What a run needs, by the resolved folder that caches it."""
+
+
+@dataclass(frozen=True)
+class Unused:
+    """What no request names in one cache: files without a used record, and `mixed` shards, which are rewritten.
+
+    `used` says which rows of the index are used.
+    """
+
+    item: CacheItem
+    index: MergedIndex
+    used: NDArray[np.bool_]
+    files: list[Path] = field(default_factory=list)
+    mixed: list[Path] = field(default_factory=list)
+    bytes: int = 0
+
+    @property
+    def records(self) -> int:
+        return int((~self.used).sum())
+
+    def as_json(self) -> dict[str, Any]:
+        return self.item.as_json() | {"unused_entries": self.records, "unused_bytes": self.bytes}
+
+
+def needed_by(loaded: Loaded) -> Needed:
+    """Return what a run with these settings needs. Raises what the run would raise for its data and its base model."""
+    from simpletuner.models.loading import load_family
+    from simpletuner.parallel.mesh import Mesh
+    from simpletuner.parallel.world import joined_world
+    from simpletuner.preparation import caches_of, plan_data
+    from simpletuner.report import Report
+    from simpletuner.session import Session
+    from simpletuner.system.signals import StopRequest
+    from simpletuner.training.data_position import data_version
+    from simpletuner.training.resuming import checkpoint_to_resume
+
+    with joined_world({}, use_cpu=True) as world:
+        session = Session(loaded, Mesh(world), Report(quiet=True), StopRequest())
+        plan = plan_data(session, data_version(checkpoint_to_resume(session, {})))
+        text, latents = caches_of(session, plan, load_family(session.settings, world, session.stop.check))
+    needed: dict[Path, Iterable[CacheRequest]] = {}
+    for cache in (text, *latents.values()):
+        needed[cache.folder.resolve()] = chain(needed.get(cache.folder.resolve(), ()), cache.requests())
+    return needed
+
+
+def find_unused(item: CacheItem, needed: Needed) -> Unused:
+    """Find what no request names in a cache's folder."""
+    index = open_index(item.path)
+    rows = index.find(record_keys((each.name, each.parts) for each in needed.get(item.path.resolve(), ())))
+    used = np.zeros(len(index.rows), bool)
+    used[rows[rows >= 0]] = True
+    shards, lengths = index.rows["shard"][used], index.rows["length"][used].astype(np.int64)
+    kept_bytes = np.bincount(shards, -(-lengths // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, len(index.sources))
+    kept = {item.path / index.sources[number][0] for number in np.unique(shards).tolist()}
+    # Beyond its used records a shard holds others, retracted ones, or what a killed writer left.
+    spare = {
+        item.path / source[0]: source[3] - int(size)
+        for source, size in zip(index.sources, kept_bytes, strict=True)
+        if item.path / source[0] in kept and source[3] > size
+    }
+    names = {path.name for shard in kept for path in (shard, index_of(shard))} | {IN_USE, MERGED_INDEX}
+    files = [path for path in files_of(item.path)[0] if path.name not in names]
+    return Unused(item, index, used, files, list(spare), sum(map(bytes_of, files)) + sum(spare.values()))
+
+
+def remove_unused(found: Sequence[Unused]) -> int:
+    """Remove what was found, and return how many bytes that freed.
+
+    Raises EnvironmentNotReady before anything is removed when a run uses one of the caches, or has used it since.
+    """
+    with ExitStack() as stack, removal_errors():
+        for each in found:
+            lock_exclusively(each.item, stack)
+            if list_sources(each.item.path) != list(each.index.sources):
+                raise EnvironmentNotReady(
+                    f"{each.item.path} has changed, so nothing is removed", "run this command again"
+                )
+        return sum(map(remove_from, found))
+
+
+def remove_from(unused: Unused) -> int:
+    folder = unused.item.path
+    if not unused.used.any():
+        return remove_shards(unused.item)
+    before = sum(map(bytes_of, files_of(folder)[0]))
+    for shard in unused.mixed:
+        rewrite(shard, unused)
+    for path in unused.files:  # last: among them are shards that retract records of those rewritten
+        path.unlink(missing_ok=True)
+    open_index(folder)
+    return before - sum(map(bytes_of, files_of(folder)[0]))
+
+
+def rewrite(shard: Path, unused: Unused) -> None:
+    """Replace a shard by one with its used records. Killed at any moment, at worst it leaves both."""
+    from simpletuner.caches.shards import ShardWriter
+
+    with ShardWriter(shard.parent, REWRITING_RANK) as writer, shard.open("rb") as file:
+        for place in (entry.location for entry in read_index(index_of(shard)) if not entry.retracts):
+            file.seek(place.offset)
+            record = file.read(place.length)
+            # A damaged record is made again by the next run.
+            if is_used(place, unused) and place.checksum in ("", place.checksum_with(record)):
+                writer.copy(place, record)
+    shard.unlink()
+    index_of(shard).unlink(missing_ok=True)
+
+
+def is_used(place: RecordLocation, unused: Unused) -> bool:
+    row = int(unused.index.find(record_keys([(place.name, place.parts)]))[0])
+    if row < 0 or not unused.used[row]:
+        return False
+    found = unused.index.location(place.shard.parent, row, place.name, place.parts)
+    return (found.shard, found.offset) == (place.shard, place.offset)
