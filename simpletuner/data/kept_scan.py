@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from simpletuner.data.file_list import CAPTION_VERSION, join
+from simpletuner.errors import explain_system_errors
 from simpletuner.system.checksums import file_checksum
 from simpletuner.system.files import remove, unfinished_path
 
@@ -25,16 +26,21 @@ META = b"simpletuner"
 
 
 def write_table(folder: Path, kind: str, table: pa.Table, meta: Mapping[str, Any] | None = None) -> str:
-    """Write `kind`-CHECKSUM.arrow, and return that name. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write `kind`-CHECKSUM.arrow, and return that name. Raises EnvironmentNotReady."""
     path = unfinished_path(folder / secrets.token_hex(8))
     schema = table.schema.with_metadata({META: json.dumps(meta or {}).encode()})
-    with pa.ipc.new_file(str(path), schema) as writer:
-        writer.write_table(table, max_chunksize=ROWS)
-    name = named(kind, path)
-    remove(folder / name)  # a folder in its place
-    path.replace(folder / name)
-    return name
+    with explain_system_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            # Python's file: Arrow's own would call a full disk "Error writing bytes to file. Detail: ..."
+            with path.open("wb") as file, pa.ipc.new_file(file, schema) as writer:
+                writer.write_table(table, max_chunksize=ROWS)
+            name = named(kind, path)
+            remove(folder / name)  # a folder in its place
+            path.replace(folder / name)
+        finally:
+            path.unlink(missing_ok=True)
+        return name
 
 
 def named(kind: str, path: Path) -> str:

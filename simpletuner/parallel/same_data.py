@@ -6,6 +6,7 @@ Only digests are exchanged unless they differ.
 from __future__ import annotations
 
 import json
+import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +77,9 @@ def verify_same_data(listed: Listed, datasets: Sequence[ImageDataset], world: Wo
         "error": [listed.error.message, listed.error.hint] if listed.error else [],
         "digest": digest_of(files.list.table for files in listed.datasets) if is_lister else "",
     }
-    world.store_barrier("data/found", stop)  # machines may take minutes to list files: no collective is held open
+    # Listing millions of files over a network may take an hour, in which nothing is counted; the launcher looks for
+    # ranks that do nothing. No collective is held open.
+    world.store_barrier("data/found", stop, patience_seconds=math.inf)
     of_all = [json.loads(text) for text in world.gather_texts(json.dumps(info))]
     for message, hint in (each["error"] for each in of_all if each["error"]):
         raise DataError(message, hint)

@@ -97,7 +97,9 @@ class SharedScan:
         task = self._publish("task", self._task(files)) if files else self._wait_for("task")
         if task["rows"]:
             self._scan_share(task["name"], task["rows"], report)
-        name = task["kept"] or (self._publish("result", self._merge(files)) if files else self._wait_for("result"))
+        if not (name := task["kept"]):
+            parts = self.world.size if task["rows"] else 0
+            name = self._publish("result", self._merge(files, parts)) if files else self._wait_for("result")
         return self.open(name)
 
     def preserved(self) -> str:
@@ -157,9 +159,9 @@ class SharedScan:
         if batches:
             yield pa.Table.from_batches(batches)
 
-    def _merge(self, files: FileList) -> str:
-        """Put the rows of all ranks into the order of the files; return the name of the result."""
-        for rank in range(self.world.size):
+    def _merge(self, files: FileList, ranks: int) -> str:
+        """Put what the first `ranks` have scanned, and what was known, into the order of the files; return its name."""
+        for rank in range(ranks):
             for name in json.loads(self.world.store.get(f"{self.place}/parts/{rank}")):
                 wait_until_visible(self.folder, name, self.stop)
         known = self._known()

@@ -19,7 +19,7 @@ from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.file_list import list_images
 from simpletuner.data.scan import Scan
 from simpletuner.data.storage import LocalStorage
-from simpletuner.errors import Stopped
+from simpletuner.errors import EnvironmentNotReady, Stopped
 from simpletuner.parallel import shared_scan
 from simpletuner.parallel.shared_scan import SharedScan, scan_datasets
 from simpletuner.parallel.world import World, joined_world
@@ -47,13 +47,15 @@ def images(tmp_path) -> Path:
     return folder
 
 
-def scan(images: Path, stop: Callable[[], None] = lambda: None, **values) -> tuple[Scan, list[str]]:
+def scan(
+    images: Path, stop: Callable[[], None] = lambda: None, scans: Path | None = None, **values
+) -> tuple[Scan, list[str]]:
     """Scan a folder, keeping the result beside it; return also which images were opened."""
     dataset = ImageDataset(id="d", instance_data_dir=images, **values)
     storage = CountingStorage(images)
     world = World(0, 1, 0, torch.device("cpu"), dist.HashStore())
     files = list_images(dataset, storage, stop)
-    shared = SharedScan(dataset, storage, images.parent / "scans" / "d", "scan", world, stop)
+    shared = SharedScan(dataset, storage, (scans or images.parent / "scans") / "d", "scan", world, stop)
     return shared.run(files, Report(quiet=True)), storage.opened
 
 
@@ -84,6 +86,21 @@ def test_what_was_added_changed_and_removed_is_noticed_and_nothing_else_is_read(
     assert sorted(opened) == ["00.png", "5.png", "7.png", "8.png"]
     assert_as_fresh(found)
     assert found.others.not_read == {".gif": 1}
+
+
+def test_what_was_only_removed_is_noticed_without_reading_anything(images):
+    scan(images)
+    (images / "3.png").unlink()
+    found, opened = scan(images)
+    assert opened == [] and len(found.table) == 8
+    assert_as_fresh(found)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(images, tmpfs):
+    disk = tmpfs("size=4k")
+    with pytest.raises(EnvironmentNotReady, match=f"cannot use {disk}/scans/d: No space left on device"):
+        scan(images, scans=disk / "scans")
+    assert list(disk.rglob(".*")) == []
 
 
 def test_a_preserved_scan_looks_for_nothing_and_a_rescan_for_everything(images):
