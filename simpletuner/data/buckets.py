@@ -22,15 +22,16 @@ Buckets = dict[str, Bucket]
 
 def make_buckets(samples: Samples) -> Buckets:
     """Group samples by their target size, and by how often their dataset's `repeats` show them."""
-    shapes: dict[tuple[int, int], int] = {}
-    of_samples = []
-    for part in samples.parts:
-        of_sizes = [shapes.setdefault((width, height), len(shapes)) for width, height in part.sizes.targets.tolist()]
-        of_samples.append(np.array(of_sizes, np.uint32)[part.sizes.index])
+    if not samples.parts:
+        return {}
+    targets = [part.sizes.targets.astype(np.int64) for part in samples.parts]
+    codes, of_sizes = np.unique(np.concatenate(targets) @ np.array([1 << 32, 1]), return_inverse=True)
+    of_parts = np.split(of_sizes.astype(np.uint32), np.cumsum([len(each) for each in targets])[:-1])
+    of_samples = [own[part.sizes.index] for own, part in zip(of_parts, samples.parts, strict=True)]
     datasets = np.repeat(np.arange(len(samples.parts), dtype=np.uint16), [len(part) for part in samples.parts])
     return group_samples(
-        np.concatenate(of_samples) if of_samples else np.zeros(0, np.uint32),
-        [f"{width}x{height}" for width, height in shapes],
+        np.concatenate(of_samples),
+        [f"{code >> 32}x{code & 0xFFFFFFFF}" for code in codes.tolist()],
         datasets,
         [1 + part.dataset.repeats for part in samples.parts],
     )

@@ -99,7 +99,9 @@ def sizes_of(dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment
     codes = encoded.dictionary.to_numpy()
     originals = np.stack([codes >> 32, codes & 0xFFFFFFFF], axis=1)
     targets = bucket_sizes(dataset, originals, alignment_px, version)
-    return Sizes(originals, resized_sizes(originals, targets), targets, encoded.indices.to_numpy())
+    resized = resized_sizes(originals, targets)
+    originals, resized, targets = (each.astype(np.int32) for each in (originals, resized, targets))
+    return Sizes(originals, resized, targets, encoded.indices.to_numpy())
 
 
 def check_captions(dataset: ImageDataset, table: pa.Table, chosen: np.ndarray) -> None:

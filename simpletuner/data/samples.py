@@ -47,7 +47,7 @@ class Sample:
 class Sizes:
     """The sizes that occur among images, what each is brought to, and which one each image has.
 
-    `originals`, `resized` and `targets` are (sizes, 2) int64, `index` is (images,) int32.
+    `originals`, `resized` and `targets` are (sizes, 2), `index` is (images,), all int32.
     """
 
     originals: np.ndarray

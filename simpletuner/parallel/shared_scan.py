@@ -37,6 +37,9 @@ PART_SECONDS = 20
 """A rank that is killed loses no more of its work."""
 
 
+NOT_LISTED = FileList(pa.table({}), OtherFiles())
+
+
 def scan_datasets(
     datasets: Sequence[ImageDataset],
     outputs: Sequence[Path],
@@ -62,9 +65,9 @@ def scan_datasets(
     new = [scan for scan, name in zip(scans, kept, strict=True) if not name]
     listed = list_all(new, stop) if world.local_rank == 0 else Listed()
     verify_same_data(listed, datasets, world, stop)
-    files = iter(listed.datasets)
+    files = (each.list for each in listed.datasets)
     return [
-        scan.open(name) if name else scan.run(next(files).list if world.is_first else None, report)
+        scan.open(name) if name else scan.run(next(files, NOT_LISTED), report)
         for scan, name in zip(scans, kept, strict=True)
     ]
 
@@ -92,23 +95,21 @@ class SharedScan:
     world: World
     stop: Callable[[], None]
 
-    def run(self, files: FileList | None, report: Report) -> Scan:
-        """Scan what no earlier scan knows. `files` are given on rank 0. Collective."""
-        task = self._publish("task", self._task(files)) if files else self._wait_for("task")
+    def run(self, files: FileList, report: Report) -> Scan:
+        """Scan what no earlier scan knows. `files` are those of rank 0; the others' are not looked at. Collective."""
+        task = self._from_first("task", lambda: self._task(files))
         if task["rows"]:
             self._scan_share(task["name"], task["rows"], report)
         if not (name := task["kept"]):
-            parts = self.world.size if task["rows"] else 0
-            name = self._publish("result", self._merge(files, parts)) if files else self._wait_for("result")
+            ranks = self.world.size if task["rows"] else 0
+            name = self._from_first("result", lambda: self._merge(files, ranks))
         return self.open(name)
 
     def preserved(self) -> str:
         """Return the name of a kept scan that is to be used without a look at the files; empty for none. Collective."""
         if not self.dataset.preserve_data_backend_cache:
             return ""
-        if not self.world.is_first:
-            return self._wait_for("preserved")
-        return self._publish("preserved", next((path.name for path in self._kept()), ""))
+        return self._from_first("preserved", lambda: next((path.name for path in self._kept()), ""))
 
     def open(self, name: str) -> Scan:
         """Return a kept scan."""
@@ -174,11 +175,5 @@ class SharedScan:
         wait_until_visible(self.folder, name, self.stop)
         return open_table(self.folder / name)
 
-    def _publish(self, key: str, value: Any) -> Any:
-        self.world.store.set(f"{self.place}/{key}", json.dumps(value))
-        self.world.add_progress(f"{self.place}/{key}", 1)
-        return value
-
-    def _wait_for(self, key: str) -> Any:
-        self.world.wait_for_count(f"{self.place}/{key}", 1, self.stop)
-        return json.loads(self.world.store.get(f"{self.place}/{key}"))
+    def _from_first(self, key: str, make: Callable[[], Any]) -> Any:
+        return json.loads(self.world.from_first(f"{self.place}/{key}", lambda: json.dumps(make()), self.stop))

@@ -63,6 +63,14 @@ class World:
         dist.all_gather_object(texts, text)
         return texts
 
+    def from_first(self, place: str, make: Callable[[], str], stop: Callable[[], None]) -> str:
+        """Return the text that rank 0 makes, however long that takes. Collective; no torch collective is held open."""
+        if self.is_first:
+            self.store.set(f"{place}/made", make())
+            self.add_progress(place, 1)
+        self.wait_for_count(place, 1, stop)
+        return self.store.get(f"{place}/made").decode()
+
     def next_chunk(self, job: str) -> int:
         """Take the next number of a job's chunks, from 0; each number goes to one rank only."""
         return self.store.add(f"{job}/tickets", 1) - 1

@@ -1,0 +1,108 @@
+"""From a kept scan to the first batch: seconds and memory of one rank, by the number of samples.
+
+Drawn columns instead of images: names and captions of 55 and 70 letters, sides of 512 to 2047 px, so two thirds of a
+million sizes are different. Each count runs in a process of its own. Largest number: DATA_SCALE_SAMPLES.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from interleaved import print_table
+
+from simpletuner.data.batch_sampler import GlobalBatchSampler
+from simpletuner.data.buckets import digest_buckets, make_buckets
+from simpletuner.data.dataset_warnings import dataset_warnings
+from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.discovery import discover
+from simpletuner.data.file_list import OtherFiles
+from simpletuner.data.kept_scan import ROWS, intact_files, open_table, write_table
+from simpletuner.data.scan import SCANNED, Scan
+from simpletuner.data.storage import LocalStorage
+
+COUNTS = (100_000, 1_000_000, 10_000_000)
+BATCH_SIZE, BATCHES = 8, 500
+VERSION = "-1763840000000000000"
+
+T = TypeVar("T")
+
+
+def drawn(count: int) -> Iterator[Any]:
+    """Yield the rows of images that do not exist."""
+    random = np.random.default_rng(0)
+    for start in range(0, count, ROWS):
+        numbers = range(start, min(start + ROWS, count))
+        sides = random.integers(512, 2048, (2, len(numbers)), np.int32)
+        columns = [
+            [f"a_folder_of_ten_thousand_{each // 10_000:06}/an_image_{each:010}.jpeg" for each in numbers],
+            np.full(len(numbers), 123_456),
+            [f"{each}{VERSION}" for each in numbers],
+            [""] * len(numbers),
+            [f"70{VERSION}"] * len(numbers),
+            *sides,
+            np.zeros(len(numbers), bool),
+            [[f"what a picture with the number {each:010} shows, in some more words"] for each in numbers],
+            [""] * len(numbers),
+        ]
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, SCANNED, strict=True)]
+        yield pa.RecordBatch.from_arrays(arrays, schema=SCANNED)
+
+
+def own_mib() -> float:
+    """Return the memory that this process shares with no file."""
+    lines = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return int(lines["Anonymous"].split()[0]) / 1024
+
+
+def row(count: int) -> list[str]:
+    """Return the figures of one number of samples."""
+    seconds: list[float] = []
+
+    def timed(function: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        result = function()
+        seconds.append(time.perf_counter() - began)
+        return result
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_table(Path(folder), "scan", pa.Table.from_batches(drawn(count)))
+        pa.default_memory_pool().release_unused()
+        (path,) = timed(lambda: intact_files(Path(folder), "scan"))
+        before, storage = own_mib(), LocalStorage(Path(folder))
+        dataset = ImageDataset(
+            id="drawn", instance_data_dir=Path(folder), minimum_aspect_ratio=None, maximum_aspect_ratio=None
+        )
+        table, _ = open_table(path)
+        found = timed(lambda: discover([Scan(dataset, storage, table, OtherFiles())], 64, 0))
+        timed(lambda: list(dataset_warnings(found, 64)))
+        buckets = timed(lambda: make_buckets(found.samples))
+        timed(lambda: digest_buckets(buckets, found.samples))
+        sampler = GlobalBatchSampler(buckets, 0)
+        steps = sampler.batches(sampler.start(BATCH_SIZE))
+        timed(lambda: [found.samples[index] for _ in range(BATCHES) for index in next(steps)[0].samples])
+        pa.default_memory_pool().release_unused()
+        size, own = path.stat().st_size / 2**20, own_mib() - before
+    *start, reading = seconds
+    times = [f"{each:.2f}" for each in (*start, sum(start))]
+    return [f"{count:,}", f"{size:,.0f}", *times, f"{1e6 * reading / BATCHES / BATCH_SIZE:.0f}", f"{own:,.0f}"]
+
+
+def main() -> None:
+    """Print how each cost grows."""
+    largest = int(os.environ.get("DATA_SCALE_SAMPLES", COUNTS[-1]))
+    columns = ["samples", "file, MiB", "verified, s", "chosen", "warnings", "buckets", "digest", "all"]
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        rows = pool.map(row, [count for count in COUNTS if count <= largest], chunksize=1)
+    print_table("a kept scan, up to the first batch", [*columns, "us per sample", "own memory, MiB"], rows)
+
+
+if __name__ == "__main__":
+    main()
