@@ -15,8 +15,11 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from simpletuner.caches.merged_index import load
 from simpletuner.caches.shards import ShardReader
 from simpletuner.checkpoints.layout import load_checkpoint
+from simpletuner.data.kept_scan import open_table
+from simpletuner.system.cache_files import MERGED_INDEX
 
 SHARDED = ("--fsdp_enable", "--train_batch_size=2")
 
@@ -92,6 +95,10 @@ def assert_no_pickle(path: Path) -> None:
     elif suffix == ".shard":
         reader = ShardReader(path.parent)
         assert all(reader.read(place) for place in reader.records())
+    elif path.name == MERGED_INDEX:
+        assert len(load(path).rows)
+    elif suffix == ".arrow":
+        assert len(open_table(path)[0])
     elif path.name.startswith("events.out.tfevents"):
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
