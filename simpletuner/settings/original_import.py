@@ -5,7 +5,6 @@ Reading a file for a run is strict (`loading.py`); here everything that cannot b
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.settings.errors import did_you_mean, shorten, to_mistake
+from simpletuner.settings.errors import did_you_mean, shorten, shown_value, to_mistake
 from simpletuner.settings.file_entries import FileEntry, file_place
 from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.key_table import inner_entries
@@ -44,7 +43,6 @@ LAUNCHERS = ("mixed_precision", "dynamo_backend", ACCELERATE_CONFIG)
 DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")
 """Names that say what is trained: what is left without them is another run."""
 NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args", "trainer_extra_args")}
-SECRET = re.compile(r"token|secret|access_key|password|webhook", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class LeftOut:
 
     @property
     def given(self) -> str:
-        return f"{self.name.lstrip('-')} = {'...' if SECRET.search(self.name) else shorten(self.value)}"
+        return f"{self.name.lstrip('-')} = {shown_value(self.name, self.value)}"
 
     def __str__(self) -> str:
         return f"{self.given} ({self.place}): {self.reason}"

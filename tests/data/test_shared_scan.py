@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import LocalImages
 from simpletuner.data.file_list import list_images
 from simpletuner.data.scan import Scan
 from simpletuner.data.storage import LocalStorage
@@ -49,7 +49,7 @@ def images(tmp_path) -> Path:
 
 def scan(images: Path, stop: Callable[[], None] = lambda: None, **values) -> tuple[Scan, list[str]]:
     """Scan a folder, keeping the result beside it; return also which images were opened."""
-    dataset = ImageDataset(id="d", instance_data_dir=images, **values)
+    dataset = LocalImages(id="d", instance_data_dir=images, **values)
     storage = CountingStorage(images)
     world = World(0, 1, 0, torch.device("cpu"), dist.HashStore())
     files = list_images(dataset, storage, stop)
