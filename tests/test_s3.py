@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_two_ranks_train_from_a_bucket_as_from_the_folder(sdxl, shapes, train, p
     assert {"list-type" in path for path, _ in proxy.requests} == {True}
 
     proxy.faults = [Fault(".png", 400, "ExpiredToken")]
-    stopped = train(tmp_path / "stopped", *model, bucket, "--debug", world=2, code=1)
+    stopped = train(tmp_path / "stopped", *model, bucket, "--debug", code=1)
     assert f"dataset `d`: bucket `{BUCKET}` at" in stopped.said and "its credentials have expired" in stopped.said
     assert_nothing_hidden(stopped.output, stopped.said)
     proxy.faults = []
@@ -97,3 +98,9 @@ def test_no_command_shows_a_secret(sdxl, proxy, tmp_path, capsys, monkeypatch):
     assert "aws_session_token = ..." in said and "a secret is not copied" in said
     assert json.loads((tmp_path / "written" / "new.json").read_text())[0]["aws_bucket_name"] == BUCKET
     assert_nothing_hidden(tmp_path / "written", said)
+    monkeypatch.setitem(sys.modules, "obstore", None)  # what Python has for a package that cannot be imported
+    with pytest.raises(SystemExit) as caught:
+        main(["train", f"--config={config}"])
+    assert caught.value.code == 3
+    shown = capsys.readouterr().err
+    assert "dataset `d` is in S3, and obstore is not installed" in shown and "pip install 'simpletuner[s3]'" in shown

@@ -108,13 +108,13 @@ def collect_facts(datasets: Iterable[DatasetFiles], chunks: Collection[int]) -> 
 def hash_ends(storage: Storage, name: str) -> str:
     """Return a digest of the first and the last block of a file; empty for one that cannot be read."""
     try:
-        with storage.open(name) as file:
+        with storage.open_header(name) as file:
             size = file.seek(0, 2)
             file.seek(0)
             head = file.read(BLOCK_BYTES)
             file.seek(max(0, size - BLOCK_BYTES))
             return hashlib.blake2b(head + file.read(BLOCK_BYTES), digest_size=8).hexdigest()
-    except OSError:
+    except (OSError, UnreadableFileError):
         return ""
 
 

@@ -168,7 +168,8 @@ def open_bucket(dataset: S3Images) -> ObjectStorage:
     """Return the store of a dataset; nothing is asked of the server yet. Raises EnvironmentNotReady."""
     profile = read_profile()
     given = dataset.aws_endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    config: S3Config = {"endpoint": given} if given else {}
+    # obstore's `endpoint` would lose against AWS_ENDPOINT_URL_S3 of the environment.
+    config: S3Config = {"aws_endpoint_url_s3": given} if given else {}
     if region := dataset.aws_region_name or (profile.get("region") if not NAMES_REGION & {*os.environ} else None):
         config["region"] = region
     client: ClientConfig = {

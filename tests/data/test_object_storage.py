@@ -175,6 +175,7 @@ def test_what_passes_is_tried_again_and_what_is_wrong_with_one_object_is_its_own
         storage.read("flaky.txt", 4)
     with pytest.raises(FileNotFoundError):
         storage.read("none.txt", 4)
+    assert hash_ends(storage, "cut.png") == hash_ends(storage, "gone.png") == ""
 
 
 ENDINGS = [
@@ -226,6 +227,15 @@ def test_a_bucket_that_is_not_there_and_a_key_that_is_no_path_are_named(server, 
     put(f"{server}/{BUCKET}/odd//a.png")
     with pytest.raises(DataError, match='Path "odd//a.png" contained empty path segment'):
         list(bucket_at(proxy, "odd").list_files({".png"}).files)
+
+
+def test_the_endpoint_is_that_of_the_dataset_then_of_the_environment(proxy, monkeypatch):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert [file.name for file in bucket_at(proxy, "whole").list_files({".png"}).files] == ["a.png"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.address)
+    storage = bucket_at(proxy, "whole", aws_endpoint_url=None)
+    assert [file.name for file in storage.list_files({".png"}).files] == ["a.png"]
 
 
 def test_credentials_are_those_of_the_dataset_then_of_the_environment_then_of_a_profile(proxy, tmp_path, monkeypatch):
