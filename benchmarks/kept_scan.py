@@ -21,7 +21,7 @@ from interleaved import print_table
 from simpletuner.data.batch_sampler import GlobalBatchSampler
 from simpletuner.data.buckets import digest_buckets, make_buckets
 from simpletuner.data.dataset_warnings import dataset_warnings
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import LocalImages
 from simpletuner.data.discovery import discover
 from simpletuner.data.file_list import OtherFiles
 from simpletuner.data.kept_scan import ROWS, intact_files, open_table, write_table
@@ -77,7 +77,7 @@ def row(count: int) -> list[str]:
         pa.default_memory_pool().release_unused()
         (path,) = timed(lambda: intact_files(Path(folder), "scan"))
         before, storage = own_mib(), LocalStorage(Path(folder))
-        dataset = ImageDataset(
+        dataset = LocalImages(
             id="drawn", instance_data_dir=Path(folder), minimum_aspect_ratio=None, maximum_aspect_ratio=None
         )
         table, _ = open_table(path)

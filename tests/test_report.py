@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import LocalImages
 from simpletuner.errors import SimpleTunerError
 from simpletuner.preparation import report_left_out
 from simpletuner.report import Report, printable
@@ -68,7 +68,7 @@ def test_json_is_what_it_was(capsys):
 def test_a_broken_picture_cannot_forge_a_line(tmp_path, capsys):
     Image.new("RGB", (64, 64)).save(tmp_path / "good.png")
     (tmp_path / "a\nerror: no disk\x1b[2J.png").write_text("no picture")
-    dataset = ImageDataset(id="d", instance_data_dir=tmp_path, caption_strategy="filename", resolution=64)
+    dataset = LocalImages(id="d", instance_data_dir=tmp_path, caption_strategy="filename", resolution=64)
     report_left_out(scanning.found([dataset]), Report())
     said = capsys.readouterr().err
     assert "warning: 1 broken image left out:\n  d/a\n  error: no disk\\x1b[2J.png: " in said

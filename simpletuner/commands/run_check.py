@@ -99,9 +99,17 @@ def check_named_files(loaded: Loaded) -> None:
 
 
 def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
-    """Raise DataError for an image folder that does not exist. `file` is the one that names the datasets."""
+    """Raise DataError for an image folder that does not exist, EnvironmentNotReady where S3 needs a package.
+
+    `file` is the one that names the datasets.
+    """
+    from simpletuner.data.datasets import LocalImages, S3Images
+    from simpletuner.data.storage import check_obstore
+
     for dataset in datasets:
-        if not dataset.instance_data_dir.is_dir():
+        if isinstance(dataset, S3Images):
+            check_obstore(dataset)
+        if isinstance(dataset, LocalImages) and not dataset.instance_data_dir.is_dir():
             place = f"{shown_path(file)}: " if file else ""
             raise DataError(
                 f"{place}dataset `{dataset.id}`: there is no folder {shorten(str(dataset.instance_data_dir))}",

@@ -30,8 +30,9 @@ CHUNKS = 1024
 BLOCK_BYTES = 4096
 SHOWN_LETTERS = 60
 
-LOCAL_KEYS = ("instance_data_dir", "cache_dir_vae")
-"""Settings of a dataset that may differ: machines may keep the same data under other paths."""
+ACCESS_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "aws_max_pool_connections")
+LOCAL_KEYS = ("instance_data_dir", "cache_dir_vae", "aws_endpoint_url", *ACCESS_KEYS)
+"""Settings of a dataset that may differ: machines may keep the same data under other paths, or reach it otherwise."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,13 @@ def collect_facts(datasets: Iterable[DatasetFiles], chunks: Collection[int]) -> 
 def hash_ends(storage: Storage, name: str) -> str:
     """Return a digest of the first and the last block of a file; empty for one that cannot be read."""
     try:
-        with storage.open(name) as file:
+        with storage.open_header(name) as file:
             size = file.seek(0, 2)
             file.seek(0)
             head = file.read(BLOCK_BYTES)
             file.seek(max(0, size - BLOCK_BYTES))
             return hashlib.blake2b(head + file.read(BLOCK_BYTES), digest_size=8).hexdigest()
-    except OSError:
+    except (OSError, UnreadableFileError):
         return ""
 
 

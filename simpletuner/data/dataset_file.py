@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.settings.errors import shorten
+from simpletuner.settings.errors import shown_value
 from simpletuner.settings.file_entries import TOO_DEEP, FileEntry, NotParsed, check_depth, file_place, reason_of
 from simpletuner.settings.formats import json_lines, read_text
 from simpletuner.settings.loading import canonical_name, plain_name
@@ -52,7 +52,7 @@ class DatasetEntry:
     def mistake(self, name: str, message: str, hint: str = "", show_value: bool = True) -> Mistake:
         """Return a mistake about a key, with the line and the spelling that the file has, if it has the key."""
         found = next((entry for entry in self.keys if name in (entry.key, name_of_key(entry.key))), None)
-        given = shorten(found.value) if found and show_value else ""
+        given = shown_value(name_of_key(found.key), found.value) if found and show_value else ""
         return Mistake(found.key if found else name, message, self.place(found.line if found else 0), given, hint)
 
 

@@ -10,7 +10,7 @@ from simpletuner.settings.key_table import Ignores, Refuses, Rule
 LATER = "not supported by this version"
 ONE_FOR_ALL = "one value holds for all datasets: set --{}"
 GONE = "your images are never deleted"
-LOCAL = LATER + ": only folders of this machine or a shared one (type local)"
+LOCAL = LATER + ": only folders (type local) and S3-compatible stores (type aws)"
 BY_READING = "files that are new or changed are read at every start"
 VERIFIED = "caches are checked record by record, and what changed is made again"
 NO_CONDITIONING = LATER + ": a model is trained on images and captions alone"
@@ -33,10 +33,6 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("cache_dir_conditioning_image_embeds", "conditioning_type", "conditioning_data"), NO_CONDITIONING),
     **dict.fromkeys(("source_dataset_id", "conditioning", "conditioning_config"), NO_CONDITIONING),
     **dict.fromkeys(("grounding", "grounding_data", "distillation_type"), NO_CONDITIONING),
-    **dict.fromkeys(
-        ("aws_data_prefix", "aws_bucket_name", "aws_region_name", "aws_endpoint_url", "aws_access_key_id"), LOCAL
-    ),
-    **dict.fromkeys(("aws_secret_access_key", "aws_session_token", "aws_max_pool_connections"), LOCAL),
     **dict.fromkeys(("csv_file", "csv_cache_dir", "csv_url_column", "csv_caption_column"), LOCAL),
     **dict.fromkeys(("csv_hash_filenames", "csv_shorten_filenames"), LOCAL),
     **dict.fromkeys(("memory_filesystem_path", "memory_filesystem_size", "memory_filesystem_sudo"), LOCAL),
@@ -92,7 +88,7 @@ RULES: dict[str, Rule] = {
 }
 
 VALUES: dict[str, dict[str, str]] = {
-    "type": dict.fromkeys(("aws", "csv", "huggingface", "memory", "webshart"), LOCAL),
+    "type": dict.fromkeys(("csv", "huggingface", "memory", "webshart"), LOCAL),
     "dataset_type": {
         **dict.fromkeys(("video", "audio"), LATER + ": only images"),
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),

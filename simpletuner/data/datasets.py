@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -17,7 +18,7 @@ from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.folders import check_id, find_nested_ids, id_of_folder
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.errors import allowed, did_you_mean, shorten
-from simpletuner.settings.key_table import Keeps, KeyTable, interpret
+from simpletuner.settings.key_table import Keeps, KeyTable, Refuses, Rule, interpret
 from simpletuner.settings.knob import Section
 from simpletuner.settings.original import is_off, zero_as
 from simpletuner.settings.placeholders import OF_A_DATASET, fill, only_placeholders
@@ -30,12 +31,11 @@ SMALLEST_PIXELS = 64
 
 
 class ImageDataset(DatasetSettings):
-    """A folder of images and how they are captioned, resized and cropped."""
+    """Images, wherever they are, and how they are captioned, resized and cropped."""
 
     id: Annotated[str, AfterValidator(check_id)]
-    type: Literal["local"] = "local"
+    type: Literal["local", "aws"] = "local"
     dataset_type: Literal["image"] = "image"
-    instance_data_dir: Path
     disabled: bool = False
     cache_dir_vae: Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_DATASET))] = None
     minimum_aspect_ratio: float | None = Field(None, gt=0)
@@ -63,6 +63,50 @@ class ImageDataset(DatasetSettings):
         if (self.minimum_aspect_ratio or 0) > (self.maximum_aspect_ratio or math.inf):
             raise PydanticCustomError("minimum_aspect_ratio", "it is above maximum_aspect_ratio: no image is left")
         return self
+
+
+class LocalImages(ImageDataset):
+    """A folder of images."""
+
+    instance_data_dir: Path
+
+
+def check_bucket(name: str) -> str:
+    if not re.fullmatch(r"[^/:\s]+", name):
+        raise ValueError("use the bucket's name alone; folders in it are aws_data_prefix")
+    return name
+
+
+def check_endpoint(address: str | None) -> str | None:
+    if address and not re.match(r"https?://[^/\s]", address):
+        raise ValueError("use an address that begins with https:// or http://")
+    return address
+
+
+class S3Images(ImageDataset):
+    """Images in a bucket of an S3-compatible store. Credentials are never shown, not even as a part of a mistake."""
+
+    aws_bucket_name: Annotated[str, AfterValidator(check_bucket)]
+    aws_data_prefix: str = ""
+    aws_region_name: str | None = None
+    aws_endpoint_url: Annotated[str | None, AfterValidator(check_endpoint)] = None
+    aws_access_key_id: SecretStr | None = None
+    aws_secret_access_key: SecretStr | None = None
+    aws_session_token: SecretStr | None = None
+    aws_max_pool_connections: int = Field(32, ge=1, le=1024)
+
+    @model_validator(mode="after")
+    def check_credentials(self) -> S3Images:
+        if (self.aws_access_key_id is None) != (self.aws_secret_access_key is None):
+            missing = "aws_secret_access_key" if self.aws_access_key_id else "aws_access_key_id"
+            raise PydanticCustomError(missing, "is missing: it belongs to the other half of the key")
+        if self.aws_session_token and not self.aws_access_key_id:
+            raise PydanticCustomError("aws_access_key_id", "is missing: aws_session_token belongs to a key")
+        return self
+
+
+PLACES: dict[str, type[ImageDataset]] = {"local": LocalImages, "aws": S3Images}
+"""Datasets of images by `type`."""
 
 
 class TextEmbeds(Section):
@@ -96,7 +140,7 @@ def load_datasets(data: Data) -> tuple[list[ImageDataset], Path | None]:
         name = id_of_folder(data.instance_data_dir.resolve().name)
         values = {"id": name, "instance_data_dir": data.instance_data_dir, "cache_dir_vae": data.cache_dir_vae}
         try:
-            return [ImageDataset(**{**inherited(data), **values})], data.cache_dir_text
+            return [LocalImages(**{**inherited(data), **values})], data.cache_dir_text
         except ValidationError as error:
             problems = [item["msg"] for item in error.errors()]
             raise SettingsError("\n  ".join(problems), "docs/data.md says what resolution_type means") from None
@@ -173,10 +217,10 @@ def inherited(data: Data) -> dict[str, Any]:
 
 def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
     """Add one dataset to those of the file, or its mistakes."""
-    kind = TextEmbeds if normalize_name(entry.value("dataset_type")) == "text_embeds" else ImageDataset
+    kind = kind_of_entry(entry)
     fields = kind.model_fields
     keys = dict.fromkeys(fields, Keeps()) | {"minimum_image_size": Keeps(zero_as(None))}
-    table = KeyTable(RULES | keys, entry.names, is_off=is_off)
+    table = KeyTable(RULES | keys_of_other_places(kind) | keys, entry.names, is_off=is_off)
     values: dict[str, Any] = {}
     mistakes: list[Mistake] = []
     for found in interpret(table, entry.keys):
@@ -187,15 +231,31 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
         elif found.outcome == "refused":
             mistakes.append(entry.mistake(found.path, found.note))
         elif found.outcome != "neutral":
-            hint = did_you_mean(normalize_name(found.path), {*fields, *RULES})
+            hint = did_you_mean(normalize_name(found.path), {*table.rules})
             mistakes.append(entry.mistake(found.path, "unknown key", hint, show_value=False))
     try:
-        dataset = kind(**{**(inherited(data) if kind is ImageDataset else {}), **values})
+        dataset = kind(**{**({} if kind is TextEmbeds else inherited(data)), **values})
     except ValidationError as error:
         mistakes += [mistake_of(item, fields, entry) for item in error.errors()]
     else:
         parsed.datasets.append((dataset, entry))
     parsed.mistakes += mistakes
+
+
+def kind_of_entry(entry: DatasetEntry) -> type[ImageDataset | TextEmbeds]:
+    if normalize_name(entry.value("dataset_type")) == "text_embeds":
+        return TextEmbeds
+    return PLACES.get(normalize_name(entry.value("type")), LocalImages)
+
+
+def keys_of_other_places(kind: type[ImageDataset | TextEmbeds]) -> dict[str, Rule]:
+    """Return a rule for each key that only datasets of images of another `type` have."""
+    others = {place: other.model_fields.keys() - ImageDataset.model_fields for place, other in PLACES.items()}
+    return {
+        key: Refuses(f"only images of type {place} have it: change `type`, or leave it out")
+        for place, keys in others.items()
+        for key in keys - kind.model_fields.keys()
+    }
 
 
 def mistake_of(item: Any, fields: Mapping[str, FieldInfo], entry: DatasetEntry) -> Mistake:

@@ -12,6 +12,7 @@ from simpletuner.data.dataset_file import DatasetEntry, name_of_key
 from simpletuner.data.dataset_keys import NO_EFFECT, RULES
 from simpletuner.data.datasets import DatasetFile, is_disabled, parse_datasets, parse_entry
 from simpletuner.errors import Mistake, SettingsError
+from simpletuner.settings.errors import SECRET
 from simpletuner.settings.key_table import Ignores
 from simpletuner.settings.original import TABLE, is_off
 from simpletuner.settings.original_import import LeftOut, relocated
@@ -20,8 +21,9 @@ from simpletuner.settings.spelling import normalize_name
 
 PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae")
 HINT = "docs/data.md lists the keys of a dataset"
-ESSENTIAL = ("id", "type", "dataset_type", "instance_data_dir", "instance_prompt", "resolution")
+ESSENTIAL = ("id", "type", "dataset_type", "instance_data_dir", "aws_bucket_name", "instance_prompt", "resolution")
 """Keys without which an entry would be another dataset."""
+NOT_COPIED = "a secret is not copied: write it into the new file, or use the environment or a profile in ~/.aws"
 HARMLESS = ("image_embeds", "vae_cache_clear_each_epoch", "probability", "default", "cache_dir", *NO_EFFECT)
 """Keys that change nothing here, besides those whose setting of the same name has no effect."""
 KEEPS_ZERO = ("repeats", "crop", "disabled", "disable", "prepend_instance_prompt", "default")
@@ -80,6 +82,7 @@ def import_entry(
             new.pop(key, None)
         if fatal:
             return None
+    left_out += [LeftOut(key, new.pop(key), place, NOT_COPIED) for key in [*new] if SECRET.search(key)]
     return new
 
 

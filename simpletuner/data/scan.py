@@ -9,7 +9,9 @@ A scan does not depend on resolution, crop or limits, so a kept one serves a run
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -18,9 +20,7 @@ from simpletuner.data.captions import read_caption_file
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.file_list import CAPTION_VERSION, FILE, OtherFiles, printable
 from simpletuner.data.images import DECODE_ERRORS, read_header
-from simpletuner.data.storage import Storage, UnreadableFileError
-
-MAX_BYTES = 1 << 30
+from simpletuner.data.storage import MAX_BYTES, Storage, UnreadableFileError
 
 SCANNED = pa.schema(
     [
@@ -47,21 +47,25 @@ class Scan:
 
 
 def scan_files(dataset: ImageDataset, storage: Storage, files: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
-    """Read headers and captions of files (rows of a `FileList`)."""
-    return pa.RecordBatch.from_pylist([scan_file(dataset, storage, file) for file in files], SCANNED)
+    """Read headers and captions of files (rows of a `FileList`), in their order."""
+    read = partial(scan_file, dataset, storage)
+    if storage.concurrent_reads == 1:  # a thread costs more than it saves where files are on a disk
+        return pa.RecordBatch.from_pylist(list(map(read, files)), SCANNED)
+    with ThreadPoolExecutor(storage.concurrent_reads) as pool:
+        return pa.RecordBatch.from_pylist(list(pool.map(read, files)), SCANNED)
 
 
 def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) -> dict[str, Any]:
     row = {**file, "width": 0, "height": 0, "animated": False, "captions": [], "caption_problem": ""}
     try:
         check_readable(file)
-        with storage.open(file["name"]) as opened:
+        with storage.open_header(file["name"]) as opened:
             header = read_header(opened)
     except DECODE_ERRORS as error:
         return {**row, "problem": printable(str(error)) or type(error).__name__}
     width, height = header.size
     row |= {"width": width, "height": height, "animated": header.animated}
-    if dataset.caption_strategy != "textfile":
+    if not file[CAPTION_VERSION]:  # no caption file was listed, or none is wanted
         return row
     try:
         return {**row, "captions": read_caption_file(storage, file["name"])}

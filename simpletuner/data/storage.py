@@ -1,7 +1,7 @@
-"""Where image and caption files are: the four questions that a store answers, and the stores, one row each.
+"""Where image and caption files are: what a store is asked, and the stores, one row each.
 
 Everything above knows files by name only, a path relative to the store with slashes. A new store is a class with these
-four methods and a row in `open_storage`.
+methods and a row in `open_storage`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
-from simpletuner.errors import DataError
+from simpletuner.data.datasets import ImageDataset, LocalImages, S3Images
+from simpletuner.errors import DataError, EnvironmentNotReady
 
-if TYPE_CHECKING:
-    from simpletuner.data.datasets import ImageDataset
-
+INSTALL = "pip install 'simpletuner[s3]'"
+MAX_BYTES = 1 << 30
+"""The largest image that is opened."""
 EXPORTED = {f"{name}{end}" for name in ("pipeline", "pipeline_lora_weights") for end in ("", "-ema")}
 OUTPUT_NAMES = frozenset({"cache", "checkpoints", "validation", "logs", "loss.png", *EXPORTED})
 """What a run writes into output_dir, for users who keep images in the same folder."""
@@ -56,6 +58,11 @@ class Listing:
 class Storage(Protocol):
     """A place that holds the files of one dataset."""
 
+    @property
+    def concurrent_reads(self) -> int:
+        """How many files are best read at once: more than one where each read waits for a network."""
+        ...
+
     def list_files(self, suffixes: Collection[str]) -> Listing:
         """List all files with these lower-case suffixes.
 
@@ -64,7 +71,11 @@ class Storage(Protocol):
         ...
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading and seeking. Raises OSError."""
+        """Open a file for reading and seeking. Raises OSError or UnreadableFileError."""
+        ...
+
+    def open_header(self, name: str) -> BinaryIO:
+        """Open a file of which most often only the beginning is read. Raises as `open` does, also while reading."""
         ...
 
     def read(self, name: str, limit_bytes: int) -> bytes:
@@ -82,6 +93,7 @@ class LocalStorage:
 
     folder: Path
     outputs: tuple[Path, ...] = ()
+    concurrent_reads: int = 1
 
     def list_files(self, suffixes: Collection[str]) -> Listing:
         """List files; hidden ones are left out. Links are followed, but never into a folder that contains them."""
@@ -94,6 +106,9 @@ class LocalStorage:
 
     def open(self, name: str) -> BinaryIO:
         return (self.folder / name).open("rb")
+
+    def open_header(self, name: str) -> BinaryIO:
+        return self.open(name)
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         path = self.folder / name
@@ -182,7 +197,20 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def open_storage(dataset: ImageDataset, outputs: Sequence[Path]) -> Storage:
-    """Return the store of a dataset's files, by its `type`; `outputs` are the folders that the run writes into."""
-    match dataset.type:
-        case "local":
-            return LocalStorage(dataset.instance_data_dir, tuple(outputs))
+    """Return the store of a dataset's files; `outputs` are the folders that the run writes into.
+
+    Raises EnvironmentNotReady where what the store needs is not installed.
+    """
+    if isinstance(dataset, S3Images):
+        check_obstore(dataset)
+        from simpletuner.data.object_storage import open_bucket
+
+        return open_bucket(dataset)
+    assert isinstance(dataset, LocalImages)
+    return LocalStorage(dataset.instance_data_dir, tuple(outputs))
+
+
+def check_obstore(dataset: S3Images) -> None:
+    """Raise EnvironmentNotReady where obstore is not installed."""
+    if find_spec("obstore") is None:
+        raise EnvironmentNotReady(f"dataset `{dataset.id}` is in S3, and obstore is not installed", INSTALL)

@@ -23,7 +23,7 @@ from simpletuner.data.comparison import (
     find_difference,
 )
 from simpletuner.data.datasets import ImageDataset
-from simpletuner.errors import DataError, SettingsError, SimpleTunerError
+from simpletuner.errors import DataError, RemoteFailure, SettingsError, SimpleTunerError
 from simpletuner.parallel.world import World
 
 HINT = "give every machine the same files: one shared folder, or copies made with `rsync -a --delete`"
@@ -74,15 +74,15 @@ def verify_same_data(listed: Listed, datasets: Sequence[ImageDataset], world: Wo
     info = {
         "host": socket.gethostname(),
         "datasets": dataset_facts(datasets),
-        "error": [listed.error.message, listed.error.hint] if listed.error else [],
+        "error": [int(listed.error.exit_code), listed.error.message, listed.error.hint] if listed.error else [],
         "digest": digest_of(files.list.table for files in listed.datasets) if is_lister else "",
     }
     # Listing millions of files over a network may take an hour, in which nothing is counted; the launcher looks for
     # ranks that do nothing. No collective is held open.
     world.store_barrier("data/found", stop, patience_seconds=math.inf)
     of_all = [json.loads(text) for text in world.gather_texts(json.dumps(info))]
-    for message, hint in (each["error"] for each in of_all if each["error"]):
-        raise DataError(message, hint)
+    for error in (each["error"] for each in of_all if each["error"]):
+        raise RemoteFailure(*error)
     exchange = Exchange(world, [each["host"] for each in of_all], stop)
     first = of_all[0]
     raise_first(world, find_dataset_difference(first["datasets"], info["datasets"], exchange.names), SettingsError)

@@ -25,7 +25,7 @@ from simpletuner.data.file_list import FileList, OtherFiles, list_images
 from simpletuner.data.kept_scan import intact_files, match_rows, open_table, remove_all_but, write_table
 from simpletuner.data.scan import SCANNED, Scan, scan_files
 from simpletuner.data.storage import Storage, open_storage
-from simpletuner.errors import DataError
+from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.parallel.same_data import Listed, verify_same_data
 from simpletuner.parallel.same_folder import wait_until_visible
 from simpletuner.parallel.world import World
@@ -52,7 +52,7 @@ def scan_datasets(
     """Find the images of all datasets; results are kept below `folder`, and forgotten with `rescan`. Collective.
 
     Nothing in `outputs`, the folders that the run writes into, is found. Raises DataError on all ranks when a folder is
-    missing, or when machines have other files.
+    missing, or when machines have other files, and what a store raises that does not answer.
     """
     world.activity.begin("finding images")
     if rescan and world.is_first:
@@ -79,7 +79,7 @@ def list_all(scans: Sequence[SharedScan], stop: Callable[[], None]) -> Listed:
         for scan in scans:
             files = list_images(scan.dataset, scan.storage, stop)
             listed.datasets.append(DatasetFiles(scan.dataset, scan.storage, files))
-    except DataError as error:
+    except (DataError, EnvironmentNotReady) as error:
         listed.error = error
     return listed
 

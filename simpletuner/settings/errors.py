@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from simpletuner.errors import Mistake, SettingsError
@@ -23,6 +25,7 @@ TYPES = {
     int: "a whole number",
     float: "a number",
     str: "text in quotes",
+    SecretStr: "text in quotes",
     Path: "a path in quotes",
     list: "text or a list of texts",
     dict: "a JSON object",
@@ -36,6 +39,8 @@ REASONS = {
 }
 """Values that users of other tools have in their files, and why they are refused."""
 
+SECRET = re.compile(r"token|secret|access_key|password|webhook", re.IGNORECASE)
+"""Names of what is never shown."""
 MAX_LENGTH = 80
 """Characters of a value that are shown."""
 
@@ -73,6 +78,11 @@ def to_mistake(item: Any, field: FieldInfo, origin: Origin) -> Mistake:
     elif given is not None:
         hint = did_you_mean(str(given), map(str, choices_of(field.annotation)))
     return Mistake(name, message, origin.place, shorten(given), hint)
+
+
+def shown_value(name: str, value: Any) -> str:
+    """Return a value as it was written, shortened, or dots in the place of a secret."""
+    return "..." if SECRET.search(name) else shorten(value)
 
 
 def shorten(value: Any) -> str:

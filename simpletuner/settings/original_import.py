@@ -6,7 +6,6 @@ Reading a file for a run is strict (`loading.py`); an import leaves out what it 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.settings.errors import did_you_mean, shorten, to_mistake
+from simpletuner.settings.errors import did_you_mean, shorten, shown_value, to_mistake
 from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.key_table import inner_entries
 from simpletuner.settings.knob import kind_of
@@ -42,7 +41,6 @@ LAUNCHERS = ("mixed_precision", "dynamo_backend", ACCELERATE_CONFIG)
 DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")
 """Names that decide what is trained: without them it would be another run."""
 NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args")}
-SECRET = re.compile(r"token|secret|access_key|password|webhook", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class LeftOut:
 
     @property
     def given(self) -> str:
-        return f"{self.name.lstrip('-')} = {'...' if SECRET.search(self.name) else shorten(self.value)}"
+        return f"{self.name.lstrip('-')} = {shown_value(self.name, self.value)}"
 
     def __str__(self) -> str:
         return f"{self.given} ({self.place}): {self.reason}"

@@ -11,7 +11,7 @@ from buckets import bucket_of
 
 from simpletuner.data.batch_sampler import SamplerState
 from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1, listed_items
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import LocalImages
 from simpletuner.data.epoch_order import Bucket
 from simpletuner.data.geometry import bucket_sizes
 
@@ -48,7 +48,7 @@ def test_a_run_that_version_0_1_began_goes_on_with_the_batches_that_it_would_tak
 
 
 def test_buckets_of_version_0_1_round_each_side_by_itself():
-    dataset = ImageDataset(id="d", instance_data_dir=Path("x"), resolution=1024)
+    dataset = LocalImages(id="d", instance_data_dir=Path("x"), resolution=1024)
     size = np.array([(4032, 3024)])
     assert bucket_sizes(dataset, size, 64, version=1).tolist() == [[1152, 896]]
     assert bucket_sizes(dataset, size, 64).tolist() == [[1216, 896]]

@@ -6,7 +6,7 @@ import scanning
 from PIL import Image
 
 from simpletuner.data.dataset_warnings import dataset_warnings
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import LocalImages
 
 
 def add(folder: Path, name: str, size: tuple[int, int] = (64, 64), caption: str = "a caption") -> None:
@@ -15,7 +15,7 @@ def add(folder: Path, name: str, size: tuple[int, int] = (64, 64), caption: str 
 
 
 def said(folder: Path, **values) -> list[str]:
-    dataset = ImageDataset(id="d", instance_data_dir=folder, **{"resolution": 64, **values})
+    dataset = LocalImages(id="d", instance_data_dir=folder, **{"resolution": 64, **values})
     return list(dataset_warnings(scanning.found([dataset]), 64))
 
 

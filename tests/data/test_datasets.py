@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.data.dataset_keys import MISSED, NO_EFFECT, REASONS, VALUES
-from simpletuner.data.datasets import ImageDataset, TextEmbeds, load_datasets, unused_keys
+from simpletuner.data.datasets import PLACES, LocalImages, TextEmbeds, load_datasets, unused_keys
 from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
@@ -68,7 +68,7 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
 
 def test_a_dataset_without_anything_said_has_the_defaults(tmp_path):
     (dataset,), text_folder = load_datasets(data_of(tmp_path, image()))
-    assert dataset == ImageDataset(id="one", instance_data_dir=Path("pictures"))
+    assert dataset == LocalImages(id="one", instance_data_dir=Path("pictures"))
     assert text_folder is None
 
 
@@ -97,7 +97,8 @@ def test_nothing_but_disabled_entries_is_no_data(tmp_path):
 @pytest.mark.parametrize("key", sorted(REASONS))
 def test_a_key_of_other_trainers_is_answered_with_the_reason(tmp_path, key):
     message = refusal(data_of(tmp_path, image(**{key: "x"})))
-    assert message == f"{key} = 'x' ({tmp_path}/multidatabackend.json:1, dataset `one`): {REASONS[key]}"
+    value = "..." if key == "hf_token" else "'x'"
+    assert message == f"{key} = {value} ({tmp_path}/multidatabackend.json:1, dataset `one`): {REASONS[key]}"
 
 
 def test_what_is_off_or_happens_anyway_is_no_mistake_and_what_may_be_missed_is_one_line(tmp_path):
@@ -185,7 +186,14 @@ def test_all_mistakes_of_the_file_are_told_at_once_with_their_places(tmp_path):
    "crop": "perhaps"},
   {"id": "t", "dataset_type": "text_embeds"},
   {"id": "three"}, {"id": [4],
-   "type": "aws", "instance_data_dir": "x"}
+   "type": "csv", "instance_data_dir": "x"},
+  {"id": "five", "type": "aws", "instance_data_dir": "x",
+   "aws_endpoint_url": "host:9000", "aws_max_pool_connections": 0,
+   "aws_secret_access_key": ["hidden"]},
+  {"id": "six", "type": "aws", "aws_bucket_name": "a/b"},
+  {"id": "seven", "type": "aws", "aws_bucket_name": "b",
+   "aws_secret_access_key": "hidden"},
+  {"id": "eight", "instance_data_dir": "x", "aws_access_key_id": "hidden"}
 ]""")
     lines = refusal(Data(data_backend_config=path)).splitlines()
     assert [line.strip().partition("):")[0] for line in lines] == [
@@ -195,8 +203,25 @@ def test_all_mistakes_of_the_file_are_told_at_once_with_their_places(tmp_path):
         f"cache_dir ({path}:5, dataset `t`",
         f"instance_data_dir ({path}:6, dataset `three`",
         f"id = [4] ({path}:6",
-        f"type = 'aws' ({path}:7",
+        f"type = 'csv' ({path}:7",
+        f"instance_data_dir = 'x' ({path}:8, dataset `five`",
+        f"aws_bucket_name ({path}:8, dataset `five`",
+        f"aws_endpoint_url = 'host:9000' ({path}:9, dataset `five`",
+        f"aws_secret_access_key = ... ({path}:10, dataset `five`",
+        f"aws_max_pool_connections = 0 ({path}:9, dataset `five`",
+        f"aws_bucket_name = 'a/b' ({path}:11, dataset `six`",
+        f"aws_access_key_id ({path}:12, dataset `seven`",
+        f"aws_access_key_id = ... ({path}:14, dataset `eight`",
     ]
+    assert "hidden" not in "".join(lines)
+    for sentence in (
+        "only images of type local have it: change `type`, or leave it out",
+        "use an address that begins with https:// or http://",
+        "use the bucket's name alone; folders in it are aws_data_prefix",
+        "is missing: it belongs to the other half of the key",
+        "only images of type aws have it: change `type`, or leave it out",
+    ):
+        assert sum(line.endswith(sentence) for line in lines) == 1
 
 
 def test_two_datasets_cannot_share_an_id(tmp_path):
@@ -245,7 +270,7 @@ ORIGINAL_KEYS = Path(__file__).with_name("original_keys.txt").read_text().split(
 
 
 def test_every_key_of_the_original_is_taken_or_answered_with_a_reason():
-    taken = {*ImageDataset.model_fields, *TextEmbeds.model_fields, "disable"}
+    taken = {*(key for kind in PLACES.values() for key in kind.model_fields), *TextEmbeds.model_fields, "disable"}
     answered = REASONS | NO_EFFECT | MISSED
     assert set(ORIGINAL_KEYS) - taken - set(answered) == set()
     assert set(answered) & taken == set() and len(answered) == len(REASONS) + len(NO_EFFECT) + len(MISSED)
@@ -262,7 +287,7 @@ def test_every_value_of_the_original_is_answered_with_a_reason(tmp_path, key, va
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"type": "locl"}, "type = 'locl' (d, dataset `one`): use one of local; did you mean `local`?"),
+        ({"type": "locl"}, "type = 'locl' (d, dataset `one`): use one of local, aws; did you mean `local`?"),
         ({"repeats": "often"}, "repeats = 'often' (d, dataset `one`): use a whole number of at least 0"),
         ({"resolution": 1e9}, "resolution=1e+09 (pixel_area) is too large: at most 16384x16384 px"),
         ({"resolution": 300, "resolution_type": "area"}, "resolution=300 (area) is too large"),

@@ -9,7 +9,7 @@ import pytest
 import scanning
 from PIL import Image
 
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import LocalImages
 from simpletuner.data.discovery import Discovery
 from simpletuner.data.storage import scan_folder
 from simpletuner.errors import DataError
@@ -25,7 +25,7 @@ def add(folder: Path, name: str, caption: str | None = "a caption", size: tuple[
 
 
 def found_in(folder: Path, name: str = "d", **values) -> Discovery:
-    return scanning.found([ImageDataset(id=name, instance_data_dir=folder, resolution=64, **values)])
+    return scanning.found([LocalImages(id=name, instance_data_dir=folder, resolution=64, **values)])
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -163,7 +163,7 @@ def test_what_the_run_writes_below_its_pictures_is_never_trained_on(tmp_path):
     (tmp_path / "link").symlink_to(output)
 
     def found(folder: Path, *written: Path) -> Discovery:
-        return scanning.found([ImageDataset(id="d", instance_data_dir=folder, resolution=64)], written)
+        return scanning.found([LocalImages(id="d", instance_data_dir=folder, resolution=64)], written)
 
     inside = found(tmp_path, output, latents)
     assert [sample.id for sample in inside.samples] == ["d/a.png", "d/sub/b.png"]
@@ -254,7 +254,7 @@ def test_a_folder_of_nothing_usable_says_how_many_are_left_out(tmp_path):
 def test_each_dataset_must_hold_something_of_its_own(tmp_path):
     add(tmp_path, "full/a.png")
     (tmp_path / "empty").mkdir()
-    datasets = [ImageDataset(id=name, instance_data_dir=tmp_path / name) for name in ("full", "empty")]
+    datasets = [LocalImages(id=name, instance_data_dir=tmp_path / name) for name in ("full", "empty")]
     with pytest.raises(DataError, match="dataset `empty`"):
         scanning.found(datasets)
 
@@ -262,7 +262,7 @@ def test_each_dataset_must_hold_something_of_its_own(tmp_path):
 def test_the_same_folder_in_two_datasets_gives_two_samples(tmp_path):
     add(tmp_path, "a.png")
     datasets = [
-        ImageDataset(id=name, instance_data_dir=tmp_path, resolution=resolution)
+        LocalImages(id=name, instance_data_dir=tmp_path, resolution=resolution)
         for name, resolution in (("low", 64), ("high", 128))
     ]
     samples = scanning.found(datasets).samples
@@ -302,5 +302,5 @@ def test_a_picture_that_would_be_resized_beyond_all_memory_is_left_out(tmp_path)
     add(tmp_path, "line.png", size=(30000, 1))
     found = found_in(tmp_path, crop=True)
     assert found.broken == {}
-    found = scanning.found([ImageDataset(id="d", instance_data_dir=tmp_path, crop=True)])
+    found = scanning.found([LocalImages(id="d", instance_data_dir=tmp_path, crop=True)])
     assert found.broken == {"d/line.png": "would be resized to 30720000x1024 px"}

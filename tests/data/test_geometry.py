@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import ImageDataset, LocalImages
 from simpletuner.data.geometry import (
     Geometry,
     are_within_limits,
@@ -44,7 +44,7 @@ def geometry_of(data: ImageDataset, name: str, original: tuple[int, int], alignm
 
 
 def dataset(**values) -> ImageDataset:
-    return ImageDataset(id="d", instance_data_dir=Path("x"), **values)
+    return LocalImages(id="d", instance_data_dir=Path("x"), **values)
 
 
 SIDES = st.integers(1, 9000)

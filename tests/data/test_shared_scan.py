@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import LocalImages
 from simpletuner.data.file_list import list_images
 from simpletuner.data.scan import Scan
 from simpletuner.data.storage import LocalStorage
@@ -51,7 +51,7 @@ def scan(
     images: Path, stop: Callable[[], None] = lambda: None, scans: Path | None = None, **values
 ) -> tuple[Scan, list[str]]:
     """Scan a folder, keeping the result beside it; return also which images were opened."""
-    dataset = ImageDataset(id="d", instance_data_dir=images, **values)
+    dataset = LocalImages(id="d", instance_data_dir=images, **values)
     storage = CountingStorage(images)
     world = World(0, 1, 0, torch.device("cpu"), dist.HashStore())
     files = list_images(dataset, storage, stop)
@@ -108,7 +108,7 @@ def test_a_preserved_scan_looks_for_nothing_and_a_rescan_for_everything(images):
     (images / "3.png").unlink()
 
     def again(**more) -> list[Scan]:
-        dataset = ImageDataset(id="d", instance_data_dir=images, preserve_data_backend_cache=True)
+        dataset = LocalImages(id="d", instance_data_dir=images, preserve_data_backend_cache=True)
         return scan_datasets([dataset], [], images.parent / "scans", world, Report(quiet=True), lambda: None, **more)
 
     with joined_world({}, use_cpu=True) as world:

@@ -12,11 +12,11 @@ from PIL import Image
 
 from simpletuner.caches.latents import decode_image
 from simpletuner.data.comparison import hash_ends
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import LocalImages
 from simpletuner.data.discovery import discover
 from simpletuner.data.storage import Listing, LocalStorage, StoredFile, UnreadableFileError
 
-DATASET = ImageDataset(id="d", instance_data_dir=Path("unused"), resolution=64)
+DATASET = LocalImages(id="d", instance_data_dir=Path("unused"), resolution=64)
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class MemoryStorage:
     """A store without paths, as one in the cloud is."""
 
     files: dict[str, bytes] = field(default_factory=dict, hash=False)
+    concurrent_reads: int = 3
 
     def list_files(self, suffixes: Collection[str]) -> Listing:
         files = [StoredFile(name, len(blob), f"etag-{len(blob)}") for name, blob in sorted(self.files.items())]
@@ -31,6 +32,9 @@ class MemoryStorage:
 
     def open(self, name: str) -> io.BytesIO:
         return io.BytesIO(self.files[name])
+
+    def open_header(self, name: str) -> io.BytesIO:
+        return self.open(name)
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         if name not in self.files:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import LocalImages
 from simpletuner.data.discovery import discover
 from simpletuner.errors import SimpleTunerError
 from simpletuner.parallel.same_folder import verify_same_folders
@@ -42,7 +42,7 @@ def compared(world: World, case: Path) -> str:
     """Return the id and version of every sample that is agreed on."""
     folder, world = case / f"rank{world.rank}", replace(world, local_rank=0, machine=world.rank)
     values = json.loads((case / f"rank{world.rank}.json").read_text())
-    datasets = [ImageDataset(id="d", instance_data_dir=folder, resolution=64, **values)]
+    datasets = [LocalImages(id="d", instance_data_dir=folder, resolution=64, **values)]
     scans = scan_datasets(datasets, [], case / "scan", world, Report(quiet=True), lambda: None)
     return " ".join(f"{sample.id}={sample.version}" for sample in discover(scans, 64, 0).samples)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.datasets import ImageDataset, LocalImages
 from simpletuner.data.discovery import Discovery, discover
 from simpletuner.data.file_list import list_images
 from simpletuner.data.samples import DatasetSamples, Sizes
@@ -35,6 +35,6 @@ def drawn(*targets: tuple[int, int], dataset: str = "d", repeats: int = 0, first
     schema = pa.schema([SCANNED.field(name) for name in values])
     sides = np.array(targets, np.int64).reshape(-1, 2)
     sizes = Sizes(sides, sides, sides, np.arange(len(names), dtype=np.int32))
-    made = ImageDataset.model_construct(id=dataset, repeats=repeats, caption_strategy="textfile")
+    made = LocalImages.model_construct(id=dataset, repeats=repeats, caption_strategy="textfile")
     rows = np.arange(len(names), dtype=np.int32)
     return DatasetSamples(made, LocalStorage(Path()), pa.table(values, schema), rows, sizes, 0)
