@@ -49,8 +49,10 @@ class Prepared:
     text: TextCache
 
 
-def plan_data(session: Session, version: int = DATA_VERSION) -> Plan:
+def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path | None = None) -> Plan:
     """Collective: find the images, compare them with those of the other ranks, and group them.
+
+    `scans_folder` is where scans are kept, by default below output_dir.
 
     Raises DataError or SettingsError before anything expensive happens.
     """
@@ -58,7 +60,7 @@ def plan_data(session: Session, version: int = DATA_VERSION) -> Plan:
     datasets, configured_text = load_datasets(settings.data)
     text, alignment_px = text_folder(settings, configured_text), settings.data.aspect_bucket_alignment
     outputs = [settings.training.output_dir, text, *(latents_folder(dataset, settings) for dataset in datasets)]
-    folder, rescan = default_folder(settings, "scan"), settings.data.rescan
+    folder, rescan = scans_folder or default_folder(settings, "scan"), settings.data.rescan
     scans = scan_datasets(datasets, outputs, folder, session.world, session.report, session.stop.check, rescan)
     found = discover(scans, alignment_px, settings.training.seed, version)
     report_left_out(found, session.report)

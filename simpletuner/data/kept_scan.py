@@ -33,7 +33,7 @@ def write_table(folder: Path, kind: str, table: pa.Table, meta: Mapping[str, Any
         folder.mkdir(parents=True, exist_ok=True)
         try:
             # Python's file: Arrow's own would call a full disk "Error writing bytes to file. Detail: ..."
-            with path.open("wb") as file, pa.ipc.new_file(file, schema) as writer:
+            with path.open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
                 writer.write_table(table, max_chunksize=ROWS)
             name = named(kind, path)
             remove(folder / name)  # a folder in its place
@@ -49,7 +49,10 @@ def named(kind: str, path: Path) -> str:
 
 def open_table(path: Path) -> tuple[pa.Table, dict[str, Any]]:
     """Map a file that is known to be whole; return its rows, and what was written beside them."""
-    table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    # The stream format, and no threads: opening a file of the other one starts Arrow's pool, whose threads now and then
+    # abort a process at its exit ("terminate called without an active exception", apache/arrow issue 34314).
+    options = pa.ipc.IpcReadOptions(use_threads=False)
+    table = pa.ipc.open_stream(pa.memory_map(str(path)), options=options).read_all()
     return table.replace_schema_metadata(), json.loads(table.schema.metadata[META])
 
 

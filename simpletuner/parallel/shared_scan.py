@@ -66,10 +66,12 @@ def scan_datasets(
     listed = list_all(new, stop) if world.local_rank == 0 else Listed()
     verify_same_data(listed, datasets, world, stop)
     files = (each.list for each in listed.datasets)
-    return [
+    found = [
         scan.open(name) if name else scan.run(next(files, NOT_LISTED), report)
         for scan, name in zip(scans, kept, strict=True)
     ]
+    world.barrier()  # what is wrong with the data ends all ranks alike, none while another still asks its store
+    return found
 
 
 def list_all(scans: Sequence[SharedScan], stop: Callable[[], None]) -> Listed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,3 +167,23 @@ def test_a_name_that_is_no_text_is_kept_with_the_result(images):
     for _ in range(2):
         found, _ = scan(images)
         assert found.others.undecodable == ["caf\udce9.png"]
+
+
+COUNT_THREADS = """
+import os, sys
+from pathlib import Path
+from simpletuner.data.kept_scan import match_rows, open_table
+from simpletuner.data.scan import SCANNED
+before = len(os.listdir("/proc/self/task"))
+table, _ = open_table(Path(sys.argv[1]))
+table.take(match_rows(table, table))
+print(len(os.listdir("/proc/self/task")) - before, len(table))
+"""
+
+
+def test_reading_a_scan_starts_no_threads(images):
+    """Threads of Arrow's pool have aborted finished processes at their exit."""
+    scan(images)
+    (kept,) = (images.parent / "scans" / "d").iterdir()
+    said = subprocess.run([sys.executable, "-c", COUNT_THREADS, str(kept)], check=True, capture_output=True, text=True)
+    assert said.stdout.split() == ["0", "9"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +57,7 @@ class Unused:
 
 def needed_by(loaded: Loaded) -> Needed:
     """Return what a run with these settings needs. Raises what the run would raise for its data and its base model."""
+    from simpletuner.data.folders import default_folder
     from simpletuner.models.loading import load_family
     from simpletuner.parallel.mesh import Mesh
     from simpletuner.parallel.world import joined_world
@@ -65,9 +68,13 @@ def needed_by(loaded: Loaded) -> Needed:
     from simpletuner.training.data_position import data_version
     from simpletuner.training.resuming import checkpoint_to_resume
 
-    with joined_world({}, use_cpu=True) as world:
+    with joined_world({}, use_cpu=True) as world, TemporaryDirectory() as folder:
         session = Session(loaded, Mesh(world), Report(quiet=True), StopRequest())
-        plan = plan_data(session, data_version(checkpoint_to_resume(session, {})))
+        # A copy: a run that has the scan mapped must not lose it, and a dry run changes nothing.
+        scans, kept = Path(folder) / "scan", default_folder(session.settings, "scan")
+        if kept.is_dir():
+            shutil.copytree(kept, scans)
+        plan = plan_data(session, data_version(checkpoint_to_resume(session, {})), scans)
         text, latents = caches_of(session, plan, load_family(session.settings, world, session.stop.check))
     needed: dict[Path, Iterable[CacheRequest]] = {}
     for cache in (text, *latents.values()):
