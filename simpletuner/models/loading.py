@@ -44,6 +44,8 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> M
     else:
         folder = local_folder(model) or (download(model) if world.is_first else None)
     world.store_barrier("base model", stop, DOWNLOAD_SECONDS)
+    if world.size > 1:
+        world.barrier()  # what is wrong with the folder ends all ranks alike, none while another still asks its store
     folder = folder or download(model)  # on the other ranks: from the hub's cache, if they share it with the first
     with opening(folder):
         refuse_special_files(folder)
