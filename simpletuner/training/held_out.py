@@ -70,7 +70,7 @@ class HeldOutLoss:
         total = torch.zeros(2, dtype=torch.float64, device=device)
         with evaluation(self.engine) as denoiser:
             for batch, weight in self._own_batches():
-                losses = self._losses(denoiser, batch.to(device))
+                losses = self._losses(denoiser, batch.to(device, self.family.host_inputs))
                 total += weight * torch.stack([losses.double().sum(), losses.new_tensor(len(losses)).double()])
         loss, count = self.mesh.data_mean(total).tolist()
         return loss / count

@@ -105,7 +105,7 @@ class Trainer:
         seed_dropout(self.seed + self.step)
         losses = []
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
-            micro_batch = micro_batch.to(self.device)
+            micro_batch = micro_batch.to(self.device, self.family.host_inputs)
             noised = self.objective.add_noise(micro_batch.latents, micro_batch.noise, micro_batch.u)
             with self.engine.micro_batch(number == len(batch.micro_batches)):
                 prediction = self.family.predict(

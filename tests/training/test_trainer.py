@@ -51,6 +51,8 @@ class FakeEngine:
 class FakeModel:
     """A family and objective in one: the loss is the square of the latents."""
 
+    host_inputs = ()
+
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, u: torch.Tensor) -> NoisedLatents:
         return NoisedLatents(latents, u, noise, torch.ones(len(u)))
 
