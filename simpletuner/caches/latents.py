@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from simpletuner.caches.filling import CacheJob, CacheRequest, fill_cache
+from simpletuner.caches.filling import fill_cache
+from simpletuner.caches.jobs import CacheJob, CacheRequest, Made
 from simpletuner.caches.keys import KeyParts, folder_fingerprint, latents_parts
 from simpletuner.caches.shards import ShardReader
 from simpletuner.data.images import DECODE_ERRORS, read_rgb, resize_and_crop
-from simpletuner.data.samples import Sample
+from simpletuner.data.samples import DatasetSamples, Sample
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.vae import Vae
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 
-DECODING_THREADS = 2
+MOST_DECODING_THREADS = 16
+"""More of them wait for one another: each holds the GIL for a part of its work, and an image in memory."""
 
 
 class LatentsCache:
     """The latents of one dataset's samples, in one folder."""
 
     def __init__(
-        self, folder: Path, samples: Sequence[Sample], family: ModelFamily, world: World, vae_dtype: str
+        self, folder: Path, samples: DatasetSamples, family: ModelFamily, world: World, vae_dtype: str
     ) -> None:
         self.folder, self.samples, self.family, self.world = folder, samples, family, world
         self.vae, self.dtype = folder_fingerprint([family.folder / "vae"]), vae_dtype
@@ -35,7 +37,8 @@ class LatentsCache:
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> dict[str, str]:
         """Collective: encode what is missing. Return the samples that could not be decoded, with the reason."""
-        job = CacheJob("latents", self.folder, chunk, self.samples, self.request, self._encode)
+        request, threads = self.request, decoding_threads(self.samples, self.world)
+        job = CacheJob("latents", self.folder, chunk, self.samples, request, decode_image, self._encode, threads)
         self.reader, broken = fill_cache(job, self.world, report, stop)
         self.__dict__.pop("_vae", None)  # its memory is needed for training
         return broken
@@ -61,12 +64,16 @@ class LatentsCache:
     def _vae(self) -> Vae:
         return self.family.vae(self.world.device)
 
-    def _encode(self, chunk: Sequence[Sample]) -> list[Mapping[str, Tensor] | str]:
-        with ThreadPoolExecutor(DECODING_THREADS) as pool:
-            decoded = list(pool.map(decode_image, chunk))
+    def _encode(self, decoded: Sequence[Tensor | str]) -> list[Made]:
         good = [pixels for pixels in decoded if isinstance(pixels, Tensor)]
         latents = iter(self._vae.encode(torch.stack(good)) if good else ())
         return [each if isinstance(each, str) else {"latents": next(latents)} for each in decoded]
+
+
+def decoding_threads(samples: DatasetSamples, world: World) -> int:
+    """Return how many threads of a rank decode images: its share of the cores, or as many as hide a store's latency."""
+    cores = min((os.cpu_count() or 1) // world.local_size, MOST_DECODING_THREADS)
+    return samples.dataset.max_workers or max(2, cores, samples.storage.concurrent_reads)
 
 
 def decode_image(sample: Sample) -> Tensor | str:

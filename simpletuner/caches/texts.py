@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletuner.caches.filling import CacheJob, CacheRequest, fill_cache
+from simpletuner.caches.filling import fill_cache
+from simpletuner.caches.jobs import CacheJob, CacheRequest
 from simpletuner.caches.keys import folder_fingerprint, short_hash, text_parts
 from simpletuner.caches.shards import ShardReader
 from simpletuner.models.diffusers_io import text_folders
@@ -32,7 +33,7 @@ class TextCache:
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> None:
         """Collective: encode what is missing."""
-        job = CacheJob("text", self.folder, chunk, self.captions, self.request, self._encode)
+        job = CacheJob("text", self.folder, chunk, self.captions, self.request, str, self._encode)
         self.reader, _ = fill_cache(job, self.world, report, stop)
         self.__dict__.pop("_encoder", None)  # its memory is needed for training
 

@@ -61,7 +61,7 @@ REASONS: dict[str, str] = {
 
 NO_EFFECT: dict[str, str] = {
     **dict.fromkeys(("write_batch_size", "read_batch_size"), "records are written one by one; nothing to tune"),
-    **dict.fromkeys(("image_processing_batch_size", "max_workers"), "two threads per rank decode; nothing to tune"),
+    "image_processing_batch_size": "max_workers threads decode one image each",
     **dict.fromkeys(("metadata_update_interval", "skip_file_discovery"), BY_READING),
     **dict.fromkeys(("scan_for_errors", "vae_cache_scan_behaviour"), VERIFIED),
     "text_embeds": "there is one text cache: the dataset of type text_embeds",

@@ -75,6 +75,8 @@ class DatasetSettings(Section):
     minimum_image_size: float | None = knob(None, "Leave out smaller images; same unit as resolution.", gt=0, aliases=("minimum_resolution",))
     preserve_data_backend_cache: bool = knob(False, "Use the image list of an earlier start without looking for new or changed files.")
 
+    max_workers: int | None = knob(None, "Threads per rank that decode images ahead of the VAE; empty: its share of the cores, and more for images in S3.", ge=1, le=1024)
+
 
 class Data(DatasetSettings):
     """Data"""

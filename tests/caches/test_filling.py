@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from simpletuner.caches.filling import CacheJob, CacheRequest, fill_cache, split_into_chunks
+from simpletuner.caches.filling import fill_cache
+from simpletuner.caches.jobs import CacheJob, CacheRequest
+from simpletuner.caches.making import load_ahead, split_into_chunks
 from simpletuner.caches.shards import ShardReader
-from simpletuner.errors import Stopped
+from simpletuner.errors import EnvironmentNotReady, Stopped
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.system.signals import StopRequest
@@ -26,12 +31,14 @@ def wanted(count: int, vae: str = "a") -> list[CacheRequest]:
     return [CacheRequest(f"r{number}", {"file": "1", "VAE": vae}, f"{number % 2}") for number in range(count)]
 
 
-def job(folder: Path, made: list[str], items: list[CacheRequest], chunk: int = 2) -> CacheJob[CacheRequest]:
+def job(
+    folder: Path, made: list[str], items: list[CacheRequest], chunk: int = 2
+) -> CacheJob[CacheRequest, CacheRequest]:
     def make(items: Sequence[CacheRequest]) -> list[Mapping[str, torch.Tensor]]:
         made.extend(item.name for item in items)
         return [{"t": torch.tensor([float(item.name[1:]), len(items)])} for item in items]
 
-    return CacheJob("latents", folder, chunk, items, lambda item: item, make)
+    return CacheJob("latents", folder, chunk, items, lambda item: item, lambda item: item, make)
 
 
 def filled(*given, world: World | None = None, report: Report | None = None, stop=GO_ON, **more) -> ShardReader:
@@ -117,3 +124,57 @@ def test_two_caches_may_lie_in_one_folder(tmp_path):
     others = [CacheRequest(f"r{number}", {"file": "1"}) for number in range(10, 14)]
     reader = filled(tmp_path, [], others, world=world)
     assert {item.name for item in others} <= names_in(reader)
+
+
+def test_items_are_loaded_while_earlier_ones_are_encoded_and_no_rank_takes_more_than_its_share(tmp_path):
+    items, loaded = wanted(24), {item.name: threading.Event() for item in wanted(24)}
+    made: list[str] = []
+
+    def load(item: CacheRequest) -> CacheRequest:
+        loaded[item.name].set()
+        return item
+
+    def make(chunk: Sequence[CacheRequest]) -> list[Mapping[str, torch.Tensor]]:
+        ahead = [item.name for item in items if item.name not in {*made, *(each.name for each in chunk)}]
+        made.extend(item.name for item in chunk)
+        assert all(loaded[name].wait(10) for name in ahead[: 2 * 3 - len(chunk)]), "nothing is loaded meanwhile"
+        return [{"t": torch.zeros(1)} for _ in chunk]
+
+    one_group = [replace(item, group="") for item in items]
+    ahead = CacheJob("latents", tmp_path, 2, one_group, lambda item: item, load, make, threads=4)
+    reader, _ = fill_cache(ahead, alone(), Report(quiet=True), GO_ON)
+    assert names_in(reader) == set(made) and len(made) == 24
+    two = World(0, 2, 0, torch.device("cpu"), dist.HashStore())
+    short = load_ahead(ahead, [np.arange(2)], "short", two, GO_ON)
+    next(short)
+    assert two.next_chunk("short") == 1, "of a queue of one chunk nothing is taken ahead"
+    with pytest.raises(StopIteration):
+        next(short)
+
+
+def test_a_rank_that_fails_leaves_what_all_have_made_and_the_next_start_makes_the_rest(tmp_path):
+    store, made, failed = dist.HashStore(), [], threading.Event()
+    worlds = [World(rank, 2, rank, torch.device("cpu"), store) for rank in range(2)]
+
+    def stop() -> None:  # as a launcher does once another rank has failed
+        if failed.is_set() and len(made) >= 6:
+            raise Stopped(15, "stopped")
+
+    def fail(items: Sequence[CacheRequest]) -> list[Mapping[str, torch.Tensor]]:
+        failed.set()
+        raise EnvironmentNotReady("out of memory", "a smaller batch")
+
+    failing = replace(job(tmp_path, [], wanted(40)), make=fail, threads=8)
+    going_on = replace(job(tmp_path, made, wanted(40)), threads=8)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(fill_cache, failing, worlds[0], Report(quiet=True), stop)
+        other = pool.submit(fill_cache, going_on, worlds[1], Report(quiet=True), stop)
+        with pytest.raises(EnvironmentNotReady):
+            one.result(timeout=30)
+        with pytest.raises(Stopped):
+            other.result(timeout=30)
+    kept = names_in(ShardReader(tmp_path))
+    assert kept == set(made) and len(kept) >= 6
+    again: list[str] = []
+    assert len(names_in(filled(tmp_path, again, wanted(40)))) == 40
+    assert not kept & set(again)

@@ -57,6 +57,7 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
         "crop_aspect": "preserve",
         "minimum_image_size": 100,
         "preserve_data_backend_cache": True,
+        "max_workers": 3,
     }
     assert given.keys() == DatasetSettings.model_fields.keys()
     (plain, own), _ = load_datasets(

@@ -23,7 +23,7 @@ from simpletuner.tools.cache.clearing import lock_exclusively, removal_errors, r
 from simpletuner.tools.cache.contents import CacheItem
 
 if TYPE_CHECKING:
-    from simpletuner.caches.filling import CacheRequest
+    from simpletuner.caches.jobs import CacheRequest
     from simpletuner.settings import Loaded
 
 REWRITING_RANK = 998
