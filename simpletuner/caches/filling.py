@@ -5,6 +5,7 @@ No collective is held open meanwhile: a chunk may take minutes on one rank, and 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from simpletuner.caches.jobs import CacheJob, CacheRequest, Item, Loaded
 from simpletuner.caches.keys import KeyParts, changed_parts, short_hash
 from simpletuner.caches.making import make_missing
+from simpletuner.caches.notes import read_note, write_note
 from simpletuner.caches.records import record_keys
 from simpletuner.caches.shard_index import read_indexes
 from simpletuner.caches.shards import ShardReader
@@ -36,20 +38,37 @@ def fill_cache(
 
     Return a reader that has all records, and by name why some of them could not be made.
     """
-    first = job.request(job.items[0]).name if job.items else ""
-    place = short_hash([job.folder, job.title, len(job.items), first])
+    place = short_hash([job.folder, job.title, job.digest])
     reader = open_on_all_ranks(job.folder, f"{place}/open", world, stop)
+    known = json.loads(world.from_first(f"{place}/known", lambda: json.dumps(read_note(reader, job.digest)), stop))
+    if known is not None:
+        return reader, known
     missing, broken = look_up(reader, job.requests())
-    if not missing.any():
-        return reader, broken
+    if missing.any():
+        reader, new_broken = fill_missing(job, missing, place, world, report, stop)
+        broken |= new_broken
+    if world.is_first:
+        write_note(reader, job.digest, broken)
+    return reader, broken
+
+
+def fill_missing(
+    job: CacheJob[Item, Loaded],
+    missing: NDArray[np.bool_],
+    place: str,
+    world: World,
+    report: Report,
+    stop: Callable[[], None],
+) -> tuple[ShardReader, dict[str, str]]:
+    """Compute the missing records; return a reader that has them, and why some could not be made."""
     if world.is_first:
         report_missing(job, missing, report)
     world.store_barrier(f"{place}/read", stop)  # all see the same queue only if none writes before all have read
     make_missing(job, missing, place, world, report, stop)
     reader = open_on_all_ranks(job.folder, f"{place}/filled", world, stop)
-    left, new_broken = look_up(reader, (job.request_at(position) for position in np.flatnonzero(missing)))
+    left, broken = look_up(reader, (job.request_at(position) for position in np.flatnonzero(missing)))
     assert not left.any(), f"{left.sum()} records are not in {job.folder} after filling it"
-    return reader, broken | new_broken
+    return reader, broken
 
 
 def open_on_all_ranks(folder: Path, place: str, world: World, stop: Callable[[], None]) -> ShardReader:

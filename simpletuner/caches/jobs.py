@@ -33,21 +33,24 @@ class CacheRequest:
 class CacheJob(Generic[Item, Loaded]):
     """A cache to fill with the records of `items`, which may be many more than fit into memory as requests.
 
+    `digest` stands for all requests together, so that a cache known to have them need not look at any.
     `load` reads one item, in up to `threads` threads ahead of the encoder. `make` computes one chunk of what was
     loaded, and returns for each item what there is to write.
     """
 
     title: str
     folder: Path
+    digest: str
     chunk: int
-    items: Sequence[Item]
+    items: Callable[[], Sequence[Item]]
     request: Callable[[Item], CacheRequest]
     load: Callable[[Item], Loaded]
     make: Callable[[Sequence[Loaded]], Iterable[Made]]
     threads: int = 1
+    compress: bool = False
 
     def requests(self) -> Iterator[CacheRequest]:
-        return map(self.request, self.items)
+        return map(self.request, self.items())
 
     def request_at(self, position: np.intp) -> CacheRequest:
-        return self.request(self.items[int(position)])
+        return self.request(self.items()[int(position)])

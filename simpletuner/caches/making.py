@@ -36,7 +36,7 @@ def make_missing(
     world.activity.begin(f"making {job.title}")
     chunks, count = chunks_to_make(job, missing), int(missing.sum())
     with report.progress(job.title, count) as progress:
-        with ShardWriter(job.folder, world.rank) as writer:
+        with ShardWriter(job.folder, world.rank, job.compress) as writer:
             for positions, loaded in load_ahead(job, chunks, place, world, stop):
                 made = zip(positions, job.make(loaded), strict=True)
                 wanted = [(job.request_at(position), result) for position, result in made if missing[position]]
@@ -58,7 +58,7 @@ def load_ahead(
             while True:
                 stop()
                 while len(waiting) <= ahead and (ticket := world.next_chunk(place)) < len(chunks):
-                    items = [job.items[int(position)] for position in chunks[ticket]]
+                    items = [job.items()[int(position)] for position in chunks[ticket]]
                     waiting.append((chunks[ticket], [pool.submit(job.load, item) for item in items]))
                 if not waiting:
                     return

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from simpletuner.caches.filling import fill_cache
 from simpletuner.caches.jobs import CacheJob, CacheRequest
+from simpletuner.caches.keys import short_hash
 from simpletuner.caches.making import load_ahead, split_into_chunks
 from simpletuner.caches.shards import ShardReader
 from simpletuner.errors import EnvironmentNotReady, Stopped
@@ -38,7 +39,8 @@ def job(
         made.extend(item.name for item in items)
         return [{"t": torch.tensor([float(item.name[1:]), len(items)])} for item in items]
 
-    return CacheJob("latents", folder, chunk, items, lambda item: item, lambda item: item, make)
+    digest = short_hash([[item.name, item.parts] for item in items])
+    return CacheJob("latents", folder, digest, chunk, lambda: items, lambda item: item, lambda item: item, make)
 
 
 def filled(*given, world: World | None = None, report: Report | None = None, stop=GO_ON, **more) -> ShardReader:
@@ -141,7 +143,7 @@ def test_items_are_loaded_while_earlier_ones_are_encoded_and_no_rank_takes_more_
         return [{"t": torch.zeros(1)} for _ in chunk]
 
     one_group = [replace(item, group="") for item in items]
-    ahead = CacheJob("latents", tmp_path, 2, one_group, lambda item: item, load, make, threads=4)
+    ahead = CacheJob("latents", tmp_path, "d", 2, lambda: one_group, lambda item: item, load, make, threads=4)
     reader, _ = fill_cache(ahead, alone(), Report(quiet=True), GO_ON)
     assert names_in(reader) == set(made) and len(made) == 24
     two = World(0, 2, 0, torch.device("cpu"), dist.HashStore())
@@ -165,7 +167,13 @@ def test_a_rank_that_fails_leaves_what_all_have_made_and_the_next_start_makes_th
         raise EnvironmentNotReady("out of memory", "a smaller batch")
 
     failing = replace(job(tmp_path, [], wanted(40)), make=fail, threads=8)
-    going_on = replace(job(tmp_path, made, wanted(40)), threads=8)
+
+    def go_on(items: Sequence[CacheRequest]) -> list[Mapping[str, torch.Tensor]]:
+        assert failed.wait(10)
+        made.extend(item.name for item in items)
+        return [{"t": torch.zeros(1)} for _ in items]
+
+    going_on = replace(job(tmp_path, [], wanted(40)), make=go_on, threads=8)
     with ThreadPoolExecutor(2) as pool:
         one = pool.submit(fill_cache, failing, worlds[0], Report(quiet=True), stop)
         other = pool.submit(fill_cache, going_on, worlds[1], Report(quiet=True), stop)
