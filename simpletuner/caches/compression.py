@@ -20,8 +20,9 @@ def compress_record(record: bytes) -> bytes:
     Even and odd bytes are apart: of bf16 numbers the one half is sign and exponent, which zstd shrinks, and the other
     one mantissa, which it stores as it is. Together a Flux sample takes 11 % more, and a third longer to read.
     """
-    halves = np.frombuffer(record + b"\0" * (len(record) % 2), np.uint8).reshape(-1, 2).T
-    frame = codec().compress(halves.tobytes(), asbytes=True)
+    numbers = np.frombuffer(record + b"\0" * (len(record) % 2), "<u2")
+    halves = np.concatenate([numbers.astype(np.uint8), (numbers >> 8).astype(np.uint8)])
+    frame = codec().compress(halves, asbytes=True)
     return min(record, (COMPRESSED | len(record)).to_bytes(8, "little") + frame, key=len)
 
 
@@ -31,10 +32,10 @@ def decompress_record(stored: memoryview) -> memoryview:
     if size < 0:
         return stored
     try:
-        odd_and_even = codec().decompress(stored[8:], decompressed_size=size + size % 2)
+        halves = codec().decompress(stored[8:], decompressed_size=size + size % 2)
     except (OSError, MemoryError) as error:
         raise ValueError(f"it cannot be decompressed: {error}") from None
-    even, odd = np.frombuffer(odd_and_even, np.uint8).reshape(2, -1)
+    even, odd = np.frombuffer(halves, np.uint8).reshape(2, -1)
     record = odd.astype("<u2")
     record <<= 8
     record |= even

@@ -1,7 +1,7 @@
 """A note in a cache folder: which requests it is known to have all records of, so that a warm start looks up none.
 
-It holds for the shards that it names by a hash of their sizes and times. One more record, a retracted one or a deleted
-shard makes it void, as a wrong checksum does.
+It holds for the shards that it names by a hash of their sizes and times, and for one version of simpletuner. One more
+record, a retracted one or a deleted shard makes it void, as a wrong checksum does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 from typing import Any
 
+from simpletuner import __version__
 from simpletuner.caches.keys import short_hash
 from simpletuner.caches.shards import ShardReader
 from simpletuner.system.cache_files import COMPLETE, is_plain_file
@@ -28,9 +29,13 @@ def read_note(reader: ShardReader, digest: str) -> dict[str, str] | None:
 def write_note(reader: ShardReader, digest: str, broken: dict[str, str]) -> None:
     """Remember that all records of these requests are there, but for broken ones. In a read-only folder do nothing."""
     digests = [*read_digests(reader).items()][1 - MOST_DIGESTS :]
-    note = with_checksum({"shards": short_hash(reader.index.sources), "digests": dict([*digests, (digest, broken)])})
+    note = with_checksum({"shards": identity(reader), "digests": dict([*digests, (digest, broken)])})
     with contextlib.suppress(OSError):
         write_file(reader.folder / COMPLETE, json.dumps(note).encode())
+
+
+def identity(reader: ShardReader) -> str:
+    return short_hash([__version__, reader.index.sources])
 
 
 def read_digests(reader: ShardReader) -> dict[str, dict[str, str]]:
@@ -40,4 +45,4 @@ def read_digests(reader: ShardReader) -> dict[str, dict[str, str]]:
         note = json.loads(path.read_bytes()) if is_plain_file(path) else {}
     if not isinstance(note, dict) or "checksum" not in note or not is_intact(note):
         return {}
-    return note["digests"] if note["shards"] == short_hash(reader.index.sources) else {}
+    return note["digests"] if note["shards"] == identity(reader) else {}

@@ -15,10 +15,12 @@ from simpletuner.caches.filling import fill_cache
 from simpletuner.caches.jobs import CacheJob, CacheRequest
 from simpletuner.caches.keys import short_hash
 from simpletuner.caches.making import load_ahead, split_into_chunks
-from simpletuner.caches.shards import ShardReader
+from simpletuner.caches.notes import read_note
+from simpletuner.caches.shards import ShardReader, ShardWriter
 from simpletuner.errors import EnvironmentNotReady, Stopped
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
+from simpletuner.system.cache_files import COMPLETE
 from simpletuner.system.signals import StopRequest
 
 GO_ON = StopRequest().check
@@ -186,3 +188,43 @@ def test_a_rank_that_fails_leaves_what_all_have_made_and_the_next_start_makes_th
     again: list[str] = []
     assert len(names_in(filled(tmp_path, again, wanted(40)))) == 40
     assert not kept & set(again)
+
+
+def test_a_warm_start_looks_up_no_record_until_a_shard_or_the_note_is_another(tmp_path):
+    def never(item: CacheRequest) -> CacheRequest:
+        raise AssertionError("it was known that nothing is missing")
+
+    items = wanted(6)
+    broken = replace(job(tmp_path, [], items), make=lambda chunk: ["cut short" for _ in chunk])
+    assert set(fill_cache(broken, alone(), Report(quiet=True), GO_ON)[1].values()) == {"cut short"}
+    made: list[str] = []
+    filled(tmp_path, made, wanted(4, vae="b"))
+    known = replace(job(tmp_path, made, items), request=never)
+    other = replace(job(tmp_path, made, wanted(4, vae="b")), request=never)
+    fill_cache(other, alone(), Report(quiet=True), GO_ON)
+    with pytest.raises(AssertionError):  # since then there are more shards
+        fill_cache(known, alone(), Report(quiet=True), GO_ON)
+    fill_cache(job(tmp_path, made, items), alone(), Report(quiet=True), GO_ON)
+    assert len(fill_cache(known, alone(), Report(quiet=True), GO_ON)[1]) == 6, "what is broken is known, too"
+    fill_cache(other, alone(), Report(quiet=True), GO_ON)
+
+    note = tmp_path / COMPLETE
+    whole = note.read_bytes()
+    reader = ShardReader(tmp_path)
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 7
+        for content in (damaged, whole[:place]):
+            note.write_bytes(content)
+            assert read_note(reader, known.digest) is None
+    note.write_bytes(b"[" * 100_000)
+    assert read_note(reader, known.digest) is None
+    note.write_bytes(whole)
+    reader.read(reader.find("r0", wanted(1, vae="b")[0].parts))
+    with ShardWriter(tmp_path, 999) as writer:
+        writer.retract(reader.find("r0", wanted(1, vae="b")[0].parts))
+    with pytest.raises(AssertionError):
+        fill_cache(other, alone(), Report(quiet=True), GO_ON)
+    made.clear()
+    filled(tmp_path, made, wanted(4, vae="b"))
+    assert sorted(made) == ["r0", "r2"], "the retracted record is made again, with its chunk"
