@@ -90,7 +90,6 @@ VALUES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("video", "audio"), LATER + ": only images"),
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),
         "caption": LATER + ": captions belong to images",
-        "eval": LATER + ": there is no loss on held-out images; validation_prompt generates images",
     },
     "caption_strategy": dict.fromkeys(
         ("parquet", "csv", "huggingface", "webshart"), LATER + ": write captions into text files"

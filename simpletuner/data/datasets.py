@@ -35,7 +35,7 @@ class ImageDataset(DatasetSettings):
 
     id: Annotated[str, AfterValidator(check_id)]
     type: Literal["local", "aws"] = "local"
-    dataset_type: Literal["image"] = "image"
+    dataset_type: Literal["image", "eval"] = "image"
     text_embeds: str | None = None
     image_embeds: str | None = None
     disabled: bool = False
@@ -230,8 +230,8 @@ def mistakes_between(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
     for problem in find_nested_ids(own):
         yield Mistake("id", problem, name)
     yield from mistakes_of_embeds(parsed, name)
-    if not images and not parsed.mistakes:
-        yield BrokenRule("data_backend_config", f"{name} names no dataset of images")
+    if not any(dataset.dataset_type == "image" for dataset in images) and not parsed.mistakes:
+        yield BrokenRule("data_backend_config", f"{name} names no dataset of images to train on")
 
 
 def mistakes_of_embeds(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
