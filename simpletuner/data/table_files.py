@@ -87,11 +87,9 @@ class TableFile:
 
     def rows(self) -> pa.Table:
         """Read the table (ROW). Raises DataError."""
+        read = READERS[FORMATS[self.settings.path.suffix.lower()]]
         with self._opened() as file:
-            table = READERS[FORMATS[self.settings.path.suffix.lower()]](file, self.settings, self._require)
-            table = table.unify_dictionaries()
-            table.validate(full=True)  # Parquet's texts may hold anything
-        return pa.Table.from_batches(map(self._row_batch, table.to_batches(ROWS)), ROW)
+            return pa.Table.from_batches(map(self._row_batch, read(file, self.settings, self._require)), ROW)
 
     def error(self, why: str, hint: str = "") -> DataError:
         return DataError(
@@ -135,6 +133,7 @@ class TableFile:
         return list(dict.fromkeys(name for _, name in asked))
 
     def _row_batch(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        batch.validate(full=True)  # Parquet's texts may hold anything
         settings = self.settings
         identifiers = self._texts(batch, settings.filename_column, or_number=True)
         captions = [self._captions(batch, name) for name in settings.caption_columns]
@@ -188,15 +187,14 @@ def wanted_columns(settings: TableSettings) -> list[tuple[str, str]]:
 Require = Callable[[Sequence[str]], list[str]]
 
 
-def read_parquet(file: pa.NativeFile, settings: TableSettings, require: Require) -> pa.Table:
+def read_parquet(file: pa.NativeFile, settings: TableSettings, require: Require) -> Iterator[pa.RecordBatch]:
     opened = pq.ParquetFile(file, pre_buffer=False)
     columns = require(opened.schema_arrow.names)
-    batches = opened.iter_batches(ROWS, columns=columns, use_threads=False)
-    schema = pa.schema([opened.schema_arrow.field(name) for name in columns])
-    return pa.Table.from_batches([batch.select(columns) for batch in batches], schema)
+    # In batches: memory that is used again costs less than what is new, of which the whole table takes gigabytes.
+    yield from opened.iter_batches(ROWS, columns=columns, use_threads=False)
 
 
-def read_csv(file: pa.NativeFile, settings: TableSettings, require: Require) -> pa.Table:
+def read_csv(file: pa.NativeFile, settings: TableSettings, require: Require) -> Iterator[pa.RecordBatch]:
     """Read texts as they are written: `0001` is a name, not a number."""
     texts = dict.fromkeys([settings.filename_column, *settings.caption_columns], pa.string())
     return with_columns(
@@ -210,15 +208,15 @@ def read_csv(file: pa.NativeFile, settings: TableSettings, require: Require) -> 
     )
 
 
-def read_json(file: pa.NativeFile, settings: TableSettings, require: Require) -> pa.Table:
+def read_json(file: pa.NativeFile, settings: TableSettings, require: Require) -> Iterator[pa.RecordBatch]:
     return with_columns(pa_json.read_json(file, pa_json.ReadOptions(False, JSON_BLOCK_BYTES)), require)
 
 
-def with_columns(table: pa.Table, require: Require) -> pa.Table:
-    return table.select(require(table.column_names))
+def with_columns(table: pa.Table, require: Require) -> Iterator[pa.RecordBatch]:
+    return iter(table.select(require(table.column_names)).to_batches(ROWS))
 
 
-READERS: Mapping[str, Callable[[pa.NativeFile, TableSettings, Require], pa.Table]] = {
+READERS: Mapping[str, Callable[[pa.NativeFile, TableSettings, Require], Iterator[pa.RecordBatch]]] = {
     "Parquet": read_parquet,
     "CSV": read_csv,
     "JSON lines": read_json,

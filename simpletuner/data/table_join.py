@@ -37,9 +37,8 @@ class Described:
         return self.sizes[0] > 0
 
 
-def describe_files(table: TableFile, names: pa.ChunkedArray) -> Described:
-    """Find the row of each file. Raises DataError for a table that cannot be read."""
-    rows = table.rows()
+def describe_files(table: TableFile, rows: pa.Table, names: pa.ChunkedArray) -> Described:
+    """Find the row of each file among the `rows` (ROW) of a table."""
     found = find_rows(names, rows["identifier"], table.settings.identifier_includes_extension)
     has_row = found.is_valid().to_numpy(zero_copy_only=False)
     index = pc.fill_null(found, 0).to_numpy()
@@ -63,6 +62,8 @@ def take(column: pa.ChunkedArray, found: pa.Array, has_row: np.ndarray) -> pa.Ch
 def find_rows(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extension: bool) -> pa.Array:
     """Return the first row of each file, or null: by its path below the dataset's folder, or by its name alone."""
     keys = names if with_extension else without_suffix(names)
+    if len(keys) == len(identifiers) and pc.all(pc.equal(keys, identifiers)).as_py():
+        return pa.array(np.arange(len(keys), dtype=np.int32))  # written in the order of the files, as most tables are
     found = pc.index_in(keys, value_set=identifiers)
     in_folders = pc.match_substring(keys, "/")
     if found.null_count and pc.any(in_folders).as_py():

@@ -131,9 +131,9 @@ class SharedScan:
         return not table or self._open(path.name)[1].get("table", "").startswith(table.settings_id())
 
     def _describe(self, files: FileList) -> Described | None:
-        """Read the table, if there is one."""
+        """Read the table, if there is one. Raises DataError where it cannot be read."""
         table = table_of(self.dataset, self.storage)
-        return describe_files(table, files.table["name"]) if table else None
+        return describe_files(table, table.rows(), files.table["name"]) if table else None
 
     def _kept(self) -> list[Path]:
         return intact_files(self.folder, self._kind("scan"))
