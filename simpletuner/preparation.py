@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from simpletuner.caches.keys import short_hash
 from simpletuner.caches.latents import LatentsCache
 from simpletuner.caches.texts import TextCache
@@ -15,6 +17,7 @@ from simpletuner.data.dataset_warnings import dataset_warnings
 from simpletuner.data.datasets import ImageDataset, load_datasets
 from simpletuner.data.discovery import Discovery, count_noun, discover, format_names
 from simpletuner.data.folders import default_folder, latents_folder, text_folder
+from simpletuner.data.held_out import held_out_indices
 from simpletuner.data.prefetch import SampleReader
 from simpletuner.data.samples import Samples
 from simpletuner.models.family import ModelFamily
@@ -38,6 +41,8 @@ class Plan:
     digest: str
     """Identity of seed, buckets and order: a saved position is valid only for the same ones."""
     version: int
+    held_out: np.ndarray
+    """Indices of the samples that are not trained on."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ def make_plan(
 ) -> Plan:
     """Group samples into buckets that fill the effective batch, and order them."""
     oversubscribe = settings.data.allow_dataset_oversubscription
-    buckets = fill_buckets(make_buckets(samples), settings.effective_batch_size, oversubscribe)
+    held_out = held_out_indices(samples, settings.validation.eval_split)
+    buckets = fill_buckets(make_buckets(samples, held_out), settings.effective_batch_size, oversubscribe)
     seed = settings.training.seed
     # Ids, not indices: with another image in the place of one, indices would stay the same.
     if version == 1:
@@ -83,7 +89,7 @@ def make_plan(
     else:
         sampler = GlobalBatchSampler(buckets, seed)
         digest = digest_buckets(buckets, samples, version, seed)
-    return Plan(datasets, samples, buckets, text_folder, sampler, digest, version)
+    return Plan(datasets, samples, buckets, text_folder, sampler, digest, version, held_out)
 
 
 def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
@@ -141,7 +147,9 @@ def describe_buckets(plan: Plan) -> str:
     """Return how many images are in which buckets, and how often an epoch shows those that are repeated."""
     counts = {name: (bucket.num_samples, len(bucket)) for name, bucket in plan.buckets.items()}
     each = [f"{name}: {own}{f' shown {shown} times' if shown > own else ''}" for name, (own, shown) in counts.items()]
-    return f"{len(plan.samples):,} in {count_noun(len(counts), 'bucket')} ({', '.join(each)})"
+    held_out = f"; {len(plan.held_out):,} held out" if len(plan.held_out) else ""
+    trained = len(plan.samples) - len(plan.held_out)
+    return f"{trained:,} in {count_noun(len(counts), 'bucket')} ({', '.join(each)}){held_out}"
 
 
 def folders_of(settings: Settings, plan: Plan) -> list[Path]:

@@ -20,8 +20,8 @@ Buckets = dict[str, Bucket]
 """By name, such as `1024x1024`."""
 
 
-def make_buckets(samples: Samples) -> Buckets:
-    """Group samples by their target size, and by how often their dataset's `repeats` show them."""
+def make_buckets(samples: Samples, held_out: Sequence[int] | np.ndarray = ()) -> Buckets:
+    """Group samples but the held-out ones by target size, and by how often their dataset's `repeats` show them."""
     if not samples.parts:
         return {}
     targets = [part.sizes.targets.astype(np.int64) for part in samples.parts]
@@ -29,12 +29,17 @@ def make_buckets(samples: Samples) -> Buckets:
     of_parts = np.split(of_sizes.astype(np.uint32), np.cumsum([len(each) for each in targets])[:-1])
     of_samples = [own[part.sizes.index] for own, part in zip(of_parts, samples.parts, strict=True)]
     datasets = np.repeat(np.arange(len(samples.parts), dtype=np.uint16), [len(part) for part in samples.parts])
-    return group_samples(
-        np.concatenate(of_samples),
-        [f"{code >> 32}x{code & 0xFFFFFFFF}" for code in codes.tolist()],
-        datasets,
-        [1 + part.dataset.repeats for part in samples.parts],
-    )
+    names = [f"{code >> 32}x{code & 0xFFFFFFFF}" for code in codes.tolist()]
+    copies = [1 + part.dataset.repeats for part in samples.parts]
+    if not len(held_out):
+        return group_samples(np.concatenate(of_samples), names, datasets, copies)
+    trained = np.delete(np.arange(len(samples), dtype=np.uint32), held_out)
+    buckets = group_samples(np.concatenate(of_samples)[trained], names, datasets[trained], copies)
+    return {
+        name: Bucket({count: trained[own] for count, own in bucket.groups.items()})
+        for name, bucket in buckets.items()
+        if bucket.groups
+    }
 
 
 def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray, copies: Sequence[int]) -> Buckets:

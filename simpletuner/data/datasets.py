@@ -36,7 +36,7 @@ class ImageDataset(DatasetSettings):
 
     id: Annotated[str, AfterValidator(check_id)]
     type: Literal["local", "aws"] = "local"
-    dataset_type: Literal["image"] = "image"
+    dataset_type: Literal["image", "eval"] = "image"
     disabled: bool = False
     caption_strategy: Literal["textfile", "filename", "instanceprompt", "parquet", "csv"] = "textfile"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Only a dataset of a file can have a table."""
@@ -222,8 +222,8 @@ def mistakes_between(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
         lines = [str(entry.line) for dataset, entry in parsed.datasets if isinstance(dataset, TextEmbeds)]
         message = f"{len(texts)} datasets are of this type: there is one text cache, leave the others out"
         yield Mistake("dataset_type", message, f"{name}:{' and '.join(lines)}", "'text_embeds'")
-    if not images and not parsed.mistakes:
-        yield BrokenRule("data_backend_config", f"{name} names no dataset of images")
+    if not any(dataset.dataset_type == "image" for dataset in images) and not parsed.mistakes:
+        yield BrokenRule("data_backend_config", f"{name} names no dataset of images to train on")
 
 
 def inherited(data: Data) -> dict[str, Any]:
