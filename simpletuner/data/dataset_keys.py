@@ -47,8 +47,6 @@ REASONS: dict[str, str] = {
     "caption_shuffle": LATER + ": write the variants as lines of the text file",
     "caption_filter_list": LATER + ": edit the text files",
     "text_cache_ondemand": "set text_cache_disable, or leave it out: all captions are encoded before training",
-    "metadata_backend": LATER + " beyond `discovery`",
-    "parquet": LATER + ": captions come from text files, file names or one phrase",
     "max_upscale_threshold": LATER + ": minimum_image_size leaves small images out",
     "bucket_resolutions": LATER + ": buckets come from resolution and aspect_bucket_alignment",
     "crop_aspect_buckets": LATER + ": buckets come from resolution and aspect_bucket_alignment",
@@ -80,7 +78,6 @@ RULES: dict[str, Rule] = {
     **{key: Refuses(reason) for key, reason in REASONS.items()},
     **{key: Ignores(reason, warns=False) for key, reason in NO_EFFECT.items()},
     **{key: Ignores(reason) for key, reason in MISSED.items()},
-    "metadata_backend": Refuses(REASONS["metadata_backend"], neutral=("discovery",)),
     "probability": Refuses(REASONS["probability"], neutral=(1,)),
 }
 
@@ -91,9 +88,8 @@ VALUES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),
         "caption": LATER + ": captions belong to images",
     },
-    "caption_strategy": dict.fromkeys(
-        ("parquet", "csv", "huggingface", "webshart"), LATER + ": write captions into text files"
-    ),
+    "caption_strategy": dict.fromkeys(("huggingface", "webshart"), LATER + ": name a table in `parquet`"),
+    "metadata_backend": dict.fromkeys(("huggingface", "webshart"), LATER + ": name a table in `parquet`"),
     "crop_style": dict.fromkeys(("corner", "face"), LATER),
     "crop_aspect": {
         "closest": LATER + ": `preserve` crops to the image's bucket",
