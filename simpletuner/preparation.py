@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
         plan = make_plan(settings, plan.datasets, plan.texts, whole, plan.version)
     no_caption = family.unconditional({key: value[None] for key, value in sources.prompts.read("").items()})
     on_demand = [decoding_threads(part, session.world) for part in whole.parts if part.dataset.vae_cache_disable]
+    at_once = sources.concurrent_reads
     reader = SampleReader(
         samples=whole,
         latents=lambda sample: sources.latents[sample.dataset].read(sample),
@@ -116,6 +118,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
         text=lambda sample, caption: sources.texts[sample.dataset].read(caption),
         no_caption={key: value[0] for key, value in no_caption.items()},
         threads=max([THREADS, *on_demand]),
+        map_samples=ThreadPoolExecutor(at_once, thread_name_prefix="samples").map if at_once > 1 else map,
     )
     return Prepared(plan, reader, sources.prompts)
 

@@ -72,6 +72,43 @@ def test_two_ranks_train_from_a_bucket_as_from_the_folder(sdxl, shapes, train, p
     assert_nothing_hidden(tmp_path / "gone", gone.said)
 
 
+def entries_in_bucket(proxy: Proxy, **values: object) -> list[dict[str, object]]:
+    """Images, their latents and their text embeddings, all in one bucket."""
+    place = {"type": "aws", "aws_bucket_name": BUCKET, "aws_endpoint_url": proxy.address, **SECRETS, **values}
+    caches = [{"id": each, "dataset_type": f"{each}_embeds", "aws_data_prefix": f"cache/{each}", **place}
+              for each in ("image", "text")]  # fmt: skip
+    return [{"id": "d", "aws_data_prefix": "set", "image_embeds": "image", **place}, *caches]
+
+
+def test_two_ranks_cache_in_the_bucket_and_another_output_dir_finds_all_of_it_there(
+    sdxl, shapes, train, starter, proxy, tmp_path
+):
+    model = ("--model_family=sdxl", f"--pretrained_model_name_or_path={sdxl}", "--max_train_steps=3")
+    (tmp_path / "files").mkdir()
+    folder = dataset_file(tmp_path / "files" / "local.json", instance_data_dir=str(shapes))
+    file = tmp_path / "files" / "s3.json"
+    file.write_text(json.dumps(entries_in_bucket(proxy)))
+    bucket = f"--data_backend_config={file}"
+    local = train(tmp_path / "local", *model, folder, world=2)
+
+    proxy.faults = [Fault(".shard", 503, "SlowDown", times=2), Fault(".jsonl", 500, "InternalError", times=1)]
+    away = train(tmp_path / "away", *model, bucket, world=2)
+    assert away.losses == local.losses and len(away.losses) == 3
+    assert "latents: making 36 of 36" in away.said
+    assert_nothing_hidden(away.output, away.said)
+
+    proxy.requests.clear()
+    proxy.faults = [Fault(".shard", cut=0.5, times=3), Fault(".shard", 503, "SlowDown", times=2)]
+    elsewhere = train(tmp_path / "elsewhere", *model, bucket, world=2)
+    assert elsewhere.losses == local.losses and "making" not in elsewhere.said
+    assert all(part for path, part in proxy.requests if ".shard" in path), "records are read, not shards"
+    assert_nothing_hidden(elsewhere.output, elsewhere.said)
+
+    proxy.faults = [Fault(".shard", 404, "NoSuchBucket")]
+    gone = train(tmp_path / "gone", *model, bucket, world=2, code=4)
+    assert "does not exist" in gone.said and "Traceback" not in gone.said
+
+
 def test_no_command_shows_a_secret(sdxl, proxy, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "files").mkdir()

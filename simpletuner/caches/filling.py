@@ -39,7 +39,7 @@ def fill_cache(
     Return a reader that has all records, and by name why some of them could not be made.
     """
     place = short_hash([job.folder, job.title, job.digest])
-    reader = open_on_all_ranks(job.folder, f"{place}/open", world, stop)
+    reader = open_on_all_ranks(job, f"{place}/open", world, stop)
     known = json.loads(world.from_first(f"{place}/known", lambda: json.dumps(read_note(reader, job.digest)), stop))
     if known is not None:
         return reader, known
@@ -65,18 +65,20 @@ def fill_missing(
         report_missing(job, missing, report)
     world.store_barrier(f"{place}/read", stop)  # all see the same queue only if none writes before all have read
     make_missing(job, missing, place, world, report, stop)
-    reader = open_on_all_ranks(job.folder, f"{place}/filled", world, stop)
+    reader = open_on_all_ranks(job, f"{place}/filled", world, stop)
     left, broken = look_up(reader, (job.request_at(position) for position in np.flatnonzero(missing)))
     assert not left.any(), f"{left.sum()} records are not in {job.folder} after filling it"
     return reader, broken
 
 
-def open_on_all_ranks(folder: Path, place: str, world: World, stop: Callable[[], None]) -> ShardReader:
+def open_on_all_ranks(job: CacheJob[Item, Loaded], place: str, world: World, stop: Callable[[], None]) -> ShardReader:
     """Open a cache once all ranks have closed what they wrote. The first one merges its indexes for the others."""
     world.store_barrier(f"{place}/closed", stop)
-    reader = ShardReader(folder) if world.is_first else None
+    if world.is_first and job.mirror:
+        job.mirror.synchronize(stop)
+    reader = ShardReader(job.folder, job.mirror) if world.is_first else None
     world.store_barrier(f"{place}/merged", stop)
-    return reader or ShardReader(folder)
+    return reader or ShardReader(job.folder, job.mirror)
 
 
 def look_up(reader: ShardReader, requests: Iterable[CacheRequest]) -> tuple[NDArray[np.bool_], dict[str, str]]:

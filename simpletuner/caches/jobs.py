@@ -14,6 +14,8 @@ from simpletuner.caches.keys import KeyParts
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from simpletuner.caches.mirror import Mirror
+
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
 Made = Mapping[str, "Tensor"] | str
@@ -48,6 +50,8 @@ class CacheJob(Generic[Item, Loaded]):
     make: Callable[[Sequence[Loaded]], Iterable[Made]]
     threads: int = 1
     compress: bool = False
+    mirror: Mirror | None = None
+    """What keeps the folder the same as a bucket."""
 
     def requests(self) -> Iterator[CacheRequest]:
         return map(self.request, self.items())

@@ -13,6 +13,7 @@ from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.filling import fill_cache
 from simpletuner.caches.jobs import CacheJob, CacheRequest, Made
 from simpletuner.caches.keys import KeyParts, folder_fingerprint, latents_parts, short_hash
+from simpletuner.caches.mirror import Mirror
 from simpletuner.caches.shards import ShardReader
 from simpletuner.data.images import DECODE_ERRORS, read_rgb, resize_and_crop
 from simpletuner.data.samples import DatasetSamples, Sample
@@ -31,9 +32,15 @@ class LatentsCache:
     """The latents of one dataset's samples, in one folder."""
 
     def __init__(
-        self, folder: Path, samples: DatasetSamples, vae: Encoder[Vae], family: ModelFamily, world: World
+        self,
+        folder: Path,
+        samples: DatasetSamples,
+        vae: Encoder[Vae],
+        family: ModelFamily,
+        world: World,
+        mirror: Mirror | None = None,
     ) -> None:
-        self.folder, self.samples, self.vae, self.world = folder, samples, vae, world
+        self.folder, self.samples, self.vae, self.world, self.mirror = folder, samples, vae, world, mirror
         self.fingerprint, self.dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
         self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]
         self.reader: ShardReader | None = None
@@ -51,6 +58,7 @@ class LatentsCache:
             make=self._encode,
             threads=decoding_threads(self.samples, self.world),
             compress=self.samples.dataset.compress_cache,
+            mirror=self.mirror,
         )
         self.reader, broken = fill_cache(job, self.world, report, stop)
         return broken

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +37,7 @@ def make_missing(
     world.activity.begin(f"making {job.title}")
     chunks, count = chunks_to_make(job, missing), int(missing.sum())
     with report.progress(job.title, count) as progress:
-        with ShardWriter(job.folder, world.rank, job.compress) as writer:
+        with open_writer(job, world.rank) as writer:
             for positions, loaded in load_ahead(job, chunks, place, world, stop):
                 made = zip(positions, job.make(loaded), strict=True)
                 wanted = [(job.request_at(position), result) for position, result in made if missing[position]]
@@ -44,6 +45,10 @@ def make_missing(
                     write_result(writer, request, result)
                 progress.update(world.add_progress(place, len(wanted)))
         world.wait_for_count(place, count, stop, progress.update)
+
+
+def open_writer(job: CacheJob[Item, Loaded], rank: int) -> AbstractContextManager[ShardWriter]:
+    return job.mirror.writer(rank, job.compress) if job.mirror else ShardWriter(job.folder, rank, job.compress)
 
 
 def load_ahead(

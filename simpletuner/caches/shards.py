@@ -12,11 +12,11 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from simpletuner.caches.shard_index import read_indexes
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.cache_files import index_of, shard_name
 
+if TYPE_CHECKING:
+    from simpletuner.caches.mirror import Mirror
+
 MAPS = 256
 """How many shards a reader keeps mapped. Page tables of a map take up to 2 MiB, and a process may have 65,530 maps."""
 SHARD_BYTES = 1 << 30
@@ -38,10 +41,22 @@ RETRACTING_RANK = 999
 
 
 class ShardWriter:
-    """Append records, compressed or not; one writer per rank, each with shards of its own."""
+    """Append records, compressed or not; one writer per rank, each with shards of its own.
 
-    def __init__(self, folder: Path, rank: int, compress: bool = False) -> None:
+    They are numbered from `first_number` on; `on_closed` is given each shard that is complete.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        compress: bool = False,
+        first_number: int = 0,
+        shard_bytes: int = SHARD_BYTES,
+        on_closed: Callable[[Path], None] | None = None,
+    ) -> None:
         self.folder, self.rank, self.compress = folder, rank, compress
+        self.first_number, self.shard_bytes, self.on_closed = first_number, shard_bytes, on_closed
         self.files: tuple[BinaryIO, BinaryIO] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -87,7 +102,7 @@ class ShardWriter:
 
     def _files_with_room(self, length: int) -> tuple[BinaryIO, BinaryIO]:
         """Return the open shard and its index, or the next ones when the shard is full."""
-        if self.files is not None and self.files[0].tell() + length > SHARD_BYTES:
+        if self.files is not None and self.files[0].tell() + length > self.shard_bytes:
             self.close()
         if self.files is None:
             shard = self._create_shard()
@@ -97,7 +112,7 @@ class ShardWriter:
         return self.files
 
     def _create_shard(self) -> BinaryIO:
-        for number in itertools.count():
+        for number in itertools.count(self.first_number):
             try:
                 return (self.folder / shard_name(self.rank, number)).open("xb")
             except FileExistsError:
@@ -106,14 +121,17 @@ class ShardWriter:
 
     def close(self) -> None:
         """Flush to the disk and close. Raises EnvironmentNotReady when the disk is full."""
+        files = self.files or ()
         try:
-            for file in self.files or ():
+            for file in files:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise self._write_error(error) from None
         finally:
             self._close_quietly()
+        if files and self.on_closed is not None:
+            self.on_closed(Path(files[0].name))
 
     def _close_quietly(self) -> None:
         for file in self.files or ():
@@ -131,11 +149,13 @@ class ShardWriter:
 class ShardReader:
     """Find and read records by name and parts; a snapshot of what was in the folder when it was opened."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, mirror: Mirror | None = None) -> None:
+        self.folder, self.mirror = folder, mirror
         self.index = open_index(folder)
         self._verified = np.zeros(len(self.index.rows), bool)
         self._map = lru_cache(MAPS)(map_shard)
+        if mirror is not None:
+            mirror.stored.update(name for name, *_ in self.index.sources)
 
     def find(self, name: str, parts: KeyParts) -> RecordLocation | None:
         """Return where the record made from exactly these parts is, or None."""
@@ -154,8 +174,8 @@ class ShardReader:
 
         Raises EnvironmentNotReady when the record is damaged; the next start makes it again.
         """
-        record = self._record(location)
         try:
+            record = self._record(location)
             if location.checksum and not self._verified[location.row]:  # once: later reads come from memory
                 if location.checksum != location.checksum_with(record):
                     raise ValueError("its checksum does not match")
@@ -172,7 +192,8 @@ class ShardReader:
         where = f"{location.shard} is damaged at byte {location.offset}, in the record {location.name}"
         message = f"the cache file {where}: {error}"
         try:
-            with ShardWriter(self.folder, RETRACTING_RANK) as writer:
+            number = self.mirror.random_number() if self.mirror else 0
+            with ShardWriter(self.folder, RETRACTING_RANK, first_number=number) as writer:
                 writer.retract(location)
         except EnvironmentNotReady:
             return EnvironmentNotReady(message, f"delete {location.shard}, and run the same command again")
@@ -181,6 +202,8 @@ class ShardReader:
         )
 
     def _record(self, location: RecordLocation) -> memoryview:
+        if self.mirror is not None:
+            return self.mirror.record(location)
         return self._map(location.shard)[location.offset : location.offset + location.length]
 
 

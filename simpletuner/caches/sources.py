@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.latents import DTYPES, LatentsCache
+from simpletuner.caches.mirror import open_mirror
 from simpletuner.caches.on_demand import LatentsOnDemand, TextOnDemand
 from simpletuner.caches.texts import TextCache
 from simpletuner.data.datasets import ImageDataset, TextEmbeds
@@ -43,6 +44,11 @@ class Sources:
         both = (*self.all_texts, *self.latents.values())
         return [each for each in both if isinstance(each, LatentsCache | TextCache)]
 
+    @property
+    def concurrent_reads(self) -> int:
+        """How many samples are best read at once: more than one where records come from a bucket."""
+        return max((each.mirror.storage.concurrent_reads for each in self.caches if each.mirror), default=1)
+
 
 def open_sources(
     settings: Settings, samples: Samples, texts: Sequence[TextEmbeds], family: ModelFamily, world: World
@@ -56,13 +62,14 @@ def open_sources(
     def latents_of(part: DatasetSamples) -> LatentsSource:
         if part.dataset.vae_cache_disable:
             return LatentsOnDemand(vae, DTYPES[data.vae_cache_dtype])
-        return LatentsCache(latents_folder(part.dataset, settings), part, vae, family, world)
+        folder = latents_folder(part.dataset, settings)
+        return LatentsCache(folder, part, vae, family, world, open_mirror(part.dataset.latents_bucket, folder))
 
     def cache_of(embeds: TextEmbeds) -> TextCache:
         own = [part for part in samples.parts if uses(part.dataset, embeds, texts)]
         prompts = all_prompts(settings) if embeds is texts[0] and not data.text_cache_disable else []
         folder, compress = text_folder(embeds, settings), embeds.compress_cache
-        return TextCache(folder, own, prompts, encoder, family, world, dtype, compress)
+        return TextCache(folder, own, prompts, encoder, family, world, dtype, compress, open_mirror(embeds, folder))
 
     def text_of(dataset: ImageDataset) -> TextSource:
         return on_demand if dataset.text_cache_disable else by_id[dataset.text_embeds or texts[0].id]

@@ -13,6 +13,7 @@ from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.filling import fill_cache
 from simpletuner.caches.jobs import CacheJob, CacheRequest
 from simpletuner.caches.keys import folder_fingerprint, short_hash, text_parts
+from simpletuner.caches.mirror import Mirror
 from simpletuner.caches.shards import ShardReader
 from simpletuner.data.samples import DatasetSamples
 from simpletuner.models.diffusers_io import text_folders
@@ -35,9 +36,10 @@ class TextCache:
         world: World,
         dtype: torch.dtype,
         compress: bool = False,
+        mirror: Mirror | None = None,
     ) -> None:
         self.folder, self.samples, self.prompts, self.compress = folder, samples, prompts, compress
-        self.encoder, self.family, self.world = encoder, family, world
+        self.encoder, self.family, self.world, self.mirror = encoder, family, world, mirror
         self.parts = text_parts(folder_fingerprint(text_folders(family.folder)), str(dtype), family.max_length)
         self.reader: ShardReader | None = None
 
@@ -59,6 +61,7 @@ class TextCache:
             load=str,
             make=self._encode,
             compress=self.compress,
+            mirror=self.mirror,
         )
         self.reader, _ = fill_cache(job, self.world, report, stop)
         self.__dict__.pop("captions", None)

@@ -12,18 +12,18 @@ from configparser import Error as ConfigError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletuner.data.datasets import S3Images
+from simpletuner.data.s3_place import S3Place
 from simpletuner.errors import EnvironmentNotReady
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential, S3CredentialProvider
 
 
-def credential_provider(dataset: S3Images, profile: Mapping[str, str]) -> S3CredentialProvider | None:
+def credential_provider(place: S3Place, profile: Mapping[str, str]) -> S3CredentialProvider | None:
     """Return what gives obstore its credentials, or None where it looks for them itself."""
-    if dataset.aws_access_key_id and dataset.aws_secret_access_key:
-        token = dataset.aws_session_token.get_secret_value() if dataset.aws_session_token else None
-        key, secret = (each.get_secret_value() for each in (dataset.aws_access_key_id, dataset.aws_secret_access_key))
+    if place.aws_access_key_id and place.aws_secret_access_key:
+        token = place.aws_session_token.get_secret_value() if place.aws_session_token else None
+        key, secret = (each.get_secret_value() for each in (place.aws_access_key_id, place.aws_secret_access_key))
         return fixed_credential(key, secret, token)
     key, secret = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
     if key and secret and "AWS_ACCESS_KEY_ID" not in os.environ:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from simpletuner.data.dataset_file import DatasetEntry, read_entries
 from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.folders import check_id, find_nested_ids, id_of_folder
+from simpletuner.data.s3_place import S3Place
 from simpletuner.data.tables import BLOCK, TABLE_RULES, TableSettings, check_table
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.errors import allowed, did_you_mean, shorten
@@ -48,6 +48,18 @@ class ImageDataset(DatasetSettings):
     compress_cache: bool = False
     minimum_aspect_ratio: float | None = Field(None, gt=0)
     maximum_aspect_ratio: float | None = Field(None, gt=0)
+    _embeds: ImageEmbeds | None = PrivateAttr(None)
+
+    @property
+    def latents_bucket(self) -> S3ImageEmbeds | None:
+        """The cache in a bucket that `image_embeds` names, once the whole file is read."""
+        return self._embeds if isinstance(self._embeds, S3ImageEmbeds) else None
+
+    def cached_in(self, embeds: ImageEmbeds) -> ImageDataset:
+        """Return this dataset with its latents in a cache that `image_embeds` names."""
+        new = self.model_copy(update={"cache_dir_vae": fill(embeds.cache_dir, {"id": embeds.id})})
+        new._embeds = embeds
+        return new
 
     @model_validator(mode="after")
     def check_captions(self) -> ImageDataset:
@@ -96,38 +108,8 @@ class LocalImages(ImageDataset):
     instance_data_dir: Path
 
 
-def check_bucket(name: str) -> str:
-    if not re.fullmatch(r"[^/:\s]+", name):
-        raise ValueError("use the bucket's name alone; folders in it are aws_data_prefix")
-    return name
-
-
-def check_endpoint(address: str | None) -> str | None:
-    if address and not re.match(r"https?://[^/\s]", address):
-        raise ValueError("use an address that begins with https:// or http://")
-    return address
-
-
-class S3Images(ImageDataset):
-    """Images in a bucket of an S3-compatible store. Credentials are never shown, not even as a part of a mistake."""
-
-    aws_bucket_name: Annotated[str, AfterValidator(check_bucket)]
-    aws_data_prefix: str = ""
-    aws_region_name: str | None = None
-    aws_endpoint_url: Annotated[str | None, AfterValidator(check_endpoint)] = None
-    aws_access_key_id: SecretStr | None = None
-    aws_secret_access_key: SecretStr | None = None
-    aws_session_token: SecretStr | None = None
-    aws_max_pool_connections: int = Field(32, ge=1, le=1024)
-
-    @model_validator(mode="after")
-    def check_credentials(self) -> S3Images:
-        if (self.aws_access_key_id is None) != (self.aws_secret_access_key is None):
-            missing = "aws_secret_access_key" if self.aws_access_key_id else "aws_access_key_id"
-            raise PydanticCustomError(missing, "is missing: it belongs to the other half of the key")
-        if self.aws_session_token and not self.aws_access_key_id:
-            raise PydanticCustomError("aws_access_key_id", "is missing: aws_session_token belongs to a key")
-        return self
+class S3Images(S3Place, ImageDataset):
+    """Images in a bucket of an S3-compatible store."""
 
 
 PLACES: dict[str, type[ImageDataset]] = {"local": LocalImages, "aws": S3Images}
@@ -138,7 +120,7 @@ class Embeds(Section):
     """A cache folder that datasets name: an entry of the dataset file."""
 
     id: str
-    type: Literal["local"] = "local"
+    type: Literal["local", "aws"] = "local"
     disabled: bool = False
     cache_dir: Annotated[Path, AfterValidator(only_placeholders(*OF_A_DATASET))]
 
@@ -157,8 +139,29 @@ class ImageEmbeds(Embeds):
     dataset_type: Literal["image_embeds"]
 
 
-EMBEDS: dict[str, type[Embeds]] = {"text_embeds": TextEmbeds, "image_embeds": ImageEmbeds}
-"""Caches by `dataset_type`."""
+class S3Embeds(S3Place):
+    """A cache in a bucket. Its local copy is below output_dir, which a run has for itself, and of bounded size."""
+
+    cache_size_limit_gb: float = Field(100, gt=0)
+
+
+class S3TextEmbeds(S3Embeds, TextEmbeds):
+    """Text embeddings cached in a bucket."""
+
+    cache_dir: Path = Path("{output_dir}/cache/text_embeds/{id}")
+
+
+class S3ImageEmbeds(S3Embeds, ImageEmbeds):
+    """Latents cached in a bucket."""
+
+    cache_dir: Path = Path("{output_dir}/cache/image_embeds/{id}")
+
+
+EMBEDS: dict[str, dict[str, type[Embeds]]] = {
+    "text_embeds": {"local": TextEmbeds, "aws": S3TextEmbeds},
+    "image_embeds": {"local": ImageEmbeds, "aws": S3ImageEmbeds},
+}
+"""Caches by `dataset_type` and `type`."""
 Kind = TypeVar("Kind", ImageDataset, TextEmbeds, ImageEmbeds)
 
 
@@ -179,9 +182,9 @@ def load_datasets(data: Data) -> tuple[list[ImageDataset], list[TextEmbeds]]:
     parsed = parse_file(data.data_backend_config, data)
     parsed.check()
     texts = sorted(parsed.of_kind(TextEmbeds), key=lambda texts: not texts.default)
-    places = {embeds.id: fill(embeds.cache_dir, {"id": embeds.id}) for embeds in parsed.of_kind(ImageEmbeds)}
+    caches = {embeds.id: embeds for embeds in parsed.of_kind(ImageEmbeds)}
     datasets = [
-        dataset.model_copy(update={"cache_dir_vae": places[dataset.image_embeds]}) if dataset.image_embeds else dataset
+        dataset.cached_in(caches[dataset.image_embeds]) if dataset.image_embeds else dataset
         for dataset in parsed.of_kind(ImageDataset)
     ]
     return datasets, texts or [default_texts(data)]
@@ -252,8 +255,8 @@ def mistakes_between(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
 
 def mistakes_of_embeds(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
     """Yield what is wrong between datasets and the caches that they name."""
-    for kind, cls in EMBEDS.items():
-        ids = [dataset.id for dataset, _ in parsed.datasets if isinstance(dataset, cls)]
+    for kind, places in EMBEDS.items():
+        ids = [dataset.id for dataset, _ in parsed.datasets if isinstance(dataset, places["local"])]
         for twice in duplicates(ids):
             yield Mistake("id", f"two datasets of type {kind} share it", name, shorten(twice))
         for dataset, entry in parsed.datasets:
@@ -278,7 +281,7 @@ def fallbacks(kind: type[ImageDataset | Embeds], data: Data) -> dict[str, Any]:
     """Return what an entry of the dataset file falls back to."""
     if issubclass(kind, ImageDataset):
         return inherited(data)
-    return compression(data) if kind is TextEmbeds else {}
+    return compression(data) if issubclass(kind, TextEmbeds) else {}
 
 
 def compression(data: Data) -> dict[str, Any]:
@@ -313,26 +316,32 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
 
 
 def fields_with_blocks(kind: type[Section]) -> dict[str, FieldInfo]:
-    """Return the fields of a dataset, those of its table as `parquet.path`."""
+    """Return the fields of a dataset that a file may have, those of its table as `parquet.path`."""
     fields = dict(kind.model_fields)
     if fields.pop(BLOCK, None):
         fields |= {f"{BLOCK}.{name}": field for name, field in TableSettings.model_fields.items()}
+    if issubclass(kind, S3Embeds):
+        del fields["cache_dir"]
     return fields
 
 
 def kind_of_entry(entry: DatasetEntry) -> type[ImageDataset | Embeds]:
-    if embeds := EMBEDS.get(normalize_name(entry.value("dataset_type"))):
-        return embeds
-    return PLACES.get(normalize_name(entry.value("type")), LocalImages)
+    places = places_of(normalize_name(entry.value("dataset_type")))
+    return places.get(normalize_name(entry.value("type")), places["local"])
+
+
+def places_of(dataset_type: str) -> Mapping[str, type[ImageDataset | Embeds]]:
+    return EMBEDS.get(dataset_type, PLACES)
 
 
 def keys_of_other_places(kind: type[ImageDataset | Embeds]) -> dict[str, Rule]:
-    """Return a rule for each key that only datasets of images of another `type` have."""
-    others = {place: other.model_fields.keys() - ImageDataset.model_fields for place, other in PLACES.items()}
+    """Return a rule for each key that only datasets of the same sort of another `type` have."""
+    name = next((name for name, places in EMBEDS.items() if kind in places.values()), "images")
+    own = fields_with_blocks(kind).keys()
     return {
-        key: Refuses(f"only images of type {place} have it: change `type`, or leave it out")
-        for place, keys in others.items()
-        for key in keys - kind.model_fields.keys()
+        key: Refuses(f"only {name} of type {place} have it: change `type`, or leave it out")
+        for place, other in places_of(name).items()
+        for key in fields_with_blocks(other).keys() - own
     }
 
 

@@ -20,7 +20,10 @@ CHECK_KEY = (
 )
 EXPIRED = ("its credentials have expired", RENEW)
 INVALID = ("its credentials are not valid", CHECK_KEY)
-DENIED = ("access is denied", "these credentials need s3:ListBucket for the bucket and s3:GetObject for its objects")
+DENIED = (
+    "access is denied",
+    "these credentials need s3:ListBucket for the bucket, s3:GetObject for its objects, and s3:PutObject for caches",
+)
 REGION = ("it is in another region", "set aws_region_name to the bucket's region")
 THROTTLED = ("it refuses requests, having had too many", f"lower aws_max_pool_connections, {AGAIN}")
 FAILS = ("it fails to answer", f"wait until it is well, {AGAIN}")

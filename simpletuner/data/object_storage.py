@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from heapq import heappop, heappush
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import urlsplit
 
@@ -23,8 +24,8 @@ from obstore.exceptions import BaseError, InvalidPathError
 from obstore.store import S3Store
 
 from simpletuner.data.aws_credentials import credential_provider, read_profile
-from simpletuner.data.datasets import S3Images
 from simpletuner.data.object_errors import BUCKET_GONE, DAMAGED_OBJECTS, code_of, run_error
+from simpletuner.data.s3_place import S3Place
 from simpletuner.data.storage import MAX_BYTES, Listing, StoredFile, UnreadableFileError
 from simpletuner.errors import DataError
 
@@ -68,6 +69,23 @@ class ObjectStorage:
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         return self._get(name, limit_bytes)
+
+    def read_range(self, name: str, offset: int, length: int) -> memoryview:
+        """Return a part of an object, in memory that may be written to. Raises as `read` does."""
+        with self._explained(name):
+            content = bytearray(obstore.get_range(self.store, name, start=offset, length=length))
+            return memoryview(content)
+
+    def upload(self, name: str, path: Path) -> None:
+        """Store a file as an object, in parts if it is large. An interrupted upload leaves what was there before."""
+        with self._explained():
+            obstore.put(self.store, name, path)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes in bytes of the objects directly below the prefix."""
+        with self._explained():
+            objects = obstore.list_with_delimiter(self.store)["objects"]
+            return {each["path"]: each["size"] for each in objects}
 
     def describe(self, name: str = "") -> str:
         return f"{self.address}/{name}".rstrip("/")
@@ -164,34 +182,33 @@ def sort_by_parts(files: Iterable[StoredFile]) -> Iterator[StoredFile]:
         yield heappop(held)[2]
 
 
-def open_bucket(dataset: S3Images) -> ObjectStorage:
-    """Return the store of a dataset; nothing is asked of the server yet. Raises EnvironmentNotReady."""
+def open_bucket(place: S3Place) -> ObjectStorage:
+    """Return the store of a dataset or of a cache; nothing is asked of the server yet. Raises EnvironmentNotReady."""
     profile = read_profile()
-    given = dataset.aws_endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    given = place.aws_endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     # obstore's `endpoint` would lose against AWS_ENDPOINT_URL_S3 of the environment.
     config: S3Config = {"aws_endpoint_url_s3": given} if given else {}
-    if region := dataset.aws_region_name or (profile.get("region") if not NAMES_REGION & {*os.environ} else None):
+    if region := place.aws_region_name or (profile.get("region") if not NAMES_REGION & {*os.environ} else None):
         config["region"] = region
     client: ClientConfig = {
         "allow_http": (given or "").startswith("http:"),
         "connect_timeout": "5s",
         "read_timeout": "30s",
         "timeout": "1h",  # of a whole body, which may be 1 GiB on a slow line; `read_timeout` ends what stalls
-        "pool_max_idle_per_host": str(dataset.aws_max_pool_connections),
+        "pool_max_idle_per_host": str(place.aws_max_pool_connections),
     }
-    prefix = dataset.aws_data_prefix.strip("/")
+    prefix = place.aws_data_prefix.strip("/")
     store = S3Store(
-        dataset.aws_bucket_name,
+        place.aws_bucket_name,
         prefix=prefix or None,
         config=config,
         client_options=client,
         retry_config=RETRIES,
-        credential_provider=credential_provider(dataset, profile),
+        credential_provider=credential_provider(place, profile),
     )
-    address = f"s3://{dataset.aws_bucket_name}" + (f"/{prefix}" if prefix else "")
     host = urlsplit(given).netloc.rpartition("@")[2] if given else "AWS"
-    owner = f"dataset `{dataset.id}`: bucket `{dataset.aws_bucket_name}` at {host}"
-    return ObjectStorage(store, address, owner, dataset.aws_max_pool_connections)
+    owner = f"dataset `{place.id}`: bucket `{place.aws_bucket_name}` at {host}"
+    return ObjectStorage(store, place.address, owner, place.aws_max_pool_connections)
 
 
 NAMES_REGION = {"AWS_REGION", "AWS_DEFAULT_REGION"}

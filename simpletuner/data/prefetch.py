@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,8 @@ class SampleReader:
     """Where a sample's tensors come from, without batch axis: latents (C, H, W) and image conditioning by sample, text
     embeddings by sample and caption, and the embedding that takes their place where the caption is dropped.
 
-    `threads` prepare a step each."""
+    `threads` prepare a step each; `map_samples` reads the samples of one step, where each waits for a network at once.
+    """
 
     samples: Sequence[Sample]
     latents: Callable[[Sample], Tensor]
@@ -66,6 +68,7 @@ class SampleReader:
     text: Callable[[Sample, str], Conditioning]
     no_caption: Conditioning
     threads: int = THREADS
+    map_samples: Callable[..., Iterable[Any]] = map
 
 
 @dataclass(frozen=True)
@@ -119,21 +122,26 @@ def collate(
     reader: SampleReader, batch: GlobalBatch, indices: Sequence[int], step: int, rank_slice: RankSlice
 ) -> Batch:
     """Stack the samples at these indices of the global batch."""
-    latents, noise, us, conditionings, ids = [], [], [], [], []
-    for index in indices:
-        sample = reader.samples[batch.samples[index]]
-        clean = reader.latents(sample)
-        random = sample_noise(rank_slice.seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
-        caption = sample.captions[int(random.caption * len(sample.captions))]
-        text = reader.no_caption if random.dropout < rank_slice.caption_dropout else reader.text(sample, caption)
-        latents.append(clean)
-        noise.append(torch.from_numpy(random.noise))
-        us.append(random.u)
-        conditionings.append({**text, **reader.image(sample)})
-        ids.append(sample.id)
+
+    def read(index: int) -> tuple[Tensor, Tensor, float, Conditioning, str]:
+        return read_sample(reader, batch, index, step, rank_slice)
+
+    latents, noise, us, conditionings, ids = zip(*reader.map_samples(read, indices), strict=True)
     conditioning = stack_conditioning(conditionings)
-    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, tuple(ids))
+    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, ids)
     return made.pinned() if rank_slice.pin else made
+
+
+def read_sample(
+    reader: SampleReader, batch: GlobalBatch, index: int, step: int, rank_slice: RankSlice
+) -> tuple[Tensor, Tensor, float, Conditioning, str]:
+    """Return latents, noise, `u`, conditioning and id of one sample."""
+    sample = reader.samples[batch.samples[index]]
+    clean = reader.latents(sample)
+    random = sample_noise(rank_slice.seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
+    caption = sample.captions[int(random.caption * len(sample.captions))]
+    text = reader.no_caption if random.dropout < rank_slice.caption_dropout else reader.text(sample, caption)
+    return clean, torch.from_numpy(random.noise), random.u, {**text, **reader.image(sample)}, sample.id
 
 
 def stack_conditioning(conditionings: Sequence[Mapping[str, Tensor]]) -> Conditioning:

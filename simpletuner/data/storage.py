@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
 from simpletuner.data.datasets import ImageDataset, LocalImages, S3Images
+from simpletuner.data.s3_place import S3Place
 from simpletuner.errors import DataError, EnvironmentNotReady
 
 INSTALL = "pip install 'simpletuner[s3]'"
@@ -210,7 +211,7 @@ def open_storage(dataset: ImageDataset, outputs: Sequence[Path]) -> Storage:
     return LocalStorage(dataset.instance_data_dir, tuple(outputs))
 
 
-def check_obstore(dataset: S3Images) -> None:
+def check_obstore(dataset: S3Place) -> None:
     """Raise EnvironmentNotReady where obstore is not installed."""
     if find_spec("obstore") is None:
         raise EnvironmentNotReady(f"dataset `{dataset.id}` is in S3, and obstore is not installed", INSTALL)

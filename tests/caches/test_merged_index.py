@@ -227,8 +227,7 @@ def test_a_retracted_record_is_gone_and_another_one_of_the_same_parts_takes_its_
 
 def test_the_number_of_open_files_and_maps_does_not_grow_with_the_number_of_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "MAPS", 20)
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1)
-    with ShardWriter(tmp_path, 0) as writer:
+    with ShardWriter(tmp_path, 0, shard_bytes=1) as writer:
         for number in range(200):
             writer.write(str(number), {}, {"t": torch.tensor([float(number)])})
     reader = ShardReader(tmp_path)

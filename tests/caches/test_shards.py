@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletuner.caches import shards
 from simpletuner.caches.filling import why_missing
 from simpletuner.caches.keys import KeyParts
 from simpletuner.caches.records import RecordLocation
@@ -189,9 +188,8 @@ def test_two_writers_of_one_rank_at_once_do_not_disturb_each_other(tmp_path):
         assert reader.read(reader.find(f"two {number}", PARTS))["t"][0] == 10 + number
 
 
-def test_a_full_shard_is_followed_by_the_next_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
-    with ShardWriter(tmp_path, 0) as writer:
+def test_a_full_shard_is_followed_by_the_next_one(tmp_path):
+    with ShardWriter(tmp_path, 0, shard_bytes=1000) as writer:
         for number in range(10):
             writer.write(f"r{number}", PARTS, {"t": torch.full((80,), float(number))})
         writer.write("larger than a shard", PARTS, {"t": torch.ones(1000)})

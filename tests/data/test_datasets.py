@@ -275,7 +275,7 @@ ORIGINAL_KEYS = Path(__file__).with_name("original_keys.txt").read_text().split(
 def test_every_key_of_the_original_is_taken_or_answered_with_a_reason():
     taken = {
         *(key for kind in PLACES.values() for key in kind.model_fields),
-        *(key for kind in EMBEDS.values() for key in kind.model_fields),
+        *(key for places in EMBEDS.values() for kind in places.values() for key in kind.model_fields),
         "disable",
     }
     answered = REASONS | NO_EFFECT | MISSED

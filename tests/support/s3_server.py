@@ -24,6 +24,7 @@ print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
 BUCKET = "pictures"
+FORWARDED = ("Host", "Range", "Authorization", "Content-Type", "Content-Length", "x-amz-content-sha256", "x-amz-date")
 KEPT = {"etag", "last-modified", "content-type", "content-range", "accept-ranges"}
 
 
@@ -110,11 +111,12 @@ def s3_proxy(server: str) -> Iterator[Proxy]:
 
         def do_GET(self) -> None:
             path = unquote(self.path)
+            self.sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             proxy.requests.append((path, self.headers.get("Range", "")))
             signed, token = (self.headers.get(name, "") for name in ("Authorization", "X-Amz-Security-Token"))
             proxy.signatures.append((signed.partition("Credential=")[2].partition("/")[0], token))
             proxy.wait()
-            fault = proxy.fault_for(path) if proxy.head_faults or self.command == "GET" else Fault("")
+            fault = proxy.fault_for(path) if proxy.head_faults or self.command != "HEAD" else Fault("")
             status, headers, body = (fault.status, {}, error_body(fault.code)) if fault.status else self.forward()
             self.send_response(status)
             for name in KEPT & headers.keys():
@@ -125,13 +127,14 @@ def s3_proxy(server: str) -> Iterator[Proxy]:
                 self.wfile.write(body[: int(len(body) * fault.cut)])
             self.close_connection = fault.cut < 1
 
-        do_HEAD = do_GET
+        do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
         def forward(self) -> tuple[int, dict[str, str], bytes]:
             connection = http.client.HTTPConnection(urlsplit(proxy.server).netloc)
-            kept = {name: self.headers[name] for name in ("Host", "Range", "Authorization") if name in self.headers}
+            kept = {name: self.headers[name] for name in FORWARDED if name in self.headers}
             is_paged = proxy.page_keys and "list-type" in self.path
-            connection.request(self.command, self.path + f"&max-keys={proxy.page_keys}" * bool(is_paged), headers=kept)
+            path = self.path + f"&max-keys={proxy.page_keys}" * bool(is_paged)
+            connection.request(self.command, path, self.sent or None, headers=kept)
             answer = connection.getresponse()
             body = answer.read()
             connection.close()
