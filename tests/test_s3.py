@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from conftest import SMALL
 from s3_server import BUCKET, Fault, Proxy, s3_proxy, s3_server, upload
 
 from simpletuner.app import main
@@ -81,7 +83,7 @@ def entries_in_bucket(proxy: Proxy, **values: object) -> list[dict[str, object]]
 
 
 def test_two_ranks_cache_in_the_bucket_and_another_output_dir_finds_all_of_it_there(
-    sdxl, shapes, train, starter, proxy, tmp_path
+    sdxl, shapes, train, starter, proxy, tmp_path, capsys
 ):
     model = ("--model_family=sdxl", f"--pretrained_model_name_or_path={sdxl}", "--max_train_steps=3")
     (tmp_path / "files").mkdir()
@@ -91,11 +93,26 @@ def test_two_ranks_cache_in_the_bucket_and_another_output_dir_finds_all_of_it_th
     bucket = f"--data_backend_config={file}"
     local = train(tmp_path / "local", *model, folder, world=2)
 
+    proxy.faults = [Fault("cache/image/rank", 503, "SlowDown")]  # text goes to the bucket, latents cannot
+    killed = starter.train(2, f"--output_dir={tmp_path / 'away'}", *SMALL, *model, bucket)
+    end = time.monotonic() + 120
+    while sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("away/cache/image_embeds/image/*.jsonl")) < 8:
+        assert time.monotonic() < end and all(each.is_alive() for each in killed.processes), killed.said
+        time.sleep(0.001)
+    killed.kill()
+    killed.wait()
     proxy.faults = [Fault(".shard", 503, "SlowDown", times=2), Fault(".jsonl", 500, "InternalError", times=1)]
     away = train(tmp_path / "away", *model, bucket, world=2)
     assert away.losses == local.losses and len(away.losses) == 3
-    assert "latents: making 36 of 36" in away.said
+    assert "text: making" in killed.said and "text: making" not in away.said
+    assert "latents: making 36 of 36" in killed.said and "latents: making 36 of 36" not in away.said
     assert_nothing_hidden(away.output, away.said)
+    config = ("--model_family=sdxl", f"--output_dir={away.output}", bucket)
+    with pytest.raises(SystemExit):
+        main(["cache", "clear", "latents", "--yes", *config])
+    said = "".join(capsys.readouterr()).replace("\n", " ")
+    assert f"is the local copy of s3://{BUCKET}/cache/image; `cache clear` leaves" in said
+    assert not [*away.output.glob("cache/image_embeds/image/*")] and [*away.output.glob("cache/text_embeds/text/*")]
 
     proxy.requests.clear()
     proxy.faults = [Fault(".shard", cut=0.5, times=3), Fault(".shard", 503, "SlowDown", times=2)]
@@ -105,7 +122,7 @@ def test_two_ranks_cache_in_the_bucket_and_another_output_dir_finds_all_of_it_th
     assert_nothing_hidden(elsewhere.output, elsewhere.said)
 
     proxy.faults = [Fault(".shard", 404, "NoSuchBucket")]
-    gone = train(tmp_path / "gone", *model, bucket, world=2, code=4)
+    gone = train(tmp_path / "gone", *model, bucket, code=4)
     assert "does not exist" in gone.said and "Traceback" not in gone.said
 
 
@@ -115,6 +132,7 @@ def test_no_command_shows_a_secret(sdxl, proxy, tmp_path, capsys, monkeypatch):
     (tmp_path / "written").mkdir()
     config = tmp_path / "files" / "run.toml"
     bucket = in_bucket(tmp_path / "files" / "s3.json", proxy)
+    (tmp_path / "files" / "s3.json").write_text(json.dumps(entries_in_bucket(proxy), indent=1))
     config.write_text(f'model_family = "sdxl"\npretrained_model_name_or_path = "{sdxl}"\noutput_dir = "out"\n'
                       f'data_backend_config = "{bucket.partition("=")[2]}"\n')  # fmt: skip
     in_bucket(tmp_path / "files" / "mistakes.json", proxy, aws_session_token=["unseen7"], instance_data_dir="hid")

@@ -24,8 +24,8 @@ from simpletuner.caches.shard_index import read_index
 from simpletuner.caches.shards import ShardWriter
 from simpletuner.data.datasets import Embeds, S3Embeds
 from simpletuner.data.storage import MAX_BYTES, check_obstore
-from simpletuner.system.cache_files import OURS, SHARD_SUFFIX, index_of
-from simpletuner.system.files import write_file
+from simpletuner.system.cache_files import OURS, SHARD_SUFFIX, disk_bytes, index_of
+from simpletuner.system.files import unfinished_path, write_file
 
 if TYPE_CHECKING:
     from simpletuner.data.object_storage import ObjectStorage
@@ -74,7 +74,7 @@ class Mirror:
             raise ValueError(f"{self.storage.describe(shard.name)} does not exist any more") from None
         if location.checksum_with(content) != location.checksum:
             raise ValueError(f"its checksum does not match in {self.storage.describe(shard.name)} either")
-        # Where the disk is full, or another rank removes the shard, the record is fetched again when it is needed.
+        # Where the disk is full, or another rank replaces the shard, the record is fetched again when it is needed.
         with contextlib.suppress(OSError), shard.open("r+b", buffering=0) as file:
             os.pwrite(file.fileno(), content, location.offset)
         self._count(len(content))
@@ -146,15 +146,13 @@ class Mirror:
         """Empty the shards that were not written to for longest until the local copy is within its limit."""
         with os.scandir(self.folder) as entries:
             found = [(entry.stat(), entry.name) for entry in entries if entry.name.endswith(SHARD_SUFFIX)]
-        used = sum(state.st_blocks * 512 for state, _ in found)
+        used = sum(disk_bytes(state) for state, _ in found)
         for state, name in sorted(found, key=lambda each: each[0].st_mtime_ns):
             if used <= self.limit_bytes:
                 return
-            if name in self.stored and state.st_blocks:
-                # Another file, not holes in this one: a rank that reads it now has it until it is closed.
-                (self.folder / name).unlink(missing_ok=True)
-                make_sparse(self.folder / name, state.st_size)
-                used -= state.st_blocks * 512
+            if name in self.stored and disk_bytes(state):
+                replace_by_sparse(self.folder / name, state.st_size)
+                used -= disk_bytes(state)
 
 
 def open_mirror(embeds: Embeds | None, folder: Path) -> Mirror | None:
@@ -181,6 +179,14 @@ def make_sparse(path: Path, size: int) -> None:
     with path.open("ab") as file:
         if file.tell() < size:
             file.truncate(size)
+
+
+def replace_by_sparse(path: Path, size: int) -> None:
+    """Empty a shard. It becomes another file, so a rank that reads it now has it until it is closed."""
+    hidden = unfinished_path(path)
+    make_sparse(hidden, size)
+    with contextlib.suppress(FileNotFoundError):  # another rank did the same
+        hidden.replace(path)
 
 
 def run_all(

@@ -56,7 +56,9 @@ class ShardWriter:
         on_closed: Callable[[Path], None] | None = None,
     ) -> None:
         self.folder, self.rank, self.compress = folder, rank, compress
-        self.first_number, self.shard_bytes, self.on_closed = first_number, shard_bytes, on_closed
+        self.shard_bytes, self.on_closed = shard_bytes, on_closed
+        # A number is used once: a mirror may just be replacing a shard that this writer has closed.
+        self.numbers = itertools.count(first_number)
         self.files: tuple[BinaryIO, BinaryIO] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -112,7 +114,7 @@ class ShardWriter:
         return self.files
 
     def _create_shard(self) -> BinaryIO:
-        for number in itertools.count(self.first_number):
+        for number in self.numbers:
             try:
                 return (self.folder / shard_name(self.rank, number)).open("xb")
             except FileExistsError:

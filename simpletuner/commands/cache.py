@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,6 +44,7 @@ def show(flags: Mapping[str, Any], config: Path | None, as_json: AsJson = False)
             for item in items
         ]
         report.data_table("", rows, ("kind", "where", "entries", "bytes", "in use", "datasets"))
+    report_buckets(report, items)
     report.say(format_total(items) if items else "there is nothing cached")
 
 
@@ -76,6 +78,7 @@ def clear(
     clearing.refuse_in_use(items)
     removable = [item for item in items if not item.kept]
     show_removable(report, removable, as_json)
+    report_buckets(report, removable)
     report_skipped(report, items)
     if not removable:
         report.say("there is nothing to remove")
@@ -97,7 +100,9 @@ def clear_unused(
     if others := set(kinds) - {CacheKind.LATENTS, CacheKind.TEXT}:
         named = ", ".join(sorted(kind.value for kind in others))
         raise SettingsError(f"{named}: only latents and text can be named with --unused", "leave it out")
-    items = find_items(loaded.settings, kinds, report)
+    all_items = find_items(loaded.settings, kinds, report)
+    report_skipped(report, [replace(each, kept=f"{each.bucket} has it too") for each in all_items if each.bucket])
+    items = [each for each in all_items if not each.bucket]
     clearing.refuse_in_use(items)
     needed = needed_by(loaded) if items else {}
     found = [each for each in (find_unused(item, needed) for item in items) if each.bytes]
@@ -150,6 +155,12 @@ def show_removable(report: Report, items: Sequence[CacheItem], as_json: bool) ->
     elif items:
         rows = [(item.kind.value, item.path, item.entries, item.bytes) for item in items]
         report.data_table("", rows, ("kind", "where", "entries", "bytes"))
+
+
+def report_buckets(report: Report, items: Sequence[CacheItem]) -> None:
+    for item in items:
+        if item.bucket:
+            report.say(f"{item.path} is the local copy of {item.bucket}; `cache clear` leaves what is in the bucket")
 
 
 def report_skipped(report: Report, items: Sequence[CacheItem]) -> None:

@@ -62,11 +62,11 @@ def check_run(loaded: Loaded) -> Loaded:
     from simpletuner.models.parameter_count import parameters_of
     from simpletuner.models.support import check_runnable
 
-    settings, errors, datasets = loaded.settings, [], []
+    settings, errors, datasets, texts = loaded.settings, [], [], []
     with collect_error(errors):
         loaded = check_runnable(loaded)
     with collect_error(errors), naming_places(loaded.origins, "data_backend_config", "instance_data_dir", "resolution"):
-        datasets, _ = load_datasets(settings.data)
+        datasets, texts = load_datasets(settings.data)
     if errors:
         raise join_errors(errors)
     with naming_places(loaded.origins, "gpu_ids"):
@@ -77,6 +77,7 @@ def check_run(loaded: Loaded) -> Loaded:
         warnings = (*unused_keys(settings.data), *check_settings(settings, counted and counted[0]))
     with naming_places(loaded.origins, "data_backend_config", "instance_data_dir"):
         check_image_folders(datasets, settings.data.data_backend_config)
+        check_buckets([*datasets, *texts, *(each.latents_bucket for each in datasets)])
     return replace(loaded, warnings=(*loaded.warnings, *warnings))
 
 
@@ -98,17 +99,21 @@ def check_named_files(loaded: Loaded) -> None:
             raise SettingsError(message, "name the folder that DeepSpeed's save_checkpoint was given")
 
 
-def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
-    """Raise DataError for an image folder that does not exist, EnvironmentNotReady where S3 needs a package.
-
-    `file` is the one that names the datasets.
-    """
-    from simpletuner.data.datasets import LocalImages, S3Images
+def check_buckets(places: Iterable[object]) -> None:
+    """Raise EnvironmentNotReady where S3 needs a package, for images or for caches."""
+    from simpletuner.data.s3_place import S3Place
     from simpletuner.data.storage import check_obstore
 
+    for place in places:
+        if isinstance(place, S3Place):
+            check_obstore(place)
+
+
+def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
+    """Raise DataError for an image folder that does not exist. `file` is the one that names the datasets."""
+    from simpletuner.data.datasets import LocalImages
+
     for dataset in datasets:
-        if isinstance(dataset, S3Images):
-            check_obstore(dataset)
         if isinstance(dataset, LocalImages) and not dataset.instance_data_dir.is_dir():
             place = f"{shown_path(file)}: " if file else ""
             raise DataError(

@@ -23,7 +23,7 @@ COMPLETE = "complete.json"
 
 SHARDS = rf"rank\d{{3,}}-\d{{5,}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})"
 DERIVED = f"({re.escape(MERGED_INDEX)}|{re.escape(COMPLETE)})"
-OURS = re.compile(rf"{SHARDS}|{re.escape(IN_USE)}|{DERIVED}|\.{DERIVED}\.unfinished")
+OURS = re.compile(rf"{SHARDS}|{re.escape(IN_USE)}|{DERIVED}|\.({DERIVED}|{SHARDS})\.unfinished")
 
 
 def shard_name(rank: int, number: int) -> str:
@@ -69,13 +69,18 @@ def is_plain_folder(path: Path) -> bool:
 
 
 def bytes_of(path: Path) -> int:
-    """Return the size of a file, or of all files below a folder; 0 for links and for what is removed meanwhile."""
+    """Return what a file, or all files below a folder, take; 0 for links and for what is removed meanwhile."""
     if is_plain_folder(path):
         return sum(bytes_of(child) for child in entries_of(path))
     try:
-        return path.lstat().st_size if is_plain_file(path) else 0
+        return disk_bytes(path.lstat()) if is_plain_file(path) else 0
     except FileNotFoundError:
         return 0
+
+
+def disk_bytes(state: os.stat_result) -> int:
+    """Return what a file takes: less than its size where it has holes. Tiny files may be stored without a block."""
+    return min(state.st_size, state.st_blocks * 512) if state.st_size > 4096 else state.st_size
 
 
 def block_cache_paths(environment: Mapping[str, str] = os.environ) -> tuple[Path, Path]:

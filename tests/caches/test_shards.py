@@ -188,6 +188,16 @@ def test_two_writers_of_one_rank_at_once_do_not_disturb_each_other(tmp_path):
         assert reader.read(reader.find(f"two {number}", PARTS))["t"][0] == 10 + number
 
 
+def test_a_writer_never_uses_the_name_of_a_shard_again_that_was_removed_meanwhile(tmp_path):
+    closed: list[Path] = []
+    with ShardWriter(tmp_path, 0, shard_bytes=1, on_closed=closed.append) as writer:
+        for number in range(3):
+            writer.write(str(number), PARTS, {"t": torch.ones(2)})
+            if closed:
+                closed[0].unlink(missing_ok=True)
+    assert len({*closed}) == 3 and closed[2].exists()
+
+
 def test_a_full_shard_is_followed_by_the_next_one(tmp_path):
     with ShardWriter(tmp_path, 0, shard_bytes=1000) as writer:
         for number in range(10):

@@ -377,3 +377,24 @@ def test_json_that_does_not_parse_says_where_and_what_is_usual(tmp_path, text, s
     with pytest.raises(SettingsError) as caught:
         load_datasets(Data(data_backend_config=path))
     assert said in caught.value.message and hint in caught.value.hint
+
+
+def test_caches_in_a_bucket_have_a_local_copy_below_output_dir_each(tmp_path):
+    place = {"type": "aws", "aws_bucket_name": "b", "aws_data_prefix": "/cache/"}
+    text = {"id": "same", "dataset_type": "text_embeds", **place}
+    latents = {"id": "same", "dataset_type": "image_embeds", "cache_size_limit_gb": 2.5, **place}
+    (one, two), (texts,) = load_datasets(data_of(tmp_path, image(image_embeds="same"), image(id="two"), text, latents))
+    settings = Settings(training=Training(output_dir=Path("out")))
+    assert latents_folder(one, settings) == Path("out/cache/image_embeds/same")
+    assert text_folder(texts, settings) == Path("out/cache/text_embeds/same")
+    assert one.latents_bucket is not None and two.latents_bucket is None
+    assert (one.latents_bucket.cache_size_limit_gb, one.latents_bucket.address) == (2.5, "s3://b/cache")
+    for said, entry in (
+        ("only text_embeds of type local have it", {**text, "cache_dir": "here"}),
+        ("only image_embeds of type aws have it", {**latents, "type": "local", "cache_dir": "here"}),
+        ("aws_bucket_name (", {**text, "aws_bucket_name": None}),
+        ("its cache would not be in a folder of its own", {**text, "id": "../out"}),
+        ("cache_size_limit_gb = 0 (", {**latents, "cache_size_limit_gb": 0}),
+        ("aws_secret_access_key (", {**text, "aws_access_key_id": "k"}),
+    ):
+        assert said in refusal(data_of(tmp_path, image(), entry)), said

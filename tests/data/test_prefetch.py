@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -100,6 +101,22 @@ def test_any_number_of_ranks_and_passes_sees_the_same_global_batch(ranks, accumu
         for name, tensor in joined(pieces).items():
             assert torch.equal(tensor, joined(whole.micro_batches)[name]), name
         assert {share[number].next_state.batch for share in shares} == {whole.next_state.batch}
+
+
+def test_samples_that_are_read_at_once_make_the_same_batches():
+    together = threading.Barrier(8, timeout=20)
+
+    def late(each: Sample) -> torch.Tensor:
+        together.wait()  # breaks unless all samples of a step are read at once
+        return latents(each)
+
+    with ThreadPoolExecutor(16) as pool:
+        for one, two in zip(
+            steps_of(dropout=0.3), islice(steps_of(dropout=0.3, latents=late, map_samples=pool.map), 5), strict=False
+        ):
+            assert one.micro_batches[0].ids == two.micro_batches[0].ids
+            for name, tensor in joined(two.micro_batches).items():
+                assert torch.equal(tensor, joined(one.micro_batches)[name]), name
 
 
 def test_a_resumed_feed_goes_on_as_if_it_had_not_stopped():

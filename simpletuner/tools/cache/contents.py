@@ -44,7 +44,7 @@ class CacheKind(StrEnum):
 class CacheItem:
     """One cache; `kept` says why clearing skips it, `others` are files in it that simpletuner did not write.
 
-    `datasets` are the ids of the datasets that the settings keep there.
+    `datasets` are the ids of the datasets that the settings keep there, `bucket` is what it is a local copy of.
     """
 
     kind: CacheKind
@@ -55,11 +55,13 @@ class CacheItem:
     kept: str = ""
     others: list[Path] = field(default_factory=list)
     datasets: tuple[str, ...] = ()
+    bucket: str = ""
 
     def as_json(self) -> dict[str, Any]:
         numbers = {"entries": self.entries, "bytes": self.bytes, "in_use": self.in_use}
         named = {"datasets": list(self.datasets)} if self.datasets else {}
-        return {"kind": self.kind.value, "path": str(self.path), **numbers, **named}
+        bucket = {"bucket": self.bucket} if self.bucket else {}
+        return {"kind": self.kind.value, "path": str(self.path), **numbers, **named, **bucket}
 
 
 def find_blocks() -> list[CacheItem]:
@@ -93,7 +95,7 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     Raises SettingsError for mistakes in the dataset file.
     """
     # Imported here: `cache list` must know the kinds for its help, but needs datasets only now.
-    from simpletuner.data.datasets import default_texts, load_datasets
+    from simpletuner.data.datasets import S3TextEmbeds, default_texts, load_datasets
     from simpletuner.data.folders import default_folder, latents_folder, latents_root, text_folder
 
     named = settings.data.data_backend_config is not None or settings.data.instance_data_dir is not None
@@ -103,16 +105,19 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     roots = [default_folder(settings, "latents"), latents_root(settings)]
     folders = {dataset.id: latents_folder(dataset, settings) for dataset in datasets}
     latents = find_shards(CacheKind.LATENTS, folders.values(), roots, not_in=text_folders.values())
+    buckets = {folders[each.id]: each.latents_bucket.address for each in datasets if each.latents_bucket}
+    buckets |= {text_folders[each.id]: each.address for each in texts if isinstance(each, S3TextEmbeds)}
     return (
-        [with_datasets(item, folders) for item in latents],
-        [with_datasets(item, of_texts) for item in find_shards(CacheKind.TEXT, text_folders.values())],
+        [with_names(item, folders, buckets) for item in latents],
+        [with_names(item, of_texts, buckets) for item in find_shards(CacheKind.TEXT, text_folders.values())],
     )
 
 
-def with_datasets(item: CacheItem, folders: Mapping[str, Path]) -> CacheItem:
-    """Name the datasets whose folder this is."""
+def with_names(item: CacheItem, folders: Mapping[str, Path], buckets: Mapping[Path, str]) -> CacheItem:
+    """Name the datasets whose folder this is, and the bucket that it is a copy of."""
     path = item.path.resolve()
-    return replace(item, datasets=tuple(name for name, folder in folders.items() if folder.resolve() == path))
+    datasets = tuple(name for name, folder in folders.items() if folder.resolve() == path)
+    return replace(item, datasets=datasets, bucket=buckets.get(item.path, ""))
 
 
 def find_shards(
