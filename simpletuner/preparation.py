@@ -22,6 +22,7 @@ from simpletuner.data.prefetch import SampleReader
 from simpletuner.data.samples import Samples
 from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.engine import compute_dtype
+from simpletuner.parallel.shared_download import download_datasets
 from simpletuner.parallel.shared_scan import scan_datasets
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
@@ -64,6 +65,7 @@ def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path 
     settings = session.settings
     datasets, configured_text = load_datasets(settings.data)
     text, alignment_px = text_folder(settings, configured_text), settings.data.aspect_bucket_alignment
+    datasets = download_datasets(datasets, session.world, session.report, session.stop.check)
     outputs = [settings.training.output_dir, text, *(latents_folder(dataset, settings) for dataset in datasets)]
     folder, rescan = scans_folder or default_folder(settings, "scan"), settings.data.rescan
     scans = scan_datasets(datasets, outputs, folder, session.world, session.report, session.stop.check, rescan)
