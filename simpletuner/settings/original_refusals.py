@@ -83,8 +83,8 @@ REFUSED: dict[str, str] = {
     "every sample is seen equally often; repeats weight datasets": "data_backend_sampling=auto-weighting",
     "set caption_strategy=instanceprompt": "only_instance_prompt",
     "each line of a text file is a caption of its own; leave it out": "disable_multiline_split",
-    "all images and captions are encoded before training; leave it out": (
-        "vae_cache_ondemand vae_cache_disable text_cache_ondemand text_cache_disable text_embed_full_cache"
+    "set vae_cache_disable or text_cache_disable to encode while training, or leave it out: all is encoded before": (
+        "vae_cache_ondemand text_cache_ondemand text_embed_full_cache"
     ),
     "set cache_dir_vae and cache_dir_text; HF_HOME says where downloads go": "cache_dir",
     "it is a key of a dataset: write it into the file of data_backend_config": "type",
