@@ -63,6 +63,12 @@ class ImageDataset(DatasetSettings):
         return self
 
     @model_validator(mode="after")
+    def check_latents_folder(self) -> ImageDataset:
+        if self.image_embeds is not None and self.cache_dir_vae is not None:
+            raise PydanticCustomError("cache_dir_vae", "image_embeds names another folder: leave one of them out")
+        return self
+
+    @model_validator(mode="after")
     def check_table(self) -> ImageDataset:
         if self.type != "csv":  # which makes its own table
             check_table(self.parquet, self.caption_strategy, self.metadata_backend)
@@ -73,12 +79,6 @@ class ImageDataset(DatasetSettings):
         """Whether the table replaces headers. Where each image has a text file to read, its header is read as well."""
         table = self.parquet if self.metadata_backend == BLOCK and self.caption_strategy != "textfile" else None
         return table is not None and bool(table.size_columns)
-
-    @model_validator(mode="after")
-    def check_latents_folder(self) -> ImageDataset:
-        if self.image_embeds is not None and self.cache_dir_vae is not None:
-            raise PydanticCustomError("cache_dir_vae", "image_embeds names another folder: leave one of them out")
-        return self
 
     @model_validator(mode="after")
     def check_resolution(self) -> ImageDataset:
