@@ -21,6 +21,7 @@ from simpletuner.data.held_out import held_out_indices
 from simpletuner.data.prefetch import THREADS, SampleReader
 from simpletuner.data.samples import Samples
 from simpletuner.models.family import ModelFamily
+from simpletuner.parallel.shared_download import download_datasets
 from simpletuner.parallel.shared_scan import scan_datasets
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -62,6 +63,7 @@ def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path 
     """
     settings = session.settings
     datasets, texts = load_datasets(settings.data)
+    datasets = download_datasets(datasets, session.world, session.report, session.stop.check)
     alignment_px, text_folders = settings.data.aspect_bucket_alignment, [text_folder(each, settings) for each in texts]
     latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
     outputs = [settings.training.output_dir, *text_folders, *latents_folders]

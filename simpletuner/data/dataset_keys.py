@@ -10,7 +10,7 @@ from simpletuner.settings.key_table import Ignores, Refuses, Rule
 LATER = "not supported by this version"
 ONE_FOR_ALL = "one value holds for all datasets: set --{}"
 GONE = "your images are never deleted"
-LOCAL = LATER + ": only folders (type local) and S3-compatible stores (type aws)"
+LOCAL = LATER + ": only folders (local), S3-compatible stores (aws) and lists of addresses (csv)"
 BY_READING = "files that are new or changed are read at every start"
 VERIFIED = "caches are checked record by record, and what changed is made again"
 NO_CONDITIONING = LATER + ": a model is trained on images and captions alone"
@@ -33,8 +33,6 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("cache_dir_conditioning_image_embeds", "conditioning_type", "conditioning_data"), NO_CONDITIONING),
     **dict.fromkeys(("source_dataset_id", "conditioning", "conditioning_config"), NO_CONDITIONING),
     **dict.fromkeys(("grounding", "grounding_data", "distillation_type"), NO_CONDITIONING),
-    **dict.fromkeys(("csv_file", "csv_cache_dir", "csv_url_column", "csv_caption_column"), LOCAL),
-    **dict.fromkeys(("csv_hash_filenames", "csv_shorten_filenames"), LOCAL),
     **dict.fromkeys(("memory_filesystem_path", "memory_filesystem_size", "memory_filesystem_sudo"), LOCAL),
     **dict.fromkeys(("dataset_name", "split", "revision", "streaming", "num_proc", "hf_token"), LOCAL),
     **dict.fromkeys(("image_column", "caption_column", "description_column", "quality_column"), LOCAL),
@@ -61,6 +59,7 @@ NO_EFFECT: dict[str, str] = {
     "image_processing_batch_size": "max_workers threads decode one image each",
     **dict.fromkeys(("metadata_update_interval", "skip_file_discovery"), BY_READING),
     **dict.fromkeys(("scan_for_errors", "vae_cache_scan_behaviour"), VERIFIED),
+    **dict.fromkeys(("csv_hash_filenames", "csv_shorten_filenames"), "files are named by a hash of their address"),
     **dict.fromkeys(("hash_filenames", "cache_file_suffix"), "caches are keyed by content"),
     "disable_validation": "validation draws from text alone",
 }
@@ -82,7 +81,7 @@ RULES: dict[str, Rule] = {
 }
 
 VALUES: dict[str, dict[str, str]] = {
-    "type": dict.fromkeys(("csv", "huggingface", "memory", "webshart"), LOCAL),
+    "type": dict.fromkeys(("huggingface", "memory", "webshart"), LOCAL),
     "dataset_type": {
         **dict.fromkeys(("video", "audio"), LATER + ": only images"),
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),

@@ -16,7 +16,14 @@ from pydantic_core import PydanticCustomError
 from simpletuner.data.dataset_file import DatasetEntry, read_entries
 from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.folders import check_id, find_nested_ids, id_of_folder
-from simpletuner.data.tables import BLOCK, TABLE_RULES, TableSettings, check_table
+from simpletuner.data.tables import (
+    BLOCK,
+    TABLE_RULES,
+    TABLE_STRATEGIES,
+    TableSettings,
+    check_format,
+    check_table,
+)
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.errors import allowed, did_you_mean, shorten
 from simpletuner.settings.key_table import Keeps, KeyTable, Refuses, Rule, interpret, put
@@ -35,7 +42,7 @@ class ImageDataset(DatasetSettings):
     """Images, wherever they are, and how they are captioned, resized and cropped."""
 
     id: Annotated[str, AfterValidator(check_id)]
-    type: Literal["local", "aws"] = "local"
+    type: Literal["local", "aws", "csv"] = "local"
     dataset_type: Literal["image", "eval"] = "image"
     text_embeds: str | None = None
     image_embeds: str | None = None
@@ -63,7 +70,8 @@ class ImageDataset(DatasetSettings):
 
     @model_validator(mode="after")
     def check_table(self) -> ImageDataset:
-        check_table(self.parquet, self.caption_strategy, self.metadata_backend)
+        if self.type != "csv":  # which makes its own table
+            check_table(self.parquet, self.caption_strategy, self.metadata_backend)
         return self
 
     @property
@@ -130,7 +138,27 @@ class S3Images(ImageDataset):
         return self
 
 
-PLACES: dict[str, type[ImageDataset]] = {"local": LocalImages, "aws": S3Images}
+class UrlImages(ImageDataset):
+    """Images by their addresses, which are downloaded once into a folder."""
+
+    csv_file: Annotated[Path, AfterValidator(check_format)]
+    csv_cache_dir: Path
+    csv_url_column: str = "url"
+    csv_caption_column: str | None = None
+
+    @model_validator(mode="after")
+    def check_list(self) -> UrlImages:
+        if self.parquet or self.metadata_backend == BLOCK:
+            key = BLOCK if self.parquet else "metadata_backend"
+            raise PydanticCustomError(key, "images of type csv have their table in csv_file: leave it out")
+        if self.caption_strategy in TABLE_STRATEGIES and not self.csv_caption_column:
+            raise PydanticCustomError("csv_caption_column", "is missing: caption_strategy takes captions from it")
+        if self.caption_strategy not in (*TABLE_STRATEGIES, "instanceprompt"):
+            raise PydanticCustomError("caption_strategy", "images of type csv have csv or instanceprompt")
+        return self
+
+
+PLACES: dict[str, type[ImageDataset]] = {"local": LocalImages, "aws": S3Images, "csv": UrlImages}
 """Datasets of images by `type`."""
 
 

@@ -20,9 +20,19 @@ from simpletuner.settings.original_import import LeftOut, relocated
 from simpletuner.settings.sections import Data
 from simpletuner.settings.spelling import normalize_name
 
-PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae")
+PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file", "csv_cache_dir")
 HINT = "docs/data.md lists the keys of a dataset"
-ESSENTIAL = ("id", "type", "dataset_type", "instance_data_dir", "aws_bucket_name", "instance_prompt", "resolution")
+ESSENTIAL = (
+    "id",
+    "type",
+    "dataset_type",
+    "instance_data_dir",
+    "aws_bucket_name",
+    "csv_file",
+    "csv_cache_dir",
+    "instance_prompt",
+    "resolution",
+)
 """Keys without which an entry would be another dataset."""
 NOT_COPIED = "a secret is not copied: write it into the new file, or use the environment or a profile in ~/.aws"
 HARMLESS = ("image_embeds", "vae_cache_clear_each_epoch", "probability", "default", "cache_dir", *NO_EFFECT)

@@ -99,7 +99,7 @@ def test_every_name_is_a_line_or_a_remark_and_changes_say_why(run):
         "# push_to_hub = true (config/config.json:",
         "# report_to = 'wandb' (config/config.json:",
         "# nonsense = 1 (config/config.json:",
-        "type = 'csv' (config/multidatabackend.json:23, dataset `far`): not supported",
+        "type = 'memory' (config/multidatabackend.json:23, dataset `far`): not supported",
         "dataset `far` is left out",
     ):
         assert said in out
@@ -263,7 +263,8 @@ def test_what_decides_a_run_is_an_error_and_nothing_is_written(run, changes, sai
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"id": "a", "type": "csv"}, "type = 'csv' (config/multidatabackend.json:2, dataset `a`): not supported"),
+        ({"id": "a", "type": "csv"}, "csv_file = null (config/multidatabackend.json:2"),
+        ({"id": "a", "type": "memory"}, "type = 'memory' (config/multidatabackend.json:2, dataset `a`): not supported"),
         ({"id": "a", "type": "aws"}, "aws_bucket_name = null (config/multidatabackend.json:2"),
         ({"id": "a", "type": "local", "dataset_type": "video"}, "only images"),
         ({"id": "a", "type": "local"}, "instance_data_dir = null"),

@@ -189,7 +189,7 @@ def test_all_mistakes_of_the_file_are_told_at_once_with_their_places(tmp_path):
    "crop": "perhaps"},
   {"id": "t", "dataset_type": "text_embeds"},
   {"id": "three"}, {"id": [4],
-   "type": "csv", "instance_data_dir": "x"},
+   "type": "memory", "instance_data_dir": "x"},
   {"id": "five", "type": "aws", "instance_data_dir": "x",
    "aws_endpoint_url": "host:9000", "aws_max_pool_connections": 0,
    "aws_secret_access_key": ["hidden"]},
@@ -206,7 +206,7 @@ def test_all_mistakes_of_the_file_are_told_at_once_with_their_places(tmp_path):
         f"cache_dir ({path}:5, dataset `t`",
         f"instance_data_dir ({path}:6, dataset `three`",
         f"id = [4] ({path}:6",
-        f"type = 'csv' ({path}:7",
+        f"type = 'memory' ({path}:7",
         f"instance_data_dir = 'x' ({path}:8, dataset `five`",
         f"aws_bucket_name ({path}:8, dataset `five`",
         f"aws_endpoint_url = 'host:9000' ({path}:9, dataset `five`",
@@ -294,7 +294,7 @@ def test_every_value_of_the_original_is_answered_with_a_reason(tmp_path, key, va
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"type": "locl"}, "type = 'locl' (d, dataset `one`): use one of local, aws; did you mean `local`?"),
+        ({"type": "locl"}, "type = 'locl' (d, dataset `one`): use one of local, aws, csv; did you mean `local`?"),
         ({"repeats": "often"}, "repeats = 'often' (d, dataset `one`): use a whole number of at least 0"),
         ({"resolution": 1e9}, "resolution=1e+09 (pixel_area) is too large: at most 16384x16384 px"),
         ({"resolution": 300, "resolution_type": "area"}, "resolution=300 (area) is too large"),
