@@ -57,7 +57,7 @@ def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path 
     Raises DataError or SettingsError before anything expensive happens.
     """
     settings = session.settings
-    datasets, configured_text = load_datasets(settings.data)
+    datasets, configured_text = load_datasets(settings.data, settings.model.model_type)
     text, alignment_px = text_folder(settings, configured_text), settings.data.aspect_bucket_alignment
     outputs = [settings.training.output_dir, text, *(latents_folder(dataset, settings) for dataset in datasets)]
     folder, rescan = scans_folder or default_folder(settings, "scan"), settings.data.rescan
@@ -92,8 +92,8 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
     text, caches = caches_of(session, plan, family)
     text.fill(settings.data.text_encoder_batch_size, report, stop)
     broken: dict[str, str] = {}
-    for cache in caches.values():
-        broken |= cache.fill(settings.data.vae_batch_size, report, stop)
+    for dataset in plan.datasets:
+        broken |= caches[dataset.id].fill(dataset.vae_batch_size, report, stop)
     report_left_out(Discovery(broken=broken), report)
     whole = plan.samples.without(broken)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
@@ -101,6 +101,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
     no_caption = family.unconditional({key: value[None] for key, value in text.read("").items()})
     reader = SampleReader(
         samples=whole,
+        dataset=whole.dataset_of,
         latents=lambda sample: caches[sample.dataset].read(sample),
         image=lambda sample: family.size_conditioning(sample.geometry),
         text=text.read,
@@ -132,6 +133,8 @@ def report_left_out(found: Discovery, report: Report) -> None:
         report.say(f"{address} is left out of the images: this run writes there")
     if found.unwanted:
         report.say(f"{count_noun(found.unwanted, 'image')} outside the limits of size or aspect left out")
+    if found.surplus:
+        report.say(f"{count_noun(found.surplus, 'image')} left out by max_num_samples")
     if found.broken:
         named = format_names([f"{name}: {reason}" for name, reason in sorted(found.broken.items())])
         report.warn(f"{count_noun(len(found.broken), 'broken image')} left out:{named}")

@@ -77,12 +77,11 @@ REFUSED: dict[str, str] = {
     ),
     "downloads are never deleted; leave it out": "delete_model_after_load",
     "what images show is not checked; leave it out": "enable_nsfw_check",
-    "images are resized to their bucket in one step; leave it out": "maximum_image_size target_downsample_size",
-    "minimum_image_size leaves small images out": "max_upscale_threshold",
-    "buckets come from resolution and aspect_bucket_alignment; leave it out": "crop_aspect_buckets",
+    "set it for a dataset of data_backend_config": "maximum_image_size target_downsample_size max_upscale_threshold",
+    "set crop_aspect_buckets for a dataset of data_backend_config": "crop_aspect_buckets",
     "every sample is seen equally often; repeats weight datasets": "data_backend_sampling=auto-weighting",
     "set caption_strategy=instanceprompt": "only_instance_prompt",
-    "each line of a text file is a caption of its own; leave it out": "disable_multiline_split",
+    "set disable_multiline_split for a dataset of data_backend_config": "disable_multiline_split",
     "all images and captions are encoded before training; leave it out": (
         "vae_cache_ondemand vae_cache_disable text_cache_ondemand text_cache_disable text_embed_full_cache"
     ),

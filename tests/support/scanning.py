@@ -23,9 +23,11 @@ def scanned(dataset: ImageDataset, storage: Storage) -> Scan:
     return Scan(dataset, storage, files.table.from_batches([rows], SCANNED), files.others)
 
 
-def found(datasets: Sequence[ImageDataset], outputs: Sequence[Path] = (), alignment_px: int = 64) -> Discovery:
+def found(
+    datasets: Sequence[ImageDataset], outputs: Sequence[Path] = (), alignment_px: int = 64, seed: int = 0
+) -> Discovery:
     """Find the samples of datasets."""
-    return discover([scanned(dataset, open_storage(dataset, outputs)) for dataset in datasets], alignment_px, 0)
+    return discover([scanned(dataset, open_storage(dataset, outputs)) for dataset in datasets], alignment_px, seed)
 
 
 def drawn(*targets: tuple[int, int], dataset: str = "d", repeats: int = 0, first: int = 0) -> DatasetSamples:
