@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from simpletuner.caches.keys import short_hash
@@ -15,8 +16,10 @@ from simpletuner.data.dataset_warnings import dataset_warnings
 from simpletuner.data.datasets import ImageDataset, load_datasets
 from simpletuner.data.discovery import Discovery, count_noun, discover, format_names
 from simpletuner.data.folders import default_folder, latents_folder, text_folder
+from simpletuner.data.participation import NO_LIMIT, BucketSchedule, Window
 from simpletuner.data.prefetch import SampleReader
 from simpletuner.data.samples import Samples
+from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.shared_scan import scan_datasets
@@ -73,17 +76,46 @@ def make_plan(
     settings: Settings, datasets: list[ImageDataset], samples: Samples, text_folder: Path, version: int
 ) -> Plan:
     """Group samples into buckets that fill the effective batch, and order them."""
-    oversubscribe = settings.data.allow_dataset_oversubscription
-    buckets = fill_buckets(make_buckets(samples), settings.effective_batch_size, oversubscribe)
-    seed = settings.training.seed
+    seed, windows = settings.training.seed, [part.dataset.window for part in samples.parts]
+    schedule = BucketSchedule(windows, partial(filled_buckets, settings, samples))
+    buckets = schedule.buckets(0, 0)
     # Ids, not indices: with another image in the place of one, indices would stay the same.
     if version == 1:
+        refuse_other_order(samples)
         contents = {name: [samples[index].id for index in listed_items(each)] for name, each in buckets.items()}
         sampler, digest = GlobalBatchSamplerV1(buckets, seed), short_hash([seed, contents])
-    else:
+    elif set(windows) <= {Window()}:
         sampler = GlobalBatchSampler(buckets, seed)
         digest = digest_buckets(buckets, samples, version, seed)
+    else:
+        sampler = GlobalBatchSampler(buckets, seed, schedule)
+        check_participation(settings, sampler)
+        digest = digest_buckets(make_buckets(samples), samples, version, seed, windows)
     return Plan(datasets, samples, buckets, text_folder, sampler, digest, version)
+
+
+def filled_buckets(settings: Settings, samples: Samples, active: tuple[bool, ...]) -> Buckets:
+    oversubscribe = settings.data.allow_dataset_oversubscription
+    return fill_buckets(make_buckets(samples, active), settings.effective_batch_size, oversubscribe)
+
+
+def refuse_other_order(samples: Samples) -> None:
+    """Raise SettingsError for weights and times, which the order of version 0.1.0 does not have."""
+    datasets = [part.dataset for part in samples.parts]
+    if {dataset.window for dataset in datasets} != {Window()} or len({each.probability for each in datasets}) > 1:
+        raise SettingsError(
+            "a run that version 0.1.0 began keeps its order, in which all datasets take part alike",
+            "leave out probability, start_epoch, start_step, end_epoch and end_step, or begin with another output_dir",
+        )
+
+
+def check_participation(settings: Settings, sampler: GlobalBatchSampler) -> None:
+    """Raise SettingsError for steps without a dataset, and DataError for buckets that do not fill a batch then."""
+    steps, epochs = settings.training.max_train_steps, settings.training.num_train_epochs
+    if steps is not None:
+        sampler.count_steps(NO_LIMIT, settings.effective_batch_size, steps)
+    else:
+        sampler.count_steps(epochs, settings.effective_batch_size)
 
 
 def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:

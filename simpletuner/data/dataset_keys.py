@@ -16,11 +16,7 @@ VERIFIED = "caches are checked record by record, and what changed is made again"
 NO_CONDITIONING = LATER + ": a model is trained on images and captions alone"
 
 REASONS: dict[str, str] = {
-    "probability": "every sample is seen equally often; use `repeats` to weight datasets",
-    **dict.fromkeys(
-        ("start_epoch", "start_step", "end_epoch", "end_step", "disable_after_epoch_step", "ignore_epochs"),
-        LATER + ": datasets take part from the first step to the last; stop, change the file and resume",
-    ),
+    "ignore_epochs": LATER + ": set start_epoch, end_epoch, start_step or end_step",
     "slider_strength": LATER + ": sliders are pairs of signed datasets; train one LoRA per direction",
     "timestep_sampling_offset": LATER + ": one density of timesteps holds for all datasets",
     "train_batch_size": ONE_FOR_ALL.format("train_batch_size"),
@@ -70,7 +66,6 @@ RULES: dict[str, Rule] = {
     **{key: Ignores(reason, warns=False) for key, reason in NO_EFFECT.items()},
     **{key: Ignores(reason) for key, reason in MISSED.items()},
     "metadata_backend": Refuses(REASONS["metadata_backend"], neutral=("discovery",)),
-    "probability": Refuses(REASONS["probability"], neutral=(1,)),
 }
 
 VALUES: dict[str, dict[str, str]] = {

@@ -18,6 +18,7 @@ from simpletuner.data.crops import CropKeys
 from simpletuner.data.dataset_file import DatasetEntry, read_entries
 from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.folders import check_id, find_nested_ids, id_of_folder
+from simpletuner.data.participation import ParticipationKeys
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.errors import allowed, did_you_mean, shorten
 from simpletuner.settings.key_table import Keeps, KeyTable, Refuses, Rule, interpret
@@ -32,7 +33,7 @@ LARGEST_PIXELS = 1 << 28
 SMALLEST_PIXELS = 64
 
 
-class ImageDataset(CaptionKeys, CropKeys):
+class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     """Images, wherever they are, and how they are captioned, resized and cropped."""
 
     id: Annotated[str, AfterValidator(check_id)]
@@ -40,8 +41,8 @@ class ImageDataset(CaptionKeys, CropKeys):
     dataset_type: Literal["image"] = "image"
     disabled: bool = False
     cache_dir_vae: Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_DATASET))] = None
-    minimum_aspect_ratio: float | None = Field(None, gt=0)
-    maximum_aspect_ratio: float | None = Field(None, gt=0)
+    minimum_aspect_ratio: float | None = Field(default=None, gt=0)
+    maximum_aspect_ratio: float | None = Field(default=None, gt=0)
     max_num_samples: int | None = Field(default=None, ge=1)
     is_regularisation_data: bool = False
 
@@ -127,7 +128,8 @@ class TextEmbeds(Section):
 
 KEEPS_OFF: dict[str, Rule] = {
     **dict.fromkeys(("minimum_image_size", "maximum_image_size", "target_downsample_size"), Keeps(zero_as(None))),
-    "max_num_samples": Keeps(zero_as(None)),
+    **dict.fromkeys(("max_num_samples", "end_epoch", "end_step"), Keeps(zero_as(None))),
+    "start_epoch": Keeps(zero_as(1)),
     "caption_shuffle": Keeps(lambda value: None if is_off(value) else value),
     "caption_filter_list": Keeps(lambda value: () if is_off(value) else value),
     "crop_aspect_buckets": Keeps(lambda value: None if is_off(value) else value),

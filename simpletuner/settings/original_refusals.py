@@ -79,7 +79,7 @@ REFUSED: dict[str, str] = {
     "what images show is not checked; leave it out": "enable_nsfw_check",
     "set it for a dataset of data_backend_config": "maximum_image_size target_downsample_size max_upscale_threshold",
     "set crop_aspect_buckets for a dataset of data_backend_config": "crop_aspect_buckets",
-    "every sample is seen equally often; repeats weight datasets": "data_backend_sampling=auto-weighting",
+    "datasets are weighted by repeats and probability alone": "data_backend_sampling=auto-weighting",
     "set caption_strategy=instanceprompt": "only_instance_prompt",
     "set disable_multiline_split for a dataset of data_backend_config": "disable_multiline_split",
     "all images and captions are encoded before training; leave it out": (

@@ -90,7 +90,7 @@ def test_a_key_of_other_trainers_is_answered_with_the_reason(tmp_path, key):
 
 
 def test_what_is_off_or_happens_anyway_is_no_mistake_and_what_may_be_missed_is_one_line(tmp_path):
-    off = dict.fromkeys(REASONS, False) | dict.fromkeys(MISSED, 0) | {"probability": 1.0, "video": {}, "audio": None}
+    off = dict.fromkeys(REASONS, False) | dict.fromkeys(MISSED, 0) | {"video": {}, "audio": None}
     on = dict.fromkeys(NO_EFFECT, "x")
     data = data_of(tmp_path, image(**off, **on, minimum_image_size=0, caption_strategy=None))
     (dataset,), _ = load_datasets(data)
@@ -170,7 +170,7 @@ def test_all_mistakes_of_the_file_are_told_at_once_with_their_places(tmp_path):
     path = tmp_path / "d.json"
     path.write_text("""[
   {"id": "one", "instance_data_dir": "pictures",
-   "probability": 0.5, "crop_style": {"a": "{[,"},
+   "slider_strength": 0.5, "crop_style": {"a": "{[,"},
    "crop": "perhaps"},
   {"id": "t", "dataset_type": "text_embeds"},
   {"id": "three"}, {"id": [4],
@@ -185,7 +185,7 @@ def test_all_mistakes_of_the_file_are_told_at_once_with_their_places(tmp_path):
 ]""")
     lines = refusal(Data(data_backend_config=path)).splitlines()
     assert [line.strip().partition("):")[0] for line in lines] == [
-        f"probability = 0.5 ({path}:3, dataset `one`",
+        f"slider_strength = 0.5 ({path}:3, dataset `one`",
         f"crop = 'perhaps' ({path}:4, dataset `one`",
         f"""crop_style = {{"a": "{{[,"}} ({path}:3, dataset `one`""",
         f"cache_dir ({path}:5, dataset `t`",
