@@ -175,7 +175,7 @@ def report_left_out(found: Discovery, report: Report) -> None:
 def describe_buckets(plan: Plan) -> str:
     """Return how many images are in which buckets, and how often an epoch shows those that are repeated."""
     counts = {name: (bucket.num_samples, len(bucket)) for name, bucket in plan.buckets.items()}
-    each = [f"{name}: {own}{f' shown {shown} times' if shown > own else ''}" for name, (own, shown) in counts.items()]
+    each = [f"{name}: {own}{f' shown {shown} times' if shown != own else ''}" for name, (own, shown) in counts.items()]
     return f"{len(plan.samples):,} in {count_noun(len(counts), 'bucket')} ({', '.join(each)})"
 
 

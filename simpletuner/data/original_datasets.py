@@ -17,14 +17,13 @@ from simpletuner.settings.key_table import Ignores
 from simpletuner.settings.original import TABLE, is_off
 from simpletuner.settings.original_import import LeftOut, relocated
 from simpletuner.settings.sections import Data
-from simpletuner.settings.spelling import normalize_name
 
-PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae")
+PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae", "caption_filter_list")
 HINT = "docs/data.md lists the keys of a dataset"
 ESSENTIAL = ("id", "type", "dataset_type", "instance_data_dir", "aws_bucket_name", "instance_prompt", "resolution")
 """Keys without which an entry would be another dataset."""
 NOT_COPIED = "a secret is not copied: write it into the new file, or use the environment or a profile in ~/.aws"
-HARMLESS = ("image_embeds", "vae_cache_clear_each_epoch", "probability", "default", "cache_dir", *NO_EFFECT)
+HARMLESS = ("image_embeds", "vae_cache_clear_each_epoch", "default", "cache_dir", *NO_EFFECT)
 """Keys that change nothing here, besides those whose setting of the same name has no effect."""
 KEEPS_ZERO = ("repeats", "crop", "disabled", "disable", "prepend_instance_prompt", "default")
 
@@ -67,8 +66,6 @@ def import_entry(
     for key in PATHS:
         if isinstance(new.get(key), str):
             new[key] = relocated(fill_in(new[key], {**names, **texts_of(old)}), root)
-    if normalize_name(new.pop("only_instance_prompt", "")) == "true":
-        new["caption_strategy"] = "instanceprompt"
     idle = {key: rule for key in new if isinstance(rule := RULES.get(name_of_key(key)), Ignores)}
     left_out += [LeftOut(key, new.pop(key), place, rule.reason, asks(key)) for key, rule in idle.items()]
     while problems := problems_of(new, entry, data):

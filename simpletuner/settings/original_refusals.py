@@ -77,16 +77,16 @@ REFUSED: dict[str, str] = {
     ),
     "downloads are never deleted; leave it out": "delete_model_after_load",
     "what images show is not checked; leave it out": "enable_nsfw_check",
-    "set it for a dataset of data_backend_config": "maximum_image_size target_downsample_size max_upscale_threshold",
-    "set crop_aspect_buckets for a dataset of data_backend_config": "crop_aspect_buckets",
+    "it is a key of a dataset: write it into the file of data_backend_config": (
+        "type maximum_image_size target_downsample_size max_upscale_threshold crop_aspect_buckets "
+        "disable_multiline_split"
+    ),
     "datasets are weighted by repeats and probability alone": "data_backend_sampling=auto-weighting",
     "set caption_strategy=instanceprompt": "only_instance_prompt",
-    "set disable_multiline_split for a dataset of data_backend_config": "disable_multiline_split",
     "all images and captions are encoded before training; leave it out": (
         "vae_cache_ondemand vae_cache_disable text_cache_ondemand text_cache_disable text_embed_full_cache"
     ),
     "set cache_dir_vae and cache_dir_text; HF_HOME says where downloads go": "cache_dir",
-    "it is a key of a dataset: write it into the file of data_backend_config": "type",
     # Checkpoints.
     "checkpoints are counted in steps: set checkpoint_step_interval": (
         "checkpoint_epoch_interval checkpointing_rolling_steps"

@@ -40,7 +40,7 @@ def test_the_largest_probability_is_1_and_repeats_multiply():
     assert [type(each) for each in copies((0.1, 0), (0.1, 2))] == [int, int], "equal weights change no order"
 
 
-@given(st.lists(st.fractions(0, 3, max_denominator=5).filter(bool), min_size=1, max_size=3, unique=True), st.data())
+@given(st.lists(st.fractions(0, 3, max_denominator=4).filter(bool), min_size=1, max_size=3, unique=True), st.data())
 @hypothesis_settings(max_examples=50)
 def test_each_sample_is_shown_as_often_as_its_weight_says_and_no_epoch_repeats_the_part_of_another(weights, data):
     groups, first = {}, 0
@@ -49,7 +49,7 @@ def test_each_sample_is_shown_as_often_as_its_weight_says_and_no_epoch_repeats_t
         first += 10
     bucket = Bucket(groups, passes=data.draw(st.integers(1, 2)))
     sampler, batch_size = GlobalBatchSampler({"a": bucket}, data.draw(st.integers(0, 99))), data.draw(st.integers(1, 2))
-    epochs = 60  # a multiple of all denominators
+    epochs = 12  # a multiple of all denominators
     steps = sampler.count_steps(epochs, batch_size)
     taken = list(islice(sampler.batches(sampler.start(batch_size)), steps))
     seen = Counter(sample for batch, _ in taken for sample in batch.samples)
