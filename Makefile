@@ -23,7 +23,7 @@ demo: install demo/pictures
 
 # Completion is tested in the real shells, launching in network namespaces (ip), offloading to files with what DeepSpeed
 # compiles. Root, as in CI, gets what is missing.
-TOOLS := zsh:zsh fish:fish ip:iproute2 c++:g++ /usr/include/libaio.h:libaio-dev
+TOOLS := zsh:zsh fish:fish ip:iproute2 c++:g++ ccache:ccache /usr/include/libaio.h:libaio-dev
 tools:
 	@is_there() { command -v $$1 >/dev/null || test -e $$1; }; \
 	missing=$$(for tool in $(TOOLS); do is_there $${tool%%:*} || echo $${tool##*:}; done); \
@@ -31,7 +31,7 @@ tools:
 	  apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
 	fi; \
 	for tool in $(TOOLS); do \
-	  is_there $${tool%%:*} || echo "no $${tool%%:*}: its tests are skipped (apt-get install $${tool##*:})"; \
+	  is_there $${tool%%:*} || echo "no $${tool%%:*}: its tests are skipped or take longer (apt-get install $${tool##*:})"; \
 	done
 
 completions: install

@@ -75,7 +75,8 @@ def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
         no_caption={name: torch.zeros_like(value) for name, value in text.items()},
     )
     buckets = {"one": Bucket({1: np.arange(SAMPLES)})}
-    plan = Plan([], Samples(), buckets, Path(), GlobalBatchSampler(buckets, settings.training.seed), "", DATA_VERSION)
+    sampler = GlobalBatchSampler(buckets, settings.training.seed)
+    plan = Plan([], Samples(), buckets, Path(), sampler, "", DATA_VERSION, np.zeros(0, int))
     return Prepared(plan, source, cast(TextCache, None))  # only validation asks for more text
 
 
@@ -90,7 +91,7 @@ class Ours:
     """Our loop, called for some steps at a time; it neither validates nor saves."""
 
     def __init__(self, session: Session, trainer: Trainer, state: TrainingState) -> None:
-        self.trainer = replace(trainer, validator=None, checkpointer=Nowhere(session, state), max_steps=0)
+        self.trainer = replace(trainer, evaluations=(), checkpointer=Nowhere(session, state), max_steps=0)
 
     def __call__(self) -> None:
         """Train for the next steps."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from simpletuner.caches.keys import short_hash
 from simpletuner.caches.latents import LatentsCache
@@ -16,6 +17,7 @@ from simpletuner.data.dataset_warnings import dataset_warnings
 from simpletuner.data.datasets import ImageDataset, load_datasets
 from simpletuner.data.discovery import Discovery, count_noun, discover, format_names
 from simpletuner.data.folders import default_folder, latents_folder, text_folder
+from simpletuner.data.held_out import held_out_indices
 from simpletuner.data.participation import NO_LIMIT, BucketSchedule, Window
 from simpletuner.data.prefetch import SampleReader
 from simpletuner.data.samples import Samples
@@ -41,6 +43,8 @@ class Plan:
     digest: str
     """Identity of seed, buckets and order: a saved position is valid only for the same ones."""
     version: int
+    held_out: np.ndarray
+    """Indices of the samples that are not trained on."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,20 @@ def make_plan(
     settings: Settings, datasets: list[ImageDataset], samples: Samples, text_folder: Path, version: int
 ) -> Plan:
     """Group samples into buckets that fill the effective batch, and order them."""
-    seed, windows = settings.training.seed, [part.dataset.window for part in samples.parts]
-    schedule = BucketSchedule(windows, partial(filled_buckets, settings, samples))
+    seed, held_out = settings.training.seed, held_out_indices(samples, settings.validation.eval_split)
+    trained = [part.dataset for part in samples.parts if part.dataset.dataset_type != "eval"]
+    windows = [dataset.window for dataset in trained]
+
+    def make(active: tuple[bool, ...]) -> Buckets:
+        ids = {dataset.id for dataset, takes_part in zip(trained, active, strict=True) if takes_part}
+        oversubscribe = settings.data.allow_dataset_oversubscription
+        return fill_buckets(make_buckets(samples, held_out, ids), settings.effective_batch_size, oversubscribe)
+
+    schedule = BucketSchedule(windows, make)
     buckets = schedule.buckets(0, 0)
     # Ids, not indices: with another image in the place of one, indices would stay the same.
     if version == 1:
-        refuse_other_order(samples)
+        refuse_other_order(trained)
         contents = {name: [samples[index].id for index in listed_items(each)] for name, each in buckets.items()}
         sampler, digest = GlobalBatchSamplerV1(buckets, seed), short_hash([seed, contents])
     elif set(windows) <= {Window()}:
@@ -90,18 +102,12 @@ def make_plan(
     else:
         sampler = GlobalBatchSampler(buckets, seed, schedule)
         check_participation(settings, sampler)
-        digest = digest_buckets(make_buckets(samples), samples, version, seed, windows)
-    return Plan(datasets, samples, buckets, text_folder, sampler, digest, version)
+        digest = digest_buckets(make_buckets(samples, held_out), samples, version, seed, windows)
+    return Plan(datasets, samples, buckets, text_folder, sampler, digest, version, held_out)
 
 
-def filled_buckets(settings: Settings, samples: Samples, active: tuple[bool, ...]) -> Buckets:
-    oversubscribe = settings.data.allow_dataset_oversubscription
-    return fill_buckets(make_buckets(samples, active), settings.effective_batch_size, oversubscribe)
-
-
-def refuse_other_order(samples: Samples) -> None:
+def refuse_other_order(datasets: list[ImageDataset]) -> None:
     """Raise SettingsError for weights and times, which the order of version 0.1.0 does not have."""
-    datasets = [part.dataset for part in samples.parts]
     if {dataset.window for dataset in datasets} != {Window()} or len({each.probability for each in datasets}) > 1:
         raise SettingsError(
             "a run that version 0.1.0 began keeps its order, in which all datasets take part alike",
@@ -176,7 +182,9 @@ def describe_buckets(plan: Plan) -> str:
     """Return how many images are in which buckets, and how often an epoch shows those that are repeated."""
     counts = {name: (bucket.num_samples, len(bucket)) for name, bucket in plan.buckets.items()}
     each = [f"{name}: {own}{f' shown {shown} times' if shown != own else ''}" for name, (own, shown) in counts.items()]
-    return f"{len(plan.samples):,} in {count_noun(len(counts), 'bucket')} ({', '.join(each)})"
+    held_out = f"; {len(plan.held_out):,} held out" if len(plan.held_out) else ""
+    trained = len(plan.samples) - len(plan.held_out)
+    return f"{trained:,} in {count_noun(len(counts), 'bucket')} ({', '.join(each)}){held_out}"
 
 
 def folders_of(settings: Settings, plan: Plan) -> list[Path]:

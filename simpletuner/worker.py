@@ -34,6 +34,7 @@ from simpletuner.system.signals import handle_stop_signals
 from simpletuner.training.data_position import data_version, resume_point, warn_of_changed_data
 from simpletuner.training.ema import EMA
 from simpletuner.training.engines import check_engine, open_engine
+from simpletuner.training.held_out import open_held_out_loss
 from simpletuner.training.metrics import Metrics, open_metrics
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.output_dir import export, exported_steps, open_output_dir, pipelines_of
@@ -49,7 +50,7 @@ from simpletuner.training.settings_record import record_settings
 from simpletuner.training.state import Checkpointer, TrainingState
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.summary import print_plan, print_result
-from simpletuner.training.trainer import Trainer
+from simpletuner.training.trainer import Evaluation, Trainer
 from simpletuner.training.validation import open_validator
 
 
@@ -191,7 +192,7 @@ def build_trainer(
         ema=state.ema,
         logger=StepLogger(mesh, StopVote(session.stop), metrics, settings.effective_batch_size),
         checkpointer=Checkpointer(session, state),
-        validator=open_validator(session, family, state, prepared, metrics),
+        evaluations=open_evaluations(session, family, state, prepared, metrics),
         device=mesh.world.device,
         activity=mesh.world.activity,
         stop=session.stop,
@@ -199,11 +200,21 @@ def build_trainer(
         step=state.step,
         max_steps=state.schedule.max_steps,
         checkpoint_every=settings.checkpoints.checkpoint_step_interval,
-        validate_every=settings.validation.validation_step_interval,
         max_grad_norm=settings.optimizer.max_grad_norm,
         dtype=compute_dtype(settings),
         seed=training.seed,
     )
+
+
+def open_evaluations(
+    session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
+) -> list[Evaluation]:
+    """Return what looks at the weights between steps: nothing without held-out images and validation prompts."""
+    opened = (
+        open_evaluation(session, family, state, prepared, metrics)
+        for open_evaluation in (open_held_out_loss, open_validator)
+    )
+    return [each for each in opened if each is not None]
 
 
 def silence_libraries() -> None:

@@ -32,7 +32,8 @@ ZEROS = ["zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", "zero3-disk"]
 def disk_operators():
     """Compile the disk operators, which takes a minute, before the time limit of any test starts."""
     code = "from simpletuner.deepspeed import startup; startup.compile_disk_operators(print, lambda: None)"
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    compiler = Path(__file__).parent / "support" / "compiler"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{compiler}{os.pathsep}{os.environ['PATH']}"}
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

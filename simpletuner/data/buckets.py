@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from itertools import repeat
 from operator import mul
 
 import numpy as np
@@ -24,10 +23,12 @@ Buckets = dict[str, Bucket]
 """By name, such as `1024x1024`."""
 
 
-def make_buckets(samples: Samples, active: Sequence[bool] | None = None) -> Buckets:
-    """Group samples by their target size, and by how often an epoch shows those of their dataset.
+def make_buckets(
+    samples: Samples, held_out: Sequence[int] | np.ndarray = (), active: Collection[str] | None = None
+) -> Buckets:
+    """Group samples but the held-out ones by target size, and by how often an epoch shows those of their dataset.
 
-    `active` says of each dataset whether it takes part; by default all do.
+    `active` are the ids of the datasets that take part; by default all do.
     """
     if not samples.parts:
         return {}
@@ -37,12 +38,16 @@ def make_buckets(samples: Samples, active: Sequence[bool] | None = None) -> Buck
     of_samples = [own[part.sizes.index] for own, part in zip(of_parts, samples.parts, strict=True)]
     copies = copies_of([part.dataset for part in samples.parts])
     datasets = np.repeat(np.arange(len(samples.parts), dtype=np.uint16), [len(part) for part in samples.parts])
-    return group_samples(
-        np.concatenate(of_samples),
-        [f"{code >> 32}x{code & 0xFFFFFFFF}" for code in codes.tolist()],
-        datasets,
-        [own if takes_part else 0 for own, takes_part in zip(copies, active or repeat(True), strict=False)],
-    )
+    names = [f"{code >> 32}x{code & 0xFFFFFFFF}" for code in codes.tolist()]
+    if active is not None:
+        copies = [own if part.dataset.id in active else 0 for own, part in zip(copies, samples.parts, strict=True)]
+    if not len(held_out):
+        return group_samples(np.concatenate(of_samples), names, datasets, copies)
+    trained = np.delete(np.arange(len(samples), dtype=np.uint32), held_out)
+    buckets = group_samples(np.concatenate(of_samples)[trained], names, datasets[trained], copies)
+    return {
+        name: Bucket({count: trained[own] for count, own in bucket.groups.items()}) for name, bucket in buckets.items()
+    }
 
 
 def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray, copies: Sequence[Copies]) -> Buckets:

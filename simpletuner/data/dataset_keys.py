@@ -75,7 +75,6 @@ VALUES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),
         "image_embeds": REASONS["image_embeds"],
         "caption": LATER + ": captions belong to images",
-        "eval": LATER + ": there is no loss on held-out images; validation_prompt generates images",
     },
     "caption_strategy": dict.fromkeys(
         ("parquet", "csv", "huggingface", "webshart"), LATER + ": write captions into text files"

@@ -38,7 +38,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
 
     id: Annotated[str, AfterValidator(check_id)]
     type: Literal["local", "aws"] = "local"
-    dataset_type: Literal["image"] = "image"
+    dataset_type: Literal["image", "eval"] = "image"
     disabled: bool = False
     cache_dir_vae: Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_DATASET))] = None
     minimum_aspect_ratio: float | None = Field(default=None, gt=0)
@@ -226,8 +226,8 @@ def mistakes_between(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
         lines = [str(entry.line) for dataset, entry in parsed.datasets if isinstance(dataset, TextEmbeds)]
         message = f"{len(texts)} datasets are of this type: there is one text cache, leave the others out"
         yield Mistake("dataset_type", message, f"{name}:{' and '.join(lines)}", "'text_embeds'")
-    if not images and not parsed.mistakes:
-        yield BrokenRule("data_backend_config", f"{name} names no dataset of images")
+    if not any(dataset.dataset_type == "image" for dataset in images) and not parsed.mistakes:
+        yield BrokenRule("data_backend_config", f"{name} names no dataset of images to train on")
 
 
 def inherited(data: Data) -> dict[str, Any]:

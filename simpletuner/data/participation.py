@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -13,6 +14,9 @@ from pydantic_core import PydanticCustomError
 from simpletuner.data.epoch_order import Bucket
 from simpletuner.errors import SettingsError
 from simpletuner.settings.sections import DatasetSettings
+
+if TYPE_CHECKING:
+    from simpletuner.data.datasets import ImageDataset
 
 Copies = int | Fraction
 
@@ -55,10 +59,12 @@ class ParticipationKeys(DatasetSettings):
         return Window(self.start_step, self.end_step or NO_LIMIT, self.start_epoch - 1, self.end_epoch or NO_LIMIT)
 
 
-def copies_of(datasets: Sequence[ParticipationKeys]) -> list[Copies]:
-    """Return how often an epoch shows the samples of each dataset; the largest probability counts as 1."""
+def copies_of(datasets: Sequence[ImageDataset]) -> list[Copies]:
+    """Return how often an epoch shows the samples of each dataset; the largest probability in training is 1."""
     weights = [Fraction(str(dataset.probability)) for dataset in datasets]
-    copies = [(1 + dataset.repeats) * weight / max(weights) for dataset, weight in zip(datasets, weights, strict=True)]
+    trained = [weight for dataset, weight in zip(datasets, weights, strict=True) if dataset.dataset_type != "eval"]
+    largest = max(trained, default=Fraction(1))
+    copies = [(1 + dataset.repeats) * weight / largest for dataset, weight in zip(datasets, weights, strict=True)]
     return [each.numerator if each.denominator == 1 else each for each in copies]
 
 

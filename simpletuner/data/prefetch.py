@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,9 +39,10 @@ class Batch:
         """Return the batch in page-locked memory, from which a GPU copies asynchronously."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device, without waiting for the copy."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+    def to(self, device: torch.device, host_inputs: Collection[str] = ()) -> Batch:
+        """Return the batch on a device, but for some conditioning by name, without waiting for the copy."""
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(moved, conditioning=moved.conditioning | {name: self.conditioning[name] for name in host_inputs})
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         conditioning = {name: fn(value) for name, value in self.conditioning.items()}
@@ -79,6 +80,7 @@ class RankSlice:
     data_size: int
     accumulation: int
     seed: int
+    drops_captions: bool = True
     pin: bool = False
     """Whether batches go to a GPU."""
 
@@ -124,7 +126,8 @@ def collate(
     latents, noise, us, conditionings, ids = [], [], [], [], []
     datasets = [reader.dataset(sample) for sample in batch.samples]
     for index in indices:
-        sample, dropout = reader.samples[batch.samples[index]], datasets[index].caption_dropout_probability
+        sample = reader.samples[batch.samples[index]]
+        dropout = datasets[index].caption_dropout_probability * rank_slice.drops_captions
         clean = reader.latents(sample)
         random = sample_noise(rank_slice.seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
         caption = sample.captions[int(random.caption * len(sample.captions))]

@@ -76,6 +76,10 @@ class ModelFamily(ABC):
     """Arguments of the denoiser's `forward` (or keys of a dict among them) that stay float32 while sampling in bf16:
     times, sizes and positions, which bf16 would round above 256. All other floating-point inputs are cast."""
 
+    host_inputs: ClassVar[tuple[str, ...]] = ()
+    """Conditioning that `predict` reads, such as masks whose lengths become shapes. In training it stays in the host's
+    memory, pinned, since reading it from a GPU would wait for all that is queued there."""
+
     round_sigmas_in_bf16: ClassVar[Callable[[Tensor], Tensor]] = staticmethod(keep_float32)
     """Flow matching in bf16: maps the sigmas of a batch to those that the denoiser computes with (objectives.py)."""
 

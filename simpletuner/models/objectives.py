@@ -6,7 +6,7 @@ Shapes: latents, noise and targets are BCHW; timesteps, sigmas, weights and loss
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -99,6 +99,8 @@ class Diffusion:
     alphas_cumprod: Tensor
     prediction: Literal["epsilon", "v_prediction"]
     snr_gamma: float | None = None
+    moved: dict[torch.device, Tensor] = field(default_factory=dict)
+    """`alphas_cumprod` by device: copied at each step, it would make each step wait for the one before."""
 
     def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Noise latents at timesteps that are uniform over 0..T-1."""
@@ -106,7 +108,9 @@ class Diffusion:
         return self.at(latents, noise, (u * count).long().clamp(max=count - 1))
 
     def at(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
-        a = self.alphas_cumprod.to(latents.device)[timesteps]
+        if latents.device not in self.moved:
+            self.moved[latents.device] = self.alphas_cumprod.to(latents.device)
+        a = self.moved[latents.device][timesteps]
         target = noise if self.prediction == "epsilon" else velocity(latents, noise, a)
         weights = torch.ones_like(a)
         if self.snr_gamma is not None:

@@ -9,7 +9,7 @@ the whole tensor, or a DTensor sharded on dim 0. So no engine needs a checkpoint
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -94,6 +94,17 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release what would outlive the engine in this process or on its disks."""
         ...
+
+
+@contextmanager
+def evaluation(engine: Engine) -> Iterator[nn.Module]:
+    """Yield the denoiser for calls outside training: without gradients and dropout."""
+    engine.module.eval()
+    try:
+        with torch.no_grad(), engine.inference():
+            yield engine.module
+    finally:
+        engine.module.train()
 
 
 def compute_dtype(settings: Settings) -> torch.dtype:

@@ -178,8 +178,8 @@ ASKS_FOR_NOTHING: dict[str, str] = {
         "audio_max_duration_seconds audio_min_duration_seconds audio_channels audio_duration_interval "
         "audio_truncation_mode"
     ),
-    "used only with datasets of type eval, which are refused": (
-        "num_eval_images eval_steps_interval eval_epoch_interval eval_timesteps eval_dataset_pooling eval_loss_disable"
+    "the loss is measured on all held-out images, which are those of datasets of type eval, every eval_step_interval": (
+        "num_eval_images eval_epoch_interval eval_dataset_pooling eval_loss_disable"
     ),
     "used only with evaluation_type": "pretrained_evaluation_model_name_or_path",
     "used only with validation_preview": "validation_preview_steps",

@@ -212,7 +212,10 @@ class Validation(Section):
     validation_guidance: float = knob(7.5, "Guidance scale.", ge=0)
     validation_resolution: Annotated[str, AfterValidator(normalize_sizes)] = knob("", "Image size as EDGE or WIDTHxHEIGHT in px, or several such as 1024x1024,1280x768; empty: the training resolution.")  # fmt: skip
     validation_seed: int | None = knob(None, "Seed of the starting noise; empty: the run's seed.", ge=0)
-    ema_validation: Literal["none", "ema_only", "comparison"] = knob("comparison", "Which weights validation uses when EMA is on: the trained, the averaged, or both.")  # fmt: skip
+    eval_split: float = knob(0.0, "Fraction of the images that is held out of training, to measure the loss on.", ge=0, lt=1)
+    eval_step_interval: int = knob(100, "Optimizer steps between measurements of the held-out loss; 0: only before the first step and after the last.", ge=0, aliases=("eval_steps_interval",))  # fmt: skip
+    eval_timesteps: int = knob(4, "Noise levels at which each held-out image is measured, one from each equal part of their range.", ge=1, le=1000)  # fmt: skip
+    ema_validation: Literal["none", "ema_only", "comparison"] = knob("comparison", "Which weights validation images and the held-out loss use when EMA is on: the trained, the averaged, or both.")  # fmt: skip
 
 
 class Logging(Section):

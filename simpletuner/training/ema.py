@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.optimizer_state import NamedTensors, Read
-from simpletuner.settings.sections import Ema
+from simpletuner.settings.sections import Ema, Validation
+
+VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained", "ema")}
+"""Sets of weights to evaluate, by the setting ema_validation."""
 
 
 class EMA:
@@ -68,3 +71,13 @@ class EMA:
         for name, average in self.shards.items():
             average.copy_(self.engine.from_checkpoint(name, tensors[name]))
         self.updates = updates
+
+
+def evaluated_variants(ema: EMA | None, validation: Validation) -> tuple[str, ...]:
+    """Return the sets of weights that validation images and held-out losses are made with."""
+    return VARIANTS[validation.ema_validation] if ema is not None else ("trained",)
+
+
+def weights_of(ema: EMA | None, variant: str) -> AbstractContextManager[None]:
+    """Put a set of weights into the denoiser within the block. Collective."""
+    return ema.swapped_in() if variant == "ema" and ema is not None else nullcontext()

@@ -17,12 +17,15 @@ from simpletuner.system.files import APPEND, read_file, write_file
 
 METRICS, CURVE = "metrics.jsonl", "loss.png"
 
-ALWAYS = ("step", "loss")
-"""What every row of the metrics has."""
+LOSSES = ("loss", "eval_loss", "eval_loss_ema")
+"""Every row of the metrics has a step, and at least one of these."""
+
+HELD_OUT_LINES = {"eval_loss": ("held-out images", "#d94801"), "eval_loss_ema": ("held-out images, EMA", "#238b45")}
 
 
 class Metrics:
-    """Append one JSON object per optimizer step; rows after the checkpoint that a run resumes from are dropped."""
+    """Append a JSON object per optimizer step and per evaluation; rows after the checkpoint that a run resumes from are
+    dropped."""
 
     def __init__(self, folder: Path, step: int, tracker_folder: Path | None) -> None:
         self.path, self.curve = folder / METRICS, folder / CURVE
@@ -30,13 +33,13 @@ class Metrics:
         self.file = os.fdopen(os.open(self.path, APPEND, 0o666), "a", encoding="utf-8")
         self.tracker = tensorboard_writer(tracker_folder, step) if tracker_folder else None
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Add one step."""
+    def write(self, row: Mapping[str, Any], group: str = "train") -> None:
+        """Add a row; a tracker shows its values as `group/name`."""
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         if self.tracker is not None:
             for name, value in row.items():
-                self.tracker.add_scalar(f"train/{name}", value, row["step"])
+                self.tracker.add_scalar(f"{group}/{name}", value, row["step"])
 
     def add_image(self, path: Path, step: int) -> None:
         """Show a validation grid in the tracker."""
@@ -46,6 +49,10 @@ class Metrics:
 
             with Image.open(path) as image:
                 self.tracker.add_image("validation", np.asarray(image.convert("RGB")), step, dataformats="HWC")
+
+    def last_step(self, name: str) -> int:
+        """Return the last step for which a value was written; -1 for none."""
+        return max((row["step"] for row in read_metrics(self.path) if name in row), default=-1)
 
     def close(self) -> None:
         """Plot the loss and close the files."""
@@ -68,9 +75,14 @@ def rows_in(content: bytes) -> list[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and all(isinstance(row.get(name), float | int) for name in ALWAYS):
+        if isinstance(row, dict) and all(isinstance(row.get(name), float | int) for name in ("step", loss_of(row))):
             rows.append(row)
     return rows
+
+
+def loss_of(row: Mapping[str, Any]) -> str:
+    """Return which loss a row has; `loss` where it has none."""
+    return next((name for name in LOSSES if name in row), "loss")
 
 
 def drop_rows_after(path: Path, step: int) -> None:
@@ -102,18 +114,22 @@ def smoothed(values: list[float], share: float) -> list[float]:
 
 
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot the loss by step: each value pale, and a running mean over it."""
+    """Plot the loss by step: each value pale, and a running mean over it; and the held-out losses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    if not rows:
+    trained = [row for row in rows if "loss" in row]
+    if not trained:
         return
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    steps, losses = [row["step"] for row in trained], [row["loss"] for row in trained]
     figure = Figure(figsize=(8, 4.5), dpi=110)
     axes = figure.add_axes((0.09, 0.12, 0.89, 0.8))  # `layout="constrained"` draws everything twice
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="each step")
     axes.plot(steps, smoothed(losses, 0.05), color="#08519c", linewidth=1.8, label="running mean")
-    axes.set(xlabel="optimizer step", ylabel="loss", title="Training loss")
+    for name, (label, colour) in HELD_OUT_LINES.items():
+        if measured := [(row["step"], row[name]) for row in rows if name in row]:
+            axes.plot(*zip(*measured, strict=True), color=colour, marker="o", markersize=3.5, label=label)
+    axes.set(xlabel="optimizer step", ylabel="loss", title="Loss")
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right", edgecolor="none")  # "best" compares with every point
     content = BytesIO()

@@ -31,7 +31,8 @@ class StopVote:
 
     def wish(self, device: torch.device) -> Tensor:
         """Return 1 where this rank was asked to stop, else 0; shape ()."""
-        return torch.tensor(float(bool(self.request.signal_number)), device=device)
+        # not torch.tensor, which copies from pageable memory, so that each step would wait for the one before
+        return torch.full((), float(bool(self.request.signal_number)), device=device)
 
     def count(self, mean: float) -> None:
         """Take the mean of all wishes: one rank is enough."""

@@ -67,7 +67,8 @@ def format_engine(settings: Settings, world_size: int) -> str:
 
 def print_result(output: Path, exported: Path, report: Report) -> None:
     """Print how the run went and where everything is."""
-    rows = read_metrics(output / METRICS) if not report.quiet else []
+    written = read_metrics(output / METRICS) if not report.quiet else []
+    rows = [row for row in written if "loss" in row]
     if not rows:
         return
     grids = sorted((output / "validation").glob("grid-*.png"))
@@ -83,7 +84,9 @@ def print_result(output: Path, exported: Path, report: Report) -> None:
         ("loss", f"{mean_loss(rows[:20]):.4f} at first, {mean_loss(rows[-20:]):.4f} at last (means of up to 20 steps)"),
         ("samples/s", f"{median(row.get('samples_per_second', 0) for row in rows):.1f}"),
     ]
-    report.table("finished", [*numbers, *places])
+    measured = [row["eval_loss"] for row in written if "eval_loss" in row]
+    held_out = [("held-out loss", f"{measured[0]:.4f} at first, {measured[-1]:.4f} at last")] if measured else []
+    report.table("finished", [*numbers, *held_out, *places])
 
 
 def mean_loss(rows: list[dict[str, Any]]) -> float:

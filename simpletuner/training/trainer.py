@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,14 +22,31 @@ from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.state import Checkpointer
 from simpletuner.training.step_logger import StepLogger, StepOutput
-from simpletuner.training.validation import Validator
+
+
+class Evaluation(Protocol):
+    """What looks at the weights before the first step, after the last one, and every `interval` steps (0: never)."""
+
+    @property
+    def interval(self) -> int: ...
+
+    @property
+    def title(self) -> str: ...
+
+    def run(self, step: int) -> None:
+        """Collective."""
+        ...
+
+    def is_complete(self, step: int) -> bool:
+        """Return whether its results of a step are there, or are missing since the run was killed. Collective."""
+        ...
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Take optimizer steps, and log, save and validate between them.
+    """Take optimizer steps, and log, save and evaluate between them.
 
-    Every rank runs the same trainer on its own slice of each global batch. Saving, validation and the engine's step are
+    Every rank runs the same trainer on its own slice of each global batch. Saving, evaluation and the engine's step are
     collective, so everything that decides whether they happen must be equal on all ranks.
     """
 
@@ -40,7 +58,7 @@ class Trainer:
     ema: EMA | None
     logger: StepLogger
     checkpointer: Checkpointer
-    validator: Validator | None
+    evaluations: Sequence[Evaluation]
     device: torch.device
     activity: Activity
     stop: StopRequest
@@ -49,7 +67,6 @@ class Trainer:
     """Optimizer steps taken so far."""
     max_steps: int
     checkpoint_every: int
-    validate_every: int
     max_grad_norm: float
     dtype: torch.dtype
     """Of the latents that the denoiser is called with."""
@@ -61,8 +78,9 @@ class Trainer:
 
         Raises Stopped, after saving, when a signal asked for it; TrainingError when the loss is not finite.
         """
-        if self.step == 0 or self.has_lost_validation():
-            self.validate()
+        for evaluation in self.evaluations:
+            if self.step == 0 or (self.is_due(evaluation) and not evaluation.is_complete(self.step)):
+                self.evaluate(evaluation)
         with self.logger.progress(self.report, self.max_steps, self.step):
             while self.step < self.max_steps:
                 batch, data_seconds = self.next_batch()
@@ -71,7 +89,7 @@ class Trainer:
                 if self.ema is not None:
                     self.ema.update(self.step)
                 self.logger.log(self.step, output, batch, data_seconds)  # reads the numbers of the step before
-                self.save_and_validate(batch)
+                self.save_and_evaluate(batch)
 
     def next_batch(self) -> tuple[StepBatch, float]:
         """Return this rank's micro-batches, which a thread prepares, and how long the wait for them was in seconds."""
@@ -89,7 +107,7 @@ class Trainer:
         seed_dropout(self.seed + self.step)
         losses = []
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
-            micro_batch = micro_batch.to(self.device)
+            micro_batch = micro_batch.to(self.device, self.family.host_inputs)
             noised = self.objective.add_noise(micro_batch.latents, micro_batch.noise, micro_batch.u)
             target = self.regression_target(noised, micro_batch)
             with self.engine.micro_batch(number == len(batch.micro_batches)):
@@ -114,12 +132,12 @@ class Trainer:
             )
         return torch.where(per_sample(batch.from_base, noised.target), base.to(noised.target.dtype), noised.target)
 
-    def save_and_validate(self, batch: StepBatch) -> None:
+    def save_and_evaluate(self, batch: StepBatch) -> None:
         """Do what is due after a step. The last step is always saved, and so is the one at which the run stops."""
         is_last = self.step == self.max_steps
         save_due = is_last or self.step % self.checkpoint_every == 0 or self.logger.stop_vote.passed
-        validation_due = self.is_validation_due()
-        if not (save_due or validation_due):
+        evaluations = [each for each in self.evaluations if self.is_due(each)]
+        if not (save_due or evaluations):
             return
         self.logger.flush()  # a loss that is not finite must end the run before it is saved
         if save_due:
@@ -127,23 +145,18 @@ class Trainer:
             self.checkpointer.save(self.step, batch.next_state)
         if save_due and self.logger.stop_vote.passed:
             raise self.stop.stopped(f"at step {self.step}; its checkpoint is saved")
-        if validation_due:
-            self.validate(unsaved=not save_due)
+        for evaluation in evaluations:
+            self.evaluate(evaluation, unsaved=not save_due)
         self.logger.restart_clock()  # what happened since the step is no training time
 
-    def is_validation_due(self) -> bool:
-        return self.step == self.max_steps or bool(self.validate_every and self.step % self.validate_every == 0)
+    def is_due(self, evaluation: Evaluation) -> bool:
+        every = evaluation.interval
+        return self.step == self.max_steps or bool(every and self.step % every == 0)
 
-    def has_lost_validation(self) -> bool:
-        """Return whether a killed run saved this step's checkpoint, but not its validation images. Collective."""
-        return self.is_validation_due() and self.validator is not None and not self.validator.is_complete(self.step)
-
-    def validate(self, unsaved: bool = False) -> None:
-        """Generate validation images. Collective."""
-        if self.validator is not None:
-            text = f"generating validation images at step {self.step}"
-            self.activity.begin(text, unsaved=unsaved, watched=False)
-            self.validator.generate(self.step)
+    def evaluate(self, evaluation: Evaluation, unsaved: bool = False) -> None:
+        """Run an evaluation at this step. Collective."""
+        self.activity.begin(f"{evaluation.title} at step {self.step}", unsaved=unsaved, watched=False)
+        evaluation.run(self.step)
 
 
 def seed_dropout(seed: int) -> None:

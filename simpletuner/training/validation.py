@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
@@ -17,19 +17,17 @@ from simpletuner.models.family import ModelFamily, SamplingParams
 from simpletuner.models.lora import without_adapter
 from simpletuner.models.text_encoding import Conditioning
 from simpletuner.models.vae import Vae
-from simpletuner.parallel.engine import Engine, compute_dtype
+from simpletuner.parallel.engine import Engine, compute_dtype, evaluation
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.preparation import Prepared
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.settings.image_sizes import parse_sizes
 from simpletuner.system.files import write_file
-from simpletuner.training.ema import EMA
+from simpletuner.training.ema import EMA, evaluated_variants, weights_of
 from simpletuner.training.metrics import Metrics
 from simpletuner.training.state import TrainingState
 
-VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained", "ema")}
-"""Sets of weights to generate with, by the setting ema_validation."""
 BASE = "base"
 """The base model without its LoRA, which comes before the others."""
 
@@ -55,10 +53,12 @@ class Validator:
     folder: Path
     metrics: Metrics | None
     """Where the grid is shown to a tracker; None on ranks that do not write."""
+    interval: int
+    title: str = "generating validation images"
     base_samples: list[tuple[str, Tensor]] = field(default_factory=list)
     """What the base model samples, which never changes, so it does so once."""
 
-    def generate(self, step: int) -> None:
+    def run(self, step: int) -> None:
         """Write every image, and on rank 0 a grid of them. Collective."""
         folder = self.folder / f"step-{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ class Validator:
     def _weights(self, variant: str) -> AbstractContextManager[None]:
         if variant == BASE:
             return without_adapter(self.engine.module)
-        return self.ema.swapped_in() if variant == "ema" and self.ema is not None else nullcontext()
+        return weights_of(self.ema, variant)
 
     def _rows(self, folder: Path) -> dict[str, list[Path]]:
         """The images of a grid: one row for each set of weights and size, by its label."""
@@ -113,7 +113,7 @@ class Validator:
             index = first + self.mesh.data_rank
             # A rank without an image left repeats the last one: the others need its shards.
             number, sampling = images[min(index, len(images) - 1)]
-            with evaluating(self.engine.module), torch.no_grad(), self.engine.inference():
+            with evaluation(self.engine):
                 latents = self._sample(number, sampling)
             if index < len(images) and self.mesh.cp_rank == 0:  # the others of its group have sampled the same
                 yield self._name(number, sampling), latents
@@ -134,16 +134,6 @@ class Validator:
 
 def size_name(sampling: SamplingParams) -> str:
     return "{}x{}".format(*sampling.size)
-
-
-@contextmanager
-def evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode within the block."""
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train()
 
 
 def to_image(pixels_1CHW: Tensor) -> Image.Image:
@@ -199,7 +189,7 @@ def open_validator(
     seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
     steps, guidance = validation.validation_num_inference_steps, validation.validation_guidance
     negative = validation.validation_negative_prompt
-    variants = VARIANTS[validation.ema_validation] if state.ema is not None else ("trained",)
+    variants = evaluated_variants(state.ema, validation)
     return Validator(
         family=family,
         engine=state.engine,
@@ -213,6 +203,7 @@ def open_validator(
         dtype=compute_dtype(settings),
         folder=settings.training.output_dir / "validation",
         metrics=metrics,
+        interval=validation.validation_step_interval,
     )
 
 

@@ -196,3 +196,14 @@ def test_epochs_are_counted_from_1_and_ends_are_the_last_ones(tmp_path):
     off = {"start_epoch": 0, "end_epoch": 0, "start_step": 0, "end_step": 0, "probability": 1}
     (own, plain), _ = load_datasets(data_of(tmp_path, image(**values), image(id="two", **off)))
     assert (own.window, plain.window) == (Window(4, 9, 1, 3), Window())
+
+
+def test_held_out_datasets_have_no_part_in_weights_and_times():
+    held_out = drawn(*[(64, 64)] * 4, dataset="e", dataset_type="eval")
+    light = [drawn(*[(64, 64)] * 8, dataset=name, probability=0.1) for name in "ab"]
+    (bucket,) = make_buckets(Samples([held_out, *light]), range(4)).values()
+    assert [(copies, len(samples)) for copies, samples in bucket.groups.items()] == [(1, 16)]
+    training = Training(train_batch_size=4, max_train_steps=3)
+    ending = drawn(*[(64, 64)] * 8, end_step=2)
+    with pytest.raises(SettingsError, match="no dataset takes part in step 3 "):
+        make_plan(Settings(training=training), [], Samples([held_out, ending]), Path(), 3)

@@ -227,6 +227,30 @@ def test_machines_that_disagree_say_so_at_once_on_both(machines, sdxl_flags, tmp
     assert not (tmp_path / "run").exists()
 
 
+def test_machines_with_other_disks_say_so_on_both_before_anything_is_encoded(machines, sdxl_flags, shapes, tmp_path):
+    copy, output, elsewhere = tmp_path / "copy", tmp_path / "run", tmp_path / "elsewhere"
+    shutil.copytree(shapes, copy)
+    (copy / "0003.png").unlink()
+    output.mkdir()
+    elsewhere.mkdir()
+    first, second = (f"rank {number} (host {machine.name})" for number, machine in enumerate(machines))
+    flags = (f"--output_dir={output}", *sdxl_flags, "--train_batch_size=2")
+
+    machines[1].disks[shapes] = copy
+    run = pair(machines, *flags)
+    both_end(run, 4, within_seconds=60)
+    missing = f"{second} has 35 images, {first} has 36: {shapes.name}/0003.png is missing on {second}"
+    for command in run:
+        assert errors(command) == [missing]
+
+    machines[1].disks = {output: elsewhere}
+    run = pair(machines, *flags)
+    both_end(run, 3, within_seconds=60)
+    for command in run:
+        assert len(errors(command)) == 1 and f"output_dir {output} is not the same folder on" in command.said
+    assert not list(tmp_path.rglob("*.shard"))
+
+
 def test_a_machine_that_does_not_come_is_named(machines, sdxl_flags, tmp_path):
     meeting = (f"--main_process_ip={machines[0].address}", f"--main_process_port={PORT}", "--node_join_timeout=2")
     flags = (*sdxl_flags, *meeting, "--num_machines=2", "--num_processes=2", f"--output_dir={tmp_path / 'run'}")

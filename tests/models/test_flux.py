@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from models.test_inputs import expect_same_inputs, expect_same_picture, opened
+from models.test_inputs import CPU, expect_same_inputs, expect_same_picture, opened
 
 from simpletuner.models.families.flux import pack, position_ids, unpack
 from simpletuner.models.tiny.flux import TRANSFORMER
@@ -40,11 +40,11 @@ def test_a_token_holds_a_patch_with_channels_outermost():
 @pytest.mark.parametrize(("height", "width"), [(2, 2), (8, 6), (6, 10)])
 def test_position_ids_are_those_of_the_pipeline(height, width):
     theirs = FluxPipeline._prepare_latent_image_ids(1, height // 2, width // 2, torch.device("cpu"), torch.float32)
-    assert torch.equal(position_ids(height, width), theirs)
+    assert torch.equal(position_ids(height, width, CPU), theirs)
 
 
 def test_position_ids_name_row_and_column():
-    assert position_ids(4, 4).tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
+    assert position_ids(4, 4, CPU).tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
 
 
 def test_schnell_is_shown_256_tokens_of_text_and_no_guidance(flux, tmp_path):

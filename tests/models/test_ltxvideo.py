@@ -88,4 +88,4 @@ def test_prompts_are_as_long_as_the_pipeline_takes_them(pipelines, first):
 
 
 def test_coords_are_second_top_and_left():
-    assert video_coords(2, 3, 32).tolist() == [[0] * 6, [0, 0, 0, 32, 32, 32], [0, 32, 64, 0, 32, 64]]
+    assert video_coords(2, 3, 32, CPU).tolist() == [[0] * 6, [0, 0, 0, 32, 32, 32], [0, 32, 64, 0, 32, 64]]

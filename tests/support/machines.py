@@ -46,12 +46,15 @@ class Machine:
     cable: str
     folder: Path
     commands: list[Command] = field(default_factory=list)
+    disks: dict[Path, Path] = field(default_factory=dict)
+    """What this machine has at a path that leads elsewhere on the others: path -> folder."""
 
     def start(self, *command: str, **environment: str) -> Command:
-        """Start a command here, with the namespace's network and a host name of its own."""
+        """Start a command here, with the namespace's network, and a host name and disks of its own."""
         log = self.folder / f"{self.name}-{len(self.commands)}.log"
-        renamed = f'hostname {self.name}; exec "$@"'
-        inside = ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", renamed, "sh", *command]
+        mounts = "".join(f"mount --bind {folder} {path} && " for path, folder in self.disks.items())
+        booted = f'hostname {self.name} && {mounts} exec "$@"'
+        inside = ["ip", "netns", "exec", self.name, "unshare", "--uts", "--mount", "sh", "-c", booted, "sh", *command]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         with log.open("wb") as out:
             process = subprocess.Popen(inside, stdout=out, stderr=out, env=variables, start_new_session=True)

@@ -66,7 +66,7 @@ def computed(world: World, settings: Any, prepared: Prepared, steps: int) -> Res
         taken = steps_of(trainer, world, 1)
         moment = state.engine.optimizer_state().tensors["exp_avg"]()
         gradients = {name: whole(tensor).clone() for name, tensor in moment.items()}
-        samples = trainer.validator._samples() if trainer.validator else ()
+        samples = trainer.evaluations[0]._samples() if trainer.evaluations else ()
         latents = {name: tensor.clone() for name, tensor in samples}
         return Result(taken + steps_of(trainer, world, steps - 1), gradients, latents, compiled_graphs())
 

@@ -51,6 +51,8 @@ class FakeEngine:
 class FakeModel:
     """A family and objective in one: the loss is the square of the latents."""
 
+    host_inputs = ()
+
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, u: torch.Tensor) -> NoisedLatents:
         return NoisedLatents(latents, u, noise, torch.ones(len(u)))
 
@@ -59,16 +61,18 @@ class FakeModel:
 
 
 class Noted:
-    """A checkpointer and a validator in one."""
+    """A checkpointer and an evaluation in one."""
 
-    def __init__(self, calls: list[str]) -> None:
-        self.calls, self.complete = calls, True
+    title = "looking"
+
+    def __init__(self, calls: list[str], interval: int) -> None:
+        self.calls, self.interval, self.complete = calls, interval, True
 
     def save(self, step: int, sampler_state: SamplerState) -> None:
         assert sampler_state.batch == step, "the state after the step, from which a resumed run takes the next batch"
         self.calls.append(f"save {step}")
 
-    def generate(self, step: int) -> None:
+    def run(self, step: int) -> None:
         self.calls.append(f"validate {step}")
 
     def is_complete(self, step: int) -> bool:
@@ -96,7 +100,7 @@ def build(world, tmp_path):
 
     def build(losses=(1.0,), micro_batches: int = 1, step: int = 0, **changes: Any) -> Trainer:
         calls: list[str] = []
-        stop, noted = changes.pop("stop", StopRequest()), Noted(calls)
+        stop, noted = changes.pop("stop", StopRequest()), Noted(calls, changes.pop("validate_every", 100))
         metrics = Metrics(tmp_path, step, None)
         opened.append(metrics)
         values = {
@@ -108,7 +112,7 @@ def build(world, tmp_path):
             "ema": None,
             "logger": StepLogger(Mesh(world), StopVote(stop), metrics, 2),
             "checkpointer": noted,
-            "validator": noted,
+            "evaluations": [noted],
             "device": world.device,
             "activity": world.activity,
             "stop": stop,
@@ -116,7 +120,6 @@ def build(world, tmp_path):
             "step": step,
             "max_steps": 4,
             "checkpoint_every": 2,
-            "validate_every": 100,
             "max_grad_norm": 1.0,
             "dtype": torch.float32,
             "seed": 0,
@@ -165,7 +168,7 @@ def test_a_resumed_run_goes_on_with_the_next_step_and_makes_up_for_lost_images(b
         *("step 0.5", "step 0.25", "save 4", "validate 4")
     ]
     trainer = build(step=2, validate_every=2)
-    trainer.validator.complete = False
+    trainer.evaluations[0].complete = False
     trainer.train()
     assert trainer.calls[0] == "validate 2", "it was killed between its checkpoint and its images"
 

@@ -65,7 +65,7 @@ class Chroma(ModelFamily):
             timestep=timesteps_B,
             encoder_hidden_states=embeds,
             txt_ids=torch.zeros(embeds.shape[1], 3, device=device, dtype=dtype),
-            img_ids=position_ids(height, width).to(device, dtype),
+            img_ids=position_ids(height, width, device).to(dtype),
             attention_mask=mask,
             return_dict=False,
         )[0]

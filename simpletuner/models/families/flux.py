@@ -54,7 +54,7 @@ class Flux(ModelFamily):
             pooled_projections=conditioning["pooled_prompt_embeds"].to(dtype),
             encoder_hidden_states=embeds,
             txt_ids=torch.zeros(embeds.shape[1], 3, device=device, dtype=dtype),
-            img_ids=position_ids(height, width).to(device, dtype),
+            img_ids=position_ids(height, width, device).to(dtype),
             return_dict=False,
         )[0]
         return unpack(tokens, (height, width))
@@ -89,7 +89,9 @@ def unpack(tokens_BLD: Tensor, size: Size) -> Tensor:
     return patches.reshape(b, d // 4, 2 * rows, 2 * columns)
 
 
-def position_ids(height: int, width: int) -> Tensor:
+def position_ids(height: int, width: int, device: torch.device) -> Tensor:
     """(0, row, column) of each patch, shape (height/2 * width/2, 3)."""
-    rows, columns = torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij")
+    # Made on the device: a copy of pageable memory would wait for all that is queued there.
+    sides = (torch.arange(side // 2, device=device) for side in (height, width))
+    rows, columns = torch.meshgrid(*sides, indexing="ij")
     return torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(-1, 3).float()

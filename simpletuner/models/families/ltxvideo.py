@@ -48,7 +48,7 @@ class LTXVideo(ModelFamily):
         """Call the transformer as LTXConditionPipeline does."""
         batch, _, height, width = noised_BCHW.shape
         # LTXPipeline gives positions as rows, columns and a scale, which for one frame are the same numbers.
-        coords = video_coords(height, width, self.cell_px()).to(noised_BCHW.device)
+        coords = video_coords(height, width, self.cell_px(), noised_BCHW.device)
         tokens = model(
             hidden_states=noised_BCHW.flatten(2).transpose(1, 2),
             encoder_hidden_states=conditioning["prompt_embeds"].to(noised_BCHW.dtype),
@@ -75,7 +75,7 @@ class LTXVideo(ModelFamily):
         return ratio or self.vae_config["patch_size"] * 2 ** sum(self.vae_config["spatio_temporal_scaling"])
 
 
-def video_coords(height: int, width: int, cell_px: int) -> Tensor:
+def video_coords(height: int, width: int, cell_px: int, device: torch.device) -> Tensor:
     """Second, top and left (px) of each latent cell, shape (3, height * width); an image is at second 0."""
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    rows, columns = torch.meshgrid(*(torch.arange(side, device=device) for side in (height, width)), indexing="ij")
     return torch.stack([torch.zeros_like(rows), rows * cell_px, columns * cell_px]).flatten(1).float()

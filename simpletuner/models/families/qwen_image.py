@@ -27,6 +27,7 @@ class QwenImage(ModelFamily):
     round_sigmas_in_bf16 = staticmethod(round_to_bf16)
     tiny_pipeline = "simpletuner.models.tiny.qwen_image:build"
     objective = flow_matching
+    host_inputs = ("prompt_embeds_mask",)
     sequence_plan = SequencePlan(
         attention={
             "transformer_blocks.*.attn": (
@@ -51,12 +52,14 @@ class QwenImage(ModelFamily):
         """Call the transformer as QwenImagePipeline does: with a mask only where one text is shorter than another."""
         batch, _, height, width = noised_BCHW.shape
         mask = conditioning["prompt_embeds_mask"]
-        lengths: list[int] = mask.sum(1).tolist()  # waits for the device: lengths become shapes
+        lengths: list[int] = mask.sum(1).tolist()  # they become shapes
         longest = max(lengths)
         tokens = model(
             hidden_states=pack(noised_BCHW),
             timestep=timesteps_B,
-            encoder_hidden_states_mask=mask[:, :longest] if min(lengths) < longest else None,
+            encoder_hidden_states_mask=(
+                mask[:, :longest].to(noised_BCHW.device, non_blocking=True) if min(lengths) < longest else None
+            ),
             encoder_hidden_states=conditioning["prompt_embeds"][:, :longest].to(noised_BCHW.dtype),
             img_shapes=[[(1, height // 2, width // 2)]] * batch,
             return_dict=False,

@@ -21,6 +21,7 @@ class ZImage(ModelFamily):
     float32_inputs = ("t",)
     tiny_pipeline = "simpletuner.models.tiny.z_image:build"
     objective = flow_matching
+    host_inputs = ("prompt_embeds_mask",)
     # The two blocks that read the text alone stay whole. What joins text and image needs the whole image.
     sequence_plan = SequencePlan(
         attention={"noise_refiner.*.attention": ("noise_refiner.0.x",), "layers.*.attention": ("layers.0.x",)},
@@ -73,5 +74,5 @@ class ZImage(ModelFamily):
 
 def unpad(conditioning: Conditioning) -> list[Tensor]:
     """Each caption's embedding (L, D) without padding."""
-    lengths = conditioning["prompt_embeds_mask"].sum(1).tolist()  # waits for the device: lengths become shapes
+    lengths = conditioning["prompt_embeds_mask"].sum(1).tolist()  # they become shapes
     return [embeds[:length] for embeds, length in zip(conditioning["prompt_embeds"], lengths, strict=True)]

@@ -1,0 +1,54 @@
+"""Which images are held out of training, to measure the loss on: datasets of type eval, and a share of the others."""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import xxhash
+
+from simpletuner.data.batch_sampler import GlobalBatch, make_batch
+from simpletuner.data.samples import DatasetSamples, Samples
+
+
+def held_out_indices(samples: Samples, share: float) -> np.ndarray:
+    """Return the indices of held-out samples, ascending."""
+    parts, start = [np.zeros(0, np.int64)], 0
+    for part in samples.parts:
+        parts.append(start + held_out_of(part, share))
+        start += len(part)
+    return np.concatenate(parts)
+
+
+def held_out_of(part: DatasetSamples, share: float) -> np.ndarray:
+    """Return the held-out indices within one dataset: all of it, or a share, but at least one."""
+    if part.dataset.dataset_type == "eval":
+        return np.arange(len(part))
+    if not share:
+        return np.zeros(0, np.int64)
+    # By id alone: what one run holds out, no other run of these images trains on, whatever is added to them.
+    positions = np.fromiter(id_positions(part), np.float64, len(part))
+    chosen = np.flatnonzero(positions < share)
+    return chosen if len(chosen) else positions.argsort()[:1]
+
+
+def id_positions(part: DatasetSamples) -> Iterator[float]:
+    """Yield a number in [0, 1) for each sample, which depends on its id alone."""
+    for chunk in part.names.chunks:
+        for name in chunk.to_pylist():
+            yield xxhash.xxh3_64_intdigest(f"{part.dataset.id}/{name}".encode()) / 2**64
+
+
+def held_out_batches(samples: Samples, held_out: np.ndarray, size: int) -> list[GlobalBatch]:
+    """Cut held-out samples into batches of one shape and at most `size`."""
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for index in held_out.tolist():
+        by_shape.setdefault(samples[index].geometry.target, []).append(index)
+    return [
+        make_batch("{}x{}".format(*shape), indices[first : first + size])
+        for shape, indices in by_shape.items()
+        for first in range(0, len(indices), size)
+    ]
