@@ -210,6 +210,9 @@ def test_captions_are_dropped_and_targets_taken_from_the_base_model_as_each_data
         (batch,) = step.micro_batches
         dropped = [value == -1 for value in batch.conditioning["prompt_embeds"][:, 0, 0].tolist()]
         assert dropped == [float(name[2:]) < 8 for name in batch.ids] and batch.from_base is None
+    always = source(dataset=lambda number: datasets[True])
+    (kept,) = next(prefetch(always, order(), order().start(8), 0, RankSlice(0, 1, 1, 5, False), 1)).micro_batches
+    assert (kept.conditioning["prompt_embeds"] != -1).all(), "held-out samples keep their captions"
     regular = dataset(caption_dropout_probability=0, is_regularisation_data=True)
     shares = [list(islice(steps_of(rank, 2, dataset=lambda n: regular if n < 3 else PLAIN), 6)) for rank in range(2)]
     some = 0
