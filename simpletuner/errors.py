@@ -182,14 +182,9 @@ def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
     except MemoryError as error:
         raise EnvironmentNotReady("out of memory", "lower what is held at once, such as train_batch_size") from error
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, not importable here
-            raise EnvironmentNotReady(str(error).partition(". ")[0], OUT_OF_GPU_MEMORY) from error
         if number := RUST_ERRNO.search(str(error)):
             raise explain_os_error(OSError(int(number[1]), os.strerror(int(number[1]))), folder) from error
         raise
-
-
-OUT_OF_GPU_MEMORY = "lower train_batch_size, or set gradient_checkpointing or fsdp_enable"
 
 
 def explain_os_error(error: OSError, folder: Path | None = None) -> EnvironmentNotReady:

@@ -21,6 +21,7 @@ from simpletuner.models.family import ModelFamily
 from simpletuner.models.loading import load_family
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import Engine, compute_dtype
+from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precision
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.same_folder import verify_same_folders
 from simpletuner.parallel.world import STALL_SECONDS, joined_world, report_first_failure
@@ -71,7 +72,9 @@ def run_rank(loaded: Loaded) -> None:
         )
         session = Session(loaded, build_mesh(loaded.settings, world), Report(quiet=not world.is_first), stop)
         open_output_dir(session, stack)
-        fine_tune(session)
+        set_float32_precision(loaded.settings.training.allow_tf32)
+        with explain_out_of_memory(loaded.settings, world.device):
+            fine_tune(session)
 
 
 def fine_tune(session: Session) -> None:

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.errors import SettingsError
+from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
 from simpletuner.settings import Loaded
 from simpletuner.settings.sections import Launch
 from simpletuner.system.network import interface_towards
 
 LOOPBACK = "127.0.0.1"
 FREE_PORT = "a free port"
+GPUS = "CUDA_VISIBLE_DEVICES"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Without them gloo takes the address of the host name: it need not be the one that the other machines reach, and on a
 single machine it would listen where others can reach it. NCCL opens its first connections there, too."""
@@ -41,12 +43,13 @@ def ranks_per_machine(launch: Launch) -> int:
     return launch.num_processes // launch.num_machines  # settings refuse what does not divide
 
 
-def visible_gpus(launch: Launch) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES for gpu_ids; nothing where all GPUs may be used.
+def visible_gpus(launch: Launch, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES for gpu_ids; nothing where all GPUs may be used, or our launcher has chosen.
 
-    Raises SettingsError when gpu_ids lists a GPU twice, or fewer GPUs than there are ranks on a machine.
+    Raises SettingsError when gpu_ids lists a GPU twice, one that is not there, or fewer GPUs than there are ranks on a
+    machine.
     """
-    if launch.use_cpu or launch.gpu_ids.strip().lower() == "all":
+    if launch.use_cpu or launch.gpu_ids.strip().lower() == "all" or SOCKET_VARIABLE in environment:
         return {}
     ids = [part.strip() for part in launch.gpu_ids.split(",") if part.strip()]
     ranks = ranks_per_machine(launch)
@@ -57,12 +60,28 @@ def visible_gpus(launch: Launch) -> dict[str, str]:
             f"gpu_ids = {launch.gpu_ids!r} names {len(ids)} GPUs, but every machine runs {ranks} ranks",
             f"name {ranks} GPUs, or lower num_processes to {len(ids) * launch.num_machines}",
         )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(ids)}
+    return {GPUS: ",".join(among_inherited(ids, environment.get(GPUS, "")))}
+
+
+def among_inherited(ids: list[str], inherited: str) -> list[str]:
+    """Return what gpu_ids means to CUDA. SLURM and Kubernetes give a job some GPUs, which it counts from 0.
+
+    Raises SettingsError for a GPU that the job was not given.
+    """
+    given = [part.strip() for part in inherited.split(",") if part.strip()]
+    if not given or not all(each.isdigit() for each in ids):
+        return ids
+    if missing := [each for each in ids if int(each) >= len(given)]:
+        raise SettingsError(
+            f"gpu_ids names GPU {missing[0]}, but CUDA_VISIBLE_DEVICES = {inherited} leaves {len(given)}",
+            f"they are counted from 0 among those: name some of 0 to {len(given) - 1}, or unset CUDA_VISIBLE_DEVICES",
+        )
+    return [given[int(each)] for each in ids]
 
 
 def choose_gpus(launch: Launch, environment: MutableMapping[str, str]) -> None:
     """Hide the GPUs that gpu_ids leaves out. Call it before torch is imported: CUDA reads the environment once."""
-    environment.update(visible_gpus(launch))
+    environment.update(visible_gpus(launch, environment))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ Video VAEs get an image as a video of one frame (BCFHW); outside this file laten
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from simpletuner.models.diffusers_io import diffusers_class
 from simpletuner.models.malformed import read_json
 from simpletuner.models.weights import any_weights_files, variant_of
+from simpletuner.parallel.gpu import return_memory
 
 
 class Vae:
@@ -32,6 +35,18 @@ class Vae:
         norm = getattr(self.model, "bn", None)
         self.patch_norm = norm if isinstance(norm, nn.BatchNorm2d) else None
         self.patch = self.model.config.patch_size[0] if self.patch_norm else 1
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Keep the model on a device within the block, and in the host's memory after it."""
+        self.device = device
+        self.model.to(device)
+        try:
+            yield
+        finally:
+            self.device = torch.device("cpu")
+            self.model.to(self.device)
+            return_memory(device)
 
     @property
     def downscale(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -186,9 +187,24 @@ def abort(device: torch.device) -> None:
     thread.join(ABORT_SECONDS)
 
 
+def check_no_gpu_is_lost(device_file: Path) -> None:
+    """Raise EnvironmentNotReady on a machine with a GPU that torch cannot use: it would train for days on the CPU."""
+    if device_file.exists():
+        build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        raise EnvironmentNotReady(
+            f"this machine has a GPU ({device_file}), but torch {torch.__version__}, which {build}, cannot use it",
+            "`nvidia-smi` shows whether the driver works and which CUDA it supports; --use_cpu trains on the CPU",
+        )
+
+
 def device_of(local_rank: int, use_cpu: bool = False) -> torch.device:
-    """Return this rank's GPU, or the CPU on a machine without. Raises EnvironmentNotReady if there are too few GPUs."""
+    """Return this rank's GPU, or the CPU on a machine without.
+
+    Raises EnvironmentNotReady if there are too few GPUs, or if torch cannot use them.
+    """
     if use_cpu or not torch.cuda.is_available():
+        if not use_cpu and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+            check_no_gpu_is_lost(Path("/dev/nvidia0"))
         return torch.device("cpu")
     if local_rank >= (count := torch.cuda.device_count()):
         raise EnvironmentNotReady(

@@ -58,7 +58,7 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     ),
     "the result is the same: torch's attention and allocator are used as they are": (
         "unet_attention_slice accelerator_cache_clear_interval set_grads_to_none enable_chunked_feed_forward "
-        "feed_forward_chunk_size disable_tf32 allow_tf32 use_xformers"
+        "feed_forward_chunk_size disable_tf32 use_xformers"
     ),
     "every block is recomputed, which takes the least memory": (
         "gradient_checkpointing_interval gradient_checkpointing_segment_stride"

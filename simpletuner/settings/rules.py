@@ -9,6 +9,7 @@ from simpletuner.errors import BrokenRule
 from simpletuner.settings.deepspeed.config import extra_deepspeed_settings
 from simpletuner.settings.sections import Lora, Settings
 
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 Rule = Callable[[Settings], Iterator[BrokenRule]]
@@ -208,6 +209,15 @@ def compiler_supports_settings(settings: Settings) -> Iterator[BrokenRule]:
             "leave dynamo_mode out"
         )
         yield broken(message, "dynamo_mode", "dynamo_backend")
+    records = own.dynamo_backend == "cudagraphs" or (own.dynamo_backend != "no" and own.dynamo_mode in CUDA_GRAPH_MODES)
+    sharded = "fsdp_enable" if settings.parallel.fsdp_enable else "zero_stage"
+    if records and (settings.parallel.fsdp_enable or settings.parallel.zero_stage is not None):
+        message = (
+            f"CUDA graphs cannot be used with {sharded}: gathered weights have another address in each step, so every "
+            "block would be recorded again; set dynamo_mode to default or max-autotune-no-cudagraphs, with "
+            "dynamo_backend=inductor"
+        )
+        yield broken(message, "dynamo_mode", "dynamo_backend", sharded)
     if own.dynamo_backend != "no" and settings.parallel.zero_stage == 3:
         message = (
             f"dynamo_backend={own.dynamo_backend} cannot be used with zero_stage = 3: DeepSpeed gathers weights by "

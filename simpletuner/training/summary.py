@@ -10,6 +10,7 @@ from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.compilation import described
 from simpletuner.parallel.fsdp2 import format_units
+from simpletuner.parallel.gpu import describe_device
 from simpletuner.parallel.module_stats import count_parameters
 from simpletuner.preparation import Plan, describe_buckets
 from simpletuner.report import Report
@@ -30,7 +31,8 @@ def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan
     batch = f"{training.train_batch_size} x {session.mesh.data_size} x {training.gradient_accumulation_steps}"
     rows: list[tuple[str, Any]] = [
         ("model", f"{settings.model.model_family}, {count}, mixed precision: {training.mixed_precision}"),
-        ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"),
+        ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)}"),
+        ("device", describe_device(world.device)),
         *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),
         *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
         ("images", describe_buckets(plan)),

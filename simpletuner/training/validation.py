@@ -63,7 +63,7 @@ class Validator:
         folder = self.folder / f"step-{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         for variant in self.variants:
-            with self._weights(variant):
+            with self._weights(variant), self.vae.on(self.mesh.world.device):
                 for name, latents_1CHW in self._samples_of(variant):
                     write_png(folder / f"{variant}-{name}.png", to_image(self.vae.decode(latents_1CHW)))
         self.mesh.world.barrier()
@@ -194,7 +194,7 @@ def open_validator(
         family=family,
         engine=state.engine,
         mesh=session.mesh,
-        vae=family.vae(session.world.device),
+        vae=family.vae(torch.device("cpu")),  # on the GPU only while images are made
         ema=state.ema,
         variants=(BASE, *variants) if family.adapter else variants,
         prompts=[(prompt, prepared.text.read(prompt)) for prompt in validation.validation_prompt],

@@ -115,6 +115,18 @@ def test_gpu_ids_hide_the_other_gpus():
     assert environment == {"CUDA_VISIBLE_DEVICES": "0,2,3"}
 
 
+def test_gpu_ids_count_among_the_gpus_that_a_job_was_given():
+    environment = {"CUDA_VISIBLE_DEVICES": "4,5,7"}
+    choose_gpus(Launch(gpu_ids="2,0", num_processes=2), environment)
+    assert environment == {"CUDA_VISIBLE_DEVICES": "7,4"}
+    own = {"CUDA_VISIBLE_DEVICES": "7,4", "_SIMPLETUNER_LAUNCHER_SOCKET": "/tmp/socket"}
+    choose_gpus(Launch(gpu_ids="2,0", num_processes=2), own)
+    assert own["CUDA_VISIBLE_DEVICES"] == "7,4", "our launcher has chosen already"
+    with pytest.raises(SettingsError, match="gpu_ids names GPU 4, but CUDA_VISIBLE_DEVICES = 4,5 leaves 2") as caught:
+        choose_gpus(Launch(gpu_ids="4"), {"CUDA_VISIBLE_DEVICES": "4,5"})
+    assert "counted from 0" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("launch", "sentence", "hint"),
     [

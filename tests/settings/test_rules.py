@@ -118,6 +118,12 @@ REFUSED = [
         "ranks",
     ),
     (
+        {"dynamo_backend": "inductor", "dynamo_mode": "reduce-overhead", "fsdp_enable": True},
+        "CUDA graphs cannot be used with fsdp_enable: gathered weights have another address in each step, so every "
+        "block would be recorded again; set dynamo_mode to default or max-autotune-no-cudagraphs, with "
+        "dynamo_backend=inductor",
+    ),
+    (
         {"dynamo_backend": "aot_eager", "dynamo_mode": "max-autotune"},
         "dynamo_mode=max-autotune is for dynamo_backend=inductor: aot_eager has no modes; leave dynamo_mode out",
     ),

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from simpletuner.errors import ExitCode, TrainingError
+from simpletuner.parallel.gpu import describe_device, explain_out_of_memory, next_to_try, set_float32_precision
+from simpletuner.settings.sections import Ema, Launch, Model, Parallel, Settings, Training
+
+CPU = torch.device("cpu")
+SAID = "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 139.72 GiB. 1 GiB is free."
+
+
+def settings(**sections) -> Settings:
+    return Settings(training=Training(train_batch_size=1), **sections)
+
+
+def test_a_gpu_without_memory_is_a_sentence_with_the_next_thing_to_try():
+    with pytest.raises(TrainingError) as caught, explain_out_of_memory(settings(), CPU):
+        raise torch.OutOfMemoryError(SAID)
+    assert caught.value.exit_code == ExitCode.TRAINING == 5
+    assert caught.value.message == "CUDA out of memory. Tried to allocate 2.25 GiB"
+    assert "model_type=lora" in caught.value.hint
+    with pytest.raises(ZeroDivisionError), explain_out_of_memory(settings(), CPU):
+        raise ZeroDivisionError
+
+
+def test_what_costs_least_is_proposed_first():
+    several, averaged = Launch(num_processes=2), Ema(use_ema=True, ema_device="accelerator")
+    for own, proposed in [
+        (Settings(training=Training(gradient_checkpointing=False)), "gradient_checkpointing"),
+        (Settings(training=Training(train_batch_size=6)), "train_batch_size=3 and gradient_accumulation_steps=2"),
+        (settings(ema=averaged, launch=several), "ema_device=cpu"),
+        (settings(launch=several), "fsdp_enable, which shards"),
+        (settings(launch=several, parallel=Parallel(fsdp_enable=True)), "use more GPUs"),
+        (settings(model=Model(model_type="lora")), "use more GPUs"),
+        (settings(), "several GPUs with fsdp_enable"),
+    ]:
+        assert proposed in next_to_try(own)
+
+
+def test_the_device_is_described_with_the_kernel_that_computes_attention():
+    assert re.fullmatch(r"cpu, \d+ threads, attention: (flash|math|efficient|cudnn)", describe_device(CPU))
+
+
+def test_float32_is_float32_unless_tf32_is_allowed():
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    try:
+        for allowed, precision in ((True, "tf32"), (False, "ieee")):
+            set_float32_precision(allowed)
+            assert {each.fp32_precision for each in backends} == {precision}
+    finally:
+        set_float32_precision(False)
