@@ -36,7 +36,7 @@ from simpletuner.data.prefetch import stack_conditioning
 
 ROUNDS, BATCH_SIZE = 9, 4
 PARTS = {"file": "1-1", "VAE": "0123456789abcdef"}
-OURS, PLAIN = "shards", "files"
+OURS, SMALL, PLAIN = "shards", "compressed", "files"
 Record = dict[str, Tensor]
 
 KINDS: dict[str, tuple[Record, int]] = {
@@ -122,6 +122,36 @@ def row_of(kind: str, what: str, seconds: Rounds, count: int) -> list[str]:
 OPENED, OPENING_ROUNDS, PER_SHARD, RECORD_BYTES = (100_000, 1_000_000), 3, 15_000, 1 << 16
 
 
+def compressed_row(folder: Path, kind: str, record: Record, count: int) -> list[str]:
+    """Return the row of a kind of record for compressed shards: written, read and their size, beside plain ones."""
+    folders = {OURS: folder / OURS, SMALL: folder / SMALL}
+
+    def write(name: str) -> None:
+        """Write all records into an empty folder."""
+        shutil.rmtree(folders[name], ignore_errors=True)
+        with ShardWriter(folders[name], 0, compress=name == SMALL) as writer:
+            for number in range(count):
+                writer.write(str(number), PARTS, record)
+
+    def from_shards(reader: ShardReader, number: int) -> Record:
+        """Find and read one of ours."""
+        location = reader.find(str(number), PARTS)
+        assert location is not None
+        return reader.read(location)
+
+    written = seconds_in_turns({name: partial(write, name) for name in folders}, ROUNDS)
+    readers = {name: ShardReader(path) for name, path in folders.items()}
+    assert all(torch.equal(value, record[name]) for name, value in from_shards(readers[SMALL], 0).items())
+    turns = {
+        name: partial(read_at_random, partial(from_shards, reader), count, stack_conditioning)
+        for name, reader in readers.items()
+    }
+    read = seconds_in_turns(turns, ROUNDS)
+    sizes = [sum(path.stat().st_size for path in folders[name].glob("*.shard")) for name in (SMALL, OURS)]
+    rates = [f"{count / statistics.median(each[name]):.0f}" for each in (written, read) for name in (SMALL, OURS)]
+    return [kind, f"{sizes[0] / sizes[1]:.2f}", *rates]
+
+
 def name_and_parts(number: int) -> tuple[str, KeyParts]:
     """Return a record's name and what it depends on, of the usual lengths."""
     parts = {"file": f"{number}-1734567890123456789", "resolution and crop": f"{number % 97:016x}"}
@@ -190,6 +220,12 @@ def main() -> None:
             )
     title = f"records per second, page cache warm (median of {ROUNDS} rounds in turns; goal: reading at least 2x)"
     print_table(title, ["record", f"our {OURS}", f"one {PLAIN[:-1]} each", "times faster"], rows)
+    rows = []
+    for kind, (record, count) in KINDS.items():
+        with tempfile.TemporaryDirectory() as name:
+            rows.append(compressed_row(Path(name), kind, record, count))
+    title = "compressed and plain shards, records per second of one core, read until stacked (normal random numbers)"
+    print_table(title, ["record", "size", "written compressed", "plain", "read compressed", "plain"], rows)
 
 
 if __name__ == "__main__":

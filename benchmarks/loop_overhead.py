@@ -20,7 +20,7 @@ import torch
 from interleaved import print_table, ratio, seconds_in_turns
 from torch import Tensor, nn
 
-from simpletuner.caches.texts import TextCache
+from simpletuner.caches.sources import TextSource
 from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
 from simpletuner.data.datasets import LocalImages
 from simpletuner.data.epoch_order import Bucket
@@ -71,13 +71,13 @@ def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
         dataset=lambda index: LocalImages(id="drawn", instance_data_dir=Path()),
         latents=lambda sample: latents[sample.id],
         image=lambda sample: family.size_conditioning(sample.geometry),
-        text=lambda caption: text,
+        text=lambda sample, caption: text,
         no_caption={name: torch.zeros_like(value) for name, value in text.items()},
     )
     buckets = {"one": Bucket({1: np.arange(SAMPLES)})}
     sampler = GlobalBatchSampler(buckets, settings.training.seed)
-    plan = Plan([], Samples(), buckets, Path(), sampler, "", DATA_VERSION, np.zeros(0, int))
-    return Prepared(plan, source, cast(TextCache, None))  # only validation asks for more text
+    plan = Plan([], [], Samples(), buckets, sampler, "", DATA_VERSION, np.zeros(0, int))
+    return Prepared(plan, source, cast(TextSource, None))  # only validation asks for more text
 
 
 class Nowhere(Checkpointer):

@@ -8,24 +8,22 @@ from pathlib import Path
 import numpy as np
 
 from simpletuner.caches.keys import short_hash
-from simpletuner.caches.latents import LatentsCache
-from simpletuner.caches.texts import TextCache
+from simpletuner.caches.latents import decoding_threads
+from simpletuner.caches.sources import TextSource, open_sources, used_texts
 from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler
 from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1, listed_items
 from simpletuner.data.buckets import Buckets, digest_buckets, fill_buckets, make_buckets
 from simpletuner.data.dataset_warnings import dataset_warnings
-from simpletuner.data.datasets import ImageDataset, load_datasets
+from simpletuner.data.datasets import ImageDataset, TextEmbeds, load_datasets
 from simpletuner.data.discovery import Discovery, count_noun, discover, format_names
 from simpletuner.data.folders import default_folder, latents_folder, text_folder
 from simpletuner.data.held_out import held_out_indices
 from simpletuner.data.participation import NO_LIMIT, BucketSchedule, Window
-from simpletuner.data.prefetch import SampleReader
+from simpletuner.data.prefetch import THREADS, SampleReader
 from simpletuner.data.samples import Samples
 from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
-from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.shared_scan import scan_datasets
-from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
@@ -36,9 +34,10 @@ class Plan:
     """What there is to train on, before anything is encoded."""
 
     datasets: list[ImageDataset]
+    texts: list[TextEmbeds]
+    """Caches of text embeddings, the default one first."""
     samples: Samples
     buckets: Buckets
-    text_folder: Path
     sampler: GlobalBatchSampler
     digest: str
     """Identity of seed, buckets and order: a saved position is valid only for the same ones."""
@@ -53,7 +52,7 @@ class Prepared:
 
     plan: Plan
     reader: SampleReader
-    text: TextCache
+    prompts: TextSource
 
 
 def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path | None = None) -> Plan:
@@ -64,20 +63,21 @@ def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path 
     Raises DataError or SettingsError before anything expensive happens.
     """
     settings = session.settings
-    datasets, configured_text = load_datasets(settings.data, settings.model.model_type)
-    text, alignment_px = text_folder(settings, configured_text), settings.data.aspect_bucket_alignment
-    outputs = [settings.training.output_dir, text, *(latents_folder(dataset, settings) for dataset in datasets)]
+    datasets, texts = load_datasets(settings.data, settings.model.model_type)
+    alignment_px, text_folders = settings.data.aspect_bucket_alignment, [text_folder(each, settings) for each in texts]
+    latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
+    outputs = [settings.training.output_dir, *text_folders, *latents_folders]
     folder, rescan = scans_folder or default_folder(settings, "scan"), settings.data.rescan
     scans = scan_datasets(datasets, outputs, folder, session.world, session.report, session.stop.check, rescan)
     found = discover(scans, alignment_px, settings.training.seed, version)
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, alignment_px):
         session.report.warn(warning)
-    return make_plan(settings, datasets, found.samples, text, version)
+    return make_plan(settings, datasets, texts, found.samples, version)
 
 
 def make_plan(
-    settings: Settings, datasets: list[ImageDataset], samples: Samples, text_folder: Path, version: int
+    settings: Settings, datasets: list[ImageDataset], texts: list[TextEmbeds], samples: Samples, version: int
 ) -> Plan:
     """Group samples into buckets that fill the effective batch, and order them."""
     seed, held_out = settings.training.seed, held_out_indices(samples, settings.validation.eval_split)
@@ -103,7 +103,7 @@ def make_plan(
         sampler = GlobalBatchSampler(buckets, seed, schedule)
         check_participation(settings, sampler)
         digest = digest_buckets(make_buckets(samples, held_out), samples, version, seed, windows)
-    return Plan(datasets, samples, buckets, text_folder, sampler, digest, version, held_out)
+    return Plan(datasets, texts, samples, buckets, sampler, digest, version, held_out)
 
 
 def refuse_other_order(datasets: list[ImageDataset]) -> None:
@@ -127,42 +127,30 @@ def check_participation(settings: Settings, sampler: GlobalBatchSampler) -> None
 def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
     """Collective: encode the captions and images that are not cached yet, on all ranks."""
     settings, report, stop = session.settings, session.report, session.stop.check
-    text, caches = caches_of(session, plan, family)
-    text.fill(settings.data.text_encoder_batch_size, report, stop)
+    sources = open_sources(settings, plan.samples, plan.texts, family, session.world)
+    for each in sources.all_texts:
+        each.fill(settings.data.text_encoder_batch_size, report, stop)
+    sources.encoder.free()
     broken: dict[str, str] = {}
     for dataset in plan.datasets:
-        broken |= caches[dataset.id].fill(dataset.vae_batch_size, report, stop)
+        broken |= sources.latents[dataset.id].fill(dataset.vae_batch_size, report, stop)
+    sources.vae.free()
     report_left_out(Discovery(broken=broken), report)
     whole = plan.samples.without(broken)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
-        plan = make_plan(settings, plan.datasets, whole, plan.text_folder, plan.version)
-    no_caption = family.unconditional({key: value[None] for key, value in text.read("").items()})
+        plan = make_plan(settings, plan.datasets, plan.texts, whole, plan.version)
+    no_caption = family.unconditional({key: value[None] for key, value in sources.prompts.read("").items()})
+    on_demand = [decoding_threads(part, session.world) for part in whole.parts if part.dataset.vae_cache_disable]
     reader = SampleReader(
         samples=whole,
         dataset=whole.dataset_of,
-        latents=lambda sample: caches[sample.dataset].read(sample),
+        latents=lambda sample: sources.latents[sample.dataset].read(sample),
         image=lambda sample: family.size_conditioning(sample.geometry),
-        text=text.read,
+        text=lambda sample, caption: sources.texts[sample.dataset].read(caption),
         no_caption={key: value[0] for key, value in no_caption.items()},
+        threads=max([THREADS, *on_demand]),
     )
-    return Prepared(plan, reader, text)
-
-
-def caches_of(session: Session, plan: Plan, family: ModelFamily) -> tuple[TextCache, dict[str, LatentsCache]]:
-    """Return the caches of all captions and prompts, and of each dataset's latents, before they are filled."""
-    settings, world = session.settings, session.world
-    # The empty caption is what dropped captions are replaced by.
-    prompts = [*settings.validation.validation_prompt, settings.validation.validation_negative_prompt, ""]
-    captions = [caption for sample in plan.samples for caption in sample.captions]
-    text = TextCache(plan.text_folder, [*captions, *prompts], family, world, compute_dtype(settings))
-    return text, {each.id: latents_cache(each, settings, plan.samples, family, world) for each in plan.datasets}
-
-
-def latents_cache(
-    dataset: ImageDataset, settings: Settings, samples: Samples, family: ModelFamily, world: World
-) -> LatentsCache:
-    own = next(part for part in samples.parts if part.dataset is dataset)
-    return LatentsCache(latents_folder(dataset, settings), own, family, world, settings.model.vae_dtype)
+    return Prepared(plan, reader, sources.prompts)
 
 
 def report_left_out(found: Discovery, report: Report) -> None:
@@ -189,4 +177,5 @@ def describe_buckets(plan: Plan) -> str:
 
 def folders_of(settings: Settings, plan: Plan) -> list[Path]:
     """Return the folders that cache what a plan needs."""
-    return [plan.text_folder, *(latents_folder(dataset, settings) for dataset in plan.datasets)]
+    texts = [text_folder(each, settings) for each in used_texts(plan.texts, plan.datasets, settings)]
+    return [*texts, *(latents_folder(each, settings) for each in plan.datasets if not each.vae_cache_disable)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from simpletuner.system.cache_files import MERGED_INDEX
+from simpletuner.system.cache_files import COMPLETE, MERGED_INDEX
 
 ROOT = Path(__file__).parents[1]
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -75,7 +75,7 @@ def resume(make: ModuleType, fixture: Path, folder: Path, **variables: str) -> s
 
 def cached_files(folder: Path) -> dict[str, bytes]:
     """Return the files of a cache, but for those that are made from the others and from the images."""
-    derived = (MERGED_INDEX, "*.arrow")
+    derived = (MERGED_INDEX, COMPLETE, "*.arrow")
     files = [path for path in folder.rglob("*") if path.is_file() and not any(map(path.match, derived))]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 

@@ -286,3 +286,61 @@ def test_a_run_inside_its_own_pictures_never_trains_on_what_it_draws_and_draws_t
     assert "36 in 3 buckets (" in second.said and "changed since the checkpoint" not in second.said
     names = [path.name for path in sorted((output / "validation" / "step-000002").iterdir())]
     assert names == ["trained-00.png", "trained-01.png"]
+
+
+def test_compressed_caches_and_latents_in_bf16_train_as_plain_ones(flux_flags, train, tmp_path):
+    flags = (*flux_flags, "--max_train_steps=2")
+    plain = train(tmp_path / "plain", *flags)
+    small = train(tmp_path / "small", *flags, "--compress_disk_cache")
+    assert small.losses == plain.losses
+    for kind in ("latents/shapes0", "text"):
+        folders = [run.output / "cache" / kind for run in (plain, small)]
+        sizes = [sum(path.stat().st_size for path in folder.rglob("*.shard")) for folder in folders]
+        assert sizes[1] < sizes[0]
+    mixed = train(tmp_path / "plain", *flags, "--compress_disk_cache", "--max_train_steps=3")
+    assert "making" not in mixed.said, "what is compressed or not is no part of a record's key"
+    halved = train(tmp_path / "small", *flags, "--vae_cache_dtype=bf16", "--max_train_steps=4")
+    assert "latents: making 36 of 36 (dtype changed for 36)" in halved.said
+    assert len(halved.rows) == 4
+
+
+def test_what_is_encoded_while_training_is_what_a_cache_would_hold_on_one_rank_and_on_two(flux_flags, train, tmp_path):
+    flags = (*flux_flags, "--max_train_steps=3", "--train_batch_size=4", "--validation_prompt=a red circle")
+    one_by_one = ("--vae_batch_size=1", "--text_encoder_batch_size=1")
+    cached = train(tmp_path / "cached", *flags, *one_by_one)
+    on_demand = ("--vae_cache_disable", "--text_cache_disable")
+    for world in (1, 2):
+        sizes = (f"--train_batch_size={4 // world}",)
+        beside = train(tmp_path / f"beside{world}", *flags, *sizes, *on_demand, world=world)
+        same = cached if world == 1 else train(tmp_path / "two", *flags, *sizes, *one_by_one, world=world)
+        assert beside.losses == same.losses and len(beside.losses) == 3
+        assert "making" not in beside.said
+        assert not [*beside.output.rglob("*.shard")]
+    images = [next(run.glob("validation/grid-000003.png")).read_bytes() for run in (cached.output, beside.output)]
+    assert images[0] == images[1]
+
+
+def test_only_some_datasets_are_cached_each_where_it_says_and_a_damaged_image_ends_the_others_by_name(
+    flux, shapes, train, tmp_path
+):
+    shutil.copytree(shapes, tmp_path / "more")
+    entry = {"type": "local", "instance_data_dir": str(tmp_path / "more")}
+    entries = [
+        {"id": "kept", "type": "local", "instance_data_dir": str(shapes), "image_embeds": "all", "text_embeds": "own"},
+        {"id": "beside", **entry, "vae_cache_disable": True, "compress_cache": True},
+        {"id": "all", "dataset_type": "image_embeds", "cache_dir": str(tmp_path / "vae")},
+        {"id": "rest", "dataset_type": "text_embeds", "cache_dir": str(tmp_path / "rest"), "default": True},
+        {"id": "own", "dataset_type": "text_embeds", "cache_dir": str(tmp_path / "own")},
+    ]
+    (tmp_path / "d.json").write_text(json.dumps(entries))
+    flags = ("--model_family=flux", f"--pretrained_model_name_or_path={flux}")
+    flags = (*flags, f"--data_backend_config={tmp_path / 'd.json'}", "--train_batch_size=4")
+    run = train(tmp_path / "run", *flags, "--max_train_steps=4", world=2)
+    assert "latents: making 36 of 36" in run.said
+    assert all([*(tmp_path / name).glob("*.shard")] for name in ("vae", "rest", "own"))
+    assert not [*(run.output / "cache").rglob("*.shard")]
+    for path in (tmp_path / "more").glob("*.png"):
+        path.write_bytes(path.read_bytes()[:-200])
+    ended = train(tmp_path / "run", *flags, "--max_train_steps=20", world=1, code=4)
+    assert re.search(r"beside/\S+\.png cannot be decoded: .*", ended.said)
+    assert "leave out vae_cache_disable" in ended.said

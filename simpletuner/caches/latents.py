@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from simpletuner.caches.filling import CacheJob, CacheRequest, fill_cache
-from simpletuner.caches.keys import KeyParts, folder_fingerprint, latents_parts
+from simpletuner.caches.encoders import Encoder
+from simpletuner.caches.filling import fill_cache
+from simpletuner.caches.jobs import CacheJob, CacheRequest, Made
+from simpletuner.caches.keys import KeyParts, folder_fingerprint, latents_parts, short_hash
 from simpletuner.caches.shards import ShardReader
 from simpletuner.data.images import DECODE_ERRORS, read_rgb, resize_and_crop
-from simpletuner.data.samples import Sample
+from simpletuner.data.samples import DatasetSamples, Sample
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.vae import Vae
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
+from simpletuner.settings import Settings
 
-DECODING_THREADS = 2
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MOST_DECODING_THREADS = 16
+"""More of them wait for one another: each holds the GIL for a part of its work, and an image in memory."""
 
 
 class LatentsCache:
     """The latents of one dataset's samples, in one folder."""
 
     def __init__(
-        self, folder: Path, samples: Sequence[Sample], family: ModelFamily, world: World, vae_dtype: str
+        self, folder: Path, samples: DatasetSamples, vae: Encoder[Vae], family: ModelFamily, world: World
     ) -> None:
-        self.folder, self.samples, self.family, self.world = folder, samples, family, world
-        self.vae, self.dtype = folder_fingerprint([family.folder / "vae"]), vae_dtype
+        self.folder, self.samples, self.vae, self.world = folder, samples, vae, world
+        self.fingerprint, self.dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
+        self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]
         self.reader: ShardReader | None = None
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> dict[str, str]:
         """Collective: encode what is missing. Return the samples that could not be decoded, with the reason."""
-        job = CacheJob("latents", self.folder, chunk, self.samples, self.request, self._encode)
+        job = CacheJob(
+            title="latents",
+            folder=self.folder,
+            digest=short_hash([self.samples.checksum("name", "version"), self.fingerprint, self.dtype]),
+            chunk=chunk,
+            items=lambda: self.samples,
+            request=self.request,
+            load=decode_image,
+            make=self._encode,
+            threads=decoding_threads(self.samples, self.world),
+            compress=self.samples.dataset.compress_cache,
+        )
         self.reader, broken = fill_cache(job, self.world, report, stop)
-        self.__dict__.pop("_vae", None)  # its memory is needed for training
         return broken
 
     def requests(self) -> Iterator[CacheRequest]:
@@ -52,21 +67,30 @@ class LatentsCache:
         assert self.reader is not None
         location = self.reader.find(sample.id, self._parts(sample))
         assert location is not None, f"{sample.id} is not in {self.folder} after filling it"
-        return self.reader.read(location)["latents"]
+        return self.reader.read(location)["latents"].float()
 
     def _parts(self, sample: Sample) -> KeyParts:
-        return latents_parts(sample, self.vae, self.dtype)
+        return latents_parts(sample, self.fingerprint, self.dtype)
 
-    @cached_property
-    def _vae(self) -> Vae:
-        return self.family.vae(self.world.device)
-
-    def _encode(self, chunk: Sequence[Sample]) -> list[Mapping[str, Tensor] | str]:
-        with ThreadPoolExecutor(DECODING_THREADS) as pool:
-            decoded = list(pool.map(decode_image, chunk))
+    def _encode(self, decoded: Sequence[Tensor | str]) -> list[Made]:
         good = [pixels for pixels in decoded if isinstance(pixels, Tensor)]
-        latents = iter(self._vae.encode(torch.stack(good)) if good else ())
+        latents: Iterator[Tensor] = iter(())
+        if good:
+            with self.vae.use() as vae:
+                latents = iter(vae.encode(torch.stack(good)).to(self.stored_dtype))
         return [each if isinstance(each, str) else {"latents": next(latents)} for each in decoded]
+
+
+def latents_dtype(settings: Settings) -> str:
+    """Return the part of a record's key that names the precision in which latents are computed and stored."""
+    stored = settings.data.vae_cache_dtype
+    return settings.model.vae_dtype + (f", stored in {stored}" if stored != "fp32" else "")
+
+
+def decoding_threads(samples: DatasetSamples, world: World) -> int:
+    """Return how many threads of a rank decode images: its share of the cores, or as many as hide a store's latency."""
+    cores = min((os.cpu_count() or 1) // world.local_size, MOST_DECODING_THREADS)
+    return samples.dataset.max_workers or max(2, cores, samples.storage.concurrent_reads)
 
 
 def decode_image(sample: Sample) -> Tensor | str:

@@ -1,9 +1,9 @@
 """A store of tensor records in append-only shard files: one writer per rank, no locks, random reads by mmap.
 
-A shard is a sequence of safetensors records; its index has one JSON line per record. The line is written after the
-record, so a writer killed at any moment leaves at most a record that no line names. A new writer opens new shards and
-never touches old ones. A line has a checksum over itself and the record's bytes; a damaged record is retracted by a
-line in a new index, so that the next start makes it again.
+A shard is a sequence of safetensors records, each of which may be compressed; its index has one JSON line per record.
+The line is written after the record, so a writer killed at any moment leaves at most a record that no line names. A new
+writer opens new shards and never touches old ones. A line has a checksum over itself and the record's bytes; a damaged
+record is retracted by a line in a new index, so that the next start makes it again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
-import safetensors.torch
 import torch
 
+from simpletuner.caches.compression import compress_record, decompress_record
 from simpletuner.caches.keys import KeyParts
 from simpletuner.caches.merged_index import open_index
 from simpletuner.caches.records import ALIGNMENT_BYTES, RecordLocation, record_keys
+from simpletuner.caches.serialization import parse_tensors, serialize
 from simpletuner.caches.shard_index import read_indexes
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.cache_files import index_of, shard_name
@@ -34,21 +35,13 @@ MAPS = 256
 SHARD_BYTES = 1 << 30
 RETRACTING_RANK = 999
 """In the name of shards that hold only retractions: readers do not know their rank."""
-DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
-}
-"""What a record may hold, by the names of safetensors."""
 
 
 class ShardWriter:
-    """Append records; one writer per rank, each with shards of its own."""
+    """Append records, compressed or not; one writer per rank, each with shards of its own."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank = folder, rank
+    def __init__(self, folder: Path, rank: int, compress: bool = False) -> None:
+        self.folder, self.rank, self.compress = folder, rank, compress
         self.files: tuple[BinaryIO, BinaryIO] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -61,9 +54,9 @@ class ShardWriter:
         self.close()
 
     def write(self, name: str, parts: KeyParts, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Append one record of DTYPES. Raises EnvironmentNotReady when the disk is full."""
-        assert {tensor.dtype for tensor in tensors.values()} <= {*DTYPES.values()}, "a record that could not be read"
-        self._append(name, parts, safetensors.torch.save({key: t.contiguous() for key, t in tensors.items()}))
+        """Append one record. Raises EnvironmentNotReady when the disk is full."""
+        record = serialize(tensors)
+        self._append(name, parts, compress_record(record) if self.compress else record)
 
     def write_broken(self, name: str, parts: KeyParts, reason: str) -> None:
         """Remember that a record cannot be made from these parts, so that it is not tried at every start."""
@@ -157,7 +150,7 @@ class ShardReader:
                 yield location
 
     def read(self, location: RecordLocation) -> dict[str, torch.Tensor]:
-        """Return a record's tensors as views of the mapped shard, so that stacking them is the only copy.
+        """Return a record's tensors: views of the mapped shard unless it is compressed, so stacking is the only copy.
 
         Raises EnvironmentNotReady when the record is damaged; the next start makes it again.
         """
@@ -167,7 +160,7 @@ class ShardReader:
                 if location.checksum != location.checksum_with(record):
                     raise ValueError("its checksum does not match")
                 self._verified[location.row] = True
-            return parse_tensors(record)
+            return parse_tensors(decompress_record(record))
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
             raise self._retract(location, error) from None
 
@@ -199,20 +192,3 @@ def map_shard(shard: Path) -> memoryview:
     """
     size = shard.stat().st_size  # raises OSError, where torch would raise RuntimeError
     return torch.from_file(str(shard), shared=False, size=size, dtype=torch.uint8).numpy().data
-
-
-def parse_tensors(record: memoryview) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors record without a copy; they keep the memory under them alive.
-
-    `safetensors.torch.load` would copy the bytes: it takes `bytes` only.
-    """
-    start = 8 + int.from_bytes(record[:8], "little")
-    header = json.loads(bytes(record[8:start]))
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        dtype, values = DTYPES[entry["dtype"]], record[start + first : start + last]
-        flat = torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
-        tensors[name] = flat.view(entry["shape"])
-    return tensors

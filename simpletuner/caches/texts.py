@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from simpletuner.caches.filling import CacheJob, CacheRequest, fill_cache
+from simpletuner.caches.encoders import Encoder
+from simpletuner.caches.filling import fill_cache
+from simpletuner.caches.jobs import CacheJob, CacheRequest
 from simpletuner.caches.keys import folder_fingerprint, short_hash, text_parts
 from simpletuner.caches.shards import ShardReader
+from simpletuner.data.samples import DatasetSamples
 from simpletuner.models.diffusers_io import text_folders
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.text_encoding import Conditioning, TextEncoder
@@ -20,21 +23,45 @@ from simpletuner.report import Report
 
 
 class TextCache:
-    """The embeddings of some captions, in one folder; a record is named by the hash of its caption."""
+    """The embeddings of some datasets' captions and of some prompts, in one folder, named by the hash of the text."""
 
     def __init__(
-        self, folder: Path, captions: Iterable[str], family: ModelFamily, world: World, dtype: torch.dtype
+        self,
+        folder: Path,
+        samples: Sequence[DatasetSamples],
+        prompts: Sequence[str],
+        encoder: Encoder[TextEncoder],
+        family: ModelFamily,
+        world: World,
+        dtype: torch.dtype,
+        compress: bool = False,
     ) -> None:
-        self.folder, self.family, self.world, self.dtype = folder, family, world, dtype
+        self.folder, self.samples, self.prompts, self.compress = folder, samples, prompts, compress
+        self.encoder, self.family, self.world = encoder, family, world
         self.parts = text_parts(folder_fingerprint(text_folders(family.folder)), str(dtype), family.max_length)
-        self.captions = sorted(set(captions))
         self.reader: ShardReader | None = None
+
+    @cached_property
+    def captions(self) -> list[str]:
+        """All texts. Made only where some may be missing: those of ten million images take gigabytes."""
+        return sorted({*self.prompts, *(text for part in self.samples for each in part for text in each.captions)})
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> None:
         """Collective: encode what is missing."""
-        job = CacheJob("text", self.folder, chunk, self.captions, self.request, self._encode)
+        contents = [part.checksum("name", "captions") for part in self.samples]
+        job = CacheJob(
+            title="text",
+            folder=self.folder,
+            digest=short_hash([contents, list(self.prompts), self.parts]),
+            chunk=chunk,
+            items=lambda: self.captions,
+            request=self.request,
+            load=str,
+            make=self._encode,
+            compress=self.compress,
+        )
         self.reader, _ = fill_cache(job, self.world, report, stop)
-        self.__dict__.pop("_encoder", None)  # its memory is needed for training
+        self.__dict__.pop("captions", None)
 
     def requests(self) -> Iterator[CacheRequest]:
         return map(self.request, self.captions)
@@ -49,10 +76,15 @@ class TextCache:
         assert location is not None, f"{caption!r} is not in {self.folder} after filling it"
         return self.reader.read(location)
 
-    @cached_property
-    def _encoder(self) -> TextEncoder:
-        return self.family.text_encoder(self.world.device, self.dtype)
-
     def _encode(self, chunk: Sequence[str]) -> list[Mapping[str, Tensor]]:
-        encoded = self._encoder.encode(chunk)
+        with self.encoder.use() as encoder:
+            encoded = without_padding(self.family, encoder.encode(chunk))
         return [{key: value[number] for key, value in encoded.items()} for number in range(len(chunk))]
+
+
+def without_padding(family: ModelFamily, encoded: Conditioning) -> Conditioning:
+    """Return embeddings with zeros, which records do not store, in the place of padding that the denoiser ignores."""
+    if not family.padding_mask:
+        return encoded
+    is_padding = encoded[family.padding_mask].unsqueeze(-1) == 0
+    return encoded | {"prompt_embeds": encoded["prompt_embeds"].masked_fill(is_padding, 0)}

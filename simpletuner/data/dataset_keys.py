@@ -34,24 +34,21 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("quality_thresholds", "filter_func", "composite_image_config"), LOCAL),
     **dict.fromkeys(("source", "metadata", "subfolder", "webshart"), LOCAL),
     **dict.fromkeys(("webshart_optimize_captions", "webshart_optimise_captions"), LOCAL),
-    **dict.fromkeys(("text_cache_ondemand", "text_cache_disable"), "all captions are encoded before training"),
+    "text_cache_ondemand": "set text_cache_disable, or leave it out: all captions are encoded before training",
     "metadata_backend": LATER + " beyond `discovery`",
     "parquet": LATER + ": captions come from text files, file names or one phrase",
     "bucket_resolutions": LATER + ": buckets come from resolution and aspect_bucket_alignment",
     **dict.fromkeys(("delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"), GONE),
-    "image_embeds": "latents are cached in cache_dir_vae of the dataset itself",
-    **dict.fromkeys(("vae_cache_ondemand", "vae_cache_disable"), "all images are encoded before training"),
+    "vae_cache_ondemand": "set vae_cache_disable, or leave it out: all images are encoded before training",
     **dict.fromkeys(("video", "audio", "video_column", "audio_column", "s2v_datasets"), LATER + ": only images"),
     **dict.fromkeys(("audio_caption_fields", "lyrics_column", "is_i2v"), LATER + ": only images"),
 }  # fmt: skip
 
 NO_EFFECT: dict[str, str] = {
     **dict.fromkeys(("write_batch_size", "read_batch_size"), "records are written one by one; nothing to tune"),
-    **dict.fromkeys(("image_processing_batch_size", "max_workers"), "two threads per rank decode; nothing to tune"),
+    "image_processing_batch_size": "max_workers threads decode one image each",
     **dict.fromkeys(("metadata_update_interval", "skip_file_discovery"), BY_READING),
     **dict.fromkeys(("scan_for_errors", "vae_cache_scan_behaviour"), VERIFIED),
-    "text_embeds": "there is one text cache: the dataset of type text_embeds",
-    "compress_cache": "latents hardly shrink",
     **dict.fromkeys(("hash_filenames", "cache_file_suffix"), "caches are keyed by content"),
     "disable_validation": "validation draws from text alone",
 }
@@ -73,7 +70,6 @@ VALUES: dict[str, dict[str, str]] = {
     "dataset_type": {
         **dict.fromkeys(("video", "audio"), LATER + ": only images"),
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),
-        "image_embeds": REASONS["image_embeds"],
         "caption": LATER + ": captions belong to images",
     },
     "caption_strategy": dict.fromkeys(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -39,12 +39,21 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     id: Annotated[str, AfterValidator(check_id)]
     type: Literal["local", "aws"] = "local"
     dataset_type: Literal["image", "eval"] = "image"
+    text_embeds: str | None = None
+    image_embeds: str | None = None
     disabled: bool = False
     cache_dir_vae: Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_DATASET))] = None
+    compress_cache: bool = False
     minimum_aspect_ratio: float | None = Field(default=None, gt=0)
     maximum_aspect_ratio: float | None = Field(default=None, gt=0)
     max_num_samples: int | None = Field(default=None, ge=1)
     is_regularisation_data: bool = False
+
+    @model_validator(mode="after")
+    def check_latents_folder(self) -> ImageDataset:
+        if self.image_embeds is not None and self.cache_dir_vae is not None:
+            raise PydanticCustomError("cache_dir_vae", "image_embeds names another folder: leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def check_resolution(self) -> ImageDataset:
@@ -108,23 +117,31 @@ PLACES: dict[str, type[ImageDataset]] = {"local": LocalImages, "aws": S3Images}
 """Datasets of images by `type`."""
 
 
-class TextEmbeds(Section):
-    """Where text embeddings are cached: an entry of the dataset file."""
+class Embeds(Section):
+    """A cache folder that datasets name: an entry of the dataset file."""
 
     id: str
     type: Literal["local"] = "local"
-    dataset_type: Literal["text_embeds"]
-    default: bool = True
     disabled: bool = False
     cache_dir: Annotated[Path, AfterValidator(only_placeholders(*OF_A_DATASET))]
 
-    @field_validator("default")
-    @classmethod
-    def check_default(cls, default: bool) -> bool:
-        if not default:
-            raise ValueError("there is one text cache, which also holds validation prompts: drop this key")
-        return default
 
+class TextEmbeds(Embeds):
+    """Where text embeddings are cached; the default one also has those of validation prompts."""
+
+    dataset_type: Literal["text_embeds"]
+    default: bool | None = None
+    compress_cache: bool = False
+
+
+class ImageEmbeds(Embeds):
+    """Where the latents of datasets are cached."""
+
+    dataset_type: Literal["image_embeds"]
+
+
+EMBEDS: dict[str, type[Embeds]] = {"text_embeds": TextEmbeds, "image_embeds": ImageEmbeds}
+"""Caches by `dataset_type`."""
 
 KEEPS_OFF: dict[str, Rule] = {
     **dict.fromkeys(("minimum_image_size", "maximum_image_size", "target_downsample_size"), Keeps(zero_as(None))),
@@ -136,11 +153,11 @@ KEEPS_OFF: dict[str, Rule] = {
 }
 """Keys of which the original has another value for `not set`."""
 
-Kind = TypeVar("Kind", ImageDataset, TextEmbeds)
+Kind = TypeVar("Kind", ImageDataset, TextEmbeds, ImageEmbeds)
 
 
-def load_datasets(data: Data, model_type: str = "lora") -> tuple[list[ImageDataset], Path | None]:
-    """Return the datasets of a run, and the text cache folder if the dataset file names one.
+def load_datasets(data: Data, model_type: str = "lora") -> tuple[list[ImageDataset], list[TextEmbeds]]:
+    """Return the datasets of a run, and its caches of text embeddings, the default one first.
 
     With `model_type` full, regularisation data is a mistake: there is no base model left to compare with.
 
@@ -151,7 +168,7 @@ def load_datasets(data: Data, model_type: str = "lora") -> tuple[list[ImageDatas
         name = id_of_folder(data.instance_data_dir.resolve().name)
         values = {"id": name, "instance_data_dir": data.instance_data_dir, "cache_dir_vae": data.cache_dir_vae}
         try:
-            return [LocalImages(**{**inherited(data), **values})], data.cache_dir_text
+            return [LocalImages(**{**inherited(data), **values})], [default_texts(data)]
         except ValidationError as error:
             problems = [item["msg"] for item in error.errors()]
             raise SettingsError("\n  ".join(problems), "docs/data.md says what resolution_type means") from None
@@ -159,9 +176,19 @@ def load_datasets(data: Data, model_type: str = "lora") -> tuple[list[ImageDatas
     if model_type == "full":
         parsed.mistakes += regularisation_mistakes(parsed)
     parsed.check()
-    texts = parsed.of_kind(TextEmbeds)
-    text_folder = fill(texts[0].cache_dir, {"id": texts[0].id}) if texts else data.cache_dir_text
-    return parsed.of_kind(ImageDataset), text_folder
+    texts = sorted(parsed.of_kind(TextEmbeds), key=lambda texts: not texts.default)
+    places = {embeds.id: fill(embeds.cache_dir, {"id": embeds.id}) for embeds in parsed.of_kind(ImageEmbeds)}
+    datasets = [
+        dataset.model_copy(update={"cache_dir_vae": places[dataset.image_embeds]}) if dataset.image_embeds else dataset
+        for dataset in parsed.of_kind(ImageDataset)
+    ]
+    return datasets, texts or [default_texts(data)]
+
+
+def default_texts(data: Data) -> TextEmbeds:
+    """Return the text cache of a run whose dataset file names none."""
+    folder = data.cache_dir_text or Path("{output_dir}/cache/text")
+    return TextEmbeds(id="text", dataset_type="text_embeds", cache_dir=folder, **compression(data))
 
 
 def unused_keys(data: Data) -> list[str]:
@@ -175,7 +202,7 @@ def unused_keys(data: Data) -> list[str]:
 class DatasetFile:
     """What a dataset file says."""
 
-    datasets: list[tuple[ImageDataset | TextEmbeds, DatasetEntry]] = field(default_factory=list)
+    datasets: list[tuple[ImageDataset | Embeds, DatasetEntry]] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
     unused: dict[str, list[str]] = field(default_factory=dict)
     """Keys without effect, each with the reason, and where they stand."""
@@ -216,23 +243,51 @@ def is_disabled(entry: DatasetEntry) -> bool:
 
 def mistakes_between(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
     """Yield what is wrong with datasets that are right by themselves."""
-    images, texts = parsed.of_kind(ImageDataset), parsed.of_kind(TextEmbeds)
+    images = parsed.of_kind(ImageDataset)
     for twice in duplicates([dataset.id for dataset in images]):
         lines = [str(entry.line) for dataset, entry in parsed.datasets if dataset.id == twice]
         yield Mistake("id", "two datasets share it", f"{name}:{' and '.join(lines)}", shorten(twice))
-    for problem in find_nested_ids([dataset.id for dataset in images if dataset.cache_dir_vae is None]):
+    own = [dataset.id for dataset in images if dataset.cache_dir_vae is None and dataset.image_embeds is None]
+    for problem in find_nested_ids(own):
         yield Mistake("id", problem, name)
-    if len(texts) > 1:
-        lines = [str(entry.line) for dataset, entry in parsed.datasets if isinstance(dataset, TextEmbeds)]
-        message = f"{len(texts)} datasets are of this type: there is one text cache, leave the others out"
-        yield Mistake("dataset_type", message, f"{name}:{' and '.join(lines)}", "'text_embeds'")
+    yield from mistakes_of_embeds(parsed, name)
     if not any(dataset.dataset_type == "image" for dataset in images) and not parsed.mistakes:
         yield BrokenRule("data_backend_config", f"{name} names no dataset of images to train on")
 
 
+def mistakes_of_embeds(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
+    """Yield what is wrong between datasets and the caches that they name."""
+    for kind, cls in EMBEDS.items():
+        ids = [dataset.id for dataset, _ in parsed.datasets if isinstance(dataset, cls)]
+        for twice in duplicates(ids):
+            yield Mistake("id", f"two datasets of type {kind} share it", name, shorten(twice))
+        for dataset, entry in parsed.datasets:
+            wanted = getattr(dataset, kind, None)
+            if wanted is not None and wanted not in ids:
+                message = f"no dataset of dataset_type {kind} has this id"
+                yield entry.mistake(kind, message, did_you_mean(wanted, ids))
+    texts = [(dataset, entry) for dataset, entry in parsed.datasets if isinstance(dataset, TextEmbeds)]
+    defaults = [dataset for dataset, _ in texts if dataset.default or (len(texts) == 1 and dataset.default is None)]
+    if texts and len(defaults) != 1:
+        lines = " and ".join(str(entry.line) for _, entry in texts)
+        message = f"{len(defaults)} of {len(texts)} text caches have default true: one has, for validation prompts"
+        yield Mistake("default", message, f"{name}:{lines}")
+
+
 def inherited(data: Data) -> dict[str, Any]:
     """Return the global settings that a dataset falls back to."""
-    return {name: getattr(data, name) for name in DatasetSettings.model_fields}
+    return {name: getattr(data, name) for name in DatasetSettings.model_fields} | compression(data)
+
+
+def fallbacks(kind: type[ImageDataset | Embeds], data: Data) -> dict[str, Any]:
+    """Return what an entry of the dataset file falls back to."""
+    if issubclass(kind, ImageDataset):
+        return inherited(data)
+    return compression(data) if kind is TextEmbeds else {}
+
+
+def compression(data: Data) -> dict[str, Any]:
+    return {"compress_cache": data.compress_disk_cache}
 
 
 def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
@@ -254,7 +309,7 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
             hint = did_you_mean(normalize_name(found.path), {*table.rules})
             mistakes.append(entry.mistake(found.path, "unknown key", hint, show_value=False))
     try:
-        dataset = kind(**{**({} if kind is TextEmbeds else inherited(data)), **values})
+        dataset = kind(**{**fallbacks(kind, data), **values})
     except ValidationError as error:
         mistakes += [mistake_of(item, fields, entry) for item in error.errors()]
     else:
@@ -262,13 +317,13 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
     parsed.mistakes += mistakes
 
 
-def kind_of_entry(entry: DatasetEntry) -> type[ImageDataset | TextEmbeds]:
-    if normalize_name(entry.value("dataset_type")) == "text_embeds":
-        return TextEmbeds
+def kind_of_entry(entry: DatasetEntry) -> type[ImageDataset | Embeds]:
+    if embeds := EMBEDS.get(normalize_name(entry.value("dataset_type"))):
+        return embeds
     return PLACES.get(normalize_name(entry.value("type")), LocalImages)
 
 
-def keys_of_other_places(kind: type[ImageDataset | TextEmbeds]) -> dict[str, Rule]:
+def keys_of_other_places(kind: type[ImageDataset | Embeds]) -> dict[str, Rule]:
     """Return a rule for each key that only datasets of images of another `type` have."""
     others = {place: other.model_fields.keys() - ImageDataset.model_fields for place, other in PLACES.items()}
     return {

@@ -12,7 +12,7 @@ from simpletuner.settings.sections import Settings
 from simpletuner.system.paths import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from simpletuner.data.datasets import ImageDataset
+    from simpletuner.data.datasets import ImageDataset, TextEmbeds
 
 MAX_NAME_BYTES = 255
 """Of each part of a path, on the usual file systems."""
@@ -29,9 +29,8 @@ def latents_root(settings: Settings) -> Path:
     return fill(settings.data.cache_dir_vae or default_folder(settings, "latents"), run_values(settings))
 
 
-def text_folder(settings: Settings, configured: Path | None) -> Path:
-    """Return the folder of the text embeddings: the one that flags or the dataset file name, or the run's own."""
-    return fill(configured or default_folder(settings, "text"), run_values(settings))
+def text_folder(texts: TextEmbeds, settings: Settings) -> Path:
+    return fill(texts.cache_dir, {**run_values(settings), "id": texts.id})
 
 
 def run_values(settings: Settings) -> dict[str, object]:

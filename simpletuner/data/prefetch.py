@@ -61,15 +61,18 @@ class StepBatch:
 @dataclass(frozen=True)
 class SampleReader:
     """Where a sample's tensors come from, without batch axis: latents (C, H, W) and image conditioning by sample, text
-    embeddings by caption, and the embedding that takes their place where the caption is dropped. `dataset` returns the
-    dataset of the sample at an index."""
+    embeddings by sample and caption, and the embedding that takes their place where the caption is dropped.
+    `dataset` returns the dataset of the sample at an index.
+
+    `threads` prepare a step each."""
 
     samples: Sequence[Sample]
     dataset: Callable[[int], ImageDataset]
     latents: Callable[[Sample], Tensor]
     image: Callable[[Sample], Conditioning]
-    text: Callable[[str], Conditioning]
+    text: Callable[[Sample, str], Conditioning]
     no_caption: Conditioning
+    threads: int = THREADS
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def prefetch(
     An error in a thread is raised at the step that it belongs to, so the steps before it still train.
     """
     steps = enumerate(sampler.batches(state), start=step)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="prefetch") as pool:
+    with ThreadPoolExecutor(reader.threads, thread_name_prefix="prefetch") as pool:
         waiting: deque[Future[StepBatch]] = deque()
         try:
             while True:
@@ -131,7 +134,7 @@ def collate(
         clean = reader.latents(sample)
         random = sample_noise(rank_slice.seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
         caption = sample.captions[int(random.caption * len(sample.captions))]
-        text = reader.no_caption if random.dropout < dropout else reader.text(caption)
+        text = reader.no_caption if random.dropout < dropout else reader.text(sample, caption)
         latents.append(clean)
         noise.append(torch.from_numpy(random.noise))
         us.append(random.u)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import BinaryIO
 
@@ -104,6 +104,20 @@ class DatasetSamples(Sequence[Sample]):
         """The names of the files."""
         names = self.table["name"]
         return names if len(self) == len(self.table) else names.take(pa.array(self.rows))
+
+    def checksum(self, *columns: str) -> str:
+        """Return a checksum of all that these samples and their geometry are made of, and of columns of their scan."""
+        digest = xxhash.xxh3_128(f"{self.seed} {self.dataset.model_dump_json()}".encode())
+        for name in columns:
+            texts = self.table[name]
+            if pa.types.is_large_list(texts.type):
+                for chunk in pc.list_value_length(texts).chunks:
+                    digest.update(chunk.to_numpy())
+                texts = pc.list_flatten(texts)
+            hash_texts(digest, texts)
+        for numbers in (self.rows, *(getattr(self.sizes, each.name) for each in fields(self.sizes))):
+            digest.update(np.ascontiguousarray(numbers).data)
+        return digest.hexdigest()
 
     def where(self, mask: np.ndarray) -> DatasetSamples:
         """Return those for which `mask` is true."""

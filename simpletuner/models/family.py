@@ -86,6 +86,10 @@ class ModelFamily(ABC):
     outputs_vae_latents: ClassVar[bool] = False
     """Whether the pipeline returns latents as its VAE decodes them, not as the denoiser sees them."""
 
+    padding_mask: ClassVar[str] = ""
+    """Name of the mask by which the denoiser ignores padding, so that embeddings are cached without it. Empty where
+    padding is attended to, as in Flux, or is zeros already, which are not stored either."""
+
     tiny_pipeline: ClassVar[str] = ""
     """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
     `tiny`. Without one the family has no such flavour."""

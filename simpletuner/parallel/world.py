@@ -41,6 +41,8 @@ class World:
     store: dist.Store
     machine: int = 0
     activity: Activity = field(default_factory=Activity)
+    local_size: int = 1
+    """How many ranks share this machine."""
 
     @property
     def is_first(self) -> bool:
@@ -142,7 +144,8 @@ def joined_world(
     try:
         machine = int(environment.get("GROUP_RANK", 0))
         shared = dist.PrefixStore("simpletuner", store)
-        yield World(rank, size, local_rank, device, shared, machine, activity or Activity())
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", 1))
+        yield World(rank, size, local_rank, device, shared, machine, activity or Activity(), local_size)
     except Stopped:  # raised on all ranks, after the last collective
         dist.destroy_process_group()
         raise

@@ -82,9 +82,8 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     ),
     "caches and batches are prepared in the background, with nothing to tune": (
         "image_processing_batch_size write_batch_size read_batch_size enable_multiprocessing dataloader_prefetch "
-        "max_workers torch_num_threads aspect_bucket_worker_count aws_max_pool_connections"
+        "torch_num_threads aspect_bucket_worker_count aws_max_pool_connections"
     ),
-    "latents hardly compress, so caches are not compressed": "compress_disk_cache",
     "a checkpoint counts only when it is complete, and damaged ones are passed over": (
         "checkpointing_use_tempdir delete_invalid_checkpoints"
     ),

@@ -83,8 +83,8 @@ REFUSED: dict[str, str] = {
     ),
     "datasets are weighted by repeats and probability alone": "data_backend_sampling=auto-weighting",
     "set caption_strategy=instanceprompt": "only_instance_prompt",
-    "all images and captions are encoded before training; leave it out": (
-        "vae_cache_ondemand vae_cache_disable text_cache_ondemand text_cache_disable text_embed_full_cache"
+    "set vae_cache_disable or text_cache_disable to encode while training, or leave it out: all is encoded before": (
+        "vae_cache_ondemand text_cache_ondemand text_embed_full_cache"
     ),
     "set cache_dir_vae and cache_dir_text; HF_HOME says where downloads go": "cache_dir",
     # Checkpoints.

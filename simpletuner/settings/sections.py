@@ -77,6 +77,10 @@ class DatasetSettings(Section):
     vae_batch_size: int = knob(4, "Images that the VAE encodes at once, per rank.", ge=1)
     preserve_data_backend_cache: bool = knob(False, "Use the image list of an earlier start without looking for new or changed files.")
 
+    vae_cache_disable: bool = knob(False, "Encode images while training, ahead of the step and one by one, and store no latents.")
+    text_cache_disable: bool = knob(False, "Encode captions while training, ahead of the step and one by one, and store no embeddings.")
+    max_workers: int | None = knob(None, "Threads per rank that decode images ahead of the VAE; empty: its share of the cores, and more for images in S3.", ge=1, le=1024)
+
 
 class Data(DatasetSettings):
     """Data"""
@@ -87,6 +91,8 @@ class Data(DatasetSettings):
     allow_dataset_oversubscription: bool = knob(False, "Repeat small buckets as often as the effective batch needs.")
     cache_dir_vae: CacheFolder = knob(None, "Folder for cached latents, such as cache/{model_family}; empty: output_dir/cache/latents.")
     cache_dir_text: CacheFolder = knob(None, "Folder for cached text embeddings; empty: output_dir/cache/text.")
+    vae_cache_dtype: Literal["fp32", "bf16"] = knob("fp32", "Precision of cached latents; bf16 takes half the space, and what vae_dtype=bf16 adds no error to.")
+    compress_disk_cache: bool = knob(False, "Compress cached latents and embeddings (zstd); a dataset's own compress_cache wins.")
     text_encoder_batch_size: int = knob(8, "Captions that the text encoders encode at once, per rank.", ge=1)
     tokenizer_max_length: int | None = knob(None, "Longest T5 prompt in tokens; empty: the family's own.", ge=1)
     rescan: bool = knob(False, "Read all image headers and captions again, whatever earlier starts have kept.")

@@ -18,8 +18,12 @@ IN_USE = ".in-use"
 MERGED_INDEX = "merged.index"
 """All records of a cache folder, derived from the indexes of its shards."""
 
+COMPLETE = "complete.json"
+"""Which requests a cache folder is known to have all records of."""
+
 SHARDS = rf"rank\d{{3,}}-\d{{5,}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})"
-OURS = re.compile(rf"{SHARDS}|{re.escape(IN_USE)}|{re.escape(MERGED_INDEX)}|\.{re.escape(MERGED_INDEX)}\.unfinished")
+DERIVED = f"({re.escape(MERGED_INDEX)}|{re.escape(COMPLETE)})"
+OURS = re.compile(rf"{SHARDS}|{re.escape(IN_USE)}|{DERIVED}|\.{DERIVED}\.unfinished")
 
 
 def shard_name(rank: int, number: int) -> str:

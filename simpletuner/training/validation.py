@@ -197,8 +197,8 @@ def open_validator(
         vae=family.vae(torch.device("cpu")),  # on the GPU only while images are made
         ema=state.ema,
         variants=(BASE, *variants) if family.adapter else variants,
-        prompts=[(prompt, prepared.text.read(prompt)) for prompt in validation.validation_prompt],
-        negative=prepared.text.read(negative) if negative else prepared.reader.no_caption,
+        prompts=[(prompt, prepared.prompts.read(prompt)) for prompt in validation.validation_prompt],
+        negative=prepared.prompts.read(negative) if negative else prepared.reader.no_caption,
         sampling=[SamplingParams(size, steps, guidance, seed) for size in image_sizes(settings)],
         dtype=compute_dtype(settings),
         folder=settings.training.output_dir / "validation",

@@ -404,3 +404,45 @@ def test_an_index_line_without_a_name_is_ignored(tmp_path):
     index = only(tmp_path, ".index.jsonl")
     index.write_text(json.dumps({"offset": 0, "length": 0, "parts": {}}) + "\n" + index.read_text())
     assert records(tmp_path).keys() == {"a"}
+
+
+def test_compressed_records_are_smaller_read_as_written_and_lie_beside_others(tmp_path):
+    written(tmp_path, "a")
+    noise = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    tensors = {"f32": noise, "bf16": noise.bfloat16(), "odd": torch.tensor([True, False, True]), "none": torch.zeros(0)}
+    with ShardWriter(tmp_path, 1, compress=True) as writer:
+        writer.write("b", PARTS, tensors)
+        writer.write("tiny", PARTS, {"t": torch.ones(0)})
+        writer.write_broken("bad", PARTS, "cut short")
+    with ShardWriter(tmp_path, 2) as writer:
+        writer.write("c", PARTS, tensors)
+    reader = ShardReader(tmp_path)
+    b, c = (reader.find(name, PARTS) for name in "bc")
+    assert b.length < 0.9 * c.length
+    for place in (b, c):
+        got = reader.read(place)
+        assert got.keys() == tensors.keys()
+        assert all(got[name].dtype == each.dtype and torch.equal(got[name], each) for name, each in tensors.items())
+    assert reader.read(reader.find("tiny", PARTS))["t"].numel() == 0
+    assert torch.equal(reader.read(reader.find("a", PARTS))["t"], torch.ones(10))
+    got = reader.read(b)["f32"].add_(1)  # memory of its own
+    assert torch.equal(reader.read(b)["f32"], noise) and not torch.equal(got, noise)
+
+
+def test_a_damaged_compressed_record_is_retracted_with_and_without_a_checksum(tmp_path):
+    with ShardWriter(tmp_path, 0, compress=True) as writer:
+        for name in "ab":
+            writer.write(name, PARTS, {"t": torch.randn(4096)})
+    shard, index = only(tmp_path, ".shard"), only(tmp_path, ".index.jsonl")
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    del lines[1]["checksum"]
+    index.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    blob = bytearray(shard.read_bytes())
+    for line in lines:
+        blob[line["offset"] + 12] ^= 255  # in the header of the frame
+    shard.write_bytes(blob)
+    reader = ShardReader(tmp_path)
+    for name in "ab":
+        with pytest.raises(EnvironmentNotReady, match="is damaged at byte"):
+            reader.read(reader.find(name, PARTS))
+    assert records(tmp_path) == {}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -184,3 +186,32 @@ def test_the_digest_of_names_does_not_depend_on_batches():
     every_other = np.arange(10) % 2 == 0
     assert Samples([again.where(every_other)]).names_checksum() == Samples([whole.where(every_other)]).names_checksum()
     assert Samples([whole.where(every_other)]).names_checksum() != Samples([whole]).names_checksum()
+
+
+def test_the_checksum_of_samples_changes_with_all_that_decides_latents_and_captions():
+    whole = drawn(*[(64, 64)] * 4)
+    columns = ("name", "version", "captions")
+    halves = pa.concat_tables([whole.table.slice(0, 1), whole.table.slice(1)])
+
+    def other(**changes) -> DatasetSamples:
+        values = {"dataset": whole.dataset, "table": whole.table, "rows": whole.rows, "sizes": whole.sizes, "seed": 0}
+        return DatasetSamples(storage=whole.storage, **(values | changes))
+
+    def column(name: str, values: list) -> pa.Table:
+        index = whole.table.schema.get_field_index(name)
+        return whole.table.set_column(index, name, pa.array(values, whole.table.schema.field(name).type))
+
+    assert other(table=halves).checksum(*columns) == whole.checksum(*columns), "chunks of columns do not count"
+    changes = [
+        {"seed": 1},
+        {"dataset": whole.dataset.model_copy(update={"crop": True})},
+        {"rows": whole.rows[::-1]},
+        {"sizes": replace(whole.sizes, targets=whole.sizes.targets + 64)},
+        {"table": column("name", ["0.png", "1.png", "2.png", "4.png"])},
+        {"table": column("version", ["1", "1", "1", "2"])},
+        {"table": column("captions", [["c"], ["c"], ["c", "c"], []])},
+        {"table": column("captions", [["c"], ["c"], ["c"], ["d"]])},
+    ]
+    checksums = {other(**change).checksum(*columns) for change in changes}
+    assert len(checksums | {whole.checksum(*columns)}) == 1 + len(changes)
+    assert other(**changes[-1]).checksum("name") == whole.checksum("name")

@@ -8,7 +8,7 @@ from dataset_files import data_of, image, refusal
 
 from simpletuner.data.dataset_file import OTHER_NAMES
 from simpletuner.data.dataset_keys import MISSED, NO_EFFECT, REASONS, VALUES
-from simpletuner.data.datasets import PLACES, LocalImages, TextEmbeds, load_datasets, unused_keys
+from simpletuner.data.datasets import EMBEDS, PLACES, LocalImages, load_datasets, unused_keys
 from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
@@ -24,10 +24,10 @@ def test_from_flags_there_is_one_dataset_named_after_its_folder(tmp_path):
         cache_dir_vae=Path("lat"),
         cache_dir_text=Path("txt"),
     )
-    (dataset,), text_folder = load_datasets(data)
+    (dataset,), (texts,) = load_datasets(data)
     assert (dataset.id, dataset.instance_data_dir) == ("holiday", tmp_path / "holiday")
     assert (dataset.repeats, dataset.resolution, dataset.caption_strategy) == (2, 512, "filename")
-    assert (dataset.cache_dir_vae, text_folder) == (Path("lat"), Path("txt"))
+    assert (dataset.cache_dir_vae, texts.cache_dir) == (Path("lat"), Path("txt"))
 
 
 def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
@@ -45,6 +45,9 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
         "caption_dropout_probability": 0.3,
         "vae_batch_size": 2,
         "preserve_data_backend_cache": True,
+        "max_workers": 3,
+        "vae_cache_disable": True,
+        "text_cache_disable": True,
     }
     assert given.keys() == DatasetSettings.model_fields.keys()
     (plain, own), _ = load_datasets(
@@ -55,20 +58,20 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
 
 
 def test_a_dataset_without_anything_said_has_the_defaults(tmp_path):
-    (dataset,), text_folder = load_datasets(data_of(tmp_path, image()))
+    (dataset,), (texts,) = load_datasets(data_of(tmp_path, image()))
     assert dataset == LocalImages(id="one", instance_data_dir=Path("pictures"))
-    assert text_folder is None
+    assert (texts.id, texts.cache_dir) == ("text", Path("{output_dir}/cache/text"))
 
 
 def test_text_embeds_names_the_text_cache(tmp_path):
     text = {"id": "t", "type": "local", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache/t"}
-    datasets, folder = load_datasets(data_of(tmp_path, text, image(), cache_dir_text=Path("weaker")))
+    datasets, (texts,) = load_datasets(data_of(tmp_path, text, image(), cache_dir_text=Path("weaker")))
     assert [dataset.id for dataset in datasets] == ["one"]
-    assert folder == Path("cache/t")
+    assert texts.cache_dir == Path("cache/t")
 
 
 def test_without_text_embeds_the_global_text_cache_holds(tmp_path):
-    assert load_datasets(data_of(tmp_path, image(), cache_dir_text=Path("t")))[1] == Path("t")
+    assert load_datasets(data_of(tmp_path, image(), cache_dir_text=Path("t")))[1][0].cache_dir == Path("t")
 
 
 @pytest.mark.parametrize("key", ["disabled", "disable"])
@@ -130,7 +133,7 @@ def test_names_in_braces_stand_for_the_run_in_cache_folders(tmp_path):
     datasets, texts = load_datasets(data)
     folders = [latents_folder(dataset, settings) for dataset in datasets]
     assert folders == [Path("out/vae/flux/one"), Path("all/flux/two")]
-    assert text_folder(settings, texts) == Path("text/flux/t")
+    assert text_folder(texts[0], settings) == Path("text/flux/t")
     said = refusal(data_of(tmp_path, image(cache_dir_vae="{family}/{id}")))
     assert said.endswith("{family} stands for nothing here; {model_family} and {output_dir} and {id} do: write the "
                          "path itself")  # fmt: skip
@@ -258,7 +261,11 @@ ORIGINAL_KEYS = Path(__file__).with_name("original_keys.txt").read_text().split(
 
 
 def test_every_key_of_the_original_is_taken_or_answered_with_a_reason():
-    taken = {*(key for kind in PLACES.values() for key in kind.model_fields), *TextEmbeds.model_fields, *OTHER_NAMES}
+    taken = {
+        *(key for kind in PLACES.values() for key in kind.model_fields),
+        *(key for kind in EMBEDS.values() for key in kind.model_fields),
+        *OTHER_NAMES,
+    }
     answered = REASONS | NO_EFFECT | MISSED
     assert set(ORIGINAL_KEYS) - taken - set(answered) == set()
     assert set(answered) & taken == set() and len(answered) == len(REASONS) + len(NO_EFFECT) + len(MISSED)
@@ -317,12 +324,28 @@ def test_a_folder_with_any_name_is_a_dataset(tmp_path):
         assert "too large" in refusal(Data(instance_data_dir=folder, resolution=resolution))
 
 
-def test_there_is_one_text_cache(tmp_path):
-    text = {"id": "t", "dataset_type": "text_embeds", "cache_dir": "t"}
-    assert "2 datasets are of this type: there is one text cache" in refusal(
-        data_of(tmp_path, image(), text, {**text, "id": "u"})
-    )
-    assert "default = false (" in refusal(data_of(tmp_path, image(), {**text, "default": False}))
+def test_datasets_name_their_caches_of_text_and_of_latents_and_one_text_cache_is_the_default(tmp_path):
+    text = {"id": "t", "dataset_type": "text_embeds", "cache_dir": "t/{id}"}
+    default = {**text, "id": "u", "default": True, "compress_cache": True}
+    latents = {"id": "all", "dataset_type": "image_embeds", "cache_dir": "{output_dir}/{id}"}
+    pair = image(text_embeds="t", image_embeds="all"), image(id="two")
+    datasets, texts = load_datasets(data_of(tmp_path, text, *pair, default, latents))
+    settings = Settings(training=Training(output_dir=Path("out")))
+    assert [(each.id, each.compress_cache) for each in texts] == [("u", True), ("t", False)]
+    assert [text_folder(each, settings) for each in texts] == [Path("t/u"), Path("t/t")]
+    assert [dataset.text_embeds for dataset in datasets] == ["t", None]
+    folders = [latents_folder(dataset, settings) for dataset in datasets]
+    assert folders == [Path("out/all"), Path("out/cache/latents/two")]
+    for said, *entries in (
+        ("0 of 2 text caches have default true: one has", text, {**text, "id": "u"}),
+        ("2 of 2 text caches have default true", default, {**default, "id": "v"}),
+        ("0 of 1 text caches have default true", {**text, "default": False}),
+        ("text_embeds = 'x'", text, image(id="b", text_embeds="x")),
+        ("no dataset of dataset_type image_embeds has this id", image(id="b", image_embeds="x")),
+        ("two datasets of type image_embeds share it", latents, latents),
+        ("image_embeds names another folder", latents, image(id="b", image_embeds="all", cache_dir_vae="vae")),
+    ):
+        assert said in refusal(data_of(tmp_path, image(), *entries)), said
 
 
 @pytest.mark.parametrize(

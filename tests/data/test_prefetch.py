@@ -50,7 +50,7 @@ def source(**changes) -> SampleReader:
         "dataset": lambda number: PLAIN,
         "latents": latents,
         "image": lambda each: {"size": torch.tensor(each.geometry.target)},
-        "text": text,
+        "text": lambda each, caption: text(caption),
         "no_caption": {"prompt_embeds": torch.full((2, TEXT), -1.0)},
     }
     return SampleReader(**{**values, **changes})

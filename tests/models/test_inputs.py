@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from simpletuner.caches.serialization import parse_tensors, serialize
+from simpletuner.caches.texts import without_padding
 from simpletuner.data.geometry import Geometry
+from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import FlowMatching
 from simpletuner.models.registry import family_class, presets
@@ -214,3 +217,25 @@ def test_sdxl_is_given_sizes_as_the_pipeline_orders_them(sdxl):
     ids = opened("sdxl", sdxl).size_conditioning(geometry)["time_ids"]
     assert ids.dtype == torch.float32
     assert ids.tolist() == [1081, 1920, 7, 128, 707, 1024]
+
+
+@pytest.mark.parametrize("key", TRAINABLE)
+def test_padding_that_is_not_cached_changes_no_bit_of_a_prediction(key, pipelines):
+    family = opened(key, pipelines(key))
+    denoiser = getattr(diffusers_pipeline(family), family.denoiser_name)
+    encoded = family.text_encoder(CPU, torch.float32).encode([PROMPT, f"{PROMPT}, and {PROMPT} beside it"])
+    stored = [{name: value[row] for name, value in without_padding(family, encoded).items()} for row in (0, 1)]
+    cached = [parse_tensors(memoryview(bytearray(serialize(each)))) for each in stored]
+    size = family.size_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
+    clean = family.vae(CPU).encode(torch.zeros(2, 3, SIZE[1], SIZE[0]))
+    noised = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+
+    def predict(text: dict[str, torch.Tensor]) -> torch.Tensor:
+        conditioning = text | stack_conditioning([size, size])
+        with torch.no_grad():
+            return family.predict(denoiser, noised, torch.full((2,), 0.5), conditioning)
+
+    assert torch.equal(predict(stack_conditioning(cached)), predict(encoded))
+    if family.padding_mask:
+        embeds = encoded["prompt_embeds"][:1]
+        assert len(serialize(stored[0])) < embeds.numel() * embeds.element_size(), "padding is stored"

@@ -22,6 +22,7 @@ class LTXVideo(ModelFamily):
 
     pipelines = ("LTXPipeline", "LTXConditionPipeline")
     float32_inputs = ("timestep", "video_coords")
+    padding_mask = "prompt_attention_mask"
     tiny_pipeline = "simpletuner.models.tiny.ltxvideo:build"
     objective = flow_matching
     # The plan of its class also splits the text, which only cross-attention reads: whole, it needs no exchange.

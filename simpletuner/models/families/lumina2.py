@@ -17,6 +17,7 @@ class Lumina2(ModelFamily):
     """Lumina Image 2.0."""
 
     pipelines = ("Lumina2Pipeline",)
+    padding_mask = "prompt_attention_mask"
     tiny_pipeline = "simpletuner.models.tiny.lumina2:build"
     objective = flow_matching
     # The two blocks that read the text alone stay whole. What joins text and image needs the whole image.

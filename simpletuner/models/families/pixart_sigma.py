@@ -24,6 +24,7 @@ class PixArtSigma(ModelFamily):
 
     pipelines = ("PixArtSigmaPipeline", ALPHA)
     float32_inputs = ("timestep", "resolution", "aspect_ratio")
+    padding_mask = "prompt_attention_mask"
     tiny_pipeline = "simpletuner.models.tiny.pixart_sigma:build"
     objective = diffusion
     sequence_plan = SequencePlan(

@@ -19,6 +19,7 @@ class Sana(ModelFamily):
     """Sana 1.0 and 1.5."""
 
     pipelines = ("SanaPipeline",)
+    padding_mask = "prompt_attention_mask"
     tiny_pipeline = "simpletuner.models.tiny.sana:build"
     objective = flow_matching
 

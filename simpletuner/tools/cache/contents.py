@@ -93,18 +93,19 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     Raises SettingsError for mistakes in the dataset file.
     """
     # Imported here: `cache list` must know the kinds for its help, but needs datasets only now.
-    from simpletuner.data.datasets import load_datasets
+    from simpletuner.data.datasets import default_texts, load_datasets
     from simpletuner.data.folders import default_folder, latents_folder, latents_root, text_folder
 
     named = settings.data.data_backend_config is not None or settings.data.instance_data_dir is not None
-    datasets, configured_text = load_datasets(settings.data) if named else ([], settings.data.cache_dir_text)
-    text = text_folder(settings, configured_text)
+    datasets, texts = load_datasets(settings.data) if named else ([], [default_texts(settings.data)])
+    text_folders = {each.id: text_folder(each, settings) for each in texts}
+    of_texts = {dataset.id: text_folders[dataset.text_embeds or texts[0].id] for dataset in datasets}
     roots = [default_folder(settings, "latents"), latents_root(settings)]
     folders = {dataset.id: latents_folder(dataset, settings) for dataset in datasets}
-    latents = find_shards(CacheKind.LATENTS, folders.values(), roots, not_in=text)
+    latents = find_shards(CacheKind.LATENTS, folders.values(), roots, not_in=text_folders.values())
     return (
         [with_datasets(item, folders) for item in latents],
-        [with_datasets(item, dict.fromkeys(folders, text)) for item in find_shards(CacheKind.TEXT, [text])],
+        [with_datasets(item, of_texts) for item in find_shards(CacheKind.TEXT, text_folders.values())],
     )
 
 
@@ -115,15 +116,16 @@ def with_datasets(item: CacheItem, folders: Mapping[str, Path]) -> CacheItem:
 
 
 def find_shards(
-    kind: CacheKind, folders: Iterable[Path], roots: Iterable[Path] = (), not_in: Path | None = None
+    kind: CacheKind, folders: Iterable[Path], roots: Iterable[Path] = (), not_in: Iterable[Path] = ()
 ) -> list[CacheItem]:
     """Return the cache folders among `folders`, `roots` and what is directly in roots; links in roots are not followed.
 
-    `not_in` is left out, by whatever path, unless it is one of `folders` or `roots` itself.
+    Those of `not_in` are left out, by whatever path, unless they are among `folders` or `roots` itself.
     """
     named = [*folders, *roots]
     below = [path for root in roots for path in entries_of(root) if is_plain_folder(path)]
-    below = [path for path in below if not_in is None or path.resolve() != not_in.resolve()]
+    left_out = {path.resolve() for path in not_in}
+    below = [path for path in below if path.resolve() not in left_out]
     distinct = {path.resolve(): path for path in [*below, *named]}
     items = [shards_in(kind, path) for path in distinct.values()]
     return sorted((item for item in items if item is not None), key=lambda item: item.path)

@@ -18,12 +18,12 @@ from simpletuner.caches.merged_index import MergedIndex, list_sources, open_inde
 from simpletuner.caches.records import ALIGNMENT_BYTES, RecordLocation, record_keys
 from simpletuner.caches.shard_index import read_index
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.system.cache_files import IN_USE, MERGED_INDEX, bytes_of, files_of, index_of
+from simpletuner.system.cache_files import COMPLETE, IN_USE, MERGED_INDEX, bytes_of, files_of, index_of
 from simpletuner.tools.cache.clearing import lock_exclusively, removal_errors, remove_shards
 from simpletuner.tools.cache.contents import CacheItem
 
 if TYPE_CHECKING:
-    from simpletuner.caches.filling import CacheRequest
+    from simpletuner.caches.jobs import CacheRequest
     from simpletuner.settings import Loaded
 
 REWRITING_RANK = 998
@@ -57,11 +57,12 @@ class Unused:
 
 def needed_by(loaded: Loaded) -> Needed:
     """Return what a run with these settings needs. Raises what the run would raise for its data and its base model."""
+    from simpletuner.caches.sources import open_sources
     from simpletuner.data.folders import default_folder
     from simpletuner.models.loading import load_family
     from simpletuner.parallel.mesh import Mesh
     from simpletuner.parallel.world import joined_world
-    from simpletuner.preparation import caches_of, plan_data
+    from simpletuner.preparation import plan_data
     from simpletuner.report import Report
     from simpletuner.session import Session
     from simpletuner.system.signals import StopRequest
@@ -75,9 +76,10 @@ def needed_by(loaded: Loaded) -> Needed:
         if kept.is_dir():
             shutil.copytree(kept, scans)
         plan = plan_data(session, data_version(checkpoint_to_resume(session, {})), scans)
-        text, latents = caches_of(session, plan, load_family(session.settings, world, session.stop.check))
+        family = load_family(session.settings, world, session.stop.check)
+        sources = open_sources(session.settings, plan.samples, plan.texts, family, world)
     needed: dict[Path, Iterable[CacheRequest]] = {}
-    for cache in (text, *latents.values()):
+    for cache in sources.caches:
         needed[cache.folder.resolve()] = chain(needed.get(cache.folder.resolve(), ()), cache.requests())
     return needed
 
@@ -97,7 +99,7 @@ def find_unused(item: CacheItem, needed: Needed) -> Unused:
         for source, size in zip(index.sources, kept_bytes, strict=True)
         if item.path / source[0] in kept and source[3] > size
     }
-    names = {path.name for shard in kept for path in (shard, index_of(shard))} | {IN_USE, MERGED_INDEX}
+    names = {path.name for shard in kept for path in (shard, index_of(shard))} | {IN_USE, MERGED_INDEX, COMPLETE}
     files = [path for path in files_of(item.path)[0] if path.name not in names]
     return Unused(item, index, used, files, list(spare), sum(map(bytes_of, files)) + sum(spare.values()))
 

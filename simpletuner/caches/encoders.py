@@ -1,0 +1,35 @@
+"""A VAE or text encoders, loaded when they are first used and freed when training begins, or kept for use beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+import torch
+
+Model = TypeVar("Model")
+
+
+class Encoder(Generic[Model]):
+    """What `load` returns, for one thread at a time; caches of several datasets share it."""
+
+    def __init__(self, load: Callable[[], Model], device: torch.device, beside_training: bool = False) -> None:
+        self.load, self.beside_training = load, beside_training
+        # On the trainer's stream, copying latents to the host would wait for all of the step that is queued there.
+        self.stream = torch.cuda.Stream(device) if beside_training and device.type == "cuda" else None
+        self._model: Model | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self) -> Iterator[Model]:
+        with self._lock, torch.cuda.stream(self.stream):
+            if self._model is None:
+                self._model = self.load()
+            yield self._model
+
+    def free(self) -> None:
+        """Give back its memory, which training needs, unless it is used beside training."""
+        if not self.beside_training:
+            self._model = None

@@ -1,0 +1,69 @@
+"""Latents and text embeddings that are encoded while training, ahead of the step, and stored nowhere.
+
+Each image and each caption is encoded by itself, since an encoder's output depends in its last bits on the batch. So it
+is the same at every step and on any number of ranks, and that of a cache filled with a batch size of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from simpletuner.caches.encoders import Encoder
+from simpletuner.caches.latents import decode_image
+from simpletuner.caches.texts import without_padding
+from simpletuner.data.samples import Sample
+from simpletuner.errors import DataError
+from simpletuner.models.family import ModelFamily
+from simpletuner.models.text_encoding import Conditioning, TextEncoder
+from simpletuner.models.vae import Vae
+from simpletuner.report import Report
+
+
+@dataclass(frozen=True)
+class LatentsOnDemand:
+    """The latents of samples of one dataset, rounded to `dtype` as a cache would store them."""
+
+    vae: Encoder[Vae]
+    dtype: torch.dtype
+
+    def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> dict[str, str]:
+        """Load the VAE before the engine is built: if memory does not suffice, it is known at once."""
+        with self.vae.use():
+            return {}
+
+    def read(self, sample: Sample) -> Tensor:
+        """Return a sample's latents (C, H, W), float32. Raises DataError where the image cannot be decoded.
+
+        No other image takes its place: batches would then depend on when damage was noticed.
+        """
+        pixels = decode_image(sample)
+        if isinstance(pixels, str):
+            raise DataError(
+                f"{sample.id} cannot be decoded: {pixels}",
+                "remove it, or leave out vae_cache_disable: what cannot be decoded is then left out before training",
+            )
+        with self.vae.use() as vae:
+            return vae.encode(pixels[None])[0].to(self.dtype).float()
+
+
+@dataclass(frozen=True)
+class TextOnDemand:
+    """The embeddings of captions."""
+
+    encoder: Encoder[TextEncoder]
+    family: ModelFamily
+
+    def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> None:
+        """Load the text encoders before the engine is built."""
+        with self.encoder.use():
+            pass
+
+    def read(self, caption: str) -> Conditioning:
+        """Return a caption's embedding, without a batch axis."""
+        with self.encoder.use() as encoder:
+            encoded = without_padding(self.family, encoder.encode([caption]))
+        return {name: value[0] for name, value in encoded.items()}
