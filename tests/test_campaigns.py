@@ -15,6 +15,7 @@ from damage import Damage
 from fuzz import Fuzz
 from kills import Campaign
 from settings_files import KINDS
+from tables import SUFFIXES, TableFuzz
 
 
 @pytest.mark.long
@@ -39,3 +40,11 @@ def test_mutated_settings_files_are_answered_in_sentences_with_a_place_and_expor
     assert fuzz.problems == []
     assert {kind for kind, _ in fuzz.codes} == set(KINDS)
     assert sum(count for (_, code), count in fuzz.codes.items() if code == 0) > 40
+
+
+def test_damaged_tables_give_samples_with_captions_or_a_sentence():
+    fuzz = TableFuzz(seed=14)
+    fuzz.run(range(60))
+    assert fuzz.problems == []
+    assert {kind for kind, code in fuzz.codes if code == 0} == set(SUFFIXES)
+    assert sum(count for (_, code), count in fuzz.codes.items() if code == 4) > 10

@@ -98,7 +98,7 @@ def decode_image(sample: Sample) -> Tensor | str:
     g = sample.geometry
     try:
         with sample.open() as file:
-            pixels = resize_and_crop(read_rgb(file, g.resized), g.resized, g.crop_left_top, g.target)
+            pixels = resize_and_crop(read_rgb(file, g.resized, g.original), g.resized, g.crop_left_top, g.target)
     except DECODE_ERRORS as error:
         return str(error) or type(error).__name__
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()

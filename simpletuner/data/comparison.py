@@ -24,6 +24,7 @@ from simpletuner.data.captions import read_caption_file
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.file_list import CAPTION_VERSION, FileList
 from simpletuner.data.storage import Storage, UnreadableFileError
+from simpletuner.data.tables import BLOCK
 
 CHUNKS = 1024
 """16 KB of digests for any number of samples; of a million, one that differs costs details of about 1,000."""
@@ -61,7 +62,7 @@ class DatasetFiles:
 
     def facts(self, row: Mapping[str, Any]) -> FileFacts:
         captions = []
-        if row[CAPTION_VERSION]:
+        if row[CAPTION_VERSION] and self.dataset.caption_strategy == "textfile":
             try:
                 captions = read_caption_file(self.storage, row["name"])
             except UnreadableFileError as error:
@@ -155,7 +156,14 @@ def quote_caption(caption: str | None) -> str:
 
 def dataset_facts(datasets: Iterable[ImageDataset]) -> dict[str, dict[str, Any]]:
     """Return the settings of each dataset that must be equal on all ranks, by id."""
-    return {dataset.id: dataset.model_dump(mode="json", exclude=set(LOCAL_KEYS)) for dataset in datasets}
+    left_out = {**dict.fromkeys(LOCAL_KEYS, True), BLOCK: {"path"}}
+    return {dataset.id: dataset.model_dump(mode="json", exclude=left_out) for dataset in datasets}
+
+
+def find_table_difference(first: Mapping[str, str], other: Mapping[str, str], names: tuple[str, str]) -> str:
+    """Return a sentence about the first table, by dataset, whose version differs; empty where none does."""
+    differ = (f"the table of dataset `{each}` has other content on {names[1]} than on {names[0]}" for each in first)
+    return next((said for each, said in zip(first, differ, strict=True) if other.get(each) != first[each]), "")
 
 
 def find_dataset_difference(

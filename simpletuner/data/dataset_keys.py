@@ -35,8 +35,6 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("source", "metadata", "subfolder", "webshart"), LOCAL),
     **dict.fromkeys(("webshart_optimize_captions", "webshart_optimise_captions"), LOCAL),
     "text_cache_ondemand": "set text_cache_disable, or leave it out: all captions are encoded before training",
-    "metadata_backend": LATER + " beyond `discovery`",
-    "parquet": LATER + ": captions come from text files, file names or one phrase",
     "bucket_resolutions": LATER + ": buckets come from resolution and aspect_bucket_alignment",
     **dict.fromkeys(("delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"), GONE),
     "vae_cache_ondemand": "set vae_cache_disable, or leave it out: all images are encoded before training",
@@ -62,7 +60,6 @@ RULES: dict[str, Rule] = {
     **{key: Refuses(reason) for key, reason in REASONS.items()},
     **{key: Ignores(reason, warns=False) for key, reason in NO_EFFECT.items()},
     **{key: Ignores(reason) for key, reason in MISSED.items()},
-    "metadata_backend": Refuses(REASONS["metadata_backend"], neutral=("discovery",)),
 }
 
 VALUES: dict[str, dict[str, str]] = {
@@ -72,9 +69,8 @@ VALUES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),
         "caption": LATER + ": captions belong to images",
     },
-    "caption_strategy": dict.fromkeys(
-        ("parquet", "csv", "huggingface", "webshart"), LATER + ": write captions into text files"
-    ),
+    "caption_strategy": dict.fromkeys(("huggingface", "webshart"), LATER + ": name a table in `parquet`"),
+    "metadata_backend": dict.fromkeys(("huggingface", "webshart"), LATER + ": name a table in `parquet`"),
     "crop_style": {"face": LATER},
 }
 """What the original accepts as a value and this does not, by key."""

@@ -34,6 +34,7 @@ MAX_SUFFIXES = 8
 def dataset_warnings(found: Discovery, alignment_px: int) -> Iterator[str]:
     """Yield one sentence for each thing that happens to images without being asked for."""
     yield from warn_not_read(found)
+    yield from (remark for others in found.others for remark in others.table_remarks)
     if found.animated:
         images = count_noun(len(found.animated), "image")
         yield f"{images} with several frames: the first is used ({found.animated[0]})"
@@ -134,8 +135,9 @@ def warn_long_captions(samples: Samples) -> Iterator[str]:
 
 
 def longest_captions(samples: DatasetSamples) -> np.ndarray:
-    """Return the letters of each sample's longest caption, where captions are files."""
-    prefix = len(captions_of(samples.dataset, "", [""])[0]) if samples.dataset.caption_strategy == "textfile" else 0
+    """Return the letters of each sample's longest caption, where captions are files or in a table."""
+    own = samples.dataset.caption_strategy not in ("filename", "instanceprompt")
+    prefix = len(captions_of(samples.dataset, "", [""])[0]) if own else 0
     parts = [np.zeros(0, np.int64)]
     for lines in samples.table["captions"].chunks:
         most = np.zeros(len(lines), np.int64)

@@ -19,9 +19,10 @@ from simpletuner.data.dataset_file import DatasetEntry, read_entries
 from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.folders import check_id, find_nested_ids, id_of_folder
 from simpletuner.data.participation import ParticipationKeys
+from simpletuner.data.tables import BLOCK, TABLE_RULES, TableSettings, check_table
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.errors import allowed, did_you_mean, shorten
-from simpletuner.settings.key_table import Keeps, KeyTable, Refuses, Rule, interpret
+from simpletuner.settings.key_table import Keeps, KeyTable, Refuses, Rule, interpret, put
 from simpletuner.settings.knob import Section
 from simpletuner.settings.original import is_off, zero_as
 from simpletuner.settings.placeholders import OF_A_DATASET, fill, only_placeholders
@@ -42,6 +43,10 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     text_embeds: str | None = None
     image_embeds: str | None = None
     disabled: bool = False
+    caption_strategy: Literal["textfile", "filename", "instanceprompt", "parquet", "csv"] = "textfile"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Only a dataset of a file can have a table."""
+    metadata_backend: Literal["discovery", "parquet"] = "discovery"
+    parquet: TableSettings | None = None
     cache_dir_vae: Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_DATASET))] = None
     compress_cache: bool = False
     minimum_aspect_ratio: float | None = Field(default=None, gt=0)
@@ -54,6 +59,17 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
         if self.image_embeds is not None and self.cache_dir_vae is not None:
             raise PydanticCustomError("cache_dir_vae", "image_embeds names another folder: leave one of them out")
         return self
+
+    @model_validator(mode="after")
+    def check_table(self) -> ImageDataset:
+        check_table(self.parquet, self.caption_strategy, self.metadata_backend)
+        return self
+
+    @property
+    def sizes_from_table(self) -> bool:
+        """Whether the table replaces headers. Where each image has a text file to read, its header is read as well."""
+        table = self.parquet if self.metadata_backend == BLOCK and self.caption_strategy != "textfile" else None
+        return table is not None and bool(table.size_columns)
 
     @model_validator(mode="after")
     def check_resolution(self) -> ImageDataset:
@@ -293,20 +309,20 @@ def compression(data: Data) -> dict[str, Any]:
 def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
     """Add one dataset to those of the file, or its mistakes."""
     kind = kind_of_entry(entry)
-    fields = kind.model_fields
+    fields = fields_with_blocks(kind)
     keys = dict.fromkeys(fields, Keeps()) | {key: rule for key, rule in KEEPS_OFF.items() if key in fields}
-    table = KeyTable(RULES | keys_of_other_places(kind) | keys, entry.names, is_off=is_off)
+    table = KeyTable(RULES | TABLE_RULES | keys_of_other_places(kind) | keys, entry.names, is_off=is_off)
     values: dict[str, Any] = {}
     mistakes: list[Mistake] = []
     for found in interpret(table, entry.keys):
         if found.outcome == "kept" and found.key in fields:
-            values[found.key] = normalize_value(found.key, fields[found.key], found.value)
+            put(values, found.key, normalize_value(found.key, fields[found.key], found.value))
         elif found.outcome == "unused":
             parsed.unused.setdefault(f"{found.key} has no effect: {found.note}", []).append(entry.place(found.line))
         elif found.outcome == "refused":
             mistakes.append(entry.mistake(found.path, found.note))
         elif found.outcome != "neutral":
-            hint = did_you_mean(normalize_name(found.path), {*table.rules})
+            hint = did_you_mean(normalize_name(found.path), {*table.rules, *table.sections})
             mistakes.append(entry.mistake(found.path, "unknown key", hint, show_value=False))
     try:
         dataset = kind(**{**fallbacks(kind, data), **values})
@@ -315,6 +331,14 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
     else:
         parsed.datasets.append((dataset, entry))
     parsed.mistakes += mistakes
+
+
+def fields_with_blocks(kind: type[Section]) -> dict[str, FieldInfo]:
+    """Return the fields of a dataset, those of its table as `parquet.path`."""
+    fields = dict(kind.model_fields)
+    if fields.pop(BLOCK, None):
+        fields |= {f"{BLOCK}.{name}": field for name, field in TableSettings.model_fields.items()}
+    return fields
 
 
 def kind_of_entry(entry: DatasetEntry) -> type[ImageDataset | Embeds]:
@@ -335,10 +359,11 @@ def keys_of_other_places(kind: type[ImageDataset | Embeds]) -> dict[str, Rule]:
 
 def mistake_of(item: Any, fields: Mapping[str, FieldInfo], entry: DatasetEntry) -> Mistake:
     """Return what is wrong with one key of a dataset."""
-    key = str(item["loc"][0]) if item["loc"] else item["type"]  # a rule between keys names the one to change
+    path = ".".join(str(part) for part in item["loc"] if isinstance(part, str))
+    key = path if path in fields else item["type"]  # a rule between keys names the one to change
     if item["type"] == "missing":
         return Mistake(key, "is missing", entry.place())
-    if item["type"] == "value_error" or not item["loc"]:
+    if item["type"] == "value_error" or path not in fields:
         return entry.mistake(key, str(item.get("ctx", {}).get("error", item["msg"])))
     value = item["input"]
     reason = VALUES.get(key, {}).get(normalize_name(value), "") if isinstance(value, str) else ""

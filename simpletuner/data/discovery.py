@@ -20,7 +20,7 @@ from simpletuner.data.file_list import OtherFiles
 from simpletuner.data.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
 from simpletuner.data.name_hashes import choose_by_name, hash_names
 from simpletuner.data.samples import DatasetSamples, Samples, Sizes
-from simpletuner.data.scan import Scan
+from simpletuner.data.scan import NO_ROW, Scan
 from simpletuner.errors import DataError
 
 MAX_NAMES = 20
@@ -72,9 +72,10 @@ def choose_samples(scan: Scan, alignment_px: int, seed: int, version: int, found
     """Return the samples of one dataset, after noting in `found` what is left out."""
     dataset, table = scan.dataset, scan.table
     is_read = pc.equal(table["problem"], "").to_numpy()
+    has_row = pc.not_equal(table["caption_problem"], NO_ROW).to_numpy()
     for name, problem in zip(*(pick(table[column], ~is_read) for column in ("name", "problem")), strict=True):
         found.broken[f"{dataset.id}/{name}"] = problem
-    rows = np.flatnonzero(is_read).astype(np.int32)
+    rows = np.flatnonzero(is_read & has_row).astype(np.int32)
     sizes = sizes_of(dataset, table, rows, alignment_px, version, seed)
     is_wanted = are_within_limits(dataset, sizes.originals)
     is_wanted &= is_enlarged_within(dataset, sizes.originals, sizes.targets)
@@ -147,11 +148,12 @@ def raise_if_unreadable(dataset: ImageDataset, names: Sequence[str], problems: S
 def raise_if_uncaptioned(dataset: ImageDataset, names: Sequence[str]) -> None:
     """Raise DataError that names the images without a caption."""
     if names:
-        where = "file name" if dataset.caption_strategy == "filename" else ".txt file next to them"
+        where = {"filename": "their file name", "textfile": "their .txt file next to them"}
+        table = f"the table {dataset.parquet.path}" if dataset.parquet else ""
         raise DataError(
-            f"dataset `{dataset.id}`: {count_noun(len(names), 'image')} without a caption in their {where}:"
-            f"{format_names(names)}",
-            "write captions, or set another caption_strategy: textfile, filename or instanceprompt",
+            f"dataset `{dataset.id}`: {count_noun(len(names), 'image')} without a caption in "
+            f"{where.get(dataset.caption_strategy, table)}:{format_names(names)}",
+            "write captions, or set another caption_strategy: textfile, filename, instanceprompt or parquet",
         )
 
 

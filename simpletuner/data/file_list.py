@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from simpletuner.data.captions import CAPTION_SUFFIX
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.storage import Storage, StoredFile
+from simpletuner.data.table_files import table_of
 from simpletuner.errors import DataError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
@@ -46,6 +47,10 @@ class OtherFiles:
     """Address of one of them."""
     written: list[str] = field(default_factory=list)
     """Addresses of what this run writes among the images."""
+    table: str = ""
+    """Version of the table with captions or sizes."""
+    table_remarks: list[str] = field(default_factory=list, compare=False)
+    """What is wrong with it."""
 
     def note(self, files: Sequence[StoredFile], storage: Storage) -> None:
         """Count files that are not read."""
@@ -59,7 +64,8 @@ class FileList:
     """The image files of a dataset, in the order of their names."""
 
     table: pa.Table
-    """FILE, and the version of the caption file, empty where there is none or none is asked for."""
+    """FILE, and the version of what else decides the row: the caption file, or the table that sizes come from; empty
+    where there is none."""
     others: OtherFiles
 
 
@@ -72,16 +78,18 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
         raise DataError(
             f"dataset `{dataset.id}`: there is no folder {storage.describe()}", "set instance_data_dir to your images"
         ) from None
-    others, images, captions = OtherFiles(), [], []
+    table = table_of(dataset, storage)
+    others, images, captions = OtherFiles(table=table.version() if table else ""), [], []
     files = iter(listing.files)
     while block := list(islice(files, BLOCK_FILES)):
         stop()
-        others.note([file for file in block if file.suffix in OTHER_SUFFIXES], storage)
+        unread = [file for file in block if file.suffix in OTHER_SUFFIXES]
+        others.note([file for file in unread if not (table and table.is_file(file.name))], storage)
         images.append(batch_of(decodable([file for file in block if file.suffix in SUFFIXES], others.undecodable)))
         captions.append(batch_of(decodable([file for file in block if file.suffix in own], [])))
     others.written += map(storage.describe, listing.left_out)
-    tables = (pa.Table.from_batches(batches, FILE) for batches in (images, captions))
-    return FileList(with_caption_versions(*tables), others)
+    listed, texts = (pa.Table.from_batches(batches, FILE) for batches in (images, captions))
+    return FileList(with_caption_versions(listed, texts, others.table if dataset.sizes_from_table else ""), others)
 
 
 def decodable(files: list[StoredFile], undecodable: list[str]) -> Iterator[StoredFile]:
@@ -113,8 +121,10 @@ def join(columns: Sequence[pa.ChunkedArray], separator: str = "") -> pa.ChunkedA
     return pc.binary_join_element_wise(*columns, pa.scalar(separator, pa.large_string()))
 
 
-def with_caption_versions(images: pa.Table, captions: pa.Table) -> pa.Table:
+def with_caption_versions(images: pa.Table, captions: pa.Table, default: str) -> pa.Table:
     """Add the version of each image's caption file; the reason why it is not read counts as one."""
+    if not len(captions):
+        return images.append_column(CAPTION_VERSION, pa.repeat(pa.scalar(default, pa.large_string()), len(images)))
     versions = join([captions["version"], captions["problem"]])
     names = pc.replace_substring_regex(images["name"], r"\.[^./]*$", CAPTION_SUFFIX)
     found = pc.index_in(names, value_set=captions["name"])

@@ -66,10 +66,16 @@ def read_orientation(image: Image.Image) -> int:
     return image.getexif().get(ORIENTATION, 1) if image.format == "JPEG" or "exif" in image.info else 1
 
 
-def read_rgb(file: BinaryIO, smallest: tuple[int, int]) -> Image.Image:
-    """Decode an image to upright RGB; JPEGs are decoded no larger than needed for `smallest` (width, height) px."""
+def read_rgb(file: BinaryIO, smallest: tuple[int, int], size: tuple[int, int] | None = None) -> Image.Image:
+    """Decode an image to upright RGB; JPEGs are decoded no larger than needed for `smallest` (width, height) px.
+
+    Raises ValueError where the image does not have the `size` for which its bucket and crop were chosen.
+    """
     with open_image(file) as image:
-        is_turned = read_orientation(image) != 1
+        is_turned = (orientation := read_orientation(image)) != 1
+        found = image.size[::-1] if orientation in SIDEWAYS else image.size
+        if size and found != size:
+            raise ValueError("has {}x{} px, not {}x{}: the table is wrong, or the file changed".format(*found, *size))
         # The larger side twice: draft works on the stored image, whose sides EXIF may swap afterwards.
         image.draft("RGB", (max(smallest), max(smallest)))
         image.load()

@@ -23,6 +23,8 @@ from simpletuner.system.files import remove, unfinished_path
 SUFFIX = ".arrow"
 ROWS = 65_536
 META = b"simpletuner"
+IDENTITY = ("name", "version", CAPTION_VERSION)
+"""Files that agree in these columns have the same row in a scan."""
 
 
 def write_table(folder: Path, kind: str, table: pa.Table, meta: Mapping[str, Any] | None = None) -> str:
@@ -75,6 +77,7 @@ def remove_all_but(folder: Path, name: str) -> None:
 
 def match_rows(files: pa.Table, known: pa.Table) -> pa.Array:
     """Return, for each file, the row of `known` with its name and versions, or null."""
-    columns = ("name", "version", CAPTION_VERSION)
-    keys = [join([table[name] for name in columns], "\0") for table in (files, known)]
+    if not len(known):
+        return pa.nulls(len(files), pa.int32())
+    keys = [join([table[name] for name in IDENTITY], "\0") for table in (files, known)]
     return pc.index_in(keys[0], value_set=keys[1])

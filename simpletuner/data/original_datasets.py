@@ -11,12 +11,14 @@ from typing import Any
 from simpletuner.data.dataset_file import DatasetEntry, name_of_key
 from simpletuner.data.dataset_keys import NO_EFFECT, RULES
 from simpletuner.data.datasets import DatasetFile, is_disabled, parse_datasets, parse_entry
+from simpletuner.data.tables import BLOCK
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.errors import SECRET
 from simpletuner.settings.key_table import Ignores
 from simpletuner.settings.original import TABLE, is_off
 from simpletuner.settings.original_import import LeftOut, relocated
 from simpletuner.settings.sections import Data
+from simpletuner.settings.spelling import normalize_name
 
 PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae", "caption_filter_list")
 HINT = "docs/data.md lists the keys of a dataset"
@@ -66,21 +68,38 @@ def import_entry(
     for key in PATHS:
         if isinstance(new.get(key), str):
             new[key] = relocated(fill_in(new[key], {**names, **texts_of(old)}), root)
+    if isinstance(block := new.get(BLOCK), dict):
+        new[BLOCK] = dict(block)
+        if isinstance(path := block.get("path"), str) and normalize_name(new.get("type")) != "aws":
+            new[BLOCK]["path"] = relocated(fill_in(path, {**names, **texts_of(old)}), root)
     idle = {key: rule for key in new if isinstance(rule := RULES.get(name_of_key(key)), Ignores)}
     left_out += [LeftOut(key, new.pop(key), place, rule.reason, asks(key)) for key, rule in idle.items()]
     while problems := problems_of(new, entry, data):
         # Without an essential key, or with one that is missing, nothing is left to take.
-        fatal = next((each for each in problems if each.setting in ESSENTIAL or each.setting not in new), None)
+        fatal = next((each for each in problems if each.setting in ESSENTIAL or not has_key(new, each.setting)), None)
         for problem in [fatal] if fatal else problems:
             key = problem.setting
             hint = f"; {problem.hint}" if problem.hint else ""
             reason = f"{problem.message}{hint}" + (f"; dataset `{old.get('id')}` is left out" if fatal else "")
-            left_out.append(LeftOut(key, old.get(key), place, reason, asks(key)))
-            new.pop(key, None)
+            (given, name), (holder, _) = holder_of(old, key), holder_of(new, key)
+            left_out.append(LeftOut(key, given.get(name), place, reason, asks(key)))
+            holder.pop(name, None)
         if fatal:
             return None
     left_out += [LeftOut(key, new.pop(key), place, NOT_COPIED) for key in [*new] if SECRET.search(key)]
     return new
+
+
+def holder_of(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return what holds a key, and its name there: `parquet.path` is inside of `parquet`."""
+    outer, _, inner = key.partition(".")
+    is_inner = inner and key not in values and isinstance(values.get(outer), dict)
+    return (values[outer], inner) if is_inner else (values, key)
+
+
+def has_key(values: dict[str, Any], key: str) -> bool:
+    holder, name = holder_of(values, key)
+    return name in holder
 
 
 def problems_of(values: Mapping[str, Any], entry: DatasetEntry, data: Data) -> list[Mistake]:

@@ -33,7 +33,10 @@ SCANNED = pa.schema(
         pa.field("caption_problem", pa.large_string()),
     ]
 )
-"""One image: sizes in px as displayed, 0 with a `problem`; the lines of its caption file, or why it is no text."""
+"""One image: sizes in px as displayed, 0 with a `problem`; the lines of its caption file or the captions of the table,
+or why there are none."""
+NO_ROW = "has no row in the table"
+"""The `caption_problem` of an image that does not belong to the dataset, since metadata_backend is a table."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) 
         return {**row, "problem": printable(str(error)) or type(error).__name__}
     width, height = header.size
     row |= {"width": width, "height": height, "animated": header.animated}
-    if not file[CAPTION_VERSION]:  # no caption file was listed, or none is wanted
+    if not file[CAPTION_VERSION] or dataset.caption_strategy != "textfile":  # no caption file, or none is wanted
         return row
     try:
         return {**row, "captions": read_caption_file(storage, file["name"])}

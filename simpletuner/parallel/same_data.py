@@ -21,6 +21,7 @@ from simpletuner.data.comparison import (
     digest_of,
     find_dataset_difference,
     find_difference,
+    find_table_difference,
 )
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.errors import DataError, RemoteFailure, SettingsError, SimpleTunerError
@@ -75,6 +76,7 @@ def verify_same_data(listed: Listed, datasets: Sequence[ImageDataset], world: Wo
         "host": socket.gethostname(),
         "datasets": dataset_facts(datasets),
         "error": [int(listed.error.exit_code), listed.error.message, listed.error.hint] if listed.error else [],
+        "tables": {files.dataset.id: files.list.others.table for files in listed.datasets},
         "digest": digest_of(files.list.table for files in listed.datasets) if is_lister else "",
     }
     # Listing millions of files over a network may take an hour, in which nothing is counted; the launcher looks for
@@ -86,6 +88,8 @@ def verify_same_data(listed: Listed, datasets: Sequence[ImageDataset], world: Wo
     exchange = Exchange(world, [each["host"] for each in of_all], stop)
     first = of_all[0]
     raise_first(world, find_dataset_difference(first["datasets"], info["datasets"], exchange.names), SettingsError)
+    tables = info["tables"] if is_lister else first["tables"]
+    raise_first(world, find_table_difference(first["tables"], tables, exchange.names), DataError)
     if any(each["digest"] not in ("", first["digest"]) for each in of_all):
         compare_machines(exchange, listed)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ import pyarrow.compute as pc
 from simpletuner.data.comparison import DatasetFiles
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.file_list import FileList, OtherFiles, list_images
-from simpletuner.data.kept_scan import intact_files, match_rows, open_table, remove_all_but, write_table
+from simpletuner.data.kept_scan import IDENTITY, intact_files, match_rows, open_table, remove_all_but, write_table
 from simpletuner.data.scan import SCANNED, Scan, scan_files
 from simpletuner.data.storage import Storage, open_storage
+from simpletuner.data.table_files import table_of
+from simpletuner.data.table_join import Described, describe_files, files_to_read, with_described
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.parallel.same_data import Listed, verify_same_data
 from simpletuner.parallel.same_folder import wait_until_visible
@@ -99,35 +102,53 @@ class SharedScan:
 
     def run(self, files: FileList, report: Report) -> Scan:
         """Scan what no earlier scan knows. `files` are those of rank 0; the others' are not looked at. Collective."""
-        task = self._from_first("task", lambda: self._task(files))
+        described = cache(lambda: self._describe(files))
+        task = self._from_first("task", lambda: self._task(files, described))
+        if error := task.get("error"):  # of the table, which only rank 0 reads
+            self.world.barrier()
+            raise DataError(*error)
         if task["rows"]:
             self._scan_share(task["name"], task["rows"], report)
         if not (name := task["kept"]):
             ranks = self.world.size if task["rows"] else 0
-            name = self._from_first("result", lambda: self._merge(files, ranks))
+            name = self._from_first("result", lambda: self._merge(files, described, ranks))
         return self.open(name)
 
     def preserved(self) -> str:
         """Return the name of a kept scan that is to be used without a look at the files; empty for none. Collective."""
         if not self.dataset.preserve_data_backend_cache:
             return ""
-        return self._from_first("preserved", lambda: next((path.name for path in self._kept()), ""))
+        return self._from_first("preserved", lambda: next((path.name for path in self._kept() if self._fits(path)), ""))
 
     def open(self, name: str) -> Scan:
         """Return a kept scan."""
         table, others = self._open(name)
         return Scan(self.dataset, self.storage, table, OtherFiles(**others))
 
+    def _fits(self, path: Path) -> bool:
+        """Whether a kept scan has taken from the table what is asked for now."""
+        table = table_of(self.dataset, self.storage)
+        return not table or self._open(path.name)[1].get("table", "").startswith(table.settings_id())
+
+    def _describe(self, files: FileList) -> Described | None:
+        """Read the table, if there is one. Raises DataError where it cannot be read."""
+        table = table_of(self.dataset, self.storage)
+        return describe_files(table, table.rows(), files.table["name"]) if table else None
+
     def _kept(self) -> list[Path]:
         return intact_files(self.folder, self._kind("scan"))
 
-    def _task(self, files: FileList) -> dict[str, Any]:
+    def _task(self, files: FileList, described: Callable[[], Described | None]) -> dict[str, Any]:
         """Write down which files are to be read, unless a kept scan is that of the same files."""
         for path in self._kept():
             table, others = open_table(path)
-            if table.select(files.table.column_names).equals(files.table) and others == asdict(files.others):
+            if table.select(IDENTITY).equals(files.table.select(IDENTITY)) and OtherFiles(**others) == files.others:
                 return {"kept": path.name, "rows": 0}
-        new = files.table.filter(pc.is_null(match_rows(files.table, self._known())))
+        try:
+            needed = files_to_read(self.dataset, files.table, described())
+        except DataError as error:
+            return {"error": [error.message, error.hint]}
+        new = needed.filter(pc.is_null(match_rows(needed, self._known())))
         return {"kept": "", "rows": len(new), "name": write_table(self.folder, "task", new)}
 
     def _known(self) -> pa.Table:
@@ -162,14 +183,17 @@ class SharedScan:
         if batches:
             yield pa.Table.from_batches(batches)
 
-    def _merge(self, files: FileList, ranks: int) -> str:
+    def _merge(self, files: FileList, described: Callable[[], Described | None], ranks: int) -> str:
         """Put what the first `ranks` have scanned, and what was known, into the order of the files; return its name."""
         for rank in range(ranks):
             for name in json.loads(self.world.store.get(f"{self.place}/parts/{rank}")):
                 wait_until_visible(self.folder, name, self.stop)
-        known = self._known()
+        known, others = self._known(), files.others
         table = known.take(match_rows(files.table, known))
-        name = write_table(self.folder, self._kind("scan"), table, asdict(files.others))
+        if found := described():
+            table, remarks = with_described(self.dataset, files.table, table, found)
+            others = replace(others, table_remarks=remarks)
+        name = write_table(self.folder, self._kind("scan"), table, asdict(others))
         remove_all_but(self.folder, name)
         return name
 

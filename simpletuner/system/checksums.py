@@ -8,21 +8,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 READ_BYTES = 256 << 10
 """Small enough to stay in the L2 cache between copying and hashing: a fifth less CPU time than blocks of 4 MiB."""
 
 
+class SupportsReadinto(Protocol):
+    """A file of Python's or of Arrow's."""
+
+    def readinto(self, buffer: memoryview, /) -> int | None: ...
+
+
 def file_checksum(path: Path) -> str:
     """Hash a file's content. Raises OSError."""
+    with path.open("rb", buffering=0) as file:
+        return stream_checksum(file)
+
+
+def stream_checksum(file: SupportsReadinto) -> str:
+    """Hash what is left to read of a file. Raises OSError."""
     import xxhash
 
     digest, buffer = xxhash.xxh3_128(), bytearray(READ_BYTES)
     view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(view):
-            digest.update(view[:count])
+    while count := file.readinto(view):
+        digest.update(view[:count])
     return f"xxh3:{digest.hexdigest()}"
 
 

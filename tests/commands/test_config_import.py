@@ -293,3 +293,20 @@ def test_other_files_are_answered_with_a_sentence(run):
     for path, said in cases.items():
         code, _, err = run("config", "import", path)
         assert code == 2 and said in err and "hint: " in err
+
+
+def test_the_table_of_a_dataset_moves_with_it_and_keys_for_videos_stay_behind(run):
+    block = {"path": "sets/a.parquet", "filename_column": "id", "caption_column": "c", "fps_column": "f"}
+    entry = {"id": "a", "instance_data_dir": "sets/a", "caption_strategy": "parquet", "parquet": block}
+    write(
+        "their/config/multidatabackend.json", [entry, {**entry, "id": "b", "parquet": {**block, "path": "a.feather"}}]
+    )
+    code, out, err = run("config", "import", "their/config/multidatabackend.json")
+    (imported,) = json.loads(out)
+    assert code == 0 and imported["parquet"] == {
+        "path": str(Path("their").absolute() / "sets" / "a.parquet"),
+        "filename_column": "id",
+        "caption_column": "c",
+    }
+    assert "parquet.fps_column = 'f' (their/config/multidatabackend.json:" in err
+    assert "dataset `b` is left out" in err

@@ -21,6 +21,8 @@ from simpletuner.data.datasets import LocalImages, S3Images
 from simpletuner.data.discovery import discover
 from simpletuner.data.object_storage import HEADER_BYTES, ObjectStorage, open_bucket, sort_by_parts
 from simpletuner.data.storage import LocalStorage, StoredFile, UnreadableFileError
+from simpletuner.data.table_files import table_of
+from simpletuner.data.tables import TableSettings
 from simpletuner.errors import DataError, EnvironmentNotReady, ExitCode, SimpleTunerError
 
 KEYS = {"aws_access_key_id": "AKIAOWN", "aws_secret_access_key": "hidden"}
@@ -266,3 +268,22 @@ def test_credentials_are_those_of_the_dataset_then_of_the_environment_then_of_a_
     with pytest.raises(EnvironmentNotReady, match="credentials does not parse") as caught:
         signature()
     assert "hidden" not in caught.value.message + repr(images_at(proxy)) + repr(bucket_at) + caught.value.hint
+
+
+def test_a_table_is_an_object_below_the_prefix_or_a_local_file(server, proxy, tmp_path):
+    local = tmp_path / "t.csv"
+    local.write_text("file,caption\na,local")
+    put(f"{server}/{BUCKET}/tables/t.csv", b"file,caption\na,stored")
+    put(f"{server}/{BUCKET}/tables/u.csv", b"file,caption\na,changed")
+
+    def captions(path: str) -> tuple[list, str]:
+        block = TableSettings(path=Path(path), filename_column="file", caption_column=["caption"])
+        dataset = images_at(proxy, "tables", caption_strategy="parquet", parquet=block)
+        table = table_of(dataset, open_bucket(dataset))
+        assert table is not None
+        return table.rows()["captions"].to_pylist(), table.version()
+
+    assert captions("t.csv")[0] == [["stored"]] and captions(str(local))[0] == [["local"]]
+    assert captions("t.csv")[1] != captions("u.csv")[1] != captions(str(local))[1]
+    with pytest.raises(DataError, match=f"the table s3://{BUCKET}/tables/no.csv does not exist"):
+        captions("no.csv")

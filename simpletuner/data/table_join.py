@@ -1,0 +1,157 @@
+"""Give the images of a dataset what its table says of them: captions, sizes, or which of them belong to it."""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.scan import NO_ROW, SCANNED
+from simpletuner.data.storage import MAX_BYTES
+from simpletuner.data.table_files import TableFile
+from simpletuner.data.tables import BLOCK, TABLE_STRATEGIES
+
+MAX_NAMES = 20
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a table says of the files of a list, in their order."""
+
+    has_row: np.ndarray
+    sizes: np.ndarray
+    """(2, files) int32 px, 0 where the table has none."""
+    captions: pa.ChunkedArray
+    remarks: list[str] = field(default_factory=list)
+    """What is wrong with its rows."""
+
+    @property
+    def has_size(self) -> np.ndarray:
+        return self.sizes[0] > 0
+
+
+def describe_files(table: TableFile, rows: pa.Table, names: pa.ChunkedArray) -> Described:
+    """Find the row of each file among the `rows` (ROW) of a table."""
+    found = find_rows(names, rows["identifier"], table.settings.identifier_includes_extension)
+    has_row = found.is_valid().to_numpy(zero_copy_only=False)
+    index = pc.fill_null(found, 0).to_numpy()
+    own = [rows[side].to_numpy()[index[has_row]] for side in ("width", "height")]
+    sizes = np.zeros((2, len(index)), np.int32)
+    sizes[:, has_row] = own
+    described = Described(has_row, sizes, take(rows["captions"], found, has_row))
+    described.remarks.extend(remarks_on(table.dataset, names, rows["identifier"], index, described))
+    return described
+
+
+def take(column: pa.ChunkedArray, found: pa.Array, has_row: np.ndarray) -> pa.ChunkedArray:
+    """Return the captions of each file, none for one without a row."""
+    if len(found) == len(column) and has_row.all() and np.array_equal(found.to_numpy(), np.arange(len(found))):
+        return column  # tables are mostly in the order of the files
+    no_caption = pa.chunked_array([pa.array([[]], column.type)])
+    with_none = pa.chunked_array([*column.chunks, *no_caption.chunks], column.type)
+    return with_none.take(pc.fill_null(found, pa.scalar(len(column), found.type)))
+
+
+def find_rows(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extension: bool) -> pa.Array:
+    """Return the first row of each file, or null: by its path below the dataset's folder, or by its name alone."""
+    keys = names if with_extension else without_suffix(names)
+    if len(keys) == len(identifiers) and pc.all(pc.equal(keys, identifiers)).as_py():
+        return pa.array(np.arange(len(keys), dtype=np.int32))  # written in the order of the files, as most tables are
+    found = pc.index_in(keys, value_set=identifiers)
+    in_folders = pc.match_substring(keys, "/")
+    if found.null_count and pc.any(in_folders).as_py():
+        found = pc.coalesce(found, pc.index_in(base_names(keys), value_set=identifiers))
+    return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
+
+
+def without_suffix(names: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Remove the suffixes of images, in a tenth of the time of a regular expression."""
+    of_five = pc.or_(*(pc.ends_with(names, suffix, ignore_case=True) for suffix in (".jpeg", ".webp")))
+    return pc.if_else(of_five, pc.utf8_slice_codeunits(names, 0, -5), pc.utf8_slice_codeunits(names, 0, -4))
+
+
+def base_names(names: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.replace_substring_regex(names, r"^(?s:.*)/", "")
+
+
+def remarks_on(
+    dataset: ImageDataset, names: pa.ChunkedArray, identifiers: pa.ChunkedArray, index: np.ndarray, described: Described
+) -> Iterator[str]:
+    """Yield a sentence for each kind of row or file that does not fit; `index` (files,) are their rows."""
+    unused = np.ones(len(identifiers), bool)
+    unused[index[described.has_row]] = False
+    if unused.any():
+        rest, used = (identifiers.filter(pa.array(mask)) for mask in (unused, ~unused))
+        again = pc.is_in(rest, value_set=used)
+        yield from remark(
+            dataset, rest.filter(again), "{} of {} for an image that has one: the first one counts", "row"
+        )
+        yield from remark(dataset, rest.filter(pc.invert(again)), "{} of {} without an image", "row")
+    if dataset.metadata_backend == BLOCK:
+        yield from remark(dataset, pick_names(names, ~described.has_row), "{} without a row in {}: left out")
+    if dataset.sizes_from_table:
+        sizeless = pick_names(names, described.has_row & ~described.has_size)
+        yield from remark(dataset, sizeless, "{} without a usable size in {}: read from the file")
+
+
+def pick_names(names: pa.ChunkedArray, mask: np.ndarray) -> pa.ChunkedArray:
+    return names.filter(pa.array(mask))
+
+
+def remark(dataset: ImageDataset, names: pa.ChunkedArray, sentence: str, noun: str = "image") -> Iterator[str]:
+    """Yield a sentence with the number of names and the first ones; nothing where there is none."""
+    if (count := len(names)) and dataset.parquet:
+        more = [f"and {count - MAX_NAMES:,} more"] * (count > MAX_NAMES)
+        lines = [name if name.isprintable() else repr(name) for name in names.slice(0, MAX_NAMES).to_pylist()]
+        said = sentence.format(f"{count:,} {noun}{'s' * (count != 1)}", f"the table {dataset.parquet.path}")
+        yield f"dataset `{dataset.id}`: {said}:" + "".join(f"\n  {line}" for line in (*lines, *more))
+
+
+def files_to_read(dataset: ImageDataset, files: pa.Table, described: Described | None) -> pa.Table:
+    """Return the files of which more must be known than the table says."""
+    if not described or not dataset.sizes_from_table:
+        return files
+    is_opened = pc.and_(pc.equal(files["problem"], ""), pc.less_equal(files["size_bytes"], MAX_BYTES)).to_numpy()
+    return files.filter(pa.array(described.has_row & ~(described.has_size & is_opened)))
+
+
+def with_described(
+    dataset: ImageDataset, files: pa.Table, scanned: pa.Table, described: Described
+) -> tuple[pa.Table, list[str]]:
+    """Return the rows (SCANNED) of all files, and what is wrong with the table.
+
+    `scanned` has what was read of each file: nulls where nothing was.
+    """
+    read = np.stack([pc.fill_null(scanned[side], 0).to_numpy() for side in ("width", "height")])
+    known = described.has_size & (read[0] == 0) & dataset.sizes_from_table
+    sides = np.where(known, described.sizes, read)
+    differ = described.has_size & (read[0] > 0) & (described.sizes != read).any(axis=0)
+    sentence = "{} with another size than in {}: the file counts"
+    wrong = remark(dataset, pick_names(files["name"], differ), sentence)
+    from_table = dataset.caption_strategy in TABLE_STRATEGIES
+    problems = pc.fill_null(scanned["caption_problem"], "")
+    problems = pc.if_else(pc.equal(problems, NO_ROW), "", problems)  # said of an earlier table
+    is_out = pa.array(~described.has_row & (dataset.metadata_backend == BLOCK))
+    columns = {
+        **{name: files[name] for name in files.column_names},
+        "problem": pc.coalesce(scanned["problem"], files["problem"]),
+        **dict(zip(("width", "height"), map(pa.array, sides), strict=True)),
+        "animated": pc.fill_null(scanned["animated"], False),
+        "captions": described.captions if from_table else scanned["captions"],
+        "caption_problem": pc.if_else(is_out, NO_ROW, problems),
+    }
+    columns["captions"] = without_nulls(columns["captions"])
+    arrays = [columns[name].cast(SCANNED.field(name).type) for name in SCANNED.names]
+    return pa.table(arrays, SCANNED), [*described.remarks, *wrong]
+
+
+def without_nulls(captions: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return lists of captions, empty ones in the place of nulls."""
+    return captions if not captions.null_count else pc.fill_null(captions, pa.scalar([], captions.type))
