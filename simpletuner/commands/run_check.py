@@ -50,7 +50,7 @@ def errors_around(error: InvalidSettings) -> list[SettingsError]:
             check_trainable(model)
     if data.data_backend_config is not None:
         with collect_error(after), naming_places(error.origins, "data_backend_config"):
-            load_datasets(data)
+            load_datasets(data, model.model_type)
     return [*before, error, *after]
 
 
@@ -66,7 +66,7 @@ def check_run(loaded: Loaded) -> Loaded:
     with collect_error(errors):
         loaded = check_runnable(loaded)
     with collect_error(errors), naming_places(loaded.origins, "data_backend_config", "instance_data_dir", "resolution"):
-        datasets, _ = load_datasets(settings.data)
+        datasets, _ = load_datasets(settings.data, settings.model.model_type)
     if errors:
         raise join_errors(errors)
     with naming_places(loaded.origins, "gpu_ids"):

@@ -15,7 +15,11 @@ from simpletuner.settings.formats import json_lines, read_text
 from simpletuner.settings.loading import canonical_name, plain_name
 from simpletuner.system.paths import shown_path
 
-OTHER_NAMES = {"disable": "disabled"}
+OTHER_NAMES = {
+    "disable": "disabled",
+    "disable_after_epoch_step": "end_step",
+    "is_regularization_data": "is_regularisation_data",
+}
 
 
 @dataclass(frozen=True)

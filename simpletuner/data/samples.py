@@ -148,6 +148,9 @@ class Samples(Sequence[Sample]):
         number = bisect_right(self._starts, index) - 1
         return self.parts[number][index - self._starts[number]]
 
+    def dataset_of(self, index: int) -> ImageDataset:
+        return self.parts[bisect_right(self._starts, index) - 1].dataset
+
     def __iter__(self) -> Iterator[Sample]:
         return (part[index] for part in self.parts for index in range(len(part)))
 
