@@ -66,9 +66,11 @@ def as_folder(dataset: UrlImages) -> LocalImages:
         caption_column=["captions"],
         identifier_includes_extension=True,
     )
-    values = dataset.model_dump(include=set(LocalImages.model_fields) - {"type", "parquet"})
-    values |= {"metadata_backend": "parquet", "parquet": table}
-    return LocalImages(**values, instance_data_dir=dataset.csv_cache_dir)
+    shared = (LocalImages.model_fields.keys() & UrlImages.model_fields) - {"type", "parquet", "metadata_backend"}
+    values = {name: getattr(dataset, name) for name in shared}  # validated already
+    return LocalImages.model_construct(
+        **values, metadata_backend="parquet", parquet=table, instance_data_dir=dataset.csv_cache_dir
+    )
 
 
 def read_urls(dataset: UrlImages) -> dict[str, list[str]]:
