@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from simpletuner.data.prefetch import THREADS, SampleReader
 from simpletuner.data.samples import Samples
 from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
+from simpletuner.parallel.shared_arrays import share_arrays
 from simpletuner.parallel.shared_download import download_datasets
 from simpletuner.parallel.shared_scan import scan_datasets
 from simpletuner.report import Report
@@ -75,7 +76,7 @@ def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path 
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, alignment_px):
         session.report.warn(warning)
-    return make_plan(settings, datasets, texts, found.samples, version)
+    return share_memory(make_plan(settings, datasets, texts, found.samples, version), session, "plan")
 
 
 def make_plan(
@@ -108,6 +109,17 @@ def make_plan(
     return Plan(datasets, texts, samples, buckets, sampler, digest, version, held_out)
 
 
+def share_memory(plan: Plan, session: Session, place: str) -> Plan:
+    """Return the same plan in memory that the ranks of a machine share; `place` is unique in a run. Collective."""
+    own = [array for part in plan.samples.parts for array in (part.rows, part.sizes.index)]
+    own += [array for bucket in plan.buckets.values() for array in bucket.groups.values()]
+    shared = iter(share_arrays(own, place, session.world, session.stop.check))
+    samples = Samples([part.with_arrays(next(shared), next(shared)) for part in plan.samples.parts])
+    for bucket in plan.buckets.values():  # in place: the sampler and its schedule hold these buckets, too
+        bucket.groups.update({copies: next(shared) for copies in bucket.groups})
+    return replace(plan, samples=samples)
+
+
 def refuse_other_order(datasets: list[ImageDataset]) -> None:
     """Raise SettingsError for weights and times, which the order of version 0.1.0 does not have."""
     if {dataset.window for dataset in datasets} != {Window()} or len({each.probability for each in datasets}) > 1:
@@ -138,14 +150,16 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
         broken |= sources.latents[dataset.id].fill(dataset.vae_batch_size, report, stop)
     sources.vae.free()
     report_left_out(Discovery(broken=broken), report)
-    whole = plan.samples.without(broken)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
-        plan = make_plan(settings, plan.datasets, plan.texts, whole, plan.version)
+        whole = plan.samples.without(broken)
+        plan = share_memory(
+            make_plan(settings, plan.datasets, plan.texts, whole, plan.version), session, "plan without broken images"
+        )
     no_caption = family.unconditional({key: value[None] for key, value in sources.prompts.read("").items()})
-    on_demand = [decoding_threads(part, session.world) for part in whole.parts if part.dataset.vae_cache_disable]
+    on_demand = [decoding_threads(part, session.world) for part in plan.samples.parts if part.dataset.vae_cache_disable]
     reader = SampleReader(
-        samples=whole,
-        dataset=whole.dataset_of,
+        samples=plan.samples,
+        dataset=plan.samples.dataset_of,
         latents=lambda sample: sources.latents[sample.dataset].read(sample),
         image=lambda sample: family.size_conditioning(sample.geometry),
         text=lambda sample, caption: sources.texts[sample.dataset].read(caption),

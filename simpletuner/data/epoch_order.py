@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -25,7 +25,7 @@ class Bucket:
     fractional copies, some epochs have one more item of such a group.
     """
 
-    groups: Mapping[int | Fraction, np.ndarray]
+    groups: dict[int | Fraction, np.ndarray]
     passes: int = 1
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """The samples of a run as columns: a `Sample` is made from its row when it is asked for.
 
-Rows lie in Arrow record batches, memory-mapped from a kept scan, which all ranks of a machine share. A rank's own
-memory is 8 bytes per sample: its row, and which of the sizes that occur it has.
+Rows lie in Arrow record batches, memory-mapped from a kept scan, which all ranks share. Beside them a sample takes 8
+bytes: its row, and which of the sizes that occur it has (`parallel/shared_arrays.py`: once per machine).
 """
 
 # pyright: basic, reportAttributeAccessIssue=false
@@ -118,6 +118,11 @@ class DatasetSamples(Sequence[Sample]):
         for numbers in (self.rows, *(getattr(self.sizes, each.name) for each in fields(self.sizes))):
             digest.update(np.ascontiguousarray(numbers).data)
         return digest.hexdigest()
+
+    def with_arrays(self, rows: np.ndarray, index: np.ndarray) -> DatasetSamples:
+        """Return the same samples with other memory for `rows` and `sizes.index`."""
+        sizes = replace(self.sizes, index=index)
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed)
 
     def where(self, mask: np.ndarray) -> DatasetSamples:
         """Return those for which `mask` is true."""
