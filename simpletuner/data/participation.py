@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from simpletuner.data.epoch_order import Bucket
 from simpletuner.errors import SettingsError
 from simpletuner.settings.sections import DatasetSettings
 
 if TYPE_CHECKING:
+    from simpletuner.data.epoch_order import Bucket
     from simpletuner.data.datasets import ImageDataset
 
 Copies = int | Fraction
