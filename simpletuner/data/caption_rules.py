@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from simpletuner.data.permutation import hash_key, permuted
 from simpletuner.settings.errors import allowed
 from simpletuner.settings.knob import Section
 from simpletuner.settings.sections import DatasetSettings
@@ -23,8 +20,6 @@ from simpletuner.system.paths import expand_path
 REGULAR = re.compile(r"[\\^$*+?{}\[\]()|]")
 """Characters that make a rule a regular expression. A dot alone does not: it ends sentences."""
 SUBSTITUTION = re.compile(r"s/((?:\\.|[^/\\])+)/((?:\\.|[^/\\])*)(?:/([gi]*))?")
-SEPARATORS = {"comma": (",", ", "), "space": (None, " "), "period": (".", ". ")}
-"""What `str.split` is given, and what tags are joined by."""
 
 
 class CaptionShuffle(Section):
@@ -102,34 +97,6 @@ def compile_rule(rule: Any) -> Callable[[str], str]:
     # Plain text is removed as whole words: `art` must not leave `py` of `party`.
     pattern = re.compile(rule if REGULAR.search(rule) else rf"(?<!\w){re.escape(rule.strip())}(?!\w)")
     return lambda caption: pattern.sub("", caption)
-
-
-@cache
-def compile_rules(rules: tuple[str, ...]) -> tuple[Callable[[str], str], ...]:
-    return tuple(map(compile_rule, rules))
-
-
-def vary(caption: str, rules: tuple[str, ...], shuffle: CaptionShuffle | None) -> list[str]:
-    """Return what becomes of a caption: one text, or several that are shown equally often."""
-    for rule in compile_rules(rules):
-        caption = rule(caption)
-    if rules:  # what is removed leaves its spaces on both sides
-        caption = re.sub(r"[ \t]{2,}", " ", caption).strip()
-    return shuffle_parts(caption, shuffle) if shuffle and shuffle.enable else [caption]
-
-
-def shuffle_parts(caption: str, shuffle: CaptionShuffle) -> list[str]:
-    """Return a caption's parts in other orders, which depend on the seed and the caption alone."""
-    separator, glue = SEPARATORS[shuffle.split_on]
-    parts = [part.strip() for part in caption.split(separator) if part.strip()]
-    fixed, moved = parts[: shuffle.position_start], parts[shuffle.position_start :]
-    if len(moved) < 2:
-        return [caption]
-    end = "." if shuffle.split_on == "period" and caption.endswith(".") else ""
-    numbers = np.arange(shuffle.count * len(moved), dtype=np.uint64)
-    orders = permuted(numbers, len(moved), hash_key(shuffle.seed, caption)).reshape(shuffle.count, -1)
-    variants = [glue.join([*fixed, *(moved[place] for place in order)]) + end for order in orders.tolist()]
-    return list(dict.fromkeys([caption] * shuffle.include_original + variants))
 
 
 class CaptionKeys(DatasetSettings):

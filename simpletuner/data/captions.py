@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from simpletuner.data.caption_rules import vary
+from simpletuner.data.caption_variants import vary
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.storage import Storage, UnreadableFileError
 

@@ -1,13 +1,9 @@
-"""Which shape images are cropped to, where, and from which size: the keys of a dataset, and what they mean in px.
-
-Arrays of sizes are (images, 2) int64, width and height in px.
-"""
+"""Which shape images are cropped to, where, and from which size: the keys of a dataset (geometry.py computes them)."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -58,23 +54,3 @@ class CropKeys(DatasetSettings):
     @property
     def aspects(self) -> tuple[float, ...]:
         return self.crop_aspect_buckets or ASPECTS
-
-    def in_resolution_units(self, sizes: np.ndarray) -> np.ndarray:
-        """Return how large images are in the unit of `resolution`."""
-        if self.resolution_type == "pixel":
-            return sizes.min(axis=1)
-        area = sizes[:, 0] * sizes[:, 1]
-        return area / 1_000_000 if self.resolution_type == "area" else np.sqrt(area)
-
-    def downsampled(self, originals: np.ndarray, resized: np.ndarray) -> np.ndarray:
-        """Return the sizes from which images are cropped: those above the maximum keep the detail of the target size.
-
-        Not below `resized`, which covers the bucket.
-        """
-        if not self.crop or self.maximum_image_size is None or self.target_downsample_size is None:
-            return resized
-        size = self.in_resolution_units(originals)
-        scale = self.target_downsample_size / size
-        scale = np.sqrt(scale) if self.resolution_type == "area" else scale
-        target = np.rint(originals * scale[:, None]).astype(np.int64)
-        return np.where((size > self.maximum_image_size)[:, None], np.maximum(resized, target), resized)

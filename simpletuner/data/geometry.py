@@ -118,7 +118,7 @@ def round_to_multiples(sides_px: np.ndarray, alignment_px: int) -> np.ndarray:
 def resized_sizes(dataset: ImageDataset, originals: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Return the sizes with the aspects of images that cover their buckets: the smallest, or what is cropped from."""
     scale = (targets / originals).max(axis=1, keepdims=True)
-    return dataset.downsampled(originals, np.maximum(targets, np.rint(originals * scale).astype(np.int64)))
+    return downsampled(dataset, originals, np.maximum(targets, np.rint(originals * scale).astype(np.int64)))
 
 
 def compute_geometry(
@@ -150,7 +150,7 @@ def are_within_limits(dataset: ImageDataset, originals: np.ndarray) -> np.ndarra
     if dataset.maximum_aspect_ratio is not None:
         within &= aspects <= dataset.maximum_aspect_ratio
     if dataset.minimum_image_size is not None:
-        within &= dataset.in_resolution_units(originals) >= dataset.minimum_image_size
+        within &= in_resolution_units(dataset, originals) >= dataset.minimum_image_size
     return within
 
 
@@ -159,3 +159,25 @@ def is_enlarged_within(dataset: ImageDataset, originals: np.ndarray, targets: np
     allowed = dataset.max_upscale_threshold
     factors = (targets / originals).max(axis=1)
     return np.ones(len(originals), bool) if allowed is None else factors <= 1 + allowed
+
+
+def in_resolution_units(dataset: ImageDataset, sizes: np.ndarray) -> np.ndarray:
+    """Return how large images are in the unit of `resolution`."""
+    if dataset.resolution_type == "pixel":
+        return sizes.min(axis=1)
+    area = sizes[:, 0] * sizes[:, 1]
+    return area / 1_000_000 if dataset.resolution_type == "area" else np.sqrt(area)
+
+
+def downsampled(dataset: ImageDataset, originals: np.ndarray, resized: np.ndarray) -> np.ndarray:
+    """Return the sizes from which images are cropped: those above the maximum keep the detail of the target size.
+
+    Not below `resized`, which covers the bucket.
+    """
+    if not dataset.crop or dataset.maximum_image_size is None or dataset.target_downsample_size is None:
+        return resized
+    size = in_resolution_units(dataset, originals)
+    scale = dataset.target_downsample_size / size
+    scale = np.sqrt(scale) if dataset.resolution_type == "area" else scale
+    target = np.rint(originals * scale[:, None]).astype(np.int64)
+    return np.where((size > dataset.maximum_image_size)[:, None], np.maximum(resized, target), resized)
