@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -111,10 +112,10 @@ def make_plan(
 
 def share_memory(plan: Plan, session: Session, place: str) -> Plan:
     """Return the same plan in memory that the ranks of a machine share; `place` is unique in a run. Collective."""
-    own = [array for part in plan.samples.parts for array in (part.rows, part.sizes.index)]
+    own = [array for part in plan.samples.parts for array in part.arrays]
     own += [array for bucket in plan.buckets.values() for array in bucket.groups.values()]
     shared = iter(share_arrays(own, place, session.world, session.stop.check))
-    samples = Samples([part.with_arrays(next(shared), next(shared)) for part in plan.samples.parts])
+    samples = Samples([part.with_arrays(*islice(shared, len(part.arrays))) for part in plan.samples.parts])
     for bucket in plan.buckets.values():  # in place: the sampler and its schedule hold these buckets, too
         bucket.groups.update({copies: next(shared) for copies in bucket.groups})
     return replace(plan, samples=samples)

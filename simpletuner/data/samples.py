@@ -115,14 +115,18 @@ class DatasetSamples(Sequence[Sample]):
                     digest.update(chunk.to_numpy())
                 texts = pc.list_flatten(texts)
             hash_texts(digest, texts)
-        for numbers in (self.rows, *(getattr(self.sizes, each.name) for each in fields(self.sizes))):
+        for numbers in self.arrays:
             digest.update(np.ascontiguousarray(numbers).data)
         return digest.hexdigest()
 
-    def with_arrays(self, rows: np.ndarray, index: np.ndarray) -> DatasetSamples:
-        """Return the same samples with other memory for `rows` and `sizes.index`."""
-        sizes = replace(self.sizes, index=index)
-        return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed)
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All that takes memory beside the table."""
+        return [self.rows, *(getattr(self.sizes, each.name) for each in fields(self.sizes))]
+
+    def with_arrays(self, rows: np.ndarray, *sizes: np.ndarray) -> DatasetSamples:
+        """Return the same samples with other memory for `arrays`."""
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, Sizes(*sizes), self.seed)
 
     def where(self, mask: np.ndarray) -> DatasetSamples:
         """Return those for which `mask` is true."""
