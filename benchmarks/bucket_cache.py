@@ -26,7 +26,7 @@ from simpletuner.caches import mirror as mirrors
 from simpletuner.caches.mirror import Mirror, open_mirror
 from simpletuner.caches.shards import ShardReader
 from simpletuner.data.batch_sampler import GlobalBatchSampler
-from simpletuner.data.datasets import S3ImageEmbeds
+from simpletuner.data.datasets import LocalImages, S3ImageEmbeds
 from simpletuner.data.epoch_order import Bucket
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import RankSlice, SampleReader, prefetch
@@ -65,11 +65,13 @@ def waits(mirror: Mirror, at_once: int) -> list[float]:
         assert place is not None
         return records.read(place)
 
+    drawn = LocalImages(id="drawn", instance_data_dir=Path(), caption_dropout_probability=0)
     geometry = Geometry(SQUARE, SQUARE, (0, 0), SQUARE)
     storage = LocalStorage(Path())
     with ThreadPoolExecutor(at_once) as pool:
         reader = SampleReader(
             samples=[Sample(str(n), "drawn", storage, "", "", geometry, ("a caption",)) for n in range(COUNT)],
+            dataset=lambda index: drawn,
             latents=lambda sample: read("latents", sample)["latents"],
             image=lambda sample: {},
             text=lambda sample, caption: read("text", sample),
@@ -77,7 +79,7 @@ def waits(mirror: Mirror, at_once: int) -> list[float]:
             map_samples=pool.map if at_once > 1 else map,
         )
         sampler = GlobalBatchSampler({"one": Bucket({1: np.arange(COUNT)})}, 0)
-        rank_slice = RankSlice(0, 1, 1, seed=0, caption_dropout=0.0)
+        rank_slice = RankSlice(0, 1, 1, seed=0)
         batches: Any = prefetch(reader, sampler, sampler.start(BATCH_SIZE), 0, rank_slice, STEPS_AHEAD)
         waited: list[float] = []
         for _ in range(STEPS):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from simpletuner.data.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, split_for_rank
+from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.sample_rng import sample_noise
 from simpletuner.data.samples import Sample
 
@@ -31,6 +32,9 @@ class Batch:
     u: Tensor
     conditioning: Conditioning
     ids: tuple[str, ...]
+    from_base: Tensor | None = None
+    """(B,) bool: the samples whose target is the prediction of the base model. None, on all ranks alike, where no
+    sample of the global batch is one of them."""
 
     def pinned(self) -> Batch:
         """Return the batch in page-locked memory, from which a GPU copies asynchronously."""
@@ -43,7 +47,8 @@ class Batch:
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         conditioning = {name: fn(value) for name, value in self.conditioning.items()}
-        return Batch(fn(self.latents), fn(self.noise), fn(self.u), conditioning, self.ids)
+        from_base = None if self.from_base is None else fn(self.from_base)
+        return Batch(fn(self.latents), fn(self.noise), fn(self.u), conditioning, self.ids, from_base)
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,13 @@ class StepBatch:
 class SampleReader:
     """Where a sample's tensors come from, without batch axis: latents (C, H, W) and image conditioning by sample, text
     embeddings by sample and caption, and the embedding that takes their place where the caption is dropped.
+    `dataset` returns the dataset of the sample at an index.
 
     `threads` prepare a step each; `map_samples` reads the samples of one step, where each waits for a network at once.
     """
 
     samples: Sequence[Sample]
+    dataset: Callable[[int], ImageDataset]
     latents: Callable[[Sample], Tensor]
     image: Callable[[Sample], Conditioning]
     text: Callable[[Sample, str], Conditioning]
@@ -79,7 +86,7 @@ class RankSlice:
     data_size: int
     accumulation: int
     seed: int
-    caption_dropout: float
+    drops_captions: bool = True
     pin: bool = False
     """Whether batches go to a GPU."""
 
@@ -122,25 +129,30 @@ def collate(
     reader: SampleReader, batch: GlobalBatch, indices: Sequence[int], step: int, rank_slice: RankSlice
 ) -> Batch:
     """Stack the samples at these indices of the global batch."""
+    datasets = [reader.dataset(sample) for sample in batch.samples]
 
     def read(index: int) -> tuple[Tensor, Tensor, float, Conditioning, str]:
-        return read_sample(reader, batch, index, step, rank_slice)
+        dropout = datasets[index].caption_dropout_probability * rank_slice.drops_captions
+        return read_sample(reader, batch, index, step, rank_slice.seed, dropout)
 
     latents, noise, us, conditionings, ids = zip(*reader.map_samples(read, indices), strict=True)
     conditioning = stack_conditioning(conditionings)
-    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, ids)
+    from_base = None
+    if any(dataset.is_regularisation_data for dataset in datasets):
+        from_base = torch.tensor([datasets[index].is_regularisation_data for index in indices])
+    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, ids, from_base)
     return made.pinned() if rank_slice.pin else made
 
 
 def read_sample(
-    reader: SampleReader, batch: GlobalBatch, index: int, step: int, rank_slice: RankSlice
+    reader: SampleReader, batch: GlobalBatch, index: int, step: int, seed: int, dropout: float
 ) -> tuple[Tensor, Tensor, float, Conditioning, str]:
     """Return latents, noise, `u`, conditioning and id of one sample."""
     sample = reader.samples[batch.samples[index]]
     clean = reader.latents(sample)
-    random = sample_noise(rank_slice.seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
+    random = sample_noise(seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
     caption = sample.captions[int(random.caption * len(sample.captions))]
-    text = reader.no_caption if random.dropout < rank_slice.caption_dropout else reader.text(sample, caption)
+    text = reader.no_caption if random.dropout < dropout else reader.text(sample, caption)
     return clean, torch.from_numpy(random.noise), random.u, {**text, **reader.image(sample)}, sample.id
 
 
