@@ -111,14 +111,16 @@ def check_buckets(places: Iterable[object]) -> None:
 
 def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
     """Raise DataError for an image folder or a table that does not exist. `file` is the one that names the datasets."""
-    from simpletuner.data.datasets import LocalImages, S3Images, UrlImages
+    from simpletuner.data.datasets import LocalImages, S3Images, SnapshotImages, UrlImages
 
     for dataset in datasets:
-        if isinstance(dataset, LocalImages) and not dataset.instance_data_dir.is_dir():
+        folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) else None
+        folder = dataset.dataset_name if isinstance(dataset, SnapshotImages) else folder
+        if folder is not None and not folder.is_dir():
             place = f"{shown_path(file)}: " if file else ""
             raise DataError(
-                f"{place}dataset `{dataset.id}`: there is no folder {shorten(str(dataset.instance_data_dir))}",
-                "set instance_data_dir to your images",
+                f"{place}dataset `{dataset.id}`: there is no folder {shorten(str(folder))}",
+                f"set {'dataset_name' if isinstance(dataset, SnapshotImages) else 'instance_data_dir'} to your images",
             )
         table = dataset.csv_file if isinstance(dataset, UrlImages) else dataset.parquet and dataset.parquet.path
         is_local = table and (table.is_absolute() or not isinstance(dataset, S3Images))

@@ -32,7 +32,7 @@ BLOCK_BYTES = 4096
 SHOWN_LETTERS = 60
 
 ACCESS_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "aws_max_pool_connections")
-LOCAL_KEYS = ("instance_data_dir", "cache_dir_vae", "aws_endpoint_url", *ACCESS_KEYS)
+LOCAL_KEYS = ("instance_data_dir", "dataset_name", "cache_dir_vae", "aws_endpoint_url", *ACCESS_KEYS)
 """Settings of a dataset that may differ: machines may keep the same data under other paths, or reach it otherwise."""
 
 

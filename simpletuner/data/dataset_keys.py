@@ -11,6 +11,8 @@ LATER = "not supported by this version"
 ONE_FOR_ALL = "one value holds for all datasets: set --{}"
 GONE = "your images are never deleted"
 LOCAL = LATER + ": only folders (local), S3-compatible stores (aws) and lists of addresses (csv)"
+DOWNLOADED = "a dataset of the hub is read from the folder that it was downloaded to, which is dataset_name"
+ONLY_SNAPSHOTS = "it is for images of type huggingface"
 BY_READING = "files that are new or changed are read at every start"
 VERIFIED = "caches are checked record by record, and what changed is made again"
 NO_CONDITIONING = LATER + ": a model is trained on images and captions alone"
@@ -26,8 +28,8 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("source_dataset_id", "conditioning", "conditioning_config"), NO_CONDITIONING),
     **dict.fromkeys(("grounding", "grounding_data", "distillation_type"), NO_CONDITIONING),
     **dict.fromkeys(("memory_filesystem_path", "memory_filesystem_size", "memory_filesystem_sudo"), LOCAL),
-    **dict.fromkeys(("dataset_name", "split", "revision", "streaming", "num_proc", "hf_token"), LOCAL),
-    **dict.fromkeys(("image_column", "caption_column", "description_column", "quality_column"), LOCAL),
+    **dict.fromkeys(("revision", "streaming", "num_proc", "hf_token"), DOWNLOADED),
+    **dict.fromkeys(("description_column", "quality_column"), LATER + ": caption_column names the one that is read"),
     **dict.fromkeys(("huggingface", "config"), LOCAL),
     **dict.fromkeys(("quality_thresholds", "filter_func", "composite_image_config"), LOCAL),
     **dict.fromkeys(("source", "metadata", "subfolder", "webshart"), LOCAL),
@@ -62,14 +64,14 @@ RULES: dict[str, Rule] = {
 }
 
 VALUES: dict[str, dict[str, str]] = {
-    "type": dict.fromkeys(("huggingface", "memory", "webshart"), LOCAL),
+    "type": dict.fromkeys(("memory", "webshart"), LOCAL),
     "dataset_type": {
         **dict.fromkeys(("video", "audio"), LATER + ": only images"),
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),
         "caption": LATER + ": captions belong to images",
     },
-    "caption_strategy": dict.fromkeys(("huggingface", "webshart"), LATER + ": name a table in `parquet`"),
-    "metadata_backend": dict.fromkeys(("huggingface", "webshart"), LATER + ": name a table in `parquet`"),
+    "caption_strategy": {"huggingface": ONLY_SNAPSHOTS, "webshart": LATER + ": name a table in `parquet`"},
+    "metadata_backend": {"huggingface": ONLY_SNAPSHOTS, "webshart": LATER + ": name a table in `parquet`"},
     "crop_style": {"face": LATER},
 }
 """What the original accepts as a value and this does not, by key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     """Images, wherever they are, and how they are captioned, resized and cropped."""
 
     id: Annotated[str, AfterValidator(check_id)]
-    type: Literal["local", "aws", "csv"] = "local"
+    type: Literal["local", "aws", "csv", "huggingface"] = "local"
     dataset_type: Literal["image", "eval"] = "image"
     text_embeds: str | None = None
     image_embeds: str | None = None
@@ -139,7 +140,49 @@ class UrlImages(ImageDataset):
         return self
 
 
-PLACES: dict[str, type[ImageDataset]] = {"local": LocalImages, "aws": S3Images, "csv": UrlImages}
+def check_snapshot(folder: Path) -> Path:
+    if not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+        raise ValueError(
+            f"there is no folder {folder}; datasets of the hub are read where they were downloaded: "
+            f"`hf download {folder} --repo-type dataset --local-dir FOLDER`"
+        )
+    return folder
+
+
+class SnapshotImages(ImageDataset):
+    """Images in the Parquet files of a downloaded Hugging Face dataset."""
+
+    dataset_name: Annotated[Path, AfterValidator(check_snapshot)]
+    split: str = "train"
+    image_column: str = "image"
+    caption_column: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_as_folder(cls, values: Any) -> Any:
+        """The original's `huggingface` for captions and metadata is what happens anyway."""
+        anyway = {"caption_strategy": "textfile", "metadata_backend": "discovery"}
+        return {**values, **{key: own for key, own in anyway.items() if values.get(key) == "huggingface"}}
+
+    @model_validator(mode="after")
+    def check_columns(self) -> SnapshotImages:
+        if self.caption_strategy == "textfile" and not self.caption_column:
+            raise PydanticCustomError("caption_column", "is missing: captions come from it")
+        if self.caption_strategy not in ("textfile", "instanceprompt"):
+            message = "images of type huggingface have huggingface or instanceprompt"
+            raise PydanticCustomError("caption_strategy", message)
+        if self.parquet or self.metadata_backend == BLOCK:
+            key = BLOCK if self.parquet else "metadata_backend"
+            raise PydanticCustomError(key, "images of type huggingface have their own table: leave it out")
+        return self
+
+
+PLACES: dict[str, type[ImageDataset]] = {
+    "local": LocalImages,
+    "aws": S3Images,
+    "csv": UrlImages,
+    "huggingface": SnapshotImages,
+}
 """Datasets of images by `type`."""
 
 

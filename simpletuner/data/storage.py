@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
-from simpletuner.data.datasets import ImageDataset, LocalImages, S3Images
+from simpletuner.data.datasets import ImageDataset, LocalImages, S3Images, SnapshotImages
 from simpletuner.data.s3_place import S3Place
 from simpletuner.errors import DataError, EnvironmentNotReady
 
@@ -207,6 +207,10 @@ def open_storage(dataset: ImageDataset, outputs: Sequence[Path]) -> Storage:
         from simpletuner.data.object_storage import open_bucket
 
         return open_bucket(dataset)
+    if isinstance(dataset, SnapshotImages):
+        from simpletuner.data.snapshot_storage import SnapshotStorage
+
+        return SnapshotStorage(dataset)
     assert isinstance(dataset, LocalImages)
     return LocalStorage(dataset.instance_data_dir, tuple(outputs))
 

@@ -282,7 +282,10 @@ def test_every_value_of_the_original_is_answered_with_a_reason(tmp_path, key, va
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"type": "locl"}, "type = 'locl' (d, dataset `one`): use one of local, aws, csv; did you mean `local`?"),
+        (
+            {"type": "locl"},
+            "type = 'locl' (d, dataset `one`): use one of local, aws, csv, huggingface; did you mean `local`?",
+        ),
         ({"repeats": "often"}, "repeats = 'often' (d, dataset `one`): use a whole number of at least 0"),
         ({"resolution": 1e9}, "resolution=1e+09 (pixel_area) is too large: at most 16384x16384 px"),
         ({"resolution": 300, "resolution_type": "area"}, "resolution=300 (area) is too large"),
