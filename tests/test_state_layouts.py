@@ -11,6 +11,7 @@ SAVED = {1: ["split whole"], 2: ["whole", "split whole", "split fsdp2"]}
 RESUMED = {1: ["split whole"], 2: ["split fsdp2", "fsdp2"]}
 
 
+@pytest.mark.long
 def test_each_layout_goes_on_from_the_checkpoints_of_each(run_on, arguments_of):
     arguments = arguments_of("flux", ema=True, mixed_precision="bf16", max_grad_norm=0.5)
     expected, resumed = {}, {}
