@@ -197,6 +197,35 @@ def pipelines(fork_server, tmp_path_factory) -> Callable[[str], Path]:
     return built
 
 
+@pytest.fixture
+def run_on(starter, tmp_path):
+    """Run a function of `engines` on some ranks and return what it reports."""
+
+    def run(function, world: int, *arguments):
+        report = tmp_path / f"report-{len(starter.started)}.json"
+        started = starter.start(function, world, *arguments, str(report))
+        assert started.wait(900) == [0] * world, started.said
+        return json.loads(report.read_text())
+
+    return run
+
+
+@pytest.fixture
+def arguments_of(pipelines, shapes, tmp_path):
+    """Return what those functions are told of a run: its family, pictures, folder and settings."""
+
+    def made(family: str, **more):
+        return {
+            "family": family,
+            "base": str(pipelines(family)),
+            "pictures": str(shapes),
+            "folder": str(tmp_path),
+            **more,
+        }
+
+    return made
+
+
 @pytest.fixture(scope="session")
 def sdxl(pipelines) -> Path:
     return pipelines("sdxl")

@@ -39,33 +39,6 @@ def disk_operators():
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.fixture
-def run_on(starter, tmp_path):
-    """Run a function on some ranks and return what it reports."""
-
-    def run(function, world: int, *arguments):
-        report = tmp_path / f"report-{len(starter.started)}.json"
-        started = starter.start(function, world, *arguments, str(report))
-        assert started.wait(900) == [0] * world, started.said
-        return json.loads(report.read_text())
-
-    return run
-
-
-@pytest.fixture
-def arguments_of(pipelines, shapes, tmp_path):
-    def made(family: str, **more):
-        return {
-            "family": family,
-            "base": str(pipelines(family)),
-            "pictures": str(shapes),
-            "folder": str(tmp_path),
-            **more,
-        }
-
-    return made
-
-
 def flat(steps: list[list[float]]) -> list[float]:
     return [number for step in steps for number in step]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -131,7 +131,13 @@ def is_synced_each_batch(parallel: Parallel, parameters: int) -> bool:
     return parameters > SYNC_EACH_BATCH_ABOVE if asked is None else asked
 
 
-def fsdp2_engine(model: nn.Module, parallel: Parallel, mesh: Mesh, make_optimizer: MakeOptimizer) -> TorchEngine:
+def fsdp2_engine(
+    model: nn.Module,
+    parallel: Parallel,
+    mesh: Mesh,
+    make_optimizer: MakeOptimizer,
+    make_engine: Callable[..., TorchEngine] = TorchEngine,
+) -> TorchEngine:
     """Return the engine of a sharded model: weights are gathered block by block, in the compute dtype."""
     assert isinstance(model, FSDPModule)
     sync_each_batch = is_synced_each_batch(parallel, count_parameters(model))
@@ -151,4 +157,4 @@ def fsdp2_engine(model: nn.Module, parallel: Parallel, mesh: Mesh, make_optimize
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    return TorchEngine(model, model, mesh, make_optimizer, micro_batch, inference)
+    return make_engine(model, model, mesh, make_optimizer, micro_batch, inference)

@@ -84,7 +84,7 @@ class TorchEngine:
         shards = [each.shard for each in self.parameters.values() if each.shard.grad is not None]
         grad_norm = self.global_norm([shard.grad for shard in shards if shard.grad is not None])
         if max_grad_norm > 0:
-            nn.utils.clip_grads_with_norm_(shards, max_grad_norm, grad_norm)
+            self.clip(shards, max_grad_norm, grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
@@ -92,9 +92,12 @@ class TorchEngine:
             each.parameter.grad = each.shard.grad = None
         return grad_norm
 
+    def clip(self, shards: list[nn.Parameter], max_grad_norm: float, grad_norm: Tensor) -> None:
+        nn.utils.clip_grads_with_norm_(shards, max_grad_norm, grad_norm)
+
     def global_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the L2 norm over all parameters, shape (). Collective where they are sharded."""
-        norm = nn.utils.get_total_norm(gradients)
+        """Return the L2 norm over all parameters, float32, shape (). Collective where they are sharded."""
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)))
         # squares of shards add up; replicas hold equal gradients, which DDP has averaged already
         return self.mesh.sum_over_shards(norm.square()).sqrt() if self.is_sharded else norm
 
@@ -124,12 +127,13 @@ class TorchEngine:
         return OptimizerState(max(steps, default=0), {name: partial(self._moment, name) for name in sorted(names)})
 
     def _moment(self, moment: str) -> NamedTensors:
-        """Return one moment in the checkpoint layout; zero for a parameter that never had a gradient."""
-        tensors = {}
-        for name, each in self.parameters.items():
-            shard = self.optimizer.state.get(each.shard, {}).get(moment)
-            tensors[name] = self.to_checkpoint(name, torch.zeros_like(each.shard.detach()) if shard is None else shard)
-        return tensors
+        """Return one moment in the checkpoint layout."""
+        return {name: self.to_checkpoint(name, self.moment(each, moment)) for name, each in self.parameters.items()}
+
+    def moment(self, each: ShardedParameter, name: str) -> Tensor:
+        """Return this rank's shard of a moment, in float32; zero for a parameter that never had a gradient."""
+        shard = self.optimizer.state.get(each.shard, {}).get(name)
+        return torch.zeros_like(each.shard.detach()) if shard is None else shard
 
     def load_optimizer_state(
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]

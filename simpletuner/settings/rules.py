@@ -71,7 +71,15 @@ def lora_without_effect(settings: Settings) -> Iterator[BrokenRule]:
 def bf16_accumulation(settings: Settings) -> Iterator[BrokenRule]:
     training, types = settings.training, (settings.parallel.deepspeed_config or {}).get("data_types")
     accumulates = training.gradient_accumulation_steps > 1 and training.mixed_precision == "bf16"
-    if accumulates and settings.parallel.zero_stage == 1 and not types:
+    parallel = settings.parallel
+    in_float32 = parallel.fsdp_enable and not parallel.fsdp_sync_each_batch
+    if accumulates and settings.optimizer.state_layout == "split" and not in_float32:
+        message = (
+            "state_layout=split adds up the gradients of gradient_accumulation_steps in bf16; FSDP2 does so in "
+            "float32, with fsdp_sync_each_batch=false"
+        )
+        yield broken(message, "state_layout")
+    if accumulates and parallel.zero_stage == 1 and not types:
         message = (
             "zero_stage=1 adds up gradients in bf16; zero_stage=2 does so in float32, as the other engines do, and "
             "takes less memory"
@@ -136,6 +144,36 @@ def lora_is_for_whole_denoisers(settings: Settings) -> Iterator[BrokenRule]:
     if settings.checkpoints.import_deepspeed_checkpoint is not None:
         message = "import_deepspeed_checkpoint holds all weights, of which model_type=lora trains none: leave it out"
         yield broken(message, "import_deepspeed_checkpoint", "model_type")
+
+
+def split_state_is_possible(settings: Settings) -> Iterator[BrokenRule]:
+    """Refuse state_layout=split where something else holds weights and moments, or weights are not computed in bf16."""
+    if settings.optimizer.state_layout != "split":
+        return
+    name = settings.optimizer.optimizer
+    if name != "adamw":
+        message = (
+            f"state_layout = split holds the moments of AdamW: set optimizer=adamw, or state_layout=fp32 for {name}"
+        )
+        yield broken(message, "state_layout", "optimizer")
+    if settings.training.mixed_precision == "no":
+        message = (
+            "state_layout = split holds weights in bf16 to compute with them, but mixed_precision = no computes in "
+            "float32: set mixed_precision=bf16, or state_layout=fp32"
+        )
+        yield broken(message, "state_layout", "mixed_precision")
+    if settings.parallel.zero_stage is not None:
+        message = (
+            "state_layout = split cannot run with DeepSpeed, which makes float32 masters and moments of its own: use "
+            "fsdp_enable in place of zero_stage, or state_layout=fp32"
+        )
+        yield broken(message, "state_layout", "zero_stage")
+    if settings.model.model_type == "lora":
+        message = (
+            "state_layout = split is for model_type=full: the few weights of a LoRA are float32, and its frozen base "
+            "is in bf16 already; leave state_layout out"
+        )
+        yield broken(message, "state_layout", "model_type")
 
 
 def machines_are_equal(settings: Settings) -> Iterator[BrokenRule]:
@@ -297,6 +335,7 @@ RULES: tuple[Rule, ...] = (
     images_have_one_source,
     lora_is_for_whole_denoisers,
     one_engine_shards,
+    split_state_is_possible,
     offloading_is_possible,
     copies_are_sharded_equally,
     only_fsdp2_offloads_params,

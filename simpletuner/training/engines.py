@@ -25,7 +25,8 @@ from simpletuner.parallel.fsdp2 import fsdp2_engine, units_by_class, units_of
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.parallelize import parallelize
-from simpletuner.parallel.torch_engine import MakeOptimizer
+from simpletuner.parallel.split_engine import SplitEngine, hold_in_bf16, load_split
+from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
 from simpletuner.session import Session
 from simpletuner.settings.deepspeed.config import deepspeed_options
 from simpletuner.settings.sections import Settings
@@ -115,19 +116,26 @@ def build_engine(
     than its share; weights come before the optimizer and DDP, which copy or broadcast them.
     """
     dtype, world = compute_dtype(settings), mesh.world
+    is_split = settings.optimizer.state_layout == "split"
+    if is_split:
+        hold_in_bf16(model)
     parallelize(model, blocks, settings, mesh, plan)
     if settings.parallel.zero_stage is not None:
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 
         return build_deepspeed_engine(model, settings, mesh, dtype, load_weights, make_optimizer)
+    make_engine: Callable[..., TorchEngine] = TorchEngine
     if settings.lora.base_model_precision == "int8":
         load_quantized(model, units_by_class(model, blocks), world.device, load_weights)
     else:
         allocate(model, world.device, torch.device("cpu") if settings.parallel.fsdp_offload_params else world.device)
-        load_weights(model.state_dict())
+        if is_split:
+            make_engine = partial(SplitEngine, load_split(model, load_weights))
+        else:
+            load_weights(model.state_dict())
     if settings.parallel.fsdp_enable:
-        return fsdp2_engine(model, settings.parallel, mesh, make_optimizer)
-    return ddp_engine(model, mesh, make_optimizer, dtype, attach(model) if attach else None)
+        return fsdp2_engine(model, settings.parallel, mesh, make_optimizer, make_engine)
+    return ddp_engine(model, mesh, make_optimizer, dtype, attach(model) if attach else None, make_engine)
 
 
 def load_quantized(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from simpletuner.parallel.split_adamw import SplitAdamW
 from simpletuner.settings.sections import Optimizer
 from simpletuner.training.schedule import Schedule
 
@@ -29,6 +30,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], settings: Optimizer) -> t
     """
     rate, decay, epsilon = settings.learning_rate, settings.adam_weight_decay, settings.adam_epsilon
     betas = (settings.adam_beta1, settings.adam_beta2)
+    if settings.state_layout == "split":
+        return SplitAdamW(parameters, rate, betas, epsilon, decay)
     if settings.optimizer == "lion":
         return Lion(parameters, rate, betas, decay)
     if settings.optimizer == "adagrad":

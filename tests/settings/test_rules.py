@@ -48,6 +48,25 @@ REFUSED = [
         "LoRA: set model_type=lora, or leave it out and share weights out over the ranks with fsdp_enable",
     ),
     (
+        {"state_layout": "split", "optimizer": "lion"},
+        "state_layout = split holds the moments of AdamW: set optimizer=adamw, or state_layout=fp32 for lion",
+    ),
+    (
+        {"state_layout": "split", "mixed_precision": "no"},
+        "state_layout = split holds weights in bf16 to compute with them, but mixed_precision = no computes in "
+        "float32: set mixed_precision=bf16, or state_layout=fp32",
+    ),
+    (
+        {"state_layout": "split", "zero_stage": 3},
+        "state_layout = split cannot run with DeepSpeed, which makes float32 masters and moments of its own: use "
+        "fsdp_enable in place of zero_stage, or state_layout=fp32",
+    ),
+    (
+        {"state_layout": "split", "model_type": "lora"},
+        "state_layout = split is for model_type=full: the few weights of a LoRA are float32, and its frozen base is in "
+        "bf16 already; leave state_layout out",
+    ),
+    (
         {"zero_stage": 2, "offload_param": "cpu"},
         "offload_param = cpu, but zero_stage = 2: below stage 3 every rank keeps all weights at hand; set "
         "zero_stage=3, or offload_param=none",

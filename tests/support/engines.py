@@ -85,11 +85,14 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 """Settings of parallelism by name; `whole` is plain on one rank and data-parallel on several."""
 
+SPLIT = "split "
+"""Prefix of an engine's name for state_layout=split."""
+
 
 def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) -> Settings:
     """Return the settings of a small run on one of the engines."""
     shared, passes = Path(arguments["folder"]), arguments.get("passes", 1)
-    dtype, parallel = arguments.get("mixed_precision", "no"), Parallel(**ENGINES[name])
+    dtype, parallel = arguments.get("mixed_precision", "no"), Parallel(**ENGINES[name.removeprefix(SPLIT)])
     return Settings(
         model=Model(model_family=arguments["family"], pretrained_model_name_or_path=arguments["base"]),
         data=Data(
@@ -110,7 +113,8 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
         ),
         optimizer=Optimizer(
             optimizer=arguments.get("optimizer", "adamw"),
-            learning_rate=1e-3,
+            state_layout="split" if name.startswith(SPLIT) else "fp32",
+            learning_rate=arguments.get("learning_rate", 1e-3),
             max_grad_norm=arguments.get("max_grad_norm", 2.0),
         ),
         ema=Ema(use_ema=arguments.get("ema", False), ema_decay=0.9),

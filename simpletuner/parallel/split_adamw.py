@@ -1,0 +1,84 @@
+"""AdamW over float32 weights that are held as bf16 parameters and remainders, with moments of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from simpletuner.parallel.split_state import BLOCK, QuantizedMoment, join_float32, write_float32
+
+CHUNK = 32768 * BLOCK
+"""Values that are float32 at once: each temporary tensor of a step has 16 MiB at most."""
+
+
+class SplitAdamW(torch.optim.Optimizer):
+    """Take the steps of torch's AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), computed in float32."""
+
+    remainders: dict[Tensor, Tensor]
+    """What bf16 leaves out of each parameter (int16, of its shape), which is written like the parameter itself."""
+
+    gradient_scale: Tensor | float = 1.0
+    """Factor of all gradients of the next step. Clipped in place, bf16 gradients would be rounded once more."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.remainders = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    self._update(index, parameter, parameter.grad, group)
+        self.gradient_scale = 1.0
+
+    def start(self, parameter: Tensor, steps: int) -> dict[str, Any]:
+        """Return the state of a parameter, with moments of zero, after so many steps."""
+        moments = {
+            name: QuantizedMoment.zeros(parameter.numel(), signed, parameter.device)
+            for name, signed in (("exp_avg", True), ("exp_avg_sq", False))
+        }
+        self.state[parameter] = {"step": steps, **moments}
+        return self.state[parameter]
+
+    def _update(self, index: int, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state.get(parameter) or self.start(parameter, 0)
+        state["step"] += 1
+        # Of step and index alone: a resumed run draws the same, and so do all copies of a weight.
+        noise = Generator(parameter.device).manual_seed(state["step"] << 32 | index)
+        tensors = [tensor.view(-1) for tensor in (parameter.detach(), self.remainders[parameter], gradient)]
+        for start in range(0, parameter.numel(), CHUNK):
+            weight, remainder, part = (tensor[start : start + CHUNK] for tensor in tensors)
+            self._update_chunk(weight, remainder, part, start, state, group, noise)
+
+    def _update_chunk(
+        self,
+        weight: Tensor,
+        remainder: Tensor,
+        gradient: Tensor,
+        start: int,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        noise: Generator,
+    ) -> None:
+        """Update the values from `start`; all tensors are (N,), where N <= CHUNK."""
+        steps, rate, (beta1, beta2) = state["step"], group["lr"], group["betas"]
+        gradient = gradient.float() * self.gradient_scale
+        mean = state["exp_avg"].read(start, len(weight)).lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].read(start, len(weight)).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+        exact = join_float32(weight, remainder).mul_(1 - rate * group["weight_decay"])
+        write_float32(exact.addcdiv_(mean, root, value=-rate / (1 - beta1**steps)), weight, remainder)
+        state["exp_avg"].write(start, mean, noise)
+        state["exp_avg_sq"].write(start, square, noise)

@@ -1,0 +1,89 @@
+"""Tensors of state_layout=split: float32 in two halves of 16 bits, and non-linear 8-bit codes for moments.
+
+Both are read as float32 and written from it, so that checkpoints need not know of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+BLOCK = 128
+"""Values that share a scale: 4 / 128 bytes per value, and an outlier costs its neighbours alone precision."""
+
+SMALLEST_SCALE = 1e-28
+"""The lowest code of it, scale / 255 ** 4, is still a normal float32 number."""
+
+
+def write_float32(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
+    """Write the nearest bf16 numbers, and the int16 to add to their bits for those of `values`; all of one shape.
+
+    Ties are rounded away from zero: rounded to even, half of them would differ by 32768, which int16 does not hold.
+    """
+    bits = values.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    rounded.view(torch.int16).copy_(upper)
+    remainder.copy_(bits - (upper << 16))
+
+
+def join_float32(rounded: Tensor, remainder: Tensor) -> Tensor:
+    """Return what `write_float32` was given, bit for bit."""
+    return ((rounded.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+
+
+@dataclass
+class QuantizedMoment:
+    """A moment of N values in 8 bits: the root of each one's ratio to the largest of its block, times the largest code.
+
+    Signed values (the mean) take the square root and int8, others (the mean of squares) the fourth root and uint8: so
+    the mean and the root of the mean square, whose quotient is the update, have codes of equal relative precision.
+    Reading and writing again changes no bit.
+    """
+
+    codes: Tensor
+    """(N,), int8 or uint8."""
+    scales: Tensor
+    """(ceil(N / BLOCK),), float32."""
+
+    @classmethod
+    def zeros(cls, count: int, signed: bool, device: torch.device) -> QuantizedMoment:
+        codes = torch.zeros(count, dtype=torch.int8 if signed else torch.uint8, device=device)
+        return cls(codes, torch.zeros(-(-count // BLOCK), device=device))
+
+    def read(self, start: int, count: int) -> Tensor:
+        """Return so many values from `start`, where a block begins, in float32."""
+        signed = self.codes.dtype == torch.int8
+        ratios = self.codes[start : start + count].float().div_(127 if signed else 255)
+        ratios = ratios * ratios.abs() if signed else ratios.square_().square_()
+        return _in_blocks(ratios).mul_(self._scales(start, count)).view(-1)[:count]
+
+    def write(self, start: int, values: Tensor, noise: Generator | None = None) -> None:
+        """Replace the values from `start`, where a block begins; with `noise` codes are rounded stochastically.
+
+        Nearest codes would hold a mean of squares fast: with a decay of 0.999 it changes by less than half a code.
+        """
+        signed, count = self.codes.dtype == torch.int8, values.numel()
+        blocks = _in_blocks(values)
+        scales = blocks.abs().amax(1, keepdim=True).clamp_(min=SMALLEST_SCALE)
+        ratios = blocks / scales
+        levels = ratios.abs().sqrt_().mul_(127) if signed else ratios.sqrt().sqrt_().mul_(255)
+        if noise is None:
+            levels.round_()
+        else:
+            levels.add_(torch.rand(levels.shape, generator=noise, device=levels.device)).floor_()
+        levels.clamp_(max=127 if signed else 255)
+        # A mean of squares that rounds to zero would divide by epsilon alone.
+        levels = levels.copysign_(ratios) if signed else levels.maximum(ratios.sign())
+        self.codes[start : start + count] = levels.view(-1)[:count].to(self.codes.dtype)
+        self._scales(start, count).copy_(scales)
+
+    def _scales(self, start: int, count: int) -> Tensor:
+        return self.scales[start // BLOCK : -(-(start + count) // BLOCK)].unsqueeze(1)
+
+
+def _in_blocks(values: Tensor) -> Tensor:
+    """Return values as (blocks, BLOCK), the last one filled with zeros."""
+    return F.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)

@@ -1,0 +1,138 @@
+"""state_layout=split: float32 in two halves and moments in 8 bits, as tensors, and beside other ways to train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from simpletuner.parallel.split_adamw import SplitAdamW
+from simpletuner.parallel.split_state import BLOCK, SMALLEST_SCALE, QuantizedMoment, join_float32, write_float32
+from simpletuner.settings.sections import Optimizer
+from simpletuner.training.optimizers import make_optimizer
+
+NORMAL = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
+
+
+def halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    rounded, remainder = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
+    write_float32(values, rounded, remainder)
+    return rounded, remainder
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=200))
+def test_two_halves_are_every_float32_number_bit_for_bit(bits: list[int]):
+    values = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    assert join_float32(*halves(values)).view(torch.int32).tolist() == bits
+
+
+@given(st.lists(NORMAL, min_size=1, max_size=200))
+def test_the_upper_half_is_the_nearest_bf16_number(numbers: list[float]):
+    values = torch.tensor(numbers)
+    rounded, nearest = halves(values)[0].double(), values.bfloat16().double()
+    assert torch.equal((rounded - values.double()).abs(), (nearest - values.double()).abs())
+
+
+@given(st.lists(NORMAL.filter(lambda x: abs(x) < 1e30), min_size=1, max_size=3 * BLOCK), st.booleans())
+def test_a_moment_is_near_what_was_written_and_what_was_read_is_written_bit_for_bit(numbers: list[float], signed: bool):
+    values = torch.tensor(numbers)
+    values = values if signed else values.abs()
+    moment = QuantizedMoment.zeros(len(numbers), signed, values.device)
+    moment.write(0, values)
+    read = moment.read(0, len(numbers))
+    for start in range(0, len(numbers), BLOCK):
+        block, found = values[start : start + BLOCK].double(), read[start : start + BLOCK].double()
+        largest = max(block.abs().max().item(), SMALLEST_SCALE)
+        power, codes = (2, 127) if signed else (4, 255)
+        level = (block.abs() / largest) ** (1 / power)
+        near = (found.abs() / largest) ** (1 / power)
+        # the lowest code stands for all that is not zero in a mean of squares
+        assert ((level - near).abs() * codes <= (0.501 if signed else 1.001)).all()
+        assert (found[block == 0] == 0).all() and (signed or (found[block > largest * 1e-30] > 0).all())
+    again = QuantizedMoment.zeros(len(numbers), signed, values.device)
+    again.write(0, read)
+    assert torch.equal(again.codes, moment.codes) and torch.equal(again.read(0, len(numbers)), read)
+
+
+def test_a_mean_of_squares_follows_gradients_that_become_smaller():
+    count, decay, noise = 64 * BLOCK, 0.999, torch.Generator().manual_seed(0)
+    sizes = torch.randn(count, generator=noise).exp()
+    sizes[1::2] *= 0.1
+    exact = torch.zeros(count)
+    moments = {name: QuantizedMoment.zeros(count, False, exact.device) for name in ("stochastic", "nearest")}
+    for step in range(2000):
+        if step == 400:
+            sizes[1::2] = 0
+        square = (torch.randn(count, generator=noise) * sizes).square()
+        exact.lerp_(square, 1 - decay)
+        for name, moment in moments.items():
+            moment.write(0, moment.read(0, count).lerp_(square, 1 - decay), noise if name == "stochastic" else None)
+    ratios = {name: (each.read(0, count) / exact).sqrt()[1::2].median().item() for name, each in moments.items()}
+    assert ratios["stochastic"] == pytest.approx(1, abs=0.1)
+    assert ratios["nearest"] > 1.3, "rounding to the nearest code holds the mean, so this test would not see it"
+
+
+def losses_of(layout: str, steps: int = 40) -> Tensor:
+    """Train a small network in float32 arithmetic, its weights held in one of three ways; return the losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 4))
+    exact = [parameter.detach().clone() for parameter in model.parameters()]
+    parameters = list(model.parameters() if layout == "fp32" else model.bfloat16().parameters())
+    settings = Optimizer(state_layout="fp32" if layout == "fp32" else "split", learning_rate=1e-4)
+    optimizer = make_optimizer(parameters, settings)
+    if isinstance(optimizer, SplitAdamW):
+        for parameter, values in zip(parameters, exact, strict=True):
+            optimizer.remainders[parameter] = torch.empty_like(parameter, dtype=torch.int16)
+            write_float32(values, parameter.data, optimizer.remainders[parameter])
+    losses = []
+    for _ in range(steps):
+        inputs = torch.randn(64, 32)
+        loss = (model(inputs.to(parameters[0].dtype)).float() - inputs[:, :4].sin()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if layout == "bf16 alone" and isinstance(optimizer, SplitAdamW):
+            for remainder in optimizer.remainders.values():
+                remainder.zero_()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_losses_are_those_of_float32_which_they_are_not_without_the_remainders():
+    exact = losses_of("fp32")
+    change = exact[0] - exact[-10:].mean()
+    assert (losses_of("split")[-10:] - exact[-10:]).abs().max() < 0.01 * change
+    assert (losses_of("bf16 alone")[-10:] - exact[-10:]).abs().min() > 0.05 * change
+
+
+def test_six_bytes_per_parameter_are_held_between_steps():
+    parameter = nn.Parameter(torch.ones(64 * BLOCK + 1, dtype=torch.bfloat16))
+    optimizer = make_optimizer([parameter], Optimizer(state_layout="split"))
+    assert isinstance(optimizer, SplitAdamW)
+    optimizer.remainders[parameter] = torch.zeros_like(parameter, dtype=torch.int16)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = [optimizer.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")]
+    held = [parameter, optimizer.remainders[parameter], *(t for each in state for t in (each.codes, each.scales))]
+    blocks = 65
+    assert sum(tensor.nbytes for tensor in held) == 6 * parameter.numel() + 8 * blocks
+
+
+def test_a_step_of_several_chunks_is_that_of_torch(monkeypatch):
+    values, gradient = torch.randn(3 * BLOCK + 5), torch.randn(3 * BLOCK + 5).bfloat16()
+    monkeypatch.setattr("simpletuner.parallel.split_adamw.CHUNK", BLOCK)
+    split = nn.Parameter(torch.empty_like(values, dtype=torch.bfloat16))
+    theirs = nn.Parameter(values.clone())
+    settings = {"learning_rate": 0.1, "adam_weight_decay": 0.5}
+    optimizer = make_optimizer([split], Optimizer(state_layout="split", **settings))
+    assert isinstance(optimizer, SplitAdamW)
+    optimizer.remainders[split] = torch.empty_like(split, dtype=torch.int16)
+    write_float32(values, split.data, optimizer.remainders[split])
+    optimizer.gradient_scale = torch.tensor(0.5)
+    split.grad, theirs.grad = gradient, 0.5 * gradient.float()
+    for each in (optimizer, make_optimizer([theirs], Optimizer(**settings))):
+        each.step()
+    torch.testing.assert_close(join_float32(split.detach(), optimizer.remainders[split]), theirs.detach())
+    assert optimizer.gradient_scale == 1.0
