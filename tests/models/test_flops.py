@@ -113,15 +113,19 @@ def test_equal_blocks_are_counted_once_for_all_and_samples_add_up(key, pipelines
     family = opened(key, pipelines(key))
     latents, conditioning = batch_of(family)
     # texts of any length are counted at a multiple of 32
-    counter = FlopCounter(family)
+    counter, before = FlopCounter(family), list(vars(family.meta_denoiser))
     rounded = {name: shape for name, shape, _ in counter.rounded(shapes_of(latents, conditioning))}
     conditioning = {
         name: value if value.shape[1:] == rounded[name] else value.new_ones(2, *rounded[name])
         for name, value in conditioning.items()
     }
     masks = {name: torch.ones_like(value) for name, value in conditioning.items() if not value.is_floating_point()}
+    counted = counter.count(latents, conditioning)
+    assert list(vars(family.meta_denoiser)) == before
+    assert not any("forward" in vars(module) for module in family.meta_denoiser.modules())
+    assert not any(parameter.grad is not None for parameter in family.meta_denoiser.parameters())
     forward, total = counted_as_a_whole(family, latents, conditioning | masks)
-    assert counter.count(latents, conditioning) == total
+    assert counted == total
     # less than three times by what is computed of the timesteps alone, which have no gradient, and by unused weights
     assert (2.6 if family.unused_parameters() else 2.99) * forward < total <= 3 * forward
 
