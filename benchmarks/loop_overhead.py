@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from simpletuner.caches.sources import TextSource
 from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
+from simpletuner.data.datasets import LocalImages
 from simpletuner.data.epoch_order import Bucket
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, SampleReader
@@ -67,6 +68,7 @@ def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
     text = {"prompt_embeds": torch.randn(77, 96), "pooled_prompt_embeds": torch.randn(64)}
     source = SampleReader(
         samples=samples,
+        dataset=lambda index: LocalImages(id="drawn", instance_data_dir=Path()),
         latents=lambda sample: latents[sample.id],
         image=lambda sample: family.size_conditioning(sample.geometry),
         text=lambda sample, caption: text,

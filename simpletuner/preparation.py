@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,13 @@ from simpletuner.data.datasets import ImageDataset, TextEmbeds, load_datasets
 from simpletuner.data.discovery import Discovery, count_noun, discover, format_names
 from simpletuner.data.folders import default_folder, latents_folder, text_folder
 from simpletuner.data.held_out import held_out_indices
+from simpletuner.data.participation import NO_LIMIT, BucketSchedule, Window
 from simpletuner.data.prefetch import THREADS, SampleReader
 from simpletuner.data.samples import Samples
+from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
+from simpletuner.parallel.shared_arrays import share_arrays
+from simpletuner.parallel.shared_download import download_datasets
 from simpletuner.parallel.shared_scan import scan_datasets
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -61,7 +66,8 @@ def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path 
     Raises DataError or SettingsError before anything expensive happens.
     """
     settings = session.settings
-    datasets, texts = load_datasets(settings.data)
+    datasets, texts = load_datasets(settings.data, settings.model.model_type)
+    datasets = download_datasets(datasets, session.world, session.report, session.stop.check)
     alignment_px, text_folders = settings.data.aspect_bucket_alignment, [text_folder(each, settings) for each in texts]
     latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
     outputs = [settings.training.output_dir, *text_folders, *latents_folders]
@@ -71,25 +77,66 @@ def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path 
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, alignment_px):
         session.report.warn(warning)
-    return make_plan(settings, datasets, texts, found.samples, version)
+    return share_memory(make_plan(settings, datasets, texts, found.samples, version), session, "plan")
 
 
 def make_plan(
     settings: Settings, datasets: list[ImageDataset], texts: list[TextEmbeds], samples: Samples, version: int
 ) -> Plan:
     """Group samples into buckets that fill the effective batch, and order them."""
-    oversubscribe = settings.data.allow_dataset_oversubscription
-    held_out = held_out_indices(samples, settings.validation.eval_split)
-    buckets = fill_buckets(make_buckets(samples, held_out), settings.effective_batch_size, oversubscribe)
-    seed = settings.training.seed
+    seed, held_out = settings.training.seed, held_out_indices(samples, settings.validation.eval_split)
+    trained = [part.dataset for part in samples.parts if part.dataset.dataset_type != "eval"]
+    windows = [dataset.window for dataset in trained]
+
+    def make(active: tuple[bool, ...]) -> Buckets:
+        ids = {dataset.id for dataset, takes_part in zip(trained, active, strict=True) if takes_part}
+        oversubscribe = settings.data.allow_dataset_oversubscription
+        return fill_buckets(make_buckets(samples, held_out, ids), settings.effective_batch_size, oversubscribe)
+
+    schedule = BucketSchedule(windows, make)
+    buckets = schedule.buckets(0, 0)
     # Ids, not indices: with another image in the place of one, indices would stay the same.
     if version == 1:
+        refuse_other_order(trained)
         contents = {name: [samples[index].id for index in listed_items(each)] for name, each in buckets.items()}
         sampler, digest = GlobalBatchSamplerV1(buckets, seed), short_hash([seed, contents])
-    else:
+    elif set(windows) <= {Window()}:
         sampler = GlobalBatchSampler(buckets, seed)
         digest = digest_buckets(buckets, samples, version, seed)
+    else:
+        sampler = GlobalBatchSampler(buckets, seed, schedule)
+        check_participation(settings, sampler)
+        digest = digest_buckets(make_buckets(samples, held_out), samples, version, seed, windows)
     return Plan(datasets, texts, samples, buckets, sampler, digest, version, held_out)
+
+
+def share_memory(plan: Plan, session: Session, place: str) -> Plan:
+    """Return the same plan in memory that the ranks of a machine share; `place` is unique in a run. Collective."""
+    own = [array for part in plan.samples.parts for array in part.arrays]
+    own += [array for bucket in plan.buckets.values() for array in bucket.groups.values()]
+    shared = iter(share_arrays(own, place, session.world, session.stop.check))
+    samples = Samples([part.with_arrays(*islice(shared, len(part.arrays))) for part in plan.samples.parts])
+    for bucket in plan.buckets.values():  # in place: the sampler and its schedule hold these buckets, too
+        bucket.groups.update({copies: next(shared) for copies in bucket.groups})
+    return replace(plan, samples=samples)
+
+
+def refuse_other_order(datasets: list[ImageDataset]) -> None:
+    """Raise SettingsError for weights and times, which the order of version 0.1.0 does not have."""
+    if {dataset.window for dataset in datasets} != {Window()} or len({each.probability for each in datasets}) > 1:
+        raise SettingsError(
+            "a run that version 0.1.0 began keeps its order, in which all datasets take part alike",
+            "leave out probability, start_epoch, start_step, end_epoch and end_step, or begin with another output_dir",
+        )
+
+
+def check_participation(settings: Settings, sampler: GlobalBatchSampler) -> None:
+    """Raise SettingsError for steps without a dataset, and DataError for buckets that do not fill a batch then."""
+    steps, epochs = settings.training.max_train_steps, settings.training.num_train_epochs
+    if steps is not None:
+        sampler.count_steps(NO_LIMIT, settings.effective_batch_size, steps)
+    else:
+        sampler.count_steps(epochs, settings.effective_batch_size)
 
 
 def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
@@ -100,17 +147,20 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
         each.fill(settings.data.text_encoder_batch_size, report, stop)
     sources.encoder.free()
     broken: dict[str, str] = {}
-    for source in sources.latents.values():
-        broken |= source.fill(settings.data.vae_batch_size, report, stop)
+    for dataset in plan.datasets:
+        broken |= sources.latents[dataset.id].fill(dataset.vae_batch_size, report, stop)
     sources.vae.free()
     report_left_out(Discovery(broken=broken), report)
-    whole = plan.samples.without(broken)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
-        plan = make_plan(settings, plan.datasets, plan.texts, whole, plan.version)
+        whole = plan.samples.without(broken)
+        plan = share_memory(
+            make_plan(settings, plan.datasets, plan.texts, whole, plan.version), session, "plan without broken images"
+        )
     no_caption = family.unconditional({key: value[None] for key, value in sources.prompts.read("").items()})
-    on_demand = [decoding_threads(part, session.world) for part in whole.parts if part.dataset.vae_cache_disable]
+    on_demand = [decoding_threads(part, session.world) for part in plan.samples.parts if part.dataset.vae_cache_disable]
     reader = SampleReader(
-        samples=whole,
+        samples=plan.samples,
+        dataset=plan.samples.dataset_of,
         latents=lambda sample: sources.latents[sample.dataset].read(sample),
         image=lambda sample: family.size_conditioning(sample.geometry),
         text=lambda sample, caption: sources.texts[sample.dataset].read(caption),
@@ -126,6 +176,8 @@ def report_left_out(found: Discovery, report: Report) -> None:
         report.say(f"{address} is left out of the images: this run writes there")
     if found.unwanted:
         report.say(f"{count_noun(found.unwanted, 'image')} outside the limits of size or aspect left out")
+    if found.surplus:
+        report.say(f"{count_noun(found.surplus, 'image')} left out by max_num_samples")
     if found.broken:
         named = format_names([f"{name}: {reason}" for name, reason in sorted(found.broken.items())])
         report.warn(f"{count_noun(len(found.broken), 'broken image')} left out:{named}")
@@ -134,7 +186,7 @@ def report_left_out(found: Discovery, report: Report) -> None:
 def describe_buckets(plan: Plan) -> str:
     """Return how many images are in which buckets, and how often an epoch shows those that are repeated."""
     counts = {name: (bucket.num_samples, len(bucket)) for name, bucket in plan.buckets.items()}
-    each = [f"{name}: {own}{f' shown {shown} times' if shown > own else ''}" for name, (own, shown) in counts.items()]
+    each = [f"{name}: {own}{f' shown {shown} times' if shown != own else ''}" for name, (own, shown) in counts.items()]
     held_out = f"; {len(plan.held_out):,} held out" if len(plan.held_out) else ""
     trained = len(plan.samples) - len(plan.held_out)
     return f"{trained:,} in {count_noun(len(counts), 'bucket')} ({', '.join(each)}){held_out}"

@@ -185,7 +185,6 @@ def build_trainer(
         data_size=mesh.data_size,
         accumulation=training.gradient_accumulation_steps,
         seed=training.seed,
-        caption_dropout=settings.data.caption_dropout_probability,
         pin=mesh.world.device.type == "cuda",
     )
     ahead = settings.data.dataloader_prefetch_qlen

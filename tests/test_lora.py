@@ -110,6 +110,30 @@ def test_ranks_that_share_the_batch_train_what_one_rank_does_and_resume_each_oth
     assert "finished already" in finished.said
 
 
+def test_regularisation_data_is_trained_towards_the_base_model_on_any_number_of_ranks(
+    sdxl_flags, shapes, train, tmp_path
+):
+    values = {"resolution": 64, "caption_strategy": "filename", "cache_dir_vae": str(tmp_path / "latents/{id}")}
+    kept = {"id": "kept", "instance_data_dir": str(shapes), "is_regularisation_data": True, **values}
+    own = {"id": "own", "instance_data_dir": str(shapes), **values}
+    for name, datasets in (("alone", [kept]), ("mixed", [kept, own])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(datasets))
+
+    def run(name: str, output: str, size: int, *more: str, **how) -> Any:
+        flags = (*sdxl_flags[:2], *LORA, f"--cache_dir_text={tmp_path / 'text'}", "--max_train_steps=4", *more)
+        file = f"--data_backend_config={tmp_path / name}.json"
+        return train(tmp_path / output, *flags, file, f"--train_batch_size={size}", **how)
+
+    assert run("alone", "alone", 4).losses == [0, 0, 0, 0], "B is 0, so the base model is what there is"
+    mixed = run("mixed", "mixed", 4, "--gradient_accumulation_steps=2")
+    assert all(loss > 0 for loss in mixed.losses)
+    shared = run("mixed", "shared", 2, "--gradient_accumulation_steps=2", world=2)
+    assert shared.losses == pytest.approx(mixed.losses, rel=1e-5)
+    refused = " ".join(run("alone", "full", 4, "--model_type=full", code=2).said.split())
+    assert "is_regularisation_data = true" in refused and "dataset `kept`" in refused
+    assert "the base model that gives the targets is kept only by model_type=lora" in refused
+
+
 def test_the_base_is_held_in_int8(flux, shapes, train, tmp_path):
     pytest.importorskip("torchao")
     flags = (*base("flux", flux, shapes), *LORA, "--train_batch_size=2", "--mixed_precision=bf16")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from PIL import Image
@@ -53,3 +57,36 @@ def test_two_ranks_train_from_tables_as_from_text_files(sdxl, shapes, train, tmp
     bad = run("bad.jsonl", code=4, **BOTH)
     assert bad.said.count("error: dataset") == 1 and "cannot be read as JSON lines: " in bad.said
     assert "Traceback" not in "".join(each.said for each in (wrong, empty, bad))
+
+
+def test_two_ranks_download_a_list_of_addresses_once(sdxl, shapes, train, tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=shapes))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    host = f"http://127.0.0.1:{server.server_port}"
+    rows = [{"url": f"{host}/{row['file']}.png", "text": row["caption"]} for row in rows_of(shapes)]
+    write_rows(tmp_path / "urls.csv", [*rows, {"url": f"{host}/gone.png", "text": "x"}])
+    entry = {
+        "id": "d",
+        "type": "csv",
+        "csv_file": str(tmp_path / "urls.csv"),
+        "csv_cache_dir": str(tmp_path / "images"),
+    }
+    (tmp_path / "d.json").write_text(json.dumps([{**entry, "caption_strategy": "csv", "csv_caption_column": "text"}]))
+    flags = [
+        "--model_family=sdxl",
+        f"--pretrained_model_name_or_path={sdxl}",
+        f"--data_backend_config={tmp_path}/d.json",
+    ]
+    first = train(tmp_path / "run", *flags, "--max_train_steps=1", world=2)
+    assert first.said.count(f"1 address without an image left out:\n  {host}/gone.png: HTTP 404") == 1
+    assert len(list((tmp_path / "images").glob("*.png"))) == len(rows)
+    write_rows(tmp_path / "urls.csv", rows)
+    server.shutdown()
+    server.server_close()
+    again = train(tmp_path / "run", *flags, "--max_train_steps=2", world=2)
+    assert len(again.losses) == 2
+    write_rows(tmp_path / "urls.csv", [*rows, {"url": f"{host}/new.png", "text": "x"}])
+    down = train(tmp_path / "run", *flags, "--max_train_steps=3", world=2, code=3)
+    assert (
+        down.said.count("error: dataset `d`: 1 image cannot be downloaded:") == 1 and "Connection refused" in down.said
+    )

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from simpletuner.parallel.gpu import return_memory
+
 Model = TypeVar("Model")
 
 
@@ -16,7 +18,7 @@ class Encoder(Generic[Model]):
     """What `load` returns, for one thread at a time; caches of several datasets share it."""
 
     def __init__(self, load: Callable[[], Model], device: torch.device, beside_training: bool = False) -> None:
-        self.load, self.beside_training = load, beside_training
+        self.load, self.device, self.beside_training = load, device, beside_training
         # On the trainer's stream, copying latents to the host would wait for all of the step that is queued there.
         self.stream = torch.cuda.Stream(device) if beside_training and device.type == "cuda" else None
         self._model: Model | None = None
@@ -33,3 +35,4 @@ class Encoder(Generic[Model]):
         """Give back its memory, which training needs, unless it is used beside training."""
         if not self.beside_training:
             self._model = None
+            return_memory(self.device)

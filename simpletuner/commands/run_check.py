@@ -50,7 +50,7 @@ def errors_around(error: InvalidSettings) -> list[SettingsError]:
             check_trainable(model)
     if data.data_backend_config is not None:
         with collect_error(after), naming_places(error.origins, "data_backend_config"):
-            load_datasets(data)
+            load_datasets(data, model.model_type)
     return [*before, error, *after]
 
 
@@ -66,7 +66,7 @@ def check_run(loaded: Loaded) -> Loaded:
     with collect_error(errors):
         loaded = check_runnable(loaded)
     with collect_error(errors), naming_places(loaded.origins, "data_backend_config", "instance_data_dir", "resolution"):
-        datasets, _ = load_datasets(settings.data)
+        datasets, _ = load_datasets(settings.data, settings.model.model_type)
     if errors:
         raise join_errors(errors)
     with naming_places(loaded.origins, "gpu_ids"):
@@ -99,11 +99,11 @@ def check_named_files(loaded: Loaded) -> None:
 
 
 def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
-    """Raise DataError for an image folder that does not exist, EnvironmentNotReady where S3 needs a package.
+    """Raise DataError for an image folder or a table that does not exist, EnvironmentNotReady where S3 needs a package.
 
     `file` is the one that names the datasets.
     """
-    from simpletuner.data.datasets import LocalImages, S3Images
+    from simpletuner.data.datasets import LocalImages, S3Images, UrlImages
     from simpletuner.data.storage import check_obstore
 
     for dataset in datasets:
@@ -114,4 +114,12 @@ def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> 
             raise DataError(
                 f"{place}dataset `{dataset.id}`: there is no folder {shorten(str(dataset.instance_data_dir))}",
                 "set instance_data_dir to your images",
+            )
+        table = dataset.csv_file if isinstance(dataset, UrlImages) else dataset.parquet and dataset.parquet.path
+        is_local = table and (table.is_absolute() or not isinstance(dataset, S3Images))
+        if table and is_local and not table.is_file():
+            place = f"{shown_path(file)}: " if file else ""
+            raise DataError(
+                f"{place}dataset `{dataset.id}`: there is no table {shorten(str(table))}",
+                f"set {'csv_file' if isinstance(dataset, UrlImages) else 'parquet.path'} to it",
             )

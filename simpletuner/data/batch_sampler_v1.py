@@ -15,11 +15,12 @@ import numpy as np
 
 from simpletuner.data.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, make_batch
 from simpletuner.data.epoch_order import Bucket
+from simpletuner.data.participation import NO_LIMIT
 
 
 def listed_items(bucket: Bucket) -> np.ndarray:
     """Return a bucket's items as version 0.1.0 listed them: by sample, the whole repeated to fill a batch."""
-    copies = [np.repeat(samples.astype(np.int64), count) for count, samples in bucket.groups.items()]
+    copies = [np.repeat(samples.astype(np.int64), int(count)) for count, samples in bucket.groups.items()]
     return np.tile(np.sort(np.concatenate(copies)), bucket.passes)
 
 
@@ -30,7 +31,7 @@ class GlobalBatchSamplerV1(GlobalBatchSampler):
         super().__init__(buckets, seed)
         self.items = {name: listed_items(bucket) for name, bucket in self.buckets.items()}
 
-    def start(self, batch_size: int, epoch: int = 0) -> SamplerState:
+    def start(self, batch_size: int, epoch: int = 0, step: int = 0) -> SamplerState:
         return SamplerState(epoch, 0, batch_size, {name: epoch * len(items) for name, items in self.items.items()})
 
     def batches(self, state: SamplerState) -> Iterator[tuple[GlobalBatch, SamplerState]]:
@@ -55,7 +56,7 @@ class GlobalBatchSamplerV1(GlobalBatchSampler):
             consumed[name] += state.batch_size
         return SamplerState(state.epoch, 0, batch_size, consumed)
 
-    def count_steps_left(self, state: SamplerState, epochs: int) -> int:
+    def count_steps_left(self, state: SamplerState, epochs: int, max_steps: int = NO_LIMIT) -> int:
         later, items_left = epochs - state.epoch - 1, self._items_left(state)
         left = ((len(items) + later * len(self.items[name])) // state.batch_size for name, items in items_left.items())
         return max(0, sum(left) - state.batch)

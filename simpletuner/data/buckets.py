@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from fractions import Fraction
+from operator import mul
 
 import numpy as np
 
 from simpletuner.data.epoch_order import Bucket
+from simpletuner.data.participation import Copies, copies_of
 from simpletuner.data.samples import Samples
 from simpletuner.errors import DataError
 
@@ -20,37 +23,42 @@ Buckets = dict[str, Bucket]
 """By name, such as `1024x1024`."""
 
 
-def make_buckets(samples: Samples, held_out: Sequence[int] | np.ndarray = ()) -> Buckets:
-    """Group samples but the held-out ones by target size, and by how often their dataset's `repeats` show them."""
+def make_buckets(
+    samples: Samples, held_out: Sequence[int] | np.ndarray = (), active: Collection[str] | None = None
+) -> Buckets:
+    """Group samples but the held-out ones by target size, and by how often an epoch shows those of their dataset.
+
+    `active` are the ids of the datasets that take part; by default all do.
+    """
     if not samples.parts:
         return {}
     targets = [part.sizes.targets.astype(np.int64) for part in samples.parts]
     codes, of_sizes = np.unique(np.concatenate(targets) @ np.array([1 << 32, 1]), return_inverse=True)
     of_parts = np.split(of_sizes.astype(np.uint32), np.cumsum([len(each) for each in targets])[:-1])
     of_samples = [own[part.sizes.index] for own, part in zip(of_parts, samples.parts, strict=True)]
+    copies = copies_of([part.dataset for part in samples.parts])
     datasets = np.repeat(np.arange(len(samples.parts), dtype=np.uint16), [len(part) for part in samples.parts])
     names = [f"{code >> 32}x{code & 0xFFFFFFFF}" for code in codes.tolist()]
-    copies = [1 + part.dataset.repeats for part in samples.parts]
+    if active is not None:
+        copies = [own if part.dataset.id in active else 0 for own, part in zip(copies, samples.parts, strict=True)]
     if not len(held_out):
         return group_samples(np.concatenate(of_samples), names, datasets, copies)
     trained = np.delete(np.arange(len(samples), dtype=np.uint32), held_out)
     buckets = group_samples(np.concatenate(of_samples)[trained], names, datasets[trained], copies)
     return {
-        name: Bucket({count: trained[own] for count, own in bucket.groups.items()})
-        for name, bucket in buckets.items()
-        if bucket.groups
+        name: Bucket({count: trained[own] for count, own in bucket.groups.items()}) for name, bucket in buckets.items()
     }
 
 
-def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray, copies: Sequence[int]) -> Buckets:
+def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray, copies: Sequence[Copies]) -> Buckets:
     """Group samples by shape and by their number of copies in an epoch.
 
     `shapes` and `datasets` are (samples,) indices into `names`, the buckets' names, and `copies`, the copies of each
     dataset's samples. Raises DataError for an epoch that would never end.
     """
-    shown = sum(map(int.__mul__, np.bincount(datasets, minlength=len(copies)).tolist(), copies))
+    shown = sum(map(mul, copies, np.bincount(datasets, minlength=len(copies)).tolist()))
     if shown > MAX_EPOCH_SAMPLES:
-        raise DataError(f"an epoch would show {shown:,} images, more than {MAX_EPOCH_SAMPLES:,}", "lower repeats")
+        raise DataError(f"an epoch would show {int(shown):,} images, more than {MAX_EPOCH_SAMPLES:,}", "lower repeats")
     counts = sorted(set(copies))
     groups = len(names) * len(counts)
     dtype = np.min_scalar_type(groups)  # numpy sorts 16 bits by radix, five times as fast as 64
@@ -59,10 +67,10 @@ def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray
     ordered = np.argsort(group, kind="stable").astype(np.uint32)
     parts = np.split(ordered, np.cumsum(np.bincount(group, minlength=groups))[:-1])
     buckets = {
-        name: Bucket({count: part for count, part in zip(counts, parts[first:], strict=False) if len(part)})
+        name: Bucket({count: part for count, part in zip(counts, parts[first:], strict=False) if count and len(part)})
         for name, first in zip(names, range(0, groups, len(counts)), strict=True)
     }
-    return dict(sorted(buckets.items()))
+    return {name: bucket for name, bucket in sorted(buckets.items()) if bucket.groups}
 
 
 def digest_buckets(buckets: Buckets, samples: Samples, *identity: object) -> str:
@@ -88,9 +96,18 @@ def fill_buckets(buckets: Buckets, effective_batch_size: int, oversubscribe: boo
             describe_shortage(small, len(buckets), effective_batch_size), suggest_fixes(small, effective_batch_size)
         )
     return {
-        name: replace(bucket, passes=bucket.passes * math.ceil(effective_batch_size / len(bucket)))
+        name: replace(bucket, passes=bucket.passes * sufficient_passes(bucket, effective_batch_size))
         for name, bucket in buckets.items()
     }
+
+
+def sufficient_passes(bucket: Bucket, effective_batch_size: int) -> int:
+    """Return how often a bucket must be repeated so that each of its epochs fills the batch."""
+    sizes = [copies * len(samples) for copies, samples in bucket.groups.items()]
+    # An epoch of a fractional group may have up to one item less than on average.
+    missing = sum(isinstance(size, Fraction) and size.denominator > 1 for size in sizes)
+    is_enough = len(bucket) >= effective_batch_size
+    return 1 if is_enough else math.ceil((effective_batch_size + missing) / (bucket.passes * sum(sizes)))
 
 
 def describe_shortage(small: Buckets, total: int, effective_batch_size: int) -> str:
@@ -106,14 +123,16 @@ def describe_shortage(small: Buckets, total: int, effective_batch_size: int) -> 
 
 
 def sufficient_repeats(bucket: Bucket, effective_batch_size: int) -> int:
-    """Return the smallest `repeats` with which a bucket's images fill the batch."""
+    """Return the smallest `repeats` with which a bucket's images fill the batch, if all have the same probability."""
     return math.ceil(effective_batch_size / bucket.num_samples) - 1
 
 
 def suggest_fixes(small: Buckets, effective_batch_size: int) -> str:
     """Return what the user can do, most precise first."""
     repeats = max(sufficient_repeats(bucket, effective_batch_size) for bucket in small.values())
+    weights = any(isinstance(copies, Fraction) for bucket in small.values() for copies in bucket.groups)
     return (
-        f"set repeats={repeats}, or --allow_dataset_oversubscription (repeats only small buckets), or lower "
-        "train_batch_size, gradient_accumulation_steps or num_processes, or raise aspect_bucket_alignment, or crop=true"
+        f"set repeats={repeats}{' and probability=1' * weights}, or --allow_dataset_oversubscription (repeats only "
+        "small buckets), or lower train_batch_size, gradient_accumulation_steps or num_processes, or raise "
+        "aspect_bucket_alignment, or crop=true"
     )

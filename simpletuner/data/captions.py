@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+from simpletuner.data.caption_variants import vary
 from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.storage import Storage, UnreadableFileError
 
@@ -42,6 +43,9 @@ def captions_of(dataset: ImageDataset, name: str, lines: Sequence[str]) -> tuple
         return (phrase,)
     if dataset.caption_strategy == "filename":
         lines = [line] if (line := PurePosixPath(name).stem.replace("_", " ").strip()) else []
+    elif dataset.disable_multiline_split:
+        lines = ["\n".join(lines)] if lines else []
+    lines = [text for line in lines for text in vary(line, dataset.caption_filter_list, dataset.caption_shuffle)]
     prefix = f"{phrase} " if dataset.prepend_instance_prompt and phrase else ""
     return tuple(prefix + line for line in lines)
 

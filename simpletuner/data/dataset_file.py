@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,16 @@ from typing import Any
 
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.errors import shown_value
-from simpletuner.settings.file_entries import TOO_DEEP, FileEntry, NotParsed, check_depth, file_place, reason_of
+from simpletuner.settings.file_entries import FileEntry, check_depth, explain_parsing, file_place, json_mistake
 from simpletuner.settings.formats import json_lines, read_text
 from simpletuner.settings.loading import canonical_name, plain_name
 from simpletuner.system.paths import shown_path
 
-OTHER_NAMES = {"disable": "disabled"}
+OTHER_NAMES = {
+    "disable": "disabled",
+    "disable_after_epoch_step": "end_step",
+    "is_regularization_data": "is_regularisation_data",
+}
 
 
 @dataclass(frozen=True)
@@ -73,42 +76,22 @@ def name_of_key(key: str) -> str:
 
 def read_entries(path: Path) -> list[DatasetEntry]:
     """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
-    shown = shown_path(path)
-    try:
+    with explain_parsing(path, "check data_backend_config", "docs/data.md shows such a file"):
         return list(parse_entries(path, read_text(path)))
-    except OSError as error:
-        raise SettingsError(f"cannot read {shown}: {error.strerror}", "check data_backend_config") from None
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg[0].lower()}{error.msg[1:]}, column {error.colno}"
-        raise SettingsError(f"{shown}:{error.lineno} does not parse: {reason}", json_hint(error)) from None
-    except NotParsed as error:
-        raise SettingsError(f"{shown}:{error.line} does not parse: {error.reason}", "correct that line") from None
-    except RecursionError:
-        raise SettingsError(f"{shown} does not parse: {TOO_DEEP}", "docs/data.md shows such a file") from None
-    except ValueError as error:
-        raise SettingsError(f"{shown} does not parse: {reason_of(error)}", "docs/data.md shows such a file") from None
 
 
 def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
     """Yield the datasets of a text.
 
-    Raises ValueError for a text that is not JSON, and SettingsError for one that is not a list of datasets.
+    Raises NotParsed for a text that is not JSON, and SettingsError for one that is not a list of datasets.
     """
-    entries = json.loads(text)
+    try:
+        entries = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise json_mistake(error) from None
     check_depth(entries)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         hint = "docs/data.md shows such a file"
         raise SettingsError(f"{shown_path(path)} must hold a list of datasets: [{{...}}, {{...}}]", hint)
     for entry, (line, lines) in zip(entries, json_lines(text), strict=True):
         yield DatasetEntry(path, line, [FileEntry(key, value, lines[key]) for key, value in entry.items()])
-
-
-def json_hint(error: json.JSONDecodeError) -> str:
-    """Return a hint for the usual mistakes in JSON that is written by hand."""
-    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
-    comma = (before + after[:1]).replace(" ", "")[-2:]
-    if comma in (",]", ",}") or re.match(r",\s*[\]}]", error.doc[error.pos :]):
-        return "JSON allows no comma before a closing bracket: remove it"
-    if after.startswith(("//", "/*", "#")):
-        return "JSON has no comments: remove it"
-    return "JSON takes double quotes, true, false and null, and a comma between entries"

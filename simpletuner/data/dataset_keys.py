@@ -10,31 +10,21 @@ from simpletuner.settings.key_table import Ignores, Refuses, Rule
 LATER = "not supported by this version"
 ONE_FOR_ALL = "one value holds for all datasets: set --{}"
 GONE = "your images are never deleted"
-LOCAL = LATER + ": only folders (type local) and S3-compatible stores (type aws)"
+LOCAL = LATER + ": only folders (local), S3-compatible stores (aws) and lists of addresses (csv)"
 BY_READING = "files that are new or changed are read at every start"
 VERIFIED = "caches are checked record by record, and what changed is made again"
 NO_CONDITIONING = LATER + ": a model is trained on images and captions alone"
 
 REASONS: dict[str, str] = {
-    "probability": "every sample is seen equally often; use `repeats` to weight datasets",
-    **dict.fromkeys(
-        ("start_epoch", "start_step", "end_epoch", "end_step", "disable_after_epoch_step", "ignore_epochs"),
-        LATER + ": datasets take part from the first step to the last; stop, change the file and resume",
-    ),
-    "max_num_samples": LATER + ": move the images to leave out to another folder",
-    **dict.fromkeys(
-        ("is_regularisation_data", "is_regularization_data", "slider_strength"),
-        "it is for adapters, and whole models are trained here",
-    ),
+    "ignore_epochs": LATER + ": set start_epoch, end_epoch, start_step or end_step",
+    "slider_strength": LATER + ": sliders are pairs of signed datasets; train one LoRA per direction",
     "timestep_sampling_offset": LATER + ": one density of timesteps holds for all datasets",
-    **{key: ONE_FOR_ALL.format(key) for key in ("train_batch_size", "vae_batch_size", "text_encoder_batch_size")},
-    "caption_dropout_probability": ONE_FOR_ALL.format("caption_dropout_probability"),
+    "train_batch_size": ONE_FOR_ALL.format("train_batch_size"),
+    "text_encoder_batch_size": "captions of all datasets are encoded together: set --text_encoder_batch_size",
     **dict.fromkeys(("conditioning_image_embed_batch_size", "conditioning_image_embeds"), NO_CONDITIONING),
     **dict.fromkeys(("cache_dir_conditioning_image_embeds", "conditioning_type", "conditioning_data"), NO_CONDITIONING),
     **dict.fromkeys(("source_dataset_id", "conditioning", "conditioning_config"), NO_CONDITIONING),
     **dict.fromkeys(("grounding", "grounding_data", "distillation_type"), NO_CONDITIONING),
-    **dict.fromkeys(("csv_file", "csv_cache_dir", "csv_url_column", "csv_caption_column"), LOCAL),
-    **dict.fromkeys(("csv_hash_filenames", "csv_shorten_filenames"), LOCAL),
     **dict.fromkeys(("memory_filesystem_path", "memory_filesystem_size", "memory_filesystem_sudo"), LOCAL),
     **dict.fromkeys(("dataset_name", "split", "revision", "streaming", "num_proc", "hf_token"), LOCAL),
     **dict.fromkeys(("image_column", "caption_column", "description_column", "quality_column"), LOCAL),
@@ -42,14 +32,8 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("quality_thresholds", "filter_func", "composite_image_config"), LOCAL),
     **dict.fromkeys(("source", "metadata", "subfolder", "webshart"), LOCAL),
     **dict.fromkeys(("webshart_optimize_captions", "webshart_optimise_captions"), LOCAL),
-    "only_instance_prompt": "set caption_strategy to instanceprompt",
-    "disable_multiline_split": LATER + ": each line of a text file is a caption of its own",
-    "caption_shuffle": LATER + ": write the variants as lines of the text file",
-    "caption_filter_list": LATER + ": edit the text files",
     "text_cache_ondemand": "set text_cache_disable, or leave it out: all captions are encoded before training",
-    "max_upscale_threshold": LATER + ": minimum_image_size leaves small images out",
     "bucket_resolutions": LATER + ": buckets come from resolution and aspect_bucket_alignment",
-    "crop_aspect_buckets": LATER + ": buckets come from resolution and aspect_bucket_alignment",
     **dict.fromkeys(("delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"), GONE),
     "vae_cache_ondemand": "set vae_cache_disable, or leave it out: all images are encoded before training",
     **dict.fromkeys(("video", "audio", "video_column", "audio_column", "s2v_datasets"), LATER + ": only images"),
@@ -61,15 +45,12 @@ NO_EFFECT: dict[str, str] = {
     "image_processing_batch_size": "max_workers threads decode one image each",
     **dict.fromkeys(("metadata_update_interval", "skip_file_discovery"), BY_READING),
     **dict.fromkeys(("scan_for_errors", "vae_cache_scan_behaviour"), VERIFIED),
+    **dict.fromkeys(("csv_hash_filenames", "csv_shorten_filenames"), "files are named by a hash of their address"),
     **dict.fromkeys(("hash_filenames", "cache_file_suffix"), "caches are keyed by content"),
     "disable_validation": "validation draws from text alone",
 }
 """Keys that ask for what happens anyway, or for what nobody misses."""
 MISSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("maximum_image_size", "target_downsample_size"),
-        "images are resized to cover their bucket, and cropped there",
-    ),
     "vae_cache_clear_each_epoch": "random crops are chosen once per image",
 }
 """Keys without effect of which the result may depend in the original."""
@@ -78,11 +59,10 @@ RULES: dict[str, Rule] = {
     **{key: Refuses(reason) for key, reason in REASONS.items()},
     **{key: Ignores(reason, warns=False) for key, reason in NO_EFFECT.items()},
     **{key: Ignores(reason) for key, reason in MISSED.items()},
-    "probability": Refuses(REASONS["probability"], neutral=(1,)),
 }
 
 VALUES: dict[str, dict[str, str]] = {
-    "type": dict.fromkeys(("csv", "huggingface", "memory", "webshart"), LOCAL),
+    "type": dict.fromkeys(("huggingface", "memory", "webshart"), LOCAL),
     "dataset_type": {
         **dict.fromkeys(("video", "audio"), LATER + ": only images"),
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),
@@ -90,10 +70,6 @@ VALUES: dict[str, dict[str, str]] = {
     },
     "caption_strategy": dict.fromkeys(("huggingface", "webshart"), LATER + ": name a table in `parquet`"),
     "metadata_backend": dict.fromkeys(("huggingface", "webshart"), LATER + ": name a table in `parquet`"),
-    "crop_style": dict.fromkeys(("corner", "face"), LATER),
-    "crop_aspect": {
-        "closest": LATER + ": `preserve` crops to the image's bucket",
-        "random": LATER + ": `preserve` crops to the image's bucket",
-    },
+    "crop_style": {"face": LATER},
 }
 """What the original accepts as a value and this does not, by key."""

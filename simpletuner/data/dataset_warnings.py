@@ -109,8 +109,9 @@ def warn_extreme_aspect(samples: Samples) -> Iterator[str]:
 def warn_other_area(samples: DatasetSamples, alignment_px: int) -> Iterator[str]:
     """Say where aspect_bucket_alignment does not allow the resolution that was asked for."""
     dataset, sizes = samples.dataset, samples.sizes
-
-    shapes, areas = shapes_of(dataset, sizes.originals), sizes.targets.prod(axis=1)
+    chosen = dataset.crop and dataset.crop_aspect in ("closest", "random")
+    shapes = sizes.targets if chosen else shapes_of(dataset, sizes.originals)
+    areas = sizes.targets.prod(axis=1)
     wanted = target_areas(dataset, shapes[:, 0] / shapes[:, 1])
     if (other := (np.maximum(areas / wanted, wanted / areas) > MAX_AREA_RATIO)[sizes.index]).any():
         first = samples[int(other.argmax())]
@@ -141,6 +142,7 @@ def longest_captions(samples: DatasetSamples) -> np.ndarray:
     for lines in samples.table["captions"].chunks:
         most = np.zeros(len(lines), np.int64)
         letters = pc.utf8_length(lines.flatten()).to_numpy() + prefix
-        np.maximum.at(most, pc.list_parent_indices(lines).to_numpy(), letters)
+        combine = np.add if samples.dataset.disable_multiline_split else np.maximum
+        combine.at(most, pc.list_parent_indices(lines).to_numpy(), letters)
         parts.append(most)
     return np.concatenate(parts)[samples.rows]

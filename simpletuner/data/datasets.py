@@ -13,10 +13,20 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_va
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from simpletuner.data.caption_rules import CaptionKeys
+from simpletuner.data.crops import CropKeys
 from simpletuner.data.dataset_file import DatasetEntry, read_entries
 from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.folders import check_id, find_nested_ids, id_of_folder
-from simpletuner.data.tables import BLOCK, TABLE_RULES, TableSettings, check_table
+from simpletuner.data.participation import ParticipationKeys
+from simpletuner.data.tables import (
+    BLOCK,
+    TABLE_RULES,
+    TABLE_STRATEGIES,
+    TableSettings,
+    check_format,
+    check_table,
+)
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.errors import allowed, did_you_mean, shorten
 from simpletuner.settings.key_table import Keeps, KeyTable, Refuses, Rule, interpret, put
@@ -31,11 +41,11 @@ LARGEST_PIXELS = 1 << 28
 SMALLEST_PIXELS = 64
 
 
-class ImageDataset(DatasetSettings):
+class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     """Images, wherever they are, and how they are captioned, resized and cropped."""
 
     id: Annotated[str, AfterValidator(check_id)]
-    type: Literal["local", "aws"] = "local"
+    type: Literal["local", "aws", "csv"] = "local"
     dataset_type: Literal["image", "eval"] = "image"
     text_embeds: str | None = None
     image_embeds: str | None = None
@@ -46,14 +56,10 @@ class ImageDataset(DatasetSettings):
     parquet: TableSettings | None = None
     cache_dir_vae: Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_DATASET))] = None
     compress_cache: bool = False
-    minimum_aspect_ratio: float | None = Field(None, gt=0)
-    maximum_aspect_ratio: float | None = Field(None, gt=0)
-
-    @model_validator(mode="after")
-    def check_captions(self) -> ImageDataset:
-        if self.caption_strategy == "instanceprompt" and not self.instance_prompt:
-            raise PydanticCustomError("instance_prompt", "caption_strategy instanceprompt needs instance_prompt")
-        return self
+    minimum_aspect_ratio: float | None = Field(default=None, gt=0)
+    maximum_aspect_ratio: float | None = Field(default=None, gt=0)
+    max_num_samples: int | None = Field(default=None, ge=1)
+    is_regularisation_data: bool = False
 
     @model_validator(mode="after")
     def check_latents_folder(self) -> ImageDataset:
@@ -63,7 +69,8 @@ class ImageDataset(DatasetSettings):
 
     @model_validator(mode="after")
     def check_table(self) -> ImageDataset:
-        check_table(self.parquet, self.caption_strategy, self.metadata_backend)
+        if self.type != "csv":  # which makes its own table
+            check_table(self.parquet, self.caption_strategy, self.metadata_backend)
         return self
 
     @property
@@ -130,7 +137,27 @@ class S3Images(ImageDataset):
         return self
 
 
-PLACES: dict[str, type[ImageDataset]] = {"local": LocalImages, "aws": S3Images}
+class UrlImages(ImageDataset):
+    """Images by their addresses, which are downloaded once into a folder."""
+
+    csv_file: Annotated[Path, AfterValidator(check_format)]
+    csv_cache_dir: Path
+    csv_url_column: str = "url"
+    csv_caption_column: str | None = None
+
+    @model_validator(mode="after")
+    def check_list(self) -> UrlImages:
+        if self.parquet or self.metadata_backend == BLOCK:
+            key = BLOCK if self.parquet else "metadata_backend"
+            raise PydanticCustomError(key, "images of type csv have their table in csv_file: leave it out")
+        if self.caption_strategy in TABLE_STRATEGIES and not self.csv_caption_column:
+            raise PydanticCustomError("csv_caption_column", "is missing: caption_strategy takes captions from it")
+        if self.caption_strategy not in (*TABLE_STRATEGIES, "instanceprompt"):
+            raise PydanticCustomError("caption_strategy", "images of type csv have csv or instanceprompt")
+        return self
+
+
+PLACES: dict[str, type[ImageDataset]] = {"local": LocalImages, "aws": S3Images, "csv": UrlImages}
 """Datasets of images by `type`."""
 
 
@@ -159,11 +186,24 @@ class ImageEmbeds(Embeds):
 
 EMBEDS: dict[str, type[Embeds]] = {"text_embeds": TextEmbeds, "image_embeds": ImageEmbeds}
 """Caches by `dataset_type`."""
+
+KEEPS_OFF: dict[str, Rule] = {
+    **dict.fromkeys(("minimum_image_size", "maximum_image_size", "target_downsample_size"), Keeps(zero_as(None))),
+    **dict.fromkeys(("max_num_samples", "end_epoch", "end_step"), Keeps(zero_as(None))),
+    "start_epoch": Keeps(zero_as(1)),
+    "caption_shuffle": Keeps(lambda value: None if is_off(value) else value),
+    "caption_filter_list": Keeps(lambda value: () if is_off(value) else value),
+    "crop_aspect_buckets": Keeps(lambda value: None if is_off(value) else value),
+}
+"""Keys of which the original has another value for `not set`."""
+
 Kind = TypeVar("Kind", ImageDataset, TextEmbeds, ImageEmbeds)
 
 
-def load_datasets(data: Data) -> tuple[list[ImageDataset], list[TextEmbeds]]:
+def load_datasets(data: Data, model_type: str = "lora") -> tuple[list[ImageDataset], list[TextEmbeds]]:
     """Return the datasets of a run, and its caches of text embeddings, the default one first.
+
+    With `model_type` full, regularisation data is a mistake: there is no base model left to compare with.
 
     Raises SettingsError that lists every mistake of the file.
     """
@@ -177,6 +217,8 @@ def load_datasets(data: Data) -> tuple[list[ImageDataset], list[TextEmbeds]]:
             problems = [item["msg"] for item in error.errors()]
             raise SettingsError("\n  ".join(problems), "docs/data.md says what resolution_type means") from None
     parsed = parse_file(data.data_backend_config, data)
+    if model_type == "full":
+        parsed.mistakes += regularisation_mistakes(parsed)
     parsed.check()
     texts = sorted(parsed.of_kind(TextEmbeds), key=lambda texts: not texts.default)
     places = {embeds.id: fill(embeds.cache_dir, {"id": embeds.id}) for embeds in parsed.of_kind(ImageEmbeds)}
@@ -230,6 +272,13 @@ def parse_datasets(entries: Iterable[DatasetEntry], path: Path, data: Data) -> D
             parse_entry(entry, data, parsed)
     parsed.mistakes.extend(mistakes_between(parsed, shown_path(path)))
     return parsed
+
+
+def regularisation_mistakes(parsed: DatasetFile) -> Iterator[Mistake]:
+    message = "the base model that gives the targets is kept only by model_type=lora: set it, or leave the key out"
+    for dataset, entry in parsed.datasets:
+        if isinstance(dataset, ImageDataset) and dataset.is_regularisation_data:
+            yield entry.mistake("is_regularisation_data", message)
 
 
 def is_disabled(entry: DatasetEntry) -> bool:
@@ -289,7 +338,7 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
     """Add one dataset to those of the file, or its mistakes."""
     kind = kind_of_entry(entry)
     fields = fields_with_blocks(kind)
-    keys = dict.fromkeys(fields, Keeps()) | {"minimum_image_size": Keeps(zero_as(None))}
+    keys = dict.fromkeys(fields, Keeps()) | {key: rule for key, rule in KEEPS_OFF.items() if key in fields}
     table = KeyTable(RULES | TABLE_RULES | keys_of_other_places(kind) | keys, entry.names, is_off=is_off)
     values: dict[str, Any] = {}
     mistakes: list[Mistake] = []

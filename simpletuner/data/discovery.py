@@ -17,7 +17,8 @@ from simpletuner.data.batch_sampler import DATA_VERSION
 from simpletuner.data.captions import caption_file
 from simpletuner.data.datasets import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.file_list import OtherFiles
-from simpletuner.data.geometry import are_within_limits, bucket_sizes, resized_sizes
+from simpletuner.data.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
+from simpletuner.data.name_hashes import choose_by_name, hash_names
 from simpletuner.data.samples import DatasetSamples, Samples, Sizes
 from simpletuner.data.scan import NO_ROW, Scan
 from simpletuner.errors import DataError
@@ -35,6 +36,8 @@ class Discovery:
     samples: Samples = field(default_factory=Samples)
     broken: dict[str, str] = field(default_factory=dict)
     unwanted: int = 0
+    surplus: int = 0
+    """How many images are left out by max_num_samples."""
     animated: list[str] = field(default_factory=list)
     others: list[OtherFiles] = field(default_factory=list)
     """What the datasets hold beside images."""
@@ -73,8 +76,10 @@ def choose_samples(scan: Scan, alignment_px: int, seed: int, version: int, found
     for name, problem in zip(*(pick(table[column], ~is_read) for column in ("name", "problem")), strict=True):
         found.broken[f"{dataset.id}/{name}"] = problem
     rows = np.flatnonzero(is_read & has_row).astype(np.int32)
-    sizes = sizes_of(dataset, table, rows, alignment_px, version)
-    wanted = are_within_limits(dataset, sizes.originals)[sizes.index]
+    sizes = sizes_of(dataset, table, rows, alignment_px, version, seed)
+    is_wanted = are_within_limits(dataset, sizes.originals)
+    is_wanted &= is_enlarged_within(dataset, sizes.originals, sizes.targets)
+    wanted = is_wanted[sizes.index]
     found.unwanted += int((~wanted).sum())
     fits = (sizes.resized.prod(axis=1) <= LARGEST_PIXELS)[sizes.index]
     for position in np.flatnonzero(wanted & ~fits).tolist():
@@ -83,9 +88,12 @@ def choose_samples(scan: Scan, alignment_px: int, seed: int, version: int, found
         found.broken[f"{dataset.id}/{name}"] = "would be resized to {}x{} px".format(*resized)
     chosen = np.zeros(len(table), bool)
     chosen[rows[wanted & fits]] = True
+    if dataset.max_num_samples is not None:
+        usable, chosen = chosen, choose_by_name(table["name"], chosen, dataset.max_num_samples, dataset.id)
+        found.surplus += int(usable.sum() - chosen.sum())
     check_captions(dataset, table, chosen)
     found.animated += [f"{dataset.id}/{name}" for name in pick(table["name"], chosen & table["animated"].to_numpy())]
-    return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed).where(wanted & fits)
+    return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed).where(chosen[rows])
 
 
 def pick(column: pa.ChunkedArray, mask: np.ndarray) -> list:
@@ -93,16 +101,23 @@ def pick(column: pa.ChunkedArray, mask: np.ndarray) -> list:
     return column.take(pa.array(np.flatnonzero(mask))).to_pylist() if mask.any() else []
 
 
-def sizes_of(dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment_px: int, version: int) -> Sizes:
+def sizes_of(
+    dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment_px: int, version: int, seed: int
+) -> Sizes:
     """Find the bucket of each size that occurs; there are far fewer sizes than images."""
     width, height = (table[side].to_numpy()[rows].astype(np.int64) for side in ("width", "height"))
     encoded = pa.array(width << 32 | height).dictionary_encode()
-    codes = encoded.dictionary.to_numpy()
+    codes, index, choices = encoded.dictionary.to_numpy(), encoded.indices.to_numpy(), None
+    if dataset.crop and dataset.crop_aspect == "random":
+        count = np.uint64(len(dataset.aspects))
+        drawn = hash_names(table["name"], seed, dataset.id, "aspect")[rows] % count
+        of_both, index = np.unique(index.astype(np.uint64) * count + drawn, return_inverse=True)
+        codes, choices, index = codes[of_both // count], of_both % count, index.astype(np.int32)
     originals = np.stack([codes >> 32, codes & 0xFFFFFFFF], axis=1)
-    targets = bucket_sizes(dataset, originals, alignment_px, version)
-    resized = resized_sizes(originals, targets)
+    targets = bucket_sizes(dataset, originals, alignment_px, version, choices)
+    resized = resized_sizes(dataset, originals, targets)
     originals, resized, targets = (each.astype(np.int32) for each in (originals, resized, targets))
-    return Sizes(originals, resized, targets, encoded.indices.to_numpy())
+    return Sizes(originals, resized, targets, index)
 
 
 def check_captions(dataset: ImageDataset, table: pa.Table, chosen: np.ndarray) -> None:

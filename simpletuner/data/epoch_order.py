@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -20,18 +21,42 @@ BLOCK = 4096
 class Bucket:
     """Samples of one shape by number of copies in an epoch: copies -> ascending sample indices.
 
-    `passes` is how often the whole bucket is repeated to fill a batch. Its length is the items of an epoch.
+    `passes` is how often the whole bucket is repeated to fill a batch. Its length is the items of an epoch; with
+    fractional copies, some epochs have one more item of such a group.
     """
 
-    groups: Mapping[int, np.ndarray]
+    groups: dict[int | Fraction, np.ndarray]
     passes: int = 1
 
     def __len__(self) -> int:
-        return self.passes * sum(copies * len(samples) for copies, samples in self.groups.items())
+        return self.items_until(1)
+
+    def items_until(self, epoch: int) -> int:
+        """Return how many items the epochs before `epoch` have together."""
+        copies_of_all = ((self.passes * copies, len(samples)) for copies, samples in self.groups.items())
+        return sum(epoch * copies * count // 1 for copies, count in copies_of_all)
 
     @property
     def num_samples(self) -> int:
         return sum(map(len, self.groups.values()))
+
+
+@dataclass(frozen=True)
+class GroupOrder:
+    """A group in one epoch: `length` items, from number `first` on, of an endless row of permutations."""
+
+    samples: np.ndarray
+    first: int
+    length: int
+    key: int
+
+    @classmethod
+    def of(cls, copies: int | Fraction, samples: np.ndarray, seed: int, name: str, epoch: int) -> GroupOrder:
+        """With fractional copies, all epochs share one row, so that each shows what the last one left out."""
+        if isinstance(copies, int):
+            return cls(samples, 0, copies * len(samples), hash_key(seed, name, epoch, copies))
+        first, end = (each * copies * len(samples) // 1 for each in (epoch, epoch + 1))
+        return cls(samples, first, end - first, hash_key(seed, name, copies))
 
 
 class EpochOrder:
@@ -42,29 +67,32 @@ class EpochOrder:
     time, up to a random part of their distance.
     """
 
-    def __init__(self, bucket: Bucket, *key: object) -> None:
-        self.groups = [(bucket.passes * copies, samples) for copies, samples in bucket.groups.items()]
-        self.key, self.length = key, len(bucket)
+    def __init__(self, bucket: Bucket, seed: int, name: str, epoch: int) -> None:
+        self.groups = [
+            GroupOrder.of(bucket.passes * copies, samples, seed, name, epoch)
+            for copies, samples in bucket.groups.items()
+        ]
+        self.length = sum(group.length for group in self.groups)
         self.blocks = -(-self.length // BLOCK)
 
     def block_at(self, position: int) -> tuple[int, np.ndarray]:
         """Return the position at which the block around `position` begins, and the sample indices in it."""
         number = bisect_right(range(self.blocks), position, key=self._start) - 1
-        groups = [self._group_in_block(copies, samples, number) for copies, samples in self.groups]
+        groups = [self._group_in_block(group, number) for group in self.groups]
         items, times = (np.concatenate(arrays) for arrays in zip(*groups, strict=True))
         return self._start(number), items[np.argsort(times, kind="stable")]
 
     def _start(self, number: int) -> int:
-        return sum(number * copies * len(samples) // self.blocks for copies, samples in self.groups)
+        return sum(number * group.length // self.blocks for group in self.groups)
 
-    def _group_in_block(self, copies: int, samples: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _group_in_block(self, group: GroupOrder, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a group's items in a block, with their times in [0, 1]."""
-        first, end = (each * copies * len(samples) // self.blocks for each in (number, number + 1))
+        samples, first, end = group.samples, *(each * group.length // self.blocks for each in (number, number + 1))
         if first == end:
             return samples[:0], np.zeros(0)
-        numbers, key = np.arange(first, end, dtype=np.uint64), hash_key(*self.key, copies)
-        jitter = mix(numbers ^ np.uint64(hash_key(key, "times"))) / 2.0**64
-        return samples[permuted(numbers, len(samples), key)], (np.arange(end - first) + jitter) / (end - first)
+        numbers = np.arange(group.first + first, group.first + end, dtype=np.uint64)
+        jitter = mix(numbers ^ np.uint64(hash_key(group.key, "times"))) / 2.0**64
+        return samples[permuted(numbers, len(samples), group.key)], (np.arange(end - first) + jitter) / (end - first)
 
 
 class EpochStream:

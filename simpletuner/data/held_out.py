@@ -1,16 +1,11 @@
 """Which images are held out of training, to measure the loss on: datasets of type eval, and a share of the others."""
 
-# pyright: basic, reportAttributeAccessIssue=false
-# pyarrow comes without types.
-
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-import xxhash
 
 from simpletuner.data.batch_sampler import GlobalBatch, make_batch
+from simpletuner.data.name_hashes import hash_names
 from simpletuner.data.samples import DatasetSamples, Samples
 
 
@@ -30,16 +25,9 @@ def held_out_of(part: DatasetSamples, share: float) -> np.ndarray:
     if not share:
         return np.zeros(0, np.int64)
     # By id alone: what one run holds out, no other run of these images trains on, whatever is added to them.
-    positions = np.fromiter(id_positions(part), np.float64, len(part))
-    chosen = np.flatnonzero(positions < share)
-    return chosen if len(chosen) else positions.argsort()[:1]
-
-
-def id_positions(part: DatasetSamples) -> Iterator[float]:
-    """Yield a number in [0, 1) for each sample, which depends on its id alone."""
-    for chunk in part.names.chunks:
-        for name in chunk.to_pylist():
-            yield xxhash.xxh3_64_intdigest(f"{part.dataset.id}/{name}".encode()) / 2**64
+    hashes = hash_names(part.names, part.dataset.id, "held out")
+    chosen = np.flatnonzero(hashes < share * 2.0**64)
+    return chosen if len(chosen) else hashes.argsort()[:1]
 
 
 def held_out_batches(samples: Samples, held_out: np.ndarray, size: int) -> list[GlobalBatch]:

@@ -20,12 +20,22 @@ from simpletuner.settings.original_import import LeftOut, relocated
 from simpletuner.settings.sections import Data
 from simpletuner.settings.spelling import normalize_name
 
-PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae")
+PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file", "csv_cache_dir", "caption_filter_list")
 HINT = "docs/data.md lists the keys of a dataset"
-ESSENTIAL = ("id", "type", "dataset_type", "instance_data_dir", "aws_bucket_name", "instance_prompt", "resolution")
+ESSENTIAL = (
+    "id",
+    "type",
+    "dataset_type",
+    "instance_data_dir",
+    "aws_bucket_name",
+    "csv_file",
+    "csv_cache_dir",
+    "instance_prompt",
+    "resolution",
+)
 """Keys without which an entry would be another dataset."""
 NOT_COPIED = "a secret is not copied: write it into the new file, or use the environment or a profile in ~/.aws"
-HARMLESS = ("image_embeds", "vae_cache_clear_each_epoch", "probability", "default", "cache_dir", *NO_EFFECT)
+HARMLESS = ("image_embeds", "vae_cache_clear_each_epoch", "default", "cache_dir", *NO_EFFECT)
 """Keys that change nothing here, besides those whose setting of the same name has no effect."""
 KEEPS_ZERO = ("repeats", "crop", "disabled", "disable", "prepend_instance_prompt", "default")
 
@@ -72,8 +82,6 @@ def import_entry(
         new[BLOCK] = dict(block)
         if isinstance(path := block.get("path"), str) and normalize_name(new.get("type")) != "aws":
             new[BLOCK]["path"] = relocated(fill_in(path, {**names, **texts_of(old)}), root)
-    if normalize_name(new.pop("only_instance_prompt", "")) == "true":
-        new["caption_strategy"] = "instanceprompt"
     idle = {key: rule for key in new if isinstance(rule := RULES.get(name_of_key(key)), Ignores)}
     left_out += [LeftOut(key, new.pop(key), place, rule.reason, asks(key)) for key, rule in idle.items()]
     while problems := problems_of(new, entry, data):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from simpletuner.data.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, split_for_rank
+from simpletuner.data.datasets import ImageDataset
 from simpletuner.data.sample_rng import sample_noise
 from simpletuner.data.samples import Sample
 
@@ -30,6 +31,9 @@ class Batch:
     u: Tensor
     conditioning: Conditioning
     ids: tuple[str, ...]
+    from_base: Tensor | None = None
+    """(B,) bool: the samples whose target is the prediction of the base model. None, on all ranks alike, where no
+    sample of the global batch is one of them."""
 
     def pinned(self) -> Batch:
         """Return the batch in page-locked memory, from which a GPU copies asynchronously."""
@@ -42,7 +46,8 @@ class Batch:
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         conditioning = {name: fn(value) for name, value in self.conditioning.items()}
-        return Batch(fn(self.latents), fn(self.noise), fn(self.u), conditioning, self.ids)
+        from_base = None if self.from_base is None else fn(self.from_base)
+        return Batch(fn(self.latents), fn(self.noise), fn(self.u), conditioning, self.ids, from_base)
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,12 @@ class StepBatch:
 class SampleReader:
     """Where a sample's tensors come from, without batch axis: latents (C, H, W) and image conditioning by sample, text
     embeddings by sample and caption, and the embedding that takes their place where the caption is dropped.
+    `dataset` returns the dataset of the sample at an index.
 
     `threads` prepare a step each."""
 
     samples: Sequence[Sample]
+    dataset: Callable[[int], ImageDataset]
     latents: Callable[[Sample], Tensor]
     image: Callable[[Sample], Conditioning]
     text: Callable[[Sample, str], Conditioning]
@@ -76,7 +83,7 @@ class RankSlice:
     data_size: int
     accumulation: int
     seed: int
-    caption_dropout: float
+    drops_captions: bool = True
     pin: bool = False
     """Whether batches go to a GPU."""
 
@@ -120,19 +127,24 @@ def collate(
 ) -> Batch:
     """Stack the samples at these indices of the global batch."""
     latents, noise, us, conditionings, ids = [], [], [], [], []
+    datasets = [reader.dataset(sample) for sample in batch.samples]
     for index in indices:
         sample = reader.samples[batch.samples[index]]
+        dropout = datasets[index].caption_dropout_probability * rank_slice.drops_captions
         clean = reader.latents(sample)
         random = sample_noise(rank_slice.seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
         caption = sample.captions[int(random.caption * len(sample.captions))]
-        text = reader.no_caption if random.dropout < rank_slice.caption_dropout else reader.text(sample, caption)
+        text = reader.no_caption if random.dropout < dropout else reader.text(sample, caption)
         latents.append(clean)
         noise.append(torch.from_numpy(random.noise))
         us.append(random.u)
         conditionings.append({**text, **reader.image(sample)})
         ids.append(sample.id)
     conditioning = stack_conditioning(conditionings)
-    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, tuple(ids))
+    from_base = None
+    if any(dataset.is_regularisation_data for dataset in datasets):
+        from_base = torch.tensor([datasets[index].is_regularisation_data for index in indices])
+    made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, tuple(ids), from_base)
     return made.pinned() if rank_slice.pin else made
 
 

@@ -1,7 +1,7 @@
 """The samples of a run as columns: a `Sample` is made from its row when it is asked for.
 
-Rows lie in Arrow record batches, memory-mapped from a kept scan, which all ranks of a machine share. A rank's own
-memory is 8 bytes per sample: its row, and which of the sizes that occur it has.
+Rows lie in Arrow record batches, memory-mapped from a kept scan, which all ranks share. Beside them a sample takes 8
+bytes: its row, and which of the sizes that occur it has (`parallel/shared_arrays.py`: once per machine).
 """
 
 # pyright: basic, reportAttributeAccessIssue=false
@@ -115,9 +115,18 @@ class DatasetSamples(Sequence[Sample]):
                     digest.update(chunk.to_numpy())
                 texts = pc.list_flatten(texts)
             hash_texts(digest, texts)
-        for numbers in (self.rows, *(getattr(self.sizes, each.name) for each in fields(self.sizes))):
+        for numbers in self.arrays:
             digest.update(np.ascontiguousarray(numbers).data)
         return digest.hexdigest()
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All that takes memory beside the table."""
+        return [self.rows, *(getattr(self.sizes, each.name) for each in fields(self.sizes))]
+
+    def with_arrays(self, rows: np.ndarray, *sizes: np.ndarray) -> DatasetSamples:
+        """Return the same samples with other memory for `arrays`."""
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, Sizes(*sizes), self.seed)
 
     def where(self, mask: np.ndarray) -> DatasetSamples:
         """Return those for which `mask` is true."""
@@ -147,6 +156,9 @@ class Samples(Sequence[Sample]):
         index %= len(self)
         number = bisect_right(self._starts, index) - 1
         return self.parts[number][index - self._starts[number]]
+
+    def dataset_of(self, index: int) -> ImageDataset:
+        return self.parts[bisect_right(self._starts, index) - 1].dataset
 
     def __iter__(self) -> Iterator[Sample]:
         return (part[index] for part in self.parts for index in range(len(part)))

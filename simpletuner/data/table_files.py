@@ -12,7 +12,7 @@ import json
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class TableFile:
     dataset: ImageDataset
     storage: Storage
     settings: TableSettings
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """What settings are called where they are not those of `parquet`."""
 
     @property
     def address(self) -> str:
@@ -103,7 +105,9 @@ class TableFile:
             yield self._open()
         except FileNotFoundError:
             where = "below aws_data_prefix, or an absolute local one" if self.is_stored else "as it is seen from here"
-            raise self.error("does not exist", f"set parquet.path to its path, {where}") from None
+            raise self.error(
+                "does not exist", f"set {self.keys.get('path', 'parquet.path')} to its path, {where}"
+            ) from None
         except UnreadableFileError as error:
             raise self.error(str(error)) from None
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -126,7 +130,7 @@ class TableFile:
                 more = f" and {len(names) - MAX_COLUMNS:,} more" * (len(names) > MAX_COLUMNS)
                 raise self.error(
                     f"has no column `{name}`{nearest(name, names)}",
-                    f"correct parquet.{key}; its columns: {shown}{more}",
+                    f"correct {self.keys.get(key, f'parquet.{key}')}; its columns: {shown}{more}",
                 )
             if names.count(name) > 1:
                 raise self.error(f"has two columns `{name}`", "rename one of them")

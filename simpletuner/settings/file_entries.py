@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from simpletuner.errors import SettingsError
 from simpletuner.system.paths import shown_path
 
 
@@ -34,11 +38,42 @@ class NotSettings(ValueError):
 
 
 class NotParsed(ValueError):
-    """A text that does not parse: the line, and why."""
+    """A text that does not parse: the line, why, and what to do."""
 
-    def __init__(self, line: int, reason: str) -> None:
+    def __init__(self, line: int, reason: str, hint: str = "correct that line") -> None:
         super().__init__(f"line {line}: {reason}")
-        self.line, self.reason = line, reason
+        self.line, self.reason, self.hint = line, reason, hint
+
+
+@contextmanager
+def explain_parsing(path: Path, check: str, hint: str) -> Iterator[None]:
+    """Raise SettingsError for a file that cannot be read, with the hint `check`, or that does not parse."""
+    shown = shown_path(path)
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError(f"cannot read {shown}: {error.strerror}", check) from None
+    except NotSettings as error:
+        hint = "`simpletuner config init` writes one to start from"
+        raise SettingsError(f"{shown} holds {error}, not names and values", hint) from None
+    except NotParsed as error:
+        raise SettingsError(f"{shown}:{error.line} does not parse: {error.reason}", error.hint) from None
+    except RecursionError:
+        raise SettingsError(f"{shown} does not parse: {TOO_DEEP}", hint) from None
+    except ValueError as error:
+        raise SettingsError(f"{shown} does not parse: {reason_of(error)}", hint) from None
+
+
+def json_mistake(error: json.JSONDecodeError) -> NotParsed:
+    """Return what is wrong with a JSON text, with a hint for the usual mistakes in what is written by hand."""
+    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
+    comma = (before + after[:1]).replace(" ", "")[-2:]
+    hint = "JSON takes double quotes, true, false and null, and a comma between entries"
+    if comma in (",]", ",}") or re.match(r",\s*[\]}]", error.doc[error.pos :]):
+        hint = "JSON allows no comma before a closing bracket: remove it"
+    elif after.startswith(("//", "/*", "#")):
+        hint = "JSON has no comments: remove it"
+    return NotParsed(error.lineno, f"{error.msg[0].lower()}{error.msg[1:]}, column {error.colno}", hint)
 
 
 def reason_of(error: Exception) -> str:

@@ -16,9 +16,16 @@ from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.env_format import env_entries
-from simpletuner.settings.file_entries import TOO_DEEP, FileEntry, NotParsed, NotSettings, check_depth, reason_of
+from simpletuner.settings.file_entries import (
+    FileEntry,
+    NotParsed,
+    NotSettings,
+    check_depth,
+    explain_parsing,
+    json_mistake,
+)
 from simpletuner.system.files import read_file
-from simpletuner.system.paths import descriptor_of, shown_path
+from simpletuner.system.paths import descriptor_of
 
 Format = Callable[[str], Iterator[FileEntry]]
 YAML_HEAD = re.compile(r"""---|[\w"'-]+[ \t]*:(\s|$)|%YAML""")
@@ -44,24 +51,12 @@ def read_entries(path: Path, environment: Mapping[str, str] = os.environ) -> lis
 
     Raises SettingsError where it cannot be read or does not parse.
     """
-    shown = shown_path(path)
-    try:
+    with explain_parsing(path, "check the path", "correct that value"):
         text = read_text(path)
         entries = list(format_of(path, environment)(text))
         for entry in entries:
             check_depth(entry.value)
         return entries
-    except OSError as error:
-        raise SettingsError(f"cannot read {shown}: {error.strerror}", "check the path") from None
-    except NotSettings as error:
-        hint = "`simpletuner config init` writes one to start from"
-        raise SettingsError(f"{shown} holds {error}, not names and values", hint) from None
-    except NotParsed as error:
-        raise SettingsError(f"{shown}:{error.line} does not parse: {error.reason}", "correct that line") from None
-    except RecursionError:
-        raise SettingsError(f"{shown} does not parse: {TOO_DEEP}", "correct that value") from None
-    except ValueError as error:
-        raise SettingsError(f"{shown} does not parse: {reason_of(error)}", "correct that value") from None
 
 
 def format_of(path: Path, environment: Mapping[str, str]) -> Format:
@@ -102,7 +97,7 @@ def json_entries(text: str) -> Iterator[FileEntry]:
     try:
         value = json.loads(text, object_pairs_hook=Pairs)
     except json.JSONDecodeError as error:
-        raise NotParsed(error.lineno, f"{error.msg[0].lower()}{error.msg[1:]}, column {error.colno}") from None
+        raise json_mistake(error) from None
     if not isinstance(value, Pairs):
         raise NotSettings("a list" if isinstance(value, list) else "one value")
     for (key, item), (line, inner_lines) in zip(value.pairs, json_lines(text), strict=True):

@@ -77,17 +77,16 @@ REFUSED: dict[str, str] = {
     ),
     "downloads are never deleted; leave it out": "delete_model_after_load",
     "what images show is not checked; leave it out": "enable_nsfw_check",
-    "images are resized to their bucket in one step; leave it out": "maximum_image_size target_downsample_size",
-    "minimum_image_size leaves small images out": "max_upscale_threshold",
-    "buckets come from resolution and aspect_bucket_alignment; leave it out": "crop_aspect_buckets",
-    "every sample is seen equally often; repeats weight datasets": "data_backend_sampling=auto-weighting",
+    "it is a key of a dataset: write it into the file of data_backend_config": (
+        "type maximum_image_size target_downsample_size max_upscale_threshold crop_aspect_buckets "
+        "disable_multiline_split"
+    ),
+    "datasets are weighted by repeats and probability alone": "data_backend_sampling=auto-weighting",
     "set caption_strategy=instanceprompt": "only_instance_prompt",
-    "each line of a text file is a caption of its own; leave it out": "disable_multiline_split",
     "set vae_cache_disable or text_cache_disable to encode while training, or leave it out: all is encoded before": (
         "vae_cache_ondemand text_cache_ondemand text_embed_full_cache"
     ),
     "set cache_dir_vae and cache_dir_text; HF_HOME says where downloads go": "cache_dir",
-    "it is a key of a dataset: write it into the file of data_backend_config": "type",
     # Checkpoints.
     "checkpoints are counted in steps: set checkpoint_step_interval": (
         "checkpoint_epoch_interval checkpointing_rolling_steps"

@@ -71,9 +71,11 @@ class DatasetSettings(Section):
     resolution: float = knob(1024, "Target size, in the unit of resolution_type.", gt=0)
     resolution_type: Literal["pixel", "area", "pixel_area"] = knob("pixel_area", "Unit of resolution: short edge, megapixels, or the edge of a square of the same area.")  # fmt: skip
     crop: bool = knob(False, "Crop images; without it, only what extends beyond the aspect bucket is cut off.")
-    crop_style: Literal["center", "random"] = knob("center", "Where to crop; random depends on the seed and the image alone.")
-    crop_aspect: Literal["square", "preserve"] = knob("square", "Shape of the crop: square, or the image's aspect bucket.")
+    crop_style: Literal["center", "corner", "random"] = knob("center", "Where to crop: corner is the upper left one; random depends on the seed and the image alone.")
+    crop_aspect: Literal["square", "preserve", "closest", "random"] = knob("square", "Shape of the crop: square, the image's aspect bucket, or of a list of aspects the closest or a random one.")  # fmt: skip
     minimum_image_size: float | None = knob(None, "Leave out smaller images; same unit as resolution.", gt=0, aliases=("minimum_resolution",))
+    caption_dropout_probability: float = knob(0.1, "Fraction of samples trained without their caption.", ge=0, le=1)
+    vae_batch_size: int = knob(4, "Images that the VAE encodes at once, per rank.", ge=1)
     preserve_data_backend_cache: bool = knob(False, "Use the image list of an earlier start without looking for new or changed files.")
 
     vae_cache_disable: bool = knob(False, "Encode images while training, ahead of the step and one by one, and store no latents.")
@@ -87,13 +89,11 @@ class Data(DatasetSettings):
     instance_data_dir: Path | None = knob(None, "Folder of images, searched with its subfolders.", aliases=("instance_dir",))
     data_backend_config: Path | None = knob(None, "JSON file that lists several datasets (multidatabackend.json).")
     aspect_bucket_alignment: int = knob(64, "Both sides of a bucket are multiples of this.", unit="px", ge=8, le=256)
-    caption_dropout_probability: float = knob(0.1, "Fraction of samples trained without their caption.", ge=0, le=1)
     allow_dataset_oversubscription: bool = knob(False, "Repeat small buckets as often as the effective batch needs.")
     cache_dir_vae: CacheFolder = knob(None, "Folder for cached latents, such as cache/{model_family}; empty: output_dir/cache/latents.")
     cache_dir_text: CacheFolder = knob(None, "Folder for cached text embeddings; empty: output_dir/cache/text.")
     vae_cache_dtype: Literal["fp32", "bf16"] = knob("fp32", "Precision of cached latents; bf16 takes half the space, and what vae_dtype=bf16 adds no error to.")
     compress_disk_cache: bool = knob(False, "Compress cached latents and embeddings (zstd); a dataset's own compress_cache wins.")
-    vae_batch_size: int = knob(4, "Images that the VAE encodes at once, per rank.", ge=1)
     text_encoder_batch_size: int = knob(8, "Captions that the text encoders encode at once, per rank.", ge=1)
     tokenizer_max_length: int | None = knob(None, "Longest T5 prompt in tokens; empty: the family's own.", ge=1)
     rescan: bool = knob(False, "Read all image headers and captions again, whatever earlier starts have kept.")

@@ -64,11 +64,12 @@ def resumed_position(plan: Plan, checkpoint: Checkpoint, batch_size: int) -> Sam
     Raises EnvironmentNotReady for a position that is not in the data, which only damage explains.
     """
     # Other versions wrote keys that no longer mean anything.
-    position = SamplerState(**PositionFields.model_validate(checkpoint.state["position"]).model_dump())
+    saved, step = PositionFields.model_validate(checkpoint.state["position"]), int(checkpoint.state["step"])
+    position = SamplerState(**saved.model_dump(), step=step)
     if not has_same_order(plan, checkpoint):
-        return plan.sampler.start(batch_size, position.epoch)
+        return plan.sampler.start(batch_size, position.epoch, step)
     if not has_same_data(plan, checkpoint):
-        return plan.sampler.start(batch_size, position.epoch + 1)
+        return plan.sampler.start(batch_size, position.epoch + 1, step)
     if not plan.sampler.contains(position):
         raise EnvironmentNotReady(
             f"{checkpoint.folder} is damaged: there is no batch {position.batch} in epoch {position.epoch}",

@@ -110,7 +110,7 @@ def open_held_out_loss(
         variants=evaluated_variants(state.ema, validation),
         reader=prepared.reader,
         batches=held_out_batches(plan.samples, plan.held_out, settings.training.train_batch_size),
-        rank_slice=RankSlice(0, 1, 1, settings.training.seed, 0.0, pin=session.world.device.type == "cuda"),
+        rank_slice=RankSlice(0, 1, 1, settings.training.seed, False, pin=session.world.device.type == "cuda"),
         timesteps=validation.eval_timesteps,
         dtype=compute_dtype(settings),
         interval=validation.eval_step_interval,

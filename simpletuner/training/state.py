@@ -54,7 +54,7 @@ class TrainingState:
             **facts,
             **self.trained,
             **self.schedule.as_json(),
-            "position": asdict(sampler_state),
+            "position": {name: value for name, value in asdict(sampler_state).items() if name != "step"},
             "data": self.data_digest,
             "data_version": self.data_version,
             "base": dict(self.base_fingerprints),

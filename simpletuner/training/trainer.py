@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from simpletuner.data.prefetch import StepBatch
+from simpletuner.data.prefetch import Batch, StepBatch
 from simpletuner.models.family import ModelFamily
-from simpletuner.models.objectives import Objective, sample_losses
+from simpletuner.models.lora import without_adapter
+from simpletuner.models.objectives import NoisedLatents, Objective, per_sample, sample_losses
 from simpletuner.parallel.engine import Engine
 from simpletuner.report import Report
 from simpletuner.system.activity import Activity
@@ -115,16 +117,28 @@ class Trainer:
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             micro_batch = micro_batch.to(self.device, self.family.host_inputs)
             noised = self.objective.add_noise(micro_batch.latents, micro_batch.noise, micro_batch.u)
+            target = self.regression_target(noised, micro_batch)
             with self.engine.micro_batch(number == len(batch.micro_batches)):
                 prediction = self.family.predict(
                     self.engine.model, noised.noised.to(self.dtype), noised.timesteps, micro_batch.conditioning
                 )
-                loss = sample_losses(prediction, noised.target, noised.weights).mean()
+                loss = sample_losses(prediction, target, noised.weights).mean()
                 self.engine.backward(loss / len(batch.micro_batches))
             losses.append(loss.detach())
         learning_rate = self.learning_rate.at(self.step)
         grad_norm = self.engine.step(learning_rate, self.max_grad_norm)
         return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate)
+
+    def regression_target(self, noised: NoisedLatents, batch: Batch) -> Tensor:
+        """Return the target of a micro-batch; of regularisation data, it is what the base model predicts."""
+        if batch.from_base is None:
+            return noised.target
+        # Not through DDP, which would count the forward pass as one with a backward pass to come.
+        with torch.no_grad(), self.engine.inference(), without_adapter(self.engine.module):
+            base = self.family.predict(
+                self.engine.module, noised.noised.to(self.dtype), noised.timesteps, batch.conditioning
+            )
+        return torch.where(per_sample(batch.from_base, noised.target), base.to(noised.target.dtype), noised.target)
 
     def save_and_evaluate(self, batch: StepBatch) -> None:
         """Do what is due after a step. The last step is always saved, and so is the one at which the run stops."""

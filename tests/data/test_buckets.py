@@ -49,6 +49,11 @@ def test_samples_of_one_shape_share_a_bucket_named_width_by_height():
     assert list(make_buckets(samples)) == ["128x64", "64x128", "64x64"]
 
 
+def test_a_size_of_which_no_image_is_left_makes_no_bucket():
+    left = drawn((64, 64), (128, 64)).where(np.array([True, False]))
+    assert listed(make_buckets(Samples([left]))) == {"64x64": [0]}
+
+
 def test_repeats_are_extra_passes_of_their_own_dataset():
     samples = Samples([drawn((64, 64), repeats=2), drawn((128, 64), (64, 64), dataset="e")])
     assert listed(make_buckets(samples)) == {"64x64": [0, 0, 0, 2], "128x64": [1]}

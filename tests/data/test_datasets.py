@@ -4,29 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+from dataset_files import data_of, image, refusal
 
+from simpletuner.data.dataset_file import OTHER_NAMES
 from simpletuner.data.dataset_keys import MISSED, NO_EFFECT, REASONS, VALUES
 from simpletuner.data.datasets import EMBEDS, PLACES, LocalImages, load_datasets, unused_keys
 from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
 from simpletuner.settings.sections import Data, DatasetSettings, Model, Settings, Training
-
-
-def data_of(folder: Path, *entries: dict, **globals_) -> Data:
-    path = folder / "multidatabackend.json"
-    path.write_text(json.dumps(list(entries)))
-    return Data(data_backend_config=path, **globals_)
-
-
-def image(**values) -> dict:
-    return {"id": "one", "type": "local", "instance_data_dir": "pictures", **values}
-
-
-def refusal(data: Data) -> str:
-    with pytest.raises(SettingsError) as caught:
-        load_datasets(data)
-    return caught.value.message
 
 
 def test_from_flags_there_is_one_dataset_named_after_its_folder(tmp_path):
@@ -56,6 +42,8 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
         "crop_style": "random",
         "crop_aspect": "preserve",
         "minimum_image_size": 100,
+        "caption_dropout_probability": 0.3,
+        "vae_batch_size": 2,
         "preserve_data_backend_cache": True,
         "max_workers": 3,
         "vae_cache_disable": True,
@@ -105,19 +93,19 @@ def test_a_key_of_other_trainers_is_answered_with_the_reason(tmp_path, key):
 
 
 def test_what_is_off_or_happens_anyway_is_no_mistake_and_what_may_be_missed_is_one_line(tmp_path):
-    off = dict.fromkeys(REASONS, False) | dict.fromkeys(MISSED, 0) | {"probability": 1.0, "video": {}, "audio": None}
+    off = dict.fromkeys(REASONS, False) | dict.fromkeys(MISSED, 0) | {"video": {}, "audio": None}
     on = dict.fromkeys(NO_EFFECT, "x")
     data = data_of(tmp_path, image(**off, **on, minimum_image_size=0, caption_strategy=None))
     (dataset,), _ = load_datasets(data)
     assert (dataset.minimum_image_size, dataset.caption_strategy, unused_keys(data)) == (None, "textfile", [])
-    sizes = {"maximum_image_size": 2048, "target_downsample_size": 1024}
-    (tmp_path / "d.json").write_text(json.dumps([image(**sizes), image(id="b", **sizes)], indent=1))
+    cleared = {"vae_cache_clear_each_epoch": True}
+    (tmp_path / "d.json").write_text(json.dumps([image(**cleared), image(id="b", **cleared)], indent=1))
     warnings = unused_keys(Data(data_backend_config=tmp_path / "d.json"))
     assert warnings[0] == (
-        "maximum_image_size has no effect: images are resized to cover their bucket, and cropped there "
+        "vae_cache_clear_each_epoch has no effect: random crops are chosen once per image "
         f"({tmp_path}/d.json:6, dataset `one` and 1 more)"
     )
-    assert len(warnings) == 2
+    assert len(warnings) == 1
 
 
 def test_keys_are_spelled_as_freely_as_settings_and_once(tmp_path):
@@ -185,11 +173,11 @@ def test_all_mistakes_of_the_file_are_told_at_once_with_their_places(tmp_path):
     path = tmp_path / "d.json"
     path.write_text("""[
   {"id": "one", "instance_data_dir": "pictures",
-   "probability": 0.5, "crop_style": {"a": "{[,"},
+   "slider_strength": 0.5, "crop_style": {"a": "{[,"},
    "crop": "perhaps"},
   {"id": "t", "dataset_type": "text_embeds"},
   {"id": "three"}, {"id": [4],
-   "type": "csv", "instance_data_dir": "x"},
+   "type": "memory", "instance_data_dir": "x"},
   {"id": "five", "type": "aws", "instance_data_dir": "x",
    "aws_endpoint_url": "host:9000", "aws_max_pool_connections": 0,
    "aws_secret_access_key": ["hidden"]},
@@ -200,13 +188,13 @@ def test_all_mistakes_of_the_file_are_told_at_once_with_their_places(tmp_path):
 ]""")
     lines = refusal(Data(data_backend_config=path)).splitlines()
     assert [line.strip().partition("):")[0] for line in lines] == [
-        f"probability = 0.5 ({path}:3, dataset `one`",
+        f"slider_strength = 0.5 ({path}:3, dataset `one`",
         f"crop = 'perhaps' ({path}:4, dataset `one`",
         f"""crop_style = {{"a": "{{[,"}} ({path}:3, dataset `one`""",
         f"cache_dir ({path}:5, dataset `t`",
         f"instance_data_dir ({path}:6, dataset `three`",
         f"id = [4] ({path}:6",
-        f"type = 'csv' ({path}:7",
+        f"type = 'memory' ({path}:7",
         f"instance_data_dir = 'x' ({path}:8, dataset `five`",
         f"aws_bucket_name ({path}:8, dataset `five`",
         f"aws_endpoint_url = 'host:9000' ({path}:9, dataset `five`",
@@ -276,7 +264,7 @@ def test_every_key_of_the_original_is_taken_or_answered_with_a_reason():
     taken = {
         *(key for kind in PLACES.values() for key in kind.model_fields),
         *(key for kind in EMBEDS.values() for key in kind.model_fields),
-        "disable",
+        *OTHER_NAMES,
     }
     answered = REASONS | NO_EFFECT | MISSED
     assert set(ORIGINAL_KEYS) - taken - set(answered) == set()
@@ -294,7 +282,7 @@ def test_every_value_of_the_original_is_answered_with_a_reason(tmp_path, key, va
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"type": "locl"}, "type = 'locl' (d, dataset `one`): use one of local, aws; did you mean `local`?"),
+        ({"type": "locl"}, "type = 'locl' (d, dataset `one`): use one of local, aws, csv; did you mean `local`?"),
         ({"repeats": "often"}, "repeats = 'often' (d, dataset `one`): use a whole number of at least 0"),
         ({"resolution": 1e9}, "resolution=1e+09 (pixel_area) is too large: at most 16384x16384 px"),
         ({"resolution": 300, "resolution_type": "area"}, "resolution=300 (area) is too large"),

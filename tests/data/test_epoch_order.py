@@ -35,7 +35,7 @@ def test_an_epoch_holds_each_copy_once_evenly_spread_and_any_position_is_reached
     order = EpochOrder(each, 1, "64x64", 0)
     items = np.array(whole(order))
     assert len(items) == len(each) == order.length
-    for copies, samples in order.groups:
+    for copies, samples in ((passes * copies, samples) for copies, samples in each.groups.items()):
         own = items[np.isin(items, samples)]
         permutations = own.reshape(copies, len(samples))
         assert (np.sort(permutations, axis=1) == samples).all(), "one permutation after the other"

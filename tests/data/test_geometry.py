@@ -39,7 +39,7 @@ def round_to_multiple(side_px: float, alignment_px: int) -> int:
 
 def geometry_of(data: ImageDataset, name: str, original: tuple[int, int], alignment_px: int, seed: int) -> Geometry:
     target = bucket_size(data, original, alignment_px)
-    width, height = resized_sizes(one(original), one(target))[0].tolist()
+    width, height = resized_sizes(data, one(original), one(target))[0].tolist()
     return compute_geometry(data, name, original, (width, height), target, seed)
 
 

@@ -10,6 +10,7 @@ import torch
 from buckets import sampler_of
 
 from simpletuner.data.batch_sampler import GlobalBatchSampler
+from simpletuner.data.datasets import LocalImages
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, RankSlice, SampleReader, StepBatch, prefetch
 from simpletuner.data.samples import Sample
@@ -18,6 +19,13 @@ from simpletuner.data.storage import LocalStorage
 CHANNELS, TEXT = 4, 3
 SHAPES = {"64x64": (8, 8), "128x64": (8, 16)}
 COUNT = 24
+
+
+def dataset(**values) -> LocalImages:
+    return LocalImages(id="d", instance_data_dir=Path(), **values)
+
+
+PLAIN = dataset(caption_dropout_probability=0)
 
 
 def sample(number: int) -> Sample:
@@ -39,6 +47,7 @@ def text(caption: str) -> dict[str, torch.Tensor]:
 def source(**changes) -> SampleReader:
     values = {
         "samples": [sample(number) for number in range(COUNT)],
+        "dataset": lambda number: PLAIN,
         "latents": latents,
         "image": lambda each: {"size": torch.tensor(each.geometry.target)},
         "text": lambda each, caption: text(caption),
@@ -54,7 +63,9 @@ def order() -> GlobalBatchSampler:
 def steps_of(
     rank: int = 0, ranks: int = 1, accumulation: int = 1, batch: int = 8, dropout: float = 0.0, **changes
 ) -> Iterator[StepBatch]:
-    rank_slice = RankSlice(rank, ranks, accumulation, seed=5, caption_dropout=dropout)
+    rank_slice = RankSlice(rank, ranks, accumulation, seed=5)
+    if dropout:
+        changes["dataset"] = lambda number: dataset(caption_dropout_probability=dropout)
     return prefetch(source(**changes), order(), order().start(batch), 0, rank_slice, steps_ahead=2)
 
 
@@ -104,8 +115,9 @@ def test_any_number_of_ranks_and_passes_sees_the_same_global_batch(ranks, accumu
 
 def test_a_resumed_feed_goes_on_as_if_it_had_not_stopped():
     straight = list(islice(steps_of(dropout=0.5), 9))
-    rank_slice = RankSlice(0, 1, 1, seed=5, caption_dropout=0.5)
-    resumed = prefetch(source(), order(), straight[3].next_state, 4, rank_slice, steps_ahead=2)
+    rank_slice = RankSlice(0, 1, 1, seed=5)
+    dropping = source(dataset=lambda number: dataset(caption_dropout_probability=0.5))
+    resumed = prefetch(dropping, order(), straight[3].next_state, 4, rank_slice, steps_ahead=2)
     for one, two in zip(straight[4:], resumed, strict=False):
         for name, tensor in joined(two.micro_batches).items():
             assert torch.equal(tensor, joined(one.micro_batches)[name]), name
@@ -113,7 +125,7 @@ def test_a_resumed_feed_goes_on_as_if_it_had_not_stopped():
 
 def test_noise_differs_between_steps_and_between_repeats_in_one_batch():
     twice = sampler_of({"64x64": [0, 0]}, seed=1)
-    rank_slice = RankSlice(0, 1, 1, seed=5, caption_dropout=0.0)
+    rank_slice = RankSlice(0, 1, 1, seed=5)
     one, two = islice(prefetch(source(), twice, twice.start(2), 0, rank_slice, steps_ahead=1), 2)
     noises = [batch.noise[row] for step in (one, two) for batch in step.micro_batches for row in (0, 1)]
     assert len({float(noise[0, 0, 0]) for noise in noises}) == 4
@@ -190,3 +202,24 @@ def test_on_the_cpu_no_tensor_is_copied():
         assert torch.equal(joined([moved])[name], tensor)
     assert moved.latents is batch.latents
     assert moved.conditioning["prompt_embeds"] is batch.conditioning["prompt_embeds"]
+
+
+def test_captions_are_dropped_and_targets_taken_from_the_base_model_as_each_dataset_says():
+    datasets = {True: dataset(caption_dropout_probability=1), False: PLAIN}
+    for step in islice(steps_of(dataset=lambda number: datasets[number < 8]), 6):
+        (batch,) = step.micro_batches
+        dropped = [value == -1 for value in batch.conditioning["prompt_embeds"][:, 0, 0].tolist()]
+        assert dropped == [float(name[2:]) < 8 for name in batch.ids] and batch.from_base is None
+    always = source(dataset=lambda number: datasets[True])
+    (kept,) = next(prefetch(always, order(), order().start(8), 0, RankSlice(0, 1, 1, 5, False), 1)).micro_batches
+    assert (kept.conditioning["prompt_embeds"] != -1).all(), "held-out samples keep their captions"
+    regular = dataset(caption_dropout_probability=0, is_regularisation_data=True)
+    shares = [list(islice(steps_of(rank, 2, dataset=lambda n: regular if n < 3 else PLAIN), 6)) for rank in range(2)]
+    some = 0
+    for pair in zip(*shares, strict=True):
+        batches = [step.micro_batches[0] for step in pair]
+        wanted = [[float(name[2:]) < 3 for name in batch.ids] for batch in batches]
+        flags = [None if batch.from_base is None else batch.from_base.tolist() for batch in batches]
+        assert flags == (wanted if any(map(any, wanted)) else [None, None]), "both ranks decide by the global batch"
+        some += any(map(any, wanted)) and not all(map(any, wanted))
+    assert some, "at least one batch has such samples on one rank only"

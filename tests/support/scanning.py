@@ -23,18 +23,20 @@ def scanned(dataset: ImageDataset, storage: Storage) -> Scan:
     return Scan(dataset, storage, files.table.from_batches([rows], SCANNED), files.others)
 
 
-def found(datasets: Sequence[ImageDataset], outputs: Sequence[Path] = (), alignment_px: int = 64) -> Discovery:
+def found(
+    datasets: Sequence[ImageDataset], outputs: Sequence[Path] = (), alignment_px: int = 64, seed: int = 0
+) -> Discovery:
     """Find the samples of datasets."""
-    return discover([scanned(dataset, open_storage(dataset, outputs)) for dataset in datasets], alignment_px, 0)
+    return discover([scanned(dataset, open_storage(dataset, outputs)) for dataset in datasets], alignment_px, seed)
 
 
-def drawn(*targets: tuple[int, int], dataset: str = "d", repeats: int = 0, first: int = 0) -> DatasetSamples:
+def drawn(*targets: tuple[int, int], dataset: str = "d", repeats: int = 0, first: int = 0, **keys) -> DatasetSamples:
     """Return samples `first`, `first` + 1, ... of these sizes, without files."""
     names = [f"{number}.png" for number in range(first, first + len(targets))]
     values = {"name": names, "version": ["1"] * len(names), "captions": [["c"]] * len(names)}
     schema = pa.schema([SCANNED.field(name) for name in values])
     sides = np.array(targets, np.int64).reshape(-1, 2)
     sizes = Sizes(sides, sides, sides, np.arange(len(names), dtype=np.int32))
-    made = LocalImages.model_construct(id=dataset, repeats=repeats, caption_strategy="textfile")
+    made = LocalImages.model_construct(id=dataset, repeats=repeats, caption_strategy="textfile", **keys)
     rows = np.arange(len(names), dtype=np.int32)
     return DatasetSamples(made, LocalStorage(Path()), pa.table(values, schema), rows, sizes, 0)
