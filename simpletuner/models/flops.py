@@ -7,7 +7,7 @@ convolutions and attention. Recomputation of activations is left out, since it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,20 @@ def shapes_of(latents_BCHW: Tensor, conditioning: Mapping[str, Tensor]) -> Shape
     return tuple((name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items())
 
 
+class WholeModel(nullcontext[None]):
+    """In place of the ModuleTracker of FlopCounterMode, for a count without names of modules.
+
+    Its hooks run in all modules of the process, and other threads may be encoding.
+    """
+
+    parents = frozenset({"Global"})
+
+
 def flop_counter() -> FlopCounterMode:
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: convolution_backward})
+    """Return what counts all products, convolutions and attention of this thread within."""
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: convolution_backward})
+    counter.mod_tracker = WholeModel()
+    return counter
 
 
 def convolution_backward(
@@ -132,7 +144,6 @@ def meta_input(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def backward(outputs: Iterable[Any]) -> None:
     """Run the backward pass of all tensors among the outputs that have one."""
-    # Not autograd.grad, which FlopCounterMode's hooks refuse.
     tensors = [each for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None]
     torch.autograd.backward(tensors, [torch.empty_like(each) for each in tensors])
 
