@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ class Progress:
     def __init__(self, report: Report, title: str, total: int, done: int, line_seconds: float = 10.0) -> None:
         self.report, self.title, self.total, self.done = report, title, total, done
         self.line_seconds, self.next_line, self.said = line_seconds, 0.0, False
+        self.began, self.done_before = time.monotonic(), done
         self.bar: Any = None
         if report.talk.is_terminal and not report.quiet:
             self.bar = self._start_bar()
@@ -176,4 +178,11 @@ class Progress:
         elif not again and (time.monotonic() >= self.next_line or done == self.total):
             self.said = True
             self.next_line = time.monotonic() + self.line_seconds
-            self.report.say(f"{self.title}: {done}/{self.total}{'  ' + note if note else ''}")
+            self.report.say(f"{self.title}: {done}/{self.total}{'  ' + note if note else ''}{self.time_left()}")
+
+    def time_left(self) -> str:
+        """Format how long the rest takes at the mean speed so far; empty where nothing is done, or nothing is left."""
+        done_now, left = self.done - self.done_before, self.total - self.done
+        if done_now <= 0 or left <= 0:
+            return ""
+        return f"  {timedelta(seconds=round(left * (time.monotonic() - self.began) / done_now))} left"

@@ -39,6 +39,7 @@ from simpletuner.training.held_out import open_held_out_loss
 from simpletuner.training.metrics import Metrics, open_metrics
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.output_dir import export, exported_steps, open_output_dir, pipelines_of
+from simpletuner.training.profiling import open_profiler
 from simpletuner.training.resuming import (
     base_fingerprints,
     check_fits,
@@ -51,6 +52,7 @@ from simpletuner.training.settings_record import record_settings
 from simpletuner.training.state import Checkpointer, TrainingState
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.summary import print_plan, print_result
+from simpletuner.training.throughput import open_throughput
 from simpletuner.training.trainer import Evaluation, Trainer
 from simpletuner.training.validation import open_validator
 
@@ -193,7 +195,9 @@ def build_trainer(
         batches=prefetch(prepared.reader, prepared.plan.sampler, state.sampler_state, state.step, rank_slice, ahead),
         learning_rate=LearningRate(state.schedule, settings.optimizer),
         ema=state.ema,
-        logger=StepLogger(mesh, StopVote(session.stop), metrics, settings.effective_batch_size),
+        logger=StepLogger(
+            mesh, StopVote(session.stop), metrics, open_throughput(session, family), settings.effective_batch_size
+        ),
         checkpointer=Checkpointer(session, state),
         evaluations=open_evaluations(session, family, state, prepared, metrics),
         device=mesh.world.device,
@@ -206,6 +210,7 @@ def build_trainer(
         max_grad_norm=settings.optimizer.max_grad_norm,
         dtype=compute_dtype(settings),
         seed=training.seed,
+        profiler=open_profiler(session),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import scanning
@@ -72,3 +73,15 @@ def test_a_broken_picture_cannot_forge_a_line(tmp_path, capsys):
     report_left_out(scanning.found([dataset]), Report())
     said = capsys.readouterr().err
     assert "warning: 1 broken image left out:\n  d/a\n  error: no disk\\x1b[2J.png: " in said
+
+
+def test_a_line_of_progress_says_how_long_the_rest_takes_once_something_is_done(capsys):
+    progress = Report().progress("training", total=8, done=2)
+    progress.line_seconds = 0
+    progress.update(2)
+    progress.began -= 120  # for two steps, so four more take twice as long
+    progress.update(4, "loss 1")
+    progress.update(8)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "training: 2/8" and said[2] == "training: 8/8"
+    assert re.fullmatch(r"training: 4/8  loss 1  0:04:0\d left", said[1]), said

@@ -8,6 +8,7 @@ from typing import Any
 from simpletuner.errors import BrokenRule
 from simpletuner.settings.deepspeed.config import extra_deepspeed_settings
 from simpletuner.settings.sections import Lora, Settings
+from simpletuner.settings.step_ranges import parse_step_range
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
@@ -330,6 +331,13 @@ def warmup_ends(settings: Settings) -> Iterator[BrokenRule]:
         yield broken(message, "lr_warmup_steps", "max_train_steps")
 
 
+def profile_begins_in_time(settings: Settings) -> Iterator[BrokenRule]:
+    steps, traced = settings.training.max_train_steps, settings.logging.profile_steps
+    if traced and steps is not None and parse_step_range(traced)[1] > steps:
+        message = f"profile_steps = {traced} goes beyond max_train_steps = {steps}"
+        yield broken(message, "profile_steps", "max_train_steps")
+
+
 COMPLETENESS_RULES: tuple[Rule, ...] = (needs_model_family, needs_images, needs_length, needs_address_of_machine_0)
 RULES: tuple[Rule, ...] = (
     images_have_one_source,
@@ -345,4 +353,5 @@ RULES: tuple[Rule, ...] = (
     pickles_are_trusted,
     wrap_policy_is_known,
     warmup_ends,
+    profile_begins_in_time,
 )

@@ -16,6 +16,7 @@ from simpletuner.settings.image_sizes import normalize_sizes
 from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.placeholders import OF_A_RUN, only_placeholders
 from simpletuner.settings.spelling import normalize_name
+from simpletuner.settings.step_ranges import normalize_step_range
 from simpletuner.system.paths import ENVIRONMENT, expand_path
 
 
@@ -231,6 +232,8 @@ class Logging(Section):
 
     report_to: Literal["none", "tensorboard"] = knob("none", "Also write metrics for this tracker.")
     logging_dir: Path | None = knob(None, "Folder for the tracker; empty: output_dir/logs.")
+    device_peak_tflops: float | None = knob(None, "What each device computes at most, for MFU; empty: dense bf16 of the GPUs that docs/performance.md lists.", unit="TFLOP/s", gt=0)
+    profile_steps: Annotated[str, AfterValidator(normalize_step_range)] = knob("", "Optimizer steps FIRST:LAST that rank 0 traces with torch's profiler into output_dir/profile.")
 
 
 class Settings(Section):

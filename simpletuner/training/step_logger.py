@@ -21,6 +21,7 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.report import Progress, Report
 from simpletuner.system.signals import StopRequest
 from simpletuner.training.metrics import Metrics
+from simpletuner.training.throughput import Throughput, format_throughput
 
 
 class StopVote:
@@ -55,13 +56,22 @@ class PendingStep:
     row: dict[str, Any]
     scalars: Tensor
     sample_ids: list[str]
+    flops: float | None
 
 
 class StepLogger:
-    """Write metrics and progress; `metrics` is None on ranks that do not write."""
+    """Write metrics and progress; `metrics` and `throughput` are None on ranks that do not write."""
 
-    def __init__(self, mesh: Mesh, stop_vote: StopVote, metrics: Metrics | None, batch_size: int) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        stop_vote: StopVote,
+        metrics: Metrics | None,
+        throughput: Throughput | None,
+        batch_size: int,
+    ) -> None:
         self.mesh, self.stop_vote, self.metrics, self.batch_size = mesh, stop_vote, metrics, batch_size
+        self.throughput = throughput
         self.pending: PendingStep | None = None
         self.shown: Progress | None = None
         self.clock = time.perf_counter()
@@ -82,12 +92,14 @@ class StepLogger:
         reduced = self.mesh.data_mean(torch.stack([output.loss, self.stop_vote.wish(output.loss.device)]))
         norm = output.grad_norm.reshape(1).to(reduced.device)  # over all ranks already
         scalars = torch.cat([reduced, norm])
+        flops = self.throughput.count(batch) if self.throughput is not None else None  # while the device works
         self.flush()
         now = time.perf_counter()
         row = {"step": step, "epoch": batch.next_state.epoch, "learning_rate": output.learning_rate}
         row |= {"data_seconds": data_seconds, "seconds": now - self.clock}
         self.clock = now
-        self.pending = PendingStep(row, scalars, [sample for each in batch.micro_batches for sample in each.ids])
+        sample_ids = [sample for each in batch.micro_batches for sample in each.ids]
+        self.pending = PendingStep(row, scalars, sample_ids, flops)
 
     def flush(self) -> None:
         """Read and write the pending step. Raises TrainingError on all ranks when its loss is not finite."""
@@ -104,8 +116,10 @@ class StepLogger:
                 f"samples of rank {self.mesh.world.rank}: {', '.join(pending.sample_ids)}",
                 "lower learning_rate or look at these samples; the same command resumes from the last checkpoint",
             )
+        speed = {"samples_per_second": self.batch_size / seconds, "seconds": seconds}
+        measured = self.throughput.measure(pending.flops, seconds) if self.throughput is not None else {}
         if self.shown is not None:
-            self.shown.update(step, f"loss {loss:.4f}  {self.batch_size / seconds:.1f} samples/s")
+            rate = f"{speed['samples_per_second']:.1f} samples/s"
+            self.shown.update(step, f"loss {loss:.4f}  {rate}{format_throughput(measured)}")
         if self.metrics is not None:
-            speed = {"samples_per_second": self.batch_size / seconds, "seconds": seconds}
-            self.metrics.write({**pending.row, "loss": loss, "grad_norm": grad_norm, **speed})
+            self.metrics.write({**pending.row, "loss": loss, "grad_norm": grad_norm, **speed, **measured})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from simpletuner.system.activity import Activity
 from simpletuner.system.signals import StopRequest
 from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import LearningRate
+from simpletuner.training.profiling import StepProfiler
 from simpletuner.training.state import Checkpointer
 from simpletuner.training.step_logger import StepLogger, StepOutput
 
@@ -72,6 +74,7 @@ class Trainer:
     """Of the latents that the denoiser is called with."""
     seed: int
     """For dropout inside the denoiser."""
+    profiler: StepProfiler | None
 
     def train(self) -> None:
         """Train to `max_steps`.
@@ -81,14 +84,19 @@ class Trainer:
         for evaluation in self.evaluations:
             if self.step == 0 or (self.is_due(evaluation) and not evaluation.is_complete(self.step)):
                 self.evaluate(evaluation)
-        with self.logger.progress(self.report, self.max_steps, self.step):
+        traced = self.profiler.opened() if self.profiler is not None else nullcontext()
+        with self.logger.progress(self.report, self.max_steps, self.step), traced:
             while self.step < self.max_steps:
+                if self.profiler is not None:
+                    self.profiler.begin(self.step + 1)
                 batch, data_seconds = self.next_batch()
                 output = self.train_step(batch)
                 self.step += 1
                 if self.ema is not None:
                     self.ema.update(self.step)
                 self.logger.log(self.step, output, batch, data_seconds)  # reads the numbers of the step before
+                if self.profiler is not None and self.profiler.end(self.step, data_seconds):
+                    self.logger.restart_clock()
                 self.save_and_evaluate(batch)
 
     def next_batch(self) -> tuple[StepBatch, float]:

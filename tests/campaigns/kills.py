@@ -39,7 +39,7 @@ OLDEST_SECONDS = 15
 """How long a process of a killed run may live on."""
 RANKS = 2
 VICTIMS = {"group": 0.65, "one rank": 0.15, "launcher": 0.2}
-TIMINGS = {"samples_per_second", "seconds", "data_seconds"}
+TIMINGS = {"samples_per_second", "seconds", "data_seconds", "tflops_per_second"}
 FLAGS = (
     "--fsdp_enable",
     "--train_batch_size=2",

@@ -104,6 +104,10 @@ CASES: tuple[Case, ...] = (
     Case(f"train {ENOUGH} --num_machines=2 --num_processes=16"),
     Case(f"train {ENOUGH} --fsdp_auto_wrap_policy=BLOCKS --validation_resolution=big"),
     Case(f"train {ENOUGH} --lr_warmup_steps=20 --max_train_steps=10"),
+    Case(f"train {ENOUGH} --profile_steps=8:12 --max_train_steps=10"),
+    Case(f"train {ENOUGH} --profile_steps=12 --device_peak_tflops=0"),
+    Case(f"train {ENOUGH} --profile_steps=12:8"),
+    Case(f"train {ENOUGH} --profile_steps=1:500"),
     Case(f"train {ENOUGH} --data_backend_config=b.json --caption_strategy=instanceprompt"),
 )
 

@@ -110,7 +110,7 @@ def build(world, tmp_path):
             "batches": batches_of(list(losses), micro_batches, step),
             "learning_rate": LearningRate(Schedule(4), Optimizer(learning_rate=1.0, lr_scheduler="linear")),
             "ema": None,
-            "logger": StepLogger(Mesh(world), StopVote(stop), metrics, 2),
+            "logger": StepLogger(Mesh(world), StopVote(stop), metrics, None, 2),
             "checkpointer": noted,
             "evaluations": [noted],
             "device": world.device,
@@ -123,6 +123,7 @@ def build(world, tmp_path):
             "max_grad_norm": 1.0,
             "dtype": torch.float32,
             "seed": 0,
+            "profiler": None,
         }
         trainer = Trainer(**{**values, **changes})
         trainer.calls = calls

@@ -1,0 +1,97 @@
+"""Throughput of training: TFLOP/s of a device, model FLOPs utilization (MFU), and memory.
+
+MFU is the FLOPs of a step over what the device could have computed in its time (Chowdhery et al. 2022,
+arXiv:2204.02311, appendix B). docs/performance.md says what is counted.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from simpletuner.data.prefetch import StepBatch
+from simpletuner.models.family import ModelFamily
+from simpletuner.models.flops import FlopCounter
+from simpletuner.report import Report
+from simpletuner.session import Session
+
+# Dense bf16 with float32 accumulation by the vendors' data sheets (of Ada, NVIDIA's white paper); where these give
+# numbers with sparsity, half of it. H100 PCIe, H100 NVL and H200 NVL are slower than what they are named after.
+PEAK_TFLOPS = {
+    r"NVIDIA H100 \d+GB HBM3": 989.5,
+    r"NVIDIA H200": 989.5,
+    r"NVIDIA A100.*": 312.0,
+    r"NVIDIA L40S": 362.0,
+    r"NVIDIA GeForce RTX 4090": 165.2,
+    r"NVIDIA RTX 6000 Ada Generation": 364.0,
+    r"NVIDIA B200": 2250.0,
+    r"AMD Instinct MI300X.*": 1307.0,
+}
+"""Peak of a device in TFLOP/s by its name, as a regular expression of the whole name."""
+
+
+def peak_tflops_of(name: str) -> float | None:
+    """Return a device's peak by its name; None for one that is not in the table."""
+    return next((peak for pattern, peak in PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None)
+
+
+@dataclass
+class Throughput:
+    """What rank 0 measures of its own device; the others have as much to do."""
+
+    counter: FlopCounter
+    peak_tflops: float | None
+    context_parallel_size: int
+    device: torch.device
+    report: Report
+    is_counted: bool = True
+    """False for a family that cannot be counted."""
+
+    def count(self, batch: StepBatch) -> float | None:
+        """Return this device's share of the FLOPs of a step; None where they cannot be counted.
+
+        A look-up, but for the first batch of a shape, which takes some tenths of a second.
+        """
+        if not self.is_counted:
+            return None
+        try:
+            flops = sum(self.counter.count(each.latents, each.conditioning) for each in batch.micro_batches)
+        except RuntimeError as error:  # what torch raises where a denoiser reads numbers, which the meta device has not
+            self.is_counted = False
+            self.report.warn(f"no TFLOP/s are shown, since the model cannot run on the meta device: {error}")
+            return None
+        return flops / self.context_parallel_size
+
+    def measure(self, flops: float | None, seconds: float) -> dict[str, float]:
+        """Return what the metrics say of a step that took so long."""
+        measured: dict[str, float] = {}
+        if flops is not None:
+            measured["tflops_per_second"] = flops / seconds / 1e12
+            if self.peak_tflops is not None:
+                measured["mfu"] = measured["tflops_per_second"] / self.peak_tflops
+        if self.device.type == "cuda":  # the allocator's own counts: nothing waits for the GPU
+            measured["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            measured["reserved_memory_bytes"] = torch.cuda.memory_reserved(self.device)
+        return measured
+
+
+def format_throughput(measured: dict[str, float]) -> str:
+    """Format what the progress line shows; empty where nothing was counted."""
+    if "tflops_per_second" not in measured:
+        return ""
+    speed = f"  {measured['tflops_per_second']:.3g} TFLOP/s"
+    return f"{speed}  MFU {measured['mfu']:.1%}" if "mfu" in measured else speed
+
+
+def open_throughput(session: Session, family: ModelFamily) -> Throughput | None:
+    """Build what measures throughput; None on ranks that write no metrics."""
+    if not session.world.is_first:
+        return None
+    device, known = session.world.device, None
+    if device.type == "cuda":
+        known = peak_tflops_of(torch.cuda.get_device_name(device))
+        torch.cuda.reset_peak_memory_stats(device)  # encoders are gone, and their peak says nothing of training
+    peak = session.settings.logging.device_peak_tflops or known
+    return Throughput(FlopCounter(family), peak, session.mesh.cp, device, session.report)
