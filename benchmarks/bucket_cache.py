@@ -26,7 +26,7 @@ from simpletuner.caches import mirror as mirrors
 from simpletuner.caches.mirror import Mirror, open_mirror
 from simpletuner.caches.shards import ShardReader
 from simpletuner.data.batch_sampler import GlobalBatchSampler
-from simpletuner.data.datasets import LocalImages, S3ImageEmbeds
+from simpletuner.data.dataset_kinds import LocalImages, S3ImageEmbeds
 from simpletuner.data.epoch_order import Bucket
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import RankSlice, SampleReader, prefetch

@@ -12,7 +12,7 @@ import numpy as np
 from interleaved import print_table
 
 from simpletuner.data.batch_sampler import DATA_VERSION
-from simpletuner.data.datasets import LocalImages
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.geometry import bucket_sizes, cropped_shares
 
 RESOLUTIONS, ALIGNMENT_PX, LONG_PX = (512, 768, 1024, 1536), 64, 4000

@@ -23,8 +23,8 @@ from simpletuner.caches.keys import latents_parts, short_hash, text_parts
 from simpletuner.caches.records import record_keys
 from simpletuner.data.batch_sampler import GlobalBatchSampler
 from simpletuner.data.buckets import digest_buckets, make_buckets
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.dataset_warnings import dataset_warnings
-from simpletuner.data.datasets import LocalImages
 from simpletuner.data.discovery import discover
 from simpletuner.data.file_list import OtherFiles
 from simpletuner.data.kept_scan import ROWS, intact_files, open_table, write_table

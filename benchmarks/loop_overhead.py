@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from simpletuner.caches.sources import TextSource
 from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
-from simpletuner.data.datasets import LocalImages
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.epoch_order import Bucket
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, SampleReader

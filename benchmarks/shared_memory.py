@@ -21,7 +21,7 @@ from interleaved import print_table
 from kept_scan import drawn, own_mib
 
 from simpletuner.data.buckets import make_buckets
-from simpletuner.data.datasets import LocalImages
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.discovery import discover
 from simpletuner.data.file_list import OtherFiles
 from simpletuner.data.kept_scan import intact_files, open_table, write_table

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from interleaved import print_table
 
 from simpletuner.data.buckets import make_buckets
-from simpletuner.data.datasets import LocalImages
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.discovery import discover
 from simpletuner.data.file_list import FILE, OtherFiles, with_caption_versions
 from simpletuner.data.kept_scan import ROWS

@@ -15,8 +15,9 @@ from simpletuner.caches.sources import TextSource, open_sources, used_texts
 from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler
 from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1, listed_items
 from simpletuner.data.buckets import Buckets, digest_buckets, fill_buckets, make_buckets
+from simpletuner.data.dataset_kinds import ImageDataset, TextEmbeds
 from simpletuner.data.dataset_warnings import dataset_warnings
-from simpletuner.data.datasets import ImageDataset, TextEmbeds, load_datasets
+from simpletuner.data.datasets import load_datasets
 from simpletuner.data.discovery import Discovery, count_noun, discover, format_names
 from simpletuner.data.folders import default_folder, latents_folder, text_folder
 from simpletuner.data.held_out import held_out_indices

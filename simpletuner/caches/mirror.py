@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from simpletuner.caches.records import RecordLocation
 from simpletuner.caches.shard_index import read_index
 from simpletuner.caches.shards import ShardWriter
-from simpletuner.data.datasets import Embeds, S3Embeds
+from simpletuner.data.dataset_kinds import Embeds, S3Embeds
 from simpletuner.data.storage import MAX_BYTES, check_obstore
 from simpletuner.system.cache_files import OURS, SHARD_SUFFIX, disk_bytes, index_of
 from simpletuner.system.files import unfinished_path, write_file

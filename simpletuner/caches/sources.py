@@ -10,7 +10,7 @@ from simpletuner.caches.latents import DTYPES, LatentsCache
 from simpletuner.caches.mirror import open_mirror
 from simpletuner.caches.on_demand import LatentsOnDemand, TextOnDemand
 from simpletuner.caches.texts import TextCache
-from simpletuner.data.datasets import ImageDataset, TextEmbeds
+from simpletuner.data.dataset_kinds import ImageDataset, TextEmbeds
 from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.data.samples import DatasetSamples, Samples
 from simpletuner.models.family import ModelFamily

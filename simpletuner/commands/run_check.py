@@ -19,7 +19,7 @@ from simpletuner.settings.raw_values import Source
 from simpletuner.system.paths import shown_path
 
 if TYPE_CHECKING:
-    from simpletuner.data.datasets import ImageDataset
+    from simpletuner.data.dataset_kinds import ImageDataset
 
 
 MODEL_SETTINGS = ("model_family", "model_flavour", "model_families", "pretrained_model_name_or_path")
@@ -111,7 +111,7 @@ def check_buckets(places: Iterable[object]) -> None:
 
 def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
     """Raise DataError for an image folder or a table that does not exist. `file` is the one that names the datasets."""
-    from simpletuner.data.datasets import LocalImages, S3Images, SnapshotImages, UrlImages
+    from simpletuner.data.dataset_kinds import LocalImages, S3Images, SnapshotImages, UrlImages
 
     for dataset in datasets:
         folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from simpletuner.data.caption_variants import vary
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.storage import Storage, UnreadableFileError
 
 MAX_BYTES = 1 << 20

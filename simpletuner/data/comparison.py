@@ -21,7 +21,7 @@ import pyarrow as pa
 import xxhash
 
 from simpletuner.data.captions import read_caption_file
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.file_list import CAPTION_VERSION, FileList
 from simpletuner.data.storage import Storage, UnreadableFileError
 from simpletuner.data.tables import BLOCK

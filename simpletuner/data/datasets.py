@@ -2,236 +2,40 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
-from simpletuner.data.caption_rules import CaptionKeys
-from simpletuner.data.crops import CropKeys
 from simpletuner.data.dataset_file import DatasetEntry, read_entries
 from simpletuner.data.dataset_keys import RULES, VALUES
-from simpletuner.data.folders import check_id, find_nested_ids, id_of_folder
-from simpletuner.data.participation import ParticipationKeys
-from simpletuner.data.s3_place import S3Place
+from simpletuner.data.dataset_kinds import (
+    EMBEDS,
+    PLACES,
+    Embeds,
+    ImageDataset,
+    ImageEmbeds,
+    LocalImages,
+    S3Embeds,
+    TextEmbeds,
+)
+from simpletuner.data.folders import find_nested_ids, id_of_folder
 from simpletuner.data.tables import (
     BLOCK,
     TABLE_RULES,
-    TABLE_STRATEGIES,
     TableSettings,
-    check_format,
-    check_table,
 )
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.errors import allowed, did_you_mean, shorten
 from simpletuner.settings.key_table import Keeps, KeyTable, Refuses, Rule, interpret, put
 from simpletuner.settings.knob import Section
 from simpletuner.settings.original import is_off, zero_as
-from simpletuner.settings.placeholders import OF_A_DATASET, fill, only_placeholders
 from simpletuner.settings.sections import Data, DatasetSettings
 from simpletuner.settings.spelling import choices_of, normalize_name, normalize_value
 from simpletuner.system.paths import shown_path
-
-LARGEST_PIXELS = 1 << 28
-SMALLEST_PIXELS = 64
-
-
-class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
-    """Images, wherever they are, and how they are captioned, resized and cropped."""
-
-    id: Annotated[str, AfterValidator(check_id)]
-    type: Literal["local", "aws", "csv", "huggingface"] = "local"
-    dataset_type: Literal["image", "eval"] = "image"
-    text_embeds: str | None = None
-    image_embeds: str | None = None
-    disabled: bool = False
-    caption_strategy: Literal["textfile", "filename", "instanceprompt", "parquet", "csv"] = "textfile"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Only a dataset of a file can have a table."""
-    metadata_backend: Literal["discovery", "parquet"] = "discovery"
-    parquet: TableSettings | None = None
-    cache_dir_vae: Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_DATASET))] = None
-    compress_cache: bool = False
-    minimum_aspect_ratio: float | None = Field(default=None, gt=0)
-    maximum_aspect_ratio: float | None = Field(default=None, gt=0)
-    max_num_samples: int | None = Field(default=None, ge=1)
-    is_regularisation_data: bool = False
-    _embeds: ImageEmbeds | None = PrivateAttr(None)
-
-    @property
-    def latents_bucket(self) -> S3ImageEmbeds | None:
-        """The cache in a bucket that `image_embeds` names, once the whole file is read."""
-        return self._embeds if isinstance(self._embeds, S3ImageEmbeds) else None
-
-    def cached_in(self, embeds: ImageEmbeds) -> ImageDataset:
-        """Return this dataset with its latents in a cache that `image_embeds` names."""
-        new = self.model_copy(update={"cache_dir_vae": fill(embeds.cache_dir, {"id": embeds.id})})
-        new._embeds = embeds
-        return new
-
-    @model_validator(mode="after")
-    def check_latents_folder(self) -> ImageDataset:
-        if self.image_embeds is not None and self.cache_dir_vae is not None:
-            raise PydanticCustomError("cache_dir_vae", "image_embeds names another folder: leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def check_table(self) -> ImageDataset:
-        if self.type != "csv":  # which makes its own table
-            check_table(self.parquet, self.caption_strategy, self.metadata_backend)
-        return self
-
-    @property
-    def sizes_from_table(self) -> bool:
-        """Whether the table replaces headers. Where each image has a text file to read, its header is read as well."""
-        table = self.parquet if self.metadata_backend == BLOCK and self.caption_strategy != "textfile" else None
-        return table is not None and bool(table.size_columns)
-
-    @model_validator(mode="after")
-    def check_resolution(self) -> ImageDataset:
-        area = self.resolution * (1_000_000 if self.resolution_type == "area" else self.resolution)  # `**` raises
-        said = f"resolution={self.resolution:g} ({self.resolution_type})"
-        if area > LARGEST_PIXELS:
-            raise PydanticCustomError("resolution", "{said} is too large: at most 16384x16384 px", {"said": said})
-        if area < SMALLEST_PIXELS:
-            message = "{said} is less than 8x8 px; megapixels have resolution_type area"
-            raise PydanticCustomError("resolution", message, {"said": said})
-        return self
-
-    @model_validator(mode="after")
-    def check_aspects(self) -> ImageDataset:
-        if (self.minimum_aspect_ratio or 0) > (self.maximum_aspect_ratio or math.inf):
-            raise PydanticCustomError("minimum_aspect_ratio", "it is above maximum_aspect_ratio: no image is left")
-        return self
-
-
-class LocalImages(ImageDataset):
-    """A folder of images."""
-
-    instance_data_dir: Path
-
-
-class S3Images(S3Place, ImageDataset):
-    """Images in a bucket of an S3-compatible store."""
-
-
-class UrlImages(ImageDataset):
-    """Images by their addresses, which are downloaded once into a folder."""
-
-    csv_file: Annotated[Path, AfterValidator(check_format)]
-    csv_cache_dir: Path
-    csv_url_column: str = "url"
-    csv_caption_column: str | None = None
-
-    @model_validator(mode="after")
-    def check_list(self) -> UrlImages:
-        if self.parquet or self.metadata_backend == BLOCK:
-            key = BLOCK if self.parquet else "metadata_backend"
-            raise PydanticCustomError(key, "images of type csv have their table in csv_file: leave it out")
-        if self.caption_strategy in TABLE_STRATEGIES and not self.csv_caption_column:
-            raise PydanticCustomError("csv_caption_column", "is missing: caption_strategy takes captions from it")
-        if self.caption_strategy not in (*TABLE_STRATEGIES, "instanceprompt"):
-            raise PydanticCustomError("caption_strategy", "images of type csv have csv or instanceprompt")
-        return self
-
-
-def check_snapshot(folder: Path) -> Path:
-    if not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
-        raise ValueError(
-            f"there is no folder {folder}; datasets of the hub are read where they were downloaded: "
-            f"`hf download {folder} --repo-type dataset --local-dir FOLDER`"
-        )
-    return folder
-
-
-class SnapshotImages(ImageDataset):
-    """Images in the Parquet files of a downloaded Hugging Face dataset."""
-
-    dataset_name: Annotated[Path, AfterValidator(check_snapshot)]
-    split: str = "train"
-    image_column: str = "image"
-    caption_column: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def read_as_folder(cls, values: Any) -> Any:
-        """The original's `huggingface` for captions and metadata is what happens anyway."""
-        anyway = {"caption_strategy": "textfile", "metadata_backend": "discovery"}
-        return {**values, **{key: own for key, own in anyway.items() if values.get(key) == "huggingface"}}
-
-    @model_validator(mode="after")
-    def check_columns(self) -> SnapshotImages:
-        if self.caption_strategy == "textfile" and not self.caption_column:
-            raise PydanticCustomError("caption_column", "is missing: captions come from it")
-        if self.caption_strategy not in ("textfile", "instanceprompt"):
-            message = "images of type huggingface have huggingface or instanceprompt"
-            raise PydanticCustomError("caption_strategy", message)
-        if self.parquet or self.metadata_backend == BLOCK:
-            key = BLOCK if self.parquet else "metadata_backend"
-            raise PydanticCustomError(key, "images of type huggingface have their own table: leave it out")
-        return self
-
-
-PLACES: dict[str, type[ImageDataset]] = {
-    "local": LocalImages,
-    "aws": S3Images,
-    "csv": UrlImages,
-    "huggingface": SnapshotImages,
-}
-"""Datasets of images by `type`."""
-
-
-class Embeds(Section):
-    """A cache folder that datasets name: an entry of the dataset file."""
-
-    id: str
-    type: Literal["local", "aws"] = "local"
-    disabled: bool = False
-    cache_dir: Annotated[Path, AfterValidator(only_placeholders(*OF_A_DATASET))]
-
-
-class TextEmbeds(Embeds):
-    """Where text embeddings are cached; the default one also has those of validation prompts."""
-
-    dataset_type: Literal["text_embeds"]
-    default: bool | None = None
-    compress_cache: bool = False
-
-
-class ImageEmbeds(Embeds):
-    """Where the latents of datasets are cached."""
-
-    dataset_type: Literal["image_embeds"]
-
-
-class S3Embeds(S3Place):
-    """A cache in a bucket. Its local copy is below output_dir, which a run has for itself, and of bounded size."""
-
-    cache_size_limit_gb: float = Field(100, gt=0)
-
-
-class S3TextEmbeds(S3Embeds, TextEmbeds):
-    """Text embeddings cached in a bucket."""
-
-    cache_dir: Path = Path("{output_dir}/cache/text_embeds/{id}")
-
-
-class S3ImageEmbeds(S3Embeds, ImageEmbeds):
-    """Latents cached in a bucket."""
-
-    cache_dir: Path = Path("{output_dir}/cache/image_embeds/{id}")
-
-
-EMBEDS: dict[str, dict[str, type[Embeds]]] = {
-    "text_embeds": {"local": TextEmbeds, "aws": S3TextEmbeds},
-    "image_embeds": {"local": ImageEmbeds, "aws": S3ImageEmbeds},
-}
-"""Caches by `dataset_type` and `type`."""
 
 KEEPS_OFF: dict[str, Rule] = {
     **dict.fromkeys(("minimum_image_size", "maximum_image_size", "target_downsample_size"), Keeps(zero_as(None))),

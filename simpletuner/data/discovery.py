@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from simpletuner.data.batch_sampler import DATA_VERSION
 from simpletuner.data.captions import caption_file
-from simpletuner.data.datasets import LARGEST_PIXELS, ImageDataset
+from simpletuner.data.dataset_kinds import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.file_list import OtherFiles
 from simpletuner.data.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
 from simpletuner.data.name_hashes import choose_by_name, hash_names

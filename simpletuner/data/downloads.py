@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import xxhash
 
-from simpletuner.data.datasets import LocalImages, UrlImages
+from simpletuner.data.dataset_kinds import LocalImages, UrlImages
 from simpletuner.data.images import DECODE_ERRORS, read_header
 from simpletuner.data.storage import LocalStorage
 from simpletuner.data.table_files import TableFile

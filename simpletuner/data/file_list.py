@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from simpletuner.data.captions import CAPTION_SUFFIX
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.storage import Storage, StoredFile
 from simpletuner.data.table_files import table_of
 from simpletuner.errors import DataError

@@ -12,7 +12,7 @@ from simpletuner.settings.sections import Settings
 from simpletuner.system.paths import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from simpletuner.data.datasets import ImageDataset, TextEmbeds
+    from simpletuner.data.dataset_kinds import ImageDataset, TextEmbeds
 
 MAX_NAME_BYTES = 255
 """Of each part of a path, on the usual file systems."""

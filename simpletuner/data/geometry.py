@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from simpletuner.data.batch_sampler import DATA_VERSION
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.dataset_kinds import ImageDataset
 
 Size = tuple[int, int]
 

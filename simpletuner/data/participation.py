@@ -15,7 +15,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.settings.sections import DatasetSettings
 
 if TYPE_CHECKING:
-    from simpletuner.data.datasets import ImageDataset
+    from simpletuner.data.dataset_kinds import ImageDataset
     from simpletuner.data.epoch_order import Bucket
 
 Copies = int | Fraction

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from simpletuner.data.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, split_for_rank
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.sample_rng import sample_noise
 from simpletuner.data.samples import Sample
 

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from simpletuner.data.captions import captions_of
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.geometry import Geometry, Size, compute_geometry
 from simpletuner.data.storage import Storage
 

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from simpletuner.data.captions import read_caption_file
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.file_list import CAPTION_VERSION, FILE, OtherFiles, printable
 from simpletuner.data.images import DECODE_ERRORS, read_header
 from simpletuner.data.storage import MAX_BYTES, Storage, UnreadableFileError

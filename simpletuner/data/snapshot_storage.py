@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from simpletuner.data.captions import CAPTION_SUFFIX
-from simpletuner.data.datasets import SnapshotImages
+from simpletuner.data.dataset_kinds import SnapshotImages
 from simpletuner.data.storage import Listing, StoredFile, UnreadableFileError
 from simpletuner.errors import DataError
 from simpletuner.settings.errors import did_you_mean

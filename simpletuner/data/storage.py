@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
-from simpletuner.data.datasets import ImageDataset, LocalImages, S3Images, SnapshotImages
+from simpletuner.data.dataset_kinds import ImageDataset, LocalImages, S3Images, SnapshotImages
 from simpletuner.data.s3_place import S3Place
 from simpletuner.errors import DataError, EnvironmentNotReady
 

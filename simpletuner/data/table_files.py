@@ -23,7 +23,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
-from simpletuner.data.datasets import LARGEST_PIXELS, ImageDataset, S3Images
+from simpletuner.data.dataset_kinds import LARGEST_PIXELS, ImageDataset, S3Images
 from simpletuner.data.storage import Storage, UnreadableFileError
 from simpletuner.data.tables import FORMATS, TableSettings
 from simpletuner.errors import DataError

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.scan import NO_ROW, SCANNED
 from simpletuner.data.storage import MAX_BYTES
 from simpletuner.data.table_files import TableFile

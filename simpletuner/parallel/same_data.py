@@ -23,7 +23,7 @@ from simpletuner.data.comparison import (
     find_difference,
     find_table_difference,
 )
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.errors import DataError, RemoteFailure, SettingsError, SimpleTunerError
 from simpletuner.parallel.world import World
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 
-from simpletuner.data.datasets import ImageDataset, UrlImages
+from simpletuner.data.dataset_kinds import ImageDataset, UrlImages
 from simpletuner.data.discovery import count_noun, format_names
 from simpletuner.data.downloads import as_folder, download, read_urls
 from simpletuner.errors import DataError, EnvironmentNotReady, RemoteFailure

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from simpletuner.data.comparison import DatasetFiles
-from simpletuner.data.datasets import ImageDataset
+from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.file_list import FileList, OtherFiles, list_images
 from simpletuner.data.kept_scan import IDENTITY, intact_files, match_rows, open_table, remove_all_but, write_table
 from simpletuner.data.scan import SCANNED, Scan, scan_files

@@ -13,7 +13,7 @@ from s3_server import BUCKET, Fault, Proxy, s3_proxy, s3_server
 from simpletuner.caches import mirror as mirrors
 from simpletuner.caches.mirror import Mirror, open_mirror
 from simpletuner.caches.shards import ShardReader
-from simpletuner.data.datasets import S3TextEmbeds
+from simpletuner.data.dataset_kinds import S3TextEmbeds
 from simpletuner.errors import DataError, EnvironmentNotReady
 
 PARTS = {"file": "1"}

@@ -11,7 +11,7 @@ from buckets import bucket_of
 
 from simpletuner.data.batch_sampler import SamplerState
 from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1, listed_items
-from simpletuner.data.datasets import LocalImages
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.epoch_order import Bucket
 from simpletuner.data.geometry import bucket_sizes
 

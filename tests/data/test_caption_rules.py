@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simpletuner.data.captions import captions_of
-from simpletuner.data.datasets import LocalImages, load_datasets
+from simpletuner.data.dataset_kinds import LocalImages
+from simpletuner.data.datasets import load_datasets
 
 
 def captions(lines: list[str], **values) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from simpletuner.data.crops import ASPECTS
-from simpletuner.data.datasets import ImageDataset, LocalImages
+from simpletuner.data.dataset_kinds import ImageDataset, LocalImages
 from simpletuner.data.discovery import Discovery
 from simpletuner.data.geometry import Geometry, Size, bucket_sizes, compute_geometry, resized_sizes
 

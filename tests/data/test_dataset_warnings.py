@@ -5,8 +5,8 @@ from pathlib import Path
 import scanning
 from PIL import Image
 
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.dataset_warnings import dataset_warnings
-from simpletuner.data.datasets import LocalImages
 
 
 def add(folder: Path, name: str, size: tuple[int, int] = (64, 64), caption: str = "a caption") -> None:

@@ -8,7 +8,8 @@ from dataset_files import data_of, image, refusal
 
 from simpletuner.data.dataset_file import OTHER_NAMES
 from simpletuner.data.dataset_keys import MISSED, NO_EFFECT, REASONS, VALUES
-from simpletuner.data.datasets import EMBEDS, PLACES, LocalImages, load_datasets, unused_keys
+from simpletuner.data.dataset_kinds import EMBEDS, PLACES, LocalImages
+from simpletuner.data.datasets import load_datasets, unused_keys
 from simpletuner.data.folders import latents_folder, text_folder
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load

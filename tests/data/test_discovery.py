@@ -9,7 +9,7 @@ import pytest
 import scanning
 from PIL import Image
 
-from simpletuner.data.datasets import LocalImages
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.discovery import Discovery
 from simpletuner.data.storage import scan_folder
 from simpletuner.errors import DataError

@@ -15,7 +15,8 @@ from PIL import Image
 from tabled import scan_table, write_rows
 
 from simpletuner.data import downloads
-from simpletuner.data.datasets import UrlImages, load_datasets
+from simpletuner.data.dataset_kinds import UrlImages
+from simpletuner.data.datasets import load_datasets
 from simpletuner.data.downloads import as_folder, download
 from simpletuner.errors import DataError, Stopped
 from simpletuner.settings.sections import Data

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from simpletuner.data.datasets import ImageDataset, LocalImages
+from simpletuner.data.dataset_kinds import ImageDataset, LocalImages
 from simpletuner.data.geometry import (
     Geometry,
     are_within_limits,

@@ -17,7 +17,7 @@ from s3_server import BUCKET, Fault, Proxy, put, s3_proxy, s3_server, upload
 from simpletuner.caches.latents import decode_image
 from simpletuner.data import object_storage
 from simpletuner.data.comparison import hash_ends
-from simpletuner.data.datasets import LocalImages, S3Images
+from simpletuner.data.dataset_kinds import LocalImages, S3Images
 from simpletuner.data.discovery import discover
 from simpletuner.data.object_storage import HEADER_BYTES, ObjectStorage, open_bucket, sort_by_parts
 from simpletuner.data.storage import LocalStorage, StoredFile, UnreadableFileError

@@ -17,7 +17,8 @@ from scanning import drawn
 
 from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.data.buckets import fill_buckets, make_buckets
-from simpletuner.data.datasets import LocalImages, load_datasets
+from simpletuner.data.dataset_kinds import LocalImages
+from simpletuner.data.datasets import load_datasets
 from simpletuner.data.epoch_order import Bucket
 from simpletuner.data.participation import BucketSchedule, Window, copies_of
 from simpletuner.data.samples import Samples

@@ -11,7 +11,7 @@ import torch
 from buckets import sampler_of
 
 from simpletuner.data.batch_sampler import GlobalBatchSampler
-from simpletuner.data.datasets import LocalImages
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import Batch, RankSlice, SampleReader, StepBatch, prefetch
 from simpletuner.data.samples import Sample

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from simpletuner.data.datasets import LocalImages
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.file_list import list_images
 from simpletuner.data.scan import Scan
 from simpletuner.data.storage import LocalStorage

@@ -12,7 +12,8 @@ import pytest
 from scanning import found
 
 from simpletuner.caches.latents import decode_image
-from simpletuner.data.datasets import LocalImages, SnapshotImages, load_datasets
+from simpletuner.data.dataset_kinds import LocalImages, SnapshotImages
+from simpletuner.data.datasets import load_datasets
 from simpletuner.errors import DataError, SettingsError
 from simpletuner.settings.sections import Data
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from simpletuner.caches.latents import decode_image
 from simpletuner.data.comparison import hash_ends
-from simpletuner.data.datasets import LocalImages
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.discovery import discover
 from simpletuner.data.storage import Listing, LocalStorage, StoredFile, UnreadableFileError
 

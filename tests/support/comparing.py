@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from simpletuner.data.datasets import LocalImages
+from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.discovery import discover
 from simpletuner.errors import SimpleTunerError
 from simpletuner.parallel.same_folder import verify_same_folders

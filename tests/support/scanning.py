@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from simpletuner.data.datasets import ImageDataset, LocalImages
+from simpletuner.data.dataset_kinds import ImageDataset, LocalImages
 from simpletuner.data.discovery import Discovery, discover
 from simpletuner.data.file_list import list_images
 from simpletuner.data.samples import DatasetSamples, Sizes

@@ -95,7 +95,8 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     Raises SettingsError for mistakes in the dataset file.
     """
     # Imported here: `cache list` must know the kinds for its help, but needs datasets only now.
-    from simpletuner.data.datasets import S3TextEmbeds, default_texts, load_datasets
+    from simpletuner.data.dataset_kinds import S3TextEmbeds
+    from simpletuner.data.datasets import default_texts, load_datasets
     from simpletuner.data.folders import default_folder, latents_folder, latents_root, text_folder
 
     named = settings.data.data_backend_config is not None or settings.data.instance_data_dir is not None
