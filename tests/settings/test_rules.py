@@ -143,6 +143,10 @@ REFUSED = [
         "dynamo_backend=inductor",
     ),
     (
+        {"profile_steps": "3:9", "max_train_steps": 8},
+        "profile_steps = 3:9 goes beyond max_train_steps = 8",
+    ),
+    (
         {"dynamo_backend": "aot_eager", "dynamo_mode": "max-autotune"},
         "dynamo_mode=max-autotune is for dynamo_backend=inductor: aot_eager has no modes; leave dynamo_mode out",
     ),
