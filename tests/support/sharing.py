@@ -23,6 +23,7 @@ def share_in(folder: str, report: str) -> None:
         seen = {"equal": seen_by(world, "a", arrays), "other": seen_by(world, "b", other)}
         seen["apart"] = seen_by(apart, "c", arrays)
         seen["small"] = seen_by(world, "d", [arrays[2]])
+        world.barrier()  # each first rank of a machine removes its file
         seen["left"] = [path.name for path in Path(folder).iterdir()]
         texts = world.gather_texts(json.dumps(seen))
         if world.is_first:
