@@ -38,7 +38,7 @@ class LauncherConnection:
         self, connection: socket.socket | None, activity: Activity, stop: StopRequest, stall_seconds: float
     ) -> None:
         self.connection, self.activity, self.stop, self.stall_seconds = connection, activity, stop, stall_seconds
-        self.closed = threading.Event()
+        self.closed, self.is_gone = threading.Event(), False
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def send(self, **message: Any) -> None:
@@ -70,6 +70,7 @@ class LauncherConnection:
 
     def _exit_without_launcher(self) -> None:
         """Ask the main thread to stop, and exit the process if it hangs or takes too long."""
+        self.is_gone = True
         if not self.stop.signal_number:
             self.stop.signal_number = int(signal.SIGTERM)
         self.stop.may_exit = True
