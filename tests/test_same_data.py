@@ -44,6 +44,13 @@ def test_the_first_difference_is_named_and_copies_with_other_times_agree(starter
     other.write_bytes(other.read_bytes()[:-1] + b"x")
     (case(root, "caption") / "5.txt").write_text("caption 5 {0}\nand more")
     case(root, "repeats", {"repeats": 1}, {"repeats": 3})
+    tables = []
+    for rank, caption in enumerate(("a circle", "a square")):
+        path = tmp_path / f"table{rank}.csv"
+        path.write_text("file,text\n" + "".join(f"{number},{caption}\n" for number in range(6)))
+        block = {"path": str(path), "filename_column": "file", "caption_column": ["text"]}
+        tables.append({"caption_strategy": "parquet", "parquet": block})
+    case(root, "tables", *tables)
     (case(root, "apart").parent / "apart").touch()
     (root / "equal" / "out").mkdir()
     (root / "equal" / "out" / ".probe-left-by-a-kill").touch()
@@ -71,6 +78,7 @@ def test_the_first_difference_is_named_and_copies_with_other_times_agree(starter
         "content": f"4: d/1.png has other content on {SECOND} than on {FIRST}",
         "caption": f"4: d/5.png has another caption on {SECOND} than on {FIRST}: "
         "'caption 5 {0}' instead of 'caption 5'",
+        "tables": f"4: the table of dataset `d` has other content on {SECOND} than on {FIRST}",
         "repeats": f"2: repeats of dataset `d` is 3 on {SECOND}, 1 on {FIRST}",
     }
     assert not list(root.rglob(".probe-*"))
