@@ -6,7 +6,6 @@ steps. Activations are freed before. Each layout runs in a process of its own.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import sys
@@ -19,6 +18,10 @@ from pathlib import Path
 
 import torch
 from interleaved import print_table
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+
+from malloc_info import allocated_bytes  # pyright: ignore[reportMissingImports]
 from zero import build_flux, flux_inputs
 
 from simpletuner.models.families.flux import Flux
@@ -39,25 +42,6 @@ LAYOUTS = {
     "split, FSDP2 on one rank": (Optimizer(state_layout="split"), Parallel(fsdp_enable=True), (6.06, 8.06)),
 }
 """Settings, and bytes per parameter in theory: of weights and moments, and with gradients."""
-
-
-class MallocInfo(ctypes.Structure):
-    """What mallinfo2 returns."""
-
-    _fields_ = [
-        ("others", ctypes.c_size_t * 4),
-        ("hblkhd", ctypes.c_size_t),
-        ("more", ctypes.c_size_t * 2),
-        ("uordblks", ctypes.c_size_t),
-        ("rest", ctypes.c_size_t * 2),
-    ]
-
-
-def allocated_bytes() -> int:
-    library = ctypes.CDLL(None)
-    library.mallinfo2.restype = MallocInfo
-    info = library.mallinfo2()
-    return info.uordblks + info.hblkhd
 
 
 @contextmanager

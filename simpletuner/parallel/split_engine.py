@@ -79,15 +79,10 @@ class SplitEngine(TorchEngine):
         state = self.optimizer.state.get(each.shard) or self.optimizer.start(each.shard, 0)
         return state[name].read(0, each.shard.numel()).view_as(each.shard)
 
-    def load_optimizer_state(
-        self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
-    ) -> None:
-        if not steps:
-            return
-        for each in self.parameters.values():
-            self.optimizer.start(each.shard, steps)
-        for moment in moments:
-            read(moment, tensors := self._moment(moment))
-            for name, each in self.parameters.items():
-                values = local_tensor(tensors[name]).to(each.shard.device).view(-1)
-                self.optimizer.state[each.shard][moment].write(0, values)
+    def start_optimizer(self, shard: nn.Parameter, steps: int, moments: Iterable[str]) -> None:
+        self.optimizer.start(shard, steps)
+
+    def put_back(self, moment: str, tensors: NamedTensors) -> None:
+        for name, each in self.parameters.items():
+            values = local_tensor(tensors[name]).to(each.shard.device).view(-1)
+            self.optimizer.state[each.shard][moment].write(0, values)

@@ -140,12 +140,20 @@ class TorchEngine:
     ) -> None:
         if not steps:
             return
+        moments = list(moments)
         for each in self.parameters.values():
-            step = torch.tensor(float(steps), device=each.shard.device)
-            tensors = {moment: torch.empty_like(each.shard.detach()) for moment in moments}
-            self.optimizer.state[each.shard] = {"step": step, **tensors}
+            self.start_optimizer(each.shard, steps, moments)
         for moment in moments:
-            read(moment, self._moment(moment))
+            read(moment, tensors := self._moment(moment))
+            self.put_back(moment, tensors)
+
+    def start_optimizer(self, shard: nn.Parameter, steps: int, moments: Iterable[str]) -> None:
+        """Make the state of a shard after some steps, with moments of any value."""
+        step = torch.tensor(float(steps), device=shard.device)
+        self.optimizer.state[shard] = {"step": step, **{each: torch.empty_like(shard.detach()) for each in moments}}
+
+    def put_back(self, moment: str, tensors: NamedTensors) -> None:
+        """Take over what was read into the tensors of a moment; here they are the optimizer's own memory."""
 
     def close(self) -> None:
         pass  # memory goes with the process, and nothing lies on a disk

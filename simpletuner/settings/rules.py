@@ -152,29 +152,30 @@ def split_state_is_possible(settings: Settings) -> Iterator[BrokenRule]:
     if settings.optimizer.state_layout != "split":
         return
     name = settings.optimizer.optimizer
-    if name != "adamw":
-        message = (
-            f"state_layout = split holds the moments of AdamW: set optimizer=adamw, or state_layout=fp32 for {name}"
-        )
-        yield broken(message, "state_layout", "optimizer")
-    if settings.training.mixed_precision == "no":
-        message = (
-            "state_layout = split holds weights in bf16 to compute with them, but mixed_precision = no computes in "
-            "float32: set mixed_precision=bf16, or state_layout=fp32"
-        )
-        yield broken(message, "state_layout", "mixed_precision")
-    if settings.parallel.zero_stage is not None:
-        message = (
-            "state_layout = split cannot run with DeepSpeed, which makes float32 masters and moments of its own: use "
-            "fsdp_enable in place of zero_stage, or state_layout=fp32"
-        )
-        yield broken(message, "state_layout", "zero_stage")
-    if settings.model.model_type == "lora":
-        message = (
-            "state_layout = split is for model_type=full: the few weights of a LoRA are float32, and its frozen base "
-            "is in bf16 already; leave state_layout out"
-        )
-        yield broken(message, "state_layout", "model_type")
+    reasons = {
+        "optimizer": (
+            name != "adamw",
+            f"holds the moments of AdamW: set optimizer=adamw, or state_layout=fp32 for {name}",
+        ),
+        "mixed_precision": (
+            settings.training.mixed_precision == "no",
+            "holds weights in bf16 to compute with them, but mixed_precision = no computes in float32: set "
+            "mixed_precision=bf16, or state_layout=fp32",
+        ),
+        "zero_stage": (
+            settings.parallel.zero_stage is not None,
+            "cannot run with DeepSpeed, which makes float32 masters and moments of its own: use fsdp_enable in place "
+            "of zero_stage, or state_layout=fp32",
+        ),
+        "model_type": (
+            settings.model.model_type == "lora",
+            "is for model_type=full: the few weights of a LoRA are float32, and its frozen base is in bf16 already; "
+            "leave state_layout out",
+        ),
+    }
+    for other, (is_broken, reason) in reasons.items():
+        if is_broken:
+            yield broken(f"state_layout = split {reason}", "state_layout", other)
 
 
 def machines_are_equal(settings: Settings) -> Iterator[BrokenRule]:

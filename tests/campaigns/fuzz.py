@@ -124,6 +124,9 @@ class Fuzz:
     imported: Counter[int] = field(default_factory=Counter)
     """Exit codes of `config validate` for what it has written."""
 
+    def remarks(self) -> list[str]:
+        return [f"import: {dict(self.imports)}; validate of what it has written: {dict(self.imported)}"]
+
     def run(self, cases: range) -> None:
         # Typer builds all commands in 25 ms, three quarters of the time of a case: they are built once.
         with patch.object(app, "command_of", cache(app.command_of)):
@@ -248,23 +251,24 @@ def shown(*flags: str) -> tuple[dict[str, Any] | None, str]:
     return {name: row["value"] for name, row in json.loads(answer.out).items()}, ""
 
 
-def main() -> None:
-    """Run a campaign, and print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=5000)
+def run_campaign(fuzz_class: Any, cases: int, description: str | None) -> None:
+    """Run a campaign of `cases`, or one case of it, as the command line says, and print what was found."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=cases)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="Run this one alone.")
     given = parser.parse_args()
-    fuzz = Fuzz(given.seed, verbose=given.case is not None)
+    fuzz = fuzz_class(given.seed, verbose=given.case is not None)
     fuzz.run(range(given.cases) if given.case is None else range(given.case, given.case + 1))
     for (kind, code), count in sorted(fuzz.codes.items()):
         print(f"{kind}: exit code {code}: {count}")
-    print(f"import: {dict(fuzz.imports)}; validate of what it has written: {dict(fuzz.imported)}")
     for sort, count in fuzz.seen.most_common():
         print(f"{count} x {sort!r}")
     print(f"{sum(fuzz.codes.values())} cases: {len(fuzz.problems)} problems")
+    for line in fuzz.remarks():
+        print(line)
     raise SystemExit(bool(fuzz.problems))
 
 
 if __name__ == "__main__":
-    main()
+    run_campaign(Fuzz, 5000, __doc__)

@@ -9,7 +9,6 @@ Promised: samples with a caption and a size, the same ones from the kept scan, o
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import io
@@ -33,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from fuzz import HANG_SECONDS, MOST_SECONDS, SHOWN, interrupt  # noqa: E402
+from fuzz import HANG_SECONDS, MOST_SECONDS, SHOWN, interrupt, run_campaign  # noqa: E402
 from mutations import OF_BYTES, OF_VALUES, containers  # noqa: E402
 from tabled import add_images, write_rows  # noqa: E402
 
@@ -131,6 +130,9 @@ class TableFuzz:
     seen: Counter[str] = field(default_factory=Counter)
     verbose: bool = False
 
+    def remarks(self) -> list[str]:
+        return []
+
     def run(self, cases: range) -> None:
         with joined_world({}, use_cpu=True) as world, tempfile.TemporaryDirectory() as folder, alarmed():
             add_images(Path(folder) / "images", *NAMES)
@@ -213,22 +215,5 @@ def samples_of(folder: Path, world: World) -> tuple[list[tuple], list[str]]:
         return [(each.id, each.geometry, each.captions) for each in found.samples], list(dataset_warnings(found, 16))
 
 
-def main() -> None:
-    """Run a campaign, and print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="Run this one alone.")
-    given = parser.parse_args()
-    fuzz = TableFuzz(given.seed, verbose=given.case is not None)
-    fuzz.run(range(given.cases) if given.case is None else range(given.case, given.case + 1))
-    for (kind, code), count in sorted(fuzz.codes.items()):
-        print(f"{kind}: exit code {code}: {count}")
-    for sort, count in fuzz.seen.most_common():
-        print(f"{count} x {sort!r}")
-    print(f"{sum(fuzz.codes.values())} cases: {len(fuzz.problems)} problems")
-    raise SystemExit(bool(fuzz.problems))
-
-
 if __name__ == "__main__":
-    main()
+    run_campaign(TableFuzz, 2000, __doc__)

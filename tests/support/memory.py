@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from malloc_info import allocated_bytes
 
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.models.registry import family_class
@@ -29,18 +29,6 @@ from simpletuner.training.optimizers import make_optimizer
 
 BUCKET_BYTES = 8 * 2**20
 """DeepSpeed's default of 2 GB would hide all else."""
-
-
-class MallocInfo(ctypes.Structure):
-    """What mallinfo2 returns."""
-
-    _fields_ = [
-        ("others", ctypes.c_size_t * 4),
-        ("hblkhd", ctypes.c_size_t),
-        ("more", ctypes.c_size_t * 2),
-        ("uordblks", ctypes.c_size_t),
-        ("rest", ctypes.c_size_t * 2),
-    ]
 
 
 def sharded(family: str, folder: str, world: World) -> Engine:
@@ -142,14 +130,6 @@ def memory_of_zero3(family: str, folder: str, report: str) -> None:
             json.dumps([max(peaks), held, share, 4 * engine.num_parameters, max(gathered)])
         )
         engine.close()
-
-
-def allocated_bytes() -> int:
-    """Return what the C library has handed out; pages say more, since it keeps what was freed for what comes next."""
-    library = ctypes.CDLL(None)
-    library.mallinfo2.restype = MallocInfo
-    info = library.mallinfo2()
-    return info.uordblks + info.hblkhd
 
 
 @contextmanager
