@@ -20,6 +20,7 @@ from simpletuner.commands.detect_blocks import SHOWN, detect_blocks
 from simpletuner.commands.models import models
 from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, with_settings
+from simpletuner.commands.plan import plan
 from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
 from simpletuner.errors import SIGNAL_CODES, ExitCode, SettingsError, SimpleTunerError, explain_system_errors
@@ -51,6 +52,7 @@ def build_app() -> typer.Typer:
     app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))
     detect = with_settings(detect_blocks, SHOWN)
     app.command("detect-blocks", context_settings=UNKNOWN_FLAGS)(detect)
+    app.command("plan", context_settings=UNKNOWN_FLAGS)(with_settings(plan))
     app.command("models")(models)
     app.add_typer(build_config(), name="config")
     app.add_typer(build_deepspeed(), name="deepspeed")

@@ -10,7 +10,6 @@ from typing import Any
 
 from simpletuner.deepspeed.estimate import (
     MemoryBudget,
-    MemoryEstimate,
     StageChoice,
     choose_stage,
     describe_stage,
@@ -19,6 +18,7 @@ from simpletuner.deepspeed.estimate import (
 )
 from simpletuner.deepspeed.requirements import check_settings
 from simpletuner.errors import SettingsError
+from simpletuner.parallel.memory import MemoryEstimate
 from simpletuner.report import Report
 from simpletuner.settings.deepspeed.config import deepspeed_config, with_auto
 from simpletuner.settings.deepspeed.source import NAME, as_source

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from simpletuner.errors import SettingsError
+from simpletuner.parallel.memory import FLOAT32_BYTES, MemoryEstimate, MemoryInputs, MemoryRow, place_row
 from simpletuner.settings import Settings
 from simpletuner.settings.deepspeed.config import deepspeed_config, deepspeed_options
 from simpletuner.system.numbers import format_gib
-
-FLOAT32_BYTES = 4
 
 DEFAULT_ELEMENTS = {
     "reduce_bucket_size": 500_000_000,
@@ -33,88 +32,32 @@ OPTIMIZER_BUFFER_COUNT, PARAM_BUFFER_COUNT = 4, 5
 """DeepSpeed's defaults for the number of buffers through which optimizer state and weights are swapped to files."""
 
 
-@dataclass(frozen=True)
-class EstimateInputs:
-    """What is partitioned over what: parameters, ranks, machines, float32 states per weight; and where the EMA is."""
-
-    num_parameters: int
-    num_ranks: int
-    num_machines: int = 1
-    num_states: int = 2
-    ema_device: Literal["", "cpu", "accelerator"] = ""
-    """Empty without EMA."""
-
-    @property
-    def ranks_per_machine(self) -> int:
-        return self.num_ranks // self.num_machines
-
-    @property
-    def parameters_per_rank(self) -> float:
-        return self.num_parameters / self.num_ranks
-
-
-@dataclass(frozen=True)
-class EstimateRow:
-    """Bytes of one kind that one rank keeps on its GPU, in memory and on disk, and the formula for them."""
-
-    name: str
-    gpu: float = 0
-    host: float = 0
-    disk: float = 0
-    formula: str = ""
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """All that a configuration keeps, without activations."""
-
-    inputs: EstimateInputs
-    rows: tuple[EstimateRow, ...]
-
-    @property
-    def gpu_bytes(self) -> int:
-        """Bytes on each GPU."""
-        return round(sum(row.gpu for row in self.rows))
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes in the memory of one machine, for all of its ranks."""
-        return round(sum(row.host for row in self.rows) * self.inputs.ranks_per_machine)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes in files of one machine, for all of its ranks."""
-        return round(sum(row.disk for row in self.rows) * self.inputs.ranks_per_machine)
-
-
 def estimate_for_settings(settings: Settings, num_parameters: int) -> MemoryEstimate:
     config = deepspeed_config(settings, settings.launch.num_processes)
     return estimate_memory(config, estimate_inputs(settings, num_parameters))
 
 
-def estimate_inputs(settings: Settings, num_parameters: int) -> EstimateInputs:
+def estimate_inputs(settings: Settings, num_parameters: int) -> MemoryInputs:
     options, launch = deepspeed_options(settings), settings.launch
     num_states = len(options.states) if options else 2
     ema_device = settings.ema.ema_device if settings.ema.use_ema else ""
-    return EstimateInputs(num_parameters, launch.num_processes, launch.num_machines, num_states, ema_device)
+    return MemoryInputs(num_parameters, launch.num_processes, launch.num_machines, num_states, ema_device)
 
 
-def estimate_memory(config: Mapping[str, Any], inputs: EstimateInputs) -> MemoryEstimate:
+def estimate_memory(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryEstimate:
     """Estimate what a complete DeepSpeed JSON, as `deepspeed_config` makes it, keeps."""
     kinds = (estimate_weights, estimate_gradients, estimate_optimizer, estimate_ema, estimate_buffers)
     return MemoryEstimate(inputs, tuple(kind(config, inputs) for kind in kinds))
 
 
-def estimate_weights(config: Mapping[str, Any], inputs: EstimateInputs) -> EstimateRow:
+def estimate_weights(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryRow:
     """Estimate the compute-dtype weights: whole on every rank at stages 1 and 2, partitioned at stage 3."""
     block, width, share = config["zero_optimization"], weight_bytes(config), inputs.parameters_per_rank
     if block["stage"] < 3:
         # DeepSpeed keeps a compute-dtype copy of this rank's partition in memory, next to offloaded master weights.
         is_copied = place_of(config, "offload_optimizer") != "none"
         formula = f"{width} P" + (f" + {width} P / N" if is_copied else "")
-        return EstimateRow(
-            "weights", gpu=width * inputs.num_parameters, host=width * share * is_copied, formula=formula
-        )
+        return MemoryRow("weights", gpu=width * inputs.num_parameters, host=width * share * is_copied, formula=formula)
     place, formula = place_of(config, "offload_param"), f"{width} P / N"
     row = place_row("weights", place, width * share, formula)
     # Of what is offloaded to files, up to `max_in_cpu` elements stay in memory as well.
@@ -122,7 +65,7 @@ def estimate_weights(config: Mapping[str, Any], inputs: EstimateInputs) -> Estim
     return replace(row, host=width * min(share, max_in_cpu)) if place == "nvme" else row
 
 
-def estimate_gradients(config: Mapping[str, Any], inputs: EstimateInputs) -> EstimateRow:
+def estimate_gradients(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryRow:
     """Estimate gradients at their peak, in the optimizer step.
 
     A rank keeps its share as it was reduced, flattened, and in float32. If the optimizer is offloaded, the float32 copy
@@ -137,28 +80,28 @@ def estimate_gradients(config: Mapping[str, Any], inputs: EstimateInputs) -> Est
     whole_formula = f"{width} P + " if whole else ""
     if place == "none":
         total_width = FLOAT32_BYTES + (accumulation_width if stage == 3 else FLOAT32_BYTES)
-        return EstimateRow("gradients", gpu=total_width * share + whole, formula=f"{whole_formula}{total_width} P / N")
+        return MemoryRow("gradients", gpu=total_width * share + whole, formula=f"{whole_formula}{total_width} P / N")
     formula = f"{whole_formula}{flat_width + FLOAT32_BYTES} P / N"
     row = place_row("gradients", place, FLOAT32_BYTES * share, formula)
     return replace(row, gpu=whole, host=row.host + flat_width * share)
 
 
-def estimate_optimizer(config: Mapping[str, Any], inputs: EstimateInputs) -> EstimateRow:
+def estimate_optimizer(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryRow:
     """Estimate float32 master weights and optimizer states."""
     width = FLOAT32_BYTES * (1 + inputs.num_states)
     place = place_of(config, "offload_optimizer")
     return place_row("optimizer", place, width * inputs.parameters_per_rank, f"{width} P / N")
 
 
-def estimate_ema(config: Mapping[str, Any], inputs: EstimateInputs) -> EstimateRow:
+def estimate_ema(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryRow:
     """Estimate the float32 EMA, which every engine partitions over the ranks."""
     if not inputs.ema_device:
-        return EstimateRow("EMA", formula="off")
+        return MemoryRow("EMA", formula="off")
     place = "cpu" if inputs.ema_device == "cpu" else "none"
     return place_row("EMA", place, FLOAT32_BYTES * inputs.parameters_per_rank, "4 P / N")
 
 
-def estimate_buffers(config: Mapping[str, Any], inputs: EstimateInputs) -> EstimateRow:
+def estimate_buffers(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryRow:
     """Estimate the buffers for reducing gradients, gathering weights and swapping to files, at their largest."""
     block, width = {**DEFAULT_ELEMENTS, **config["zero_optimization"]}, weight_bytes(config)
     # overlap_comm fills one bucket while the other one is reduced.
@@ -173,13 +116,7 @@ def estimate_buffers(config: Mapping[str, Any], inputs: EstimateInputs) -> Estim
         count = block["offload_param"].get("buffer_count", PARAM_BUFFER_COUNT)
         host += count * width * block["offload_param"]["buffer_size"]
     formula = "buckets, gathered" if gathered else "buckets"
-    return EstimateRow("buffers", gpu=gpu + width * gathered, host=host, formula=formula)
-
-
-def place_row(name: str, place: str, num_bytes: float, formula: str) -> EstimateRow:
-    """Put bytes in the column of their place: `none` (GPU), `cpu` or `nvme`."""
-    column = {"none": "gpu", "cpu": "host", "nvme": "disk"}[place]
-    return EstimateRow(name, formula=formula, **{column: num_bytes})
+    return MemoryRow("buffers", gpu=gpu + width * gathered, host=host, formula=formula)
 
 
 def place_of(config: Mapping[str, Any], block: str) -> str:

@@ -32,9 +32,12 @@ from simpletuner.models.lora import Adapter
 from simpletuner.models.malformed import read_config, read_json
 from simpletuner.models.objectives import Objective, keep_float32
 from simpletuner.models.text_encoding import Conditioning, TextEncoder
-from simpletuner.models.vae import Vae
+from simpletuner.models.vae import Vae, downscale_of
 from simpletuner.parallel.context_parallel import SequencePlan
 from simpletuner.settings.sections import Settings
+
+CLIP_TOKENS = 77
+"""Length of every prompt that CLIP encodes."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,12 @@ class ModelFamily(ABC):
     padding_mask: ClassVar[str] = ""
     """Name of the mask by which the denoiser ignores padding, so that embeddings are cached without it. Empty where
     padding is attended to, as in Flux, or is zeros already, which are not stored either."""
+
+    text_width: ClassVar[str] = "joint_attention_dim"
+    """Key of the denoiser's config that holds the width of `prompt_embeds`."""
+
+    packing: ClassVar[int] = 1
+    """The denoiser's input channels for each channel of the latents: 4 where it is given 2x2 patches."""
 
     tiny_pipeline: ClassVar[str] = ""
     """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
@@ -157,6 +166,21 @@ class ModelFamily(ABC):
         """Conditioning on the size and crop of one image; no batch axis."""
         return {}
 
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all conditioning of one sample with the longest caption, by name: what `plan` counts with.
+
+        Raises SettingsError for a denoiser whose config does not have the key `text_width`.
+        """
+        tokens, masks = self.max_length or CLIP_TOKENS, (self.padding_mask, *self.host_inputs)
+        width = self.exported_config().get(self.text_width)
+        if width is None:
+            raise SettingsError(
+                f"how wide {type(self).__name__}'s captions are is not known: its config has no {self.text_width}",
+                "set `text_width` in the family's class, or override `conditioning_shapes` (docs/families.md)",
+            )
+        shapes = {"prompt_embeds": (tokens, width)}
+        return shapes | {name: (tokens,) for name in masks if name}
+
     def unused_parameters(self) -> tuple[str, ...]:
         """Prefixes of parameters that no prediction depends on: they get no gradient and stay as published."""
         return ()
@@ -176,6 +200,12 @@ class ModelFamily(ABC):
         return latents
 
     # What is the same for all families.
+
+    def input_shapes(self, size: Size) -> dict[str, tuple[int, ...]]:
+        """Shapes of the latents (C, H, W) and all conditioning of one sample of (width, height) px."""
+        cell_px, (width, height) = downscale_of(self.vae_config), size
+        latents = (self.exported_config()["in_channels"] // self.packing, height // cell_px, width // cell_px)
+        return {"latents": latents, **self.conditioning_shapes()}
 
     def denoiser(self) -> nn.Module:
         """Build the denoiser from its config.json with parameters on the meta device; unused ones are frozen."""

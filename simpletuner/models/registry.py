@@ -36,6 +36,8 @@ class Architecture:
     parameters: int | None = None
     source: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    cell_px: int = 0
+    """Width of one latent cell in px, where it is not that of the family's other models."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Preset:
     """Whether some checkpoint embeds the guidance scale, so that flux_guidance_value has an effect."""
     image_multiple: int = 16
     """Both sides of a validation image are multiples of this, in px: the VAE's scale times the patch size."""
+    cell_px: int = 8
+    """Width of one latent cell in px."""
     loads_lora: bool = True
     """Whether diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""
     order: float = float("inf")

@@ -5,7 +5,7 @@ Video VAEs get an image as a video of one frame (BCFHW); outside this file laten
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from simpletuner.models.diffusers_io import diffusers_class
+from simpletuner.models.diffusers_io import build_on_meta, diffusers_class
 from simpletuner.models.malformed import read_json
 from simpletuner.models.weights import any_weights_files, variant_of
 from simpletuner.parallel.gpu import return_memory
@@ -51,8 +51,7 @@ class Vae:
     @property
     def downscale(self) -> int:
         """Width of one latent cell in px."""
-        ratio = getattr(self.model, "spatial_compression_ratio", None)
-        return (ratio or 2 ** (len(self.model.config.block_out_channels) - 1)) * self.patch
+        return cell_px(self.model) * self.patch
 
     @torch.no_grad()
     def encode(self, pixels_BCHW: Tensor) -> Tensor:
@@ -94,3 +93,17 @@ class Vae:
             return getattr(config, "shift_factor", None) or 0.0, scale
         mean, std = (torch.as_tensor(each, device=self.device).float().view(1, -1, 1, 1) for each in (mean, std))
         return mean, scale / std
+
+
+def cell_px(model: Any) -> int:
+    """Width in px of one cell of a VAE's own latents."""
+    ratio = getattr(model, "spatial_compression_ratio", None)
+    return ratio or 2 ** (len(model.config.block_out_channels) - 1)
+
+
+def downscale_of(config: Mapping[str, Any]) -> int:
+    """Width of one latent cell in px, by the VAE's config alone."""
+    if "_class_name" not in config:
+        return config["spatial_compression_ratio"]
+    model = build_on_meta(config)
+    return cell_px(model) * (config["patch_size"][0] if hasattr(model, "bn") else 1)

@@ -6,7 +6,6 @@ arXiv:2204.02311, appendix B). docs/performance.md says what is counted.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
@@ -14,27 +13,9 @@ import torch
 from simpletuner.data.prefetch import StepBatch
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.flops import FlopCounter
+from simpletuner.parallel.devices import device_by_driver_name
 from simpletuner.report import Report
 from simpletuner.session import Session
-
-# Dense bf16 with float32 accumulation by the vendors' data sheets (of Ada, NVIDIA's white paper); where these give
-# numbers with sparsity, half of it. H100 PCIe, H100 NVL and H200 NVL are slower than what they are named after.
-PEAK_TFLOPS = {
-    r"NVIDIA H100 \d+GB HBM3": 989.5,
-    r"NVIDIA H200": 989.5,
-    r"NVIDIA A100.*": 312.0,
-    r"NVIDIA L40S": 362.0,
-    r"NVIDIA GeForce RTX 4090": 165.2,
-    r"NVIDIA RTX 6000 Ada Generation": 364.0,
-    r"NVIDIA B200": 2250.0,
-    r"AMD Instinct MI300X.*": 1307.0,
-}
-"""Peak of a device in TFLOP/s by its name, as a regular expression of the whole name."""
-
-
-def peak_tflops_of(name: str) -> float | None:
-    """Return a device's peak by its name; None for one that is not in the table."""
-    return next((peak for pattern, peak in PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None)
 
 
 @dataclass
@@ -91,7 +72,8 @@ def open_throughput(session: Session, family: ModelFamily) -> Throughput | None:
         return None
     device, known = session.world.device, None
     if device.type == "cuda":
-        known = peak_tflops_of(torch.cuda.get_device_name(device))
+        found = device_by_driver_name(torch.cuda.get_device_name(device))
+        known = found and found.peak_tflops
         torch.cuda.reset_peak_memory_stats(device)  # encoders are gone, and their peak says nothing of training
     peak = session.settings.logging.device_peak_tflops or known
     return Throughput(FlopCounter(family), peak, session.mesh.cp, device, session.report)

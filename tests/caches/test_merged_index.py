@@ -170,6 +170,7 @@ from pathlib import Path
 from simpletuner.caches.merged_index import open_index
 
 folder = Path(sys.argv[1])
+open_index(folder)  # on a loaded machine no other one may be completed
 for turn in range(12):
     child = os.fork()
     if child == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,51 +16,33 @@ if __name__ == "__main__":
 from models.test_inputs import CPU, PROMPT, SIZE, TRAINABLE, opened
 from models.test_predictions import conditioning_of, rows
 
-from simpletuner.models.diffusers_io import build_on_meta
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.flops import FlopCounter, HostTensorsMoved, backward, flop_counter, shapes_of, trained_on_meta
+from simpletuner.models.published import open_without_weights
 from simpletuner.models.registry import family_class, flavours_of
 from simpletuner.settings.sections import Lora, Model, Settings
+from simpletuner.tools.plan.planner import flops_per_sample
 
 GOLDEN = Path(__file__).with_name("flops.txt")
 
 INPUTS = {
-    "sdxl": ("base-1.0", (1024, 1024), (4, 8), (77, 2048), {"pooled_prompt_embeds": (1280,), "time_ids": (6,)}),
-    "sd1x": ("1.5", (512, 512), (4, 8), (77, 768), {}),
-    "sd2x": ("2.1", (768, 768), (4, 8), (77, 1024), {}),
-    "sd3": ("medium", (1024, 1024), (16, 8), (333, 4096), {"pooled_prompt_embeds": (2048,)}),
-    "flux": ("dev", (1024, 1024), (16, 8), (512, 4096), {"pooled_prompt_embeds": (768,)}),
-    "flux2": ("klein-9b", (1024, 1024), (128, 16), (512, 12288), {}),
-    "chroma": ("base", (1024, 1024), (16, 8), (512, 4096), {"prompt_attention_mask": (512,)}),
-    "pixart_sigma": ("600M-1024", (1024, 1024), (4, 8), (300, 4096), {"prompt_attention_mask": (300,)}),
-    "sana": ("sana1.5-1.6b-1024", (1024, 1024), (32, 32), (300, 2304), {"prompt_attention_mask": (300,)}),
-    "auraflow": ("v0.3", (1024, 1024), (4, 8), (256, 2048), {"prompt_attention_mask": (256,)}),
-    "lumina2": ("2.0", (1024, 1024), (16, 8), (256, 2304), {"prompt_attention_mask": (256,)}),
-    "qwen_image": ("v1.0", (1024, 1024), (16, 8), (512, 3584), {"prompt_embeds_mask": (512,)}),
-    "z_image": ("base", (1024, 1024), (16, 8), (512, 2560), {"prompt_embeds_mask": (512,)}),
-    "wan": ("t2v-480p-1.3b-2.1", (832, 480), (16, 8), (512, 4096), {}),
-    "ltxvideo": ("0.9.5", (1024, 1024), (128, 32), (128, 4096), {"prompt_attention_mask": (128,)}),
+    "sdxl": ("base-1.0", (1024, 1024)),
+    "sd1x": ("1.5", (512, 512)),
+    "sd2x": ("2.1", (768, 768)),
+    "sd3": ("medium", (1024, 1024)),
+    "flux": ("dev", (1024, 1024)),
+    "flux2": ("klein-9b", (1024, 1024)),
+    "chroma": ("base", (1024, 1024)),
+    "pixart_sigma": ("600M-1024", (1024, 1024)),
+    "sana": ("sana1.5-1.6b-1024", (1024, 1024)),
+    "auraflow": ("v0.3", (1024, 1024)),
+    "lumina2": ("2.0", (1024, 1024)),
+    "qwen_image": ("v1.0", (1024, 1024)),
+    "z_image": ("base", (1024, 1024)),
+    "wan": ("t2v-480p-1.3b-2.1", (832, 480)),
+    "ltxvideo": ("0.9.5", (1024, 1024)),
 }
-"""Of one flavour of each family: width and height in px, channels of latents and px per cell, the longest prompt in
-tokens and its width, and other conditioning."""
-
-
-def published(key: str, folder: Path) -> ModelFamily:
-    """Write the configs that a family reads of a published pipeline, without weights, and open it."""
-    flavour, _, (_, cell_px), *_ = INPUTS[key]
-    architecture, model = flavours_of(key)[flavour].architecture, Model(model_family=key)
-    cls = family_class(model)
-    denoiser = build_on_meta({**architecture.config, "_class_name": architecture.class_name})
-    files = {
-        "model_index.json": {"_class_name": cls.pipelines[0]},
-        f"{cls.denoiser_name}/config.json": json.loads(denoiser.to_json_string()),
-        "vae/config.json": {"spatial_compression_ratio": cell_px},
-        "scheduler/scheduler_config.json": {},
-    }
-    for path, content in files.items():
-        (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text(json.dumps(content))
-    return cls.open(folder, Settings(model=model))
+"""One flavour of each family, and width and height in px."""
 
 
 def listed() -> str:
@@ -70,15 +51,13 @@ def listed() -> str:
 
 
 def line_of(key: str) -> str:
-    flavour, (width, height), (channels, cell_px), text, more = INPUTS[key]
-    conditioning = {
-        name: torch.empty(1, *shape, device="meta", dtype=torch.long if "mask" in name else torch.float32)
-        for name, shape in {"prompt_embeds": text, **more}.items()
-    }
-    latents = torch.empty(1, channels, height // cell_px, width // cell_px, device="meta")
+    flavour, size = INPUTS[key]
+    settings = Settings(model=Model(model_family=key))
     with TemporaryDirectory() as folder:
-        flops = FlopCounter(published(key, Path(folder))).count(latents, conditioning)
-    return f"{key} {flavour}, {width}x{height} px, {text[0]} tokens: {flops / 1e12:.2f} TFLOP\n"
+        family = open_without_weights(flavours_of(key)[flavour].architecture, settings, Path(folder))
+        shapes, flops = family.input_shapes(size), flops_per_sample(family, size)
+    latents, tokens = shapes["latents"], shapes["prompt_embeds"][0]
+    return f"{key} {flavour}, {size[0]}x{size[1]} px, latents {latents}, {tokens} tokens: {flops / 1e12:.2f} TFLOP\n"
 
 
 def test_the_flops_of_published_models_are_the_reviewed_ones():

@@ -14,10 +14,11 @@ from simpletuner.data.batch_sampler import SamplerState
 from simpletuner.data.prefetch import Batch, StepBatch
 from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.flops import FlopCounter
+from simpletuner.parallel.devices import device_by_driver_name
 from simpletuner.report import Report
 from simpletuner.settings.sections import Model, Settings
 from simpletuner.training.profiling import StepProfiler
-from simpletuner.training.throughput import Throughput, format_throughput, peak_tflops_of
+from simpletuner.training.throughput import Throughput, format_throughput
 
 
 def test_a_run_measures_its_throughput_and_traces_the_steps_that_were_asked_for(sdxl, sdxl_flags, train, tmp_path):
@@ -111,4 +112,5 @@ def test_a_family_that_cannot_be_counted_is_trained_all_the_same(sdxl, capsys):
     ],
 )
 def test_the_peak_of_a_device_is_known_by_its_whole_name(name, peak):
-    assert peak_tflops_of(name) == peak
+    found = device_by_driver_name(name)
+    assert (found and found.peak_tflops) == peak

@@ -15,16 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simpletuner.deepspeed.estimate import (
-    EstimateInputs,
-    EstimateRow,
     MemoryBudget,
-    MemoryEstimate,
     choose_stage,
     estimate_inputs,
     estimate_memory,
     stage_candidates,
 )
 from simpletuner.errors import SettingsError
+from simpletuner.parallel.memory import MemoryEstimate, MemoryInputs, MemoryRow
 from simpletuner.settings import load
 from simpletuner.settings.deepspeed.config import deepspeed_config
 from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
@@ -42,10 +40,10 @@ def config(stage: int, optimizer: str = "none", weights: str = "none", **flags: 
 
 
 def held(
-    stage: int, optimizer: str = "none", weights: str = "none", inputs: EstimateInputs | None = None, **flags: Any
+    stage: int, optimizer: str = "none", weights: str = "none", inputs: MemoryInputs | None = None, **flags: Any
 ) -> Any:
     """Return bytes per parameter on GPU, in memory and on disk of one rank, by kind."""
-    inputs = inputs or EstimateInputs(1000, 2)
+    inputs = inputs or MemoryInputs(1000, 2)
     found = estimate_memory(config(stage, optimizer, weights, num_processes=inputs.num_ranks, **flags), inputs)
     count = inputs.num_parameters
     return {row.name: (row.gpu / count, row.host / count, row.disk / count) for row in found.rows}
@@ -53,7 +51,7 @@ def held(
 
 def test_the_paper_s_table_for_7_5_billion_parameters_on_64_gpus():
     """Rajbhandari et al. 2020, figure 1: 31.4 GB at stage 1, 16.6 GB at stage 2, 1.9 GB at stage 3, in GB of 10^9."""
-    inputs, kinds = EstimateInputs(7_500_000_000, 64), ("weights", "optimizer")
+    inputs, kinds = MemoryInputs(7_500_000_000, 64), ("weights", "optimizer")
     states = {stage: held(stage, inputs=inputs) for stage in (1, 2, 3)}
     kept = {stage: sum(7.5 * states[stage][kind][0] for kind in kinds) for stage in states}
     gradients = {1: 2 * 7.5, 2: 2 * 7.5 / 64, 3: 2 * 7.5 / 64}  # as the paper counts them: in half precision, at rest
@@ -87,17 +85,17 @@ def test_float32_accumulation_other_optimizers_and_ema_count():
     assert held(2, gradient_accumulation_steps=2)["gradients"] == (4, 0, 0)
     assert held(1, "cpu", gradient_accumulation_steps=2)["gradients"] == (2, 2, 0)
     assert held(2, "cpu", gradient_accumulation_steps=2)["gradients"] == (0, 4, 0)  # 4 P / N, twice, in float32
-    assert held(2, inputs=EstimateInputs(1000, 2, num_states=1, ema_device="cpu"))["optimizer"] == (4, 0, 0)
-    assert held(2, inputs=EstimateInputs(1000, 2, ema_device="cpu"))["EMA"] == (0, 2, 0)
-    assert held(2, inputs=EstimateInputs(1000, 2, ema_device="accelerator"))["EMA"] == (2, 0, 0)
+    assert held(2, inputs=MemoryInputs(1000, 2, num_states=1, ema_device="cpu"))["optimizer"] == (4, 0, 0)
+    assert held(2, inputs=MemoryInputs(1000, 2, ema_device="cpu"))["EMA"] == (0, 2, 0)
+    assert held(2, inputs=MemoryInputs(1000, 2, ema_device="accelerator"))["EMA"] == (2, 0, 0)
     flags = {"zero_stage": 2, "optimizer": "lion", "use_ema": True, "num_processes": 8, "num_machines": 2}
     settings = load(flags, complete=False, environment=NOWHERE).settings
-    assert estimate_inputs(settings, 7) == EstimateInputs(7, 8, 2, num_states=1, ema_device="cpu")
+    assert estimate_inputs(settings, 7) == MemoryInputs(7, 8, 2, num_states=1, ema_device="cpu")
 
 
 def test_host_bytes_are_those_of_all_ranks_of_a_machine():
     one, two = (
-        estimate_memory(config(2, "cpu", num_processes=8), EstimateInputs(1000, 8, machines)) for machines in (1, 2)
+        estimate_memory(config(2, "cpu", num_processes=8), MemoryInputs(1000, 8, machines)) for machines in (1, 2)
     )
     assert one.gpu_bytes == two.gpu_bytes
     assert one.host_bytes == 2 * two.host_bytes == 18 * 1000
@@ -106,7 +104,7 @@ def test_host_bytes_are_those_of_all_ranks_of_a_machine():
 @given(st.integers(10**6, 10**11), st.integers(1, 64), st.sampled_from([1, 2, 3]))
 def test_more_ranks_never_need_more_of_a_gpu(parameters, ranks, stage):
     few, many = (
-        estimate_memory(config(stage, num_processes=n), EstimateInputs(parameters, n)) for n in (ranks, 2 * ranks)
+        estimate_memory(config(stage, num_processes=n), MemoryInputs(parameters, n)) for n in (ranks, 2 * ranks)
     )
     assert many.gpu_bytes <= few.gpu_bytes
 
@@ -117,7 +115,7 @@ def test_the_first_candidate_that_fits_is_chosen():
     def of(settings: dict[str, Any]) -> MemoryEstimate:
         stage = settings["zero_stage"]
         gpu = sizes[stage] if settings["offload_optimizer"] == "none" else sizes[stage] / 10
-        return MemoryEstimate(EstimateInputs(1, 1), (EstimateRow("all", gpu=gpu * 2**30),))
+        return MemoryEstimate(MemoryInputs(1, 1), (MemoryRow("all", gpu=gpu * 2**30),))
 
     assert (
         choose_stage(MemoryBudget(40 * 2**30), stage_candidates(False, {"offload_optimizer": "none"}), of).settings[
@@ -178,7 +176,7 @@ def test_estimates_agree_with_deepspeeds_own_estimators():
     """They leave the flat copy of the gradients out: at stage 2, 18 P / N where we count 20; at stage 3 as well."""
     parameters, ranks = 10**9, 8
     own = answered("estimators", str(parameters), str(ranks))
-    inputs = EstimateInputs(parameters, ranks)
+    inputs = MemoryInputs(parameters, ranks)
     found = {stage: estimate_memory(config(stage, num_processes=ranks), inputs) for stage in (2, 3)}
     for stage, share in ((2, 2 * parameters / ranks), (3, 2 * parameters / ranks)):
         states = sum(row.gpu for row in found[stage].rows if row.name != "buffers")

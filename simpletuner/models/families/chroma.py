@@ -26,6 +26,7 @@ class Chroma(ModelFamily):
     round_sigmas_in_bf16 = staticmethod(round_to_bf16_times_1000)
     tiny_pipeline = "simpletuner.models.tiny.chroma:build"
     objective = flow_matching
+    packing = 4
     # As Flux, but its class has no plan. The mask stays whole: blocks make one of it for each pair of tokens.
     sequence_plan = replace(
         Flux.sequence_plan,
@@ -41,6 +42,10 @@ class Chroma(ModelFamily):
 
     def default_max_length(self) -> int:
         return 512
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = super().conditioning_shapes()
+        return {**shapes, "prompt_attention_mask": shapes["prompt_embeds"][:1]}
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, max_length, D) and their mask (B, max_length), with one token of padding."""

@@ -26,6 +26,7 @@ class Flux(ModelFamily):
     round_sigmas_in_bf16 = staticmethod(round_to_bf16_times_1000)
     tiny_pipeline = "simpletuner.models.tiny.flux:build"
     objective = flow_matching
+    packing = 4
     sequence_plan = SequencePlan(
         attention={
             "transformer_blocks.*.attn": ("encoder_hidden_states", "hidden_states"),
@@ -36,6 +37,12 @@ class Flux(ModelFamily):
 
     def default_max_length(self) -> int:
         return 512 if self.config.get("guidance_embeds") else 256  # schnell was distilled on prompts of 256 tokens
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            **super().conditioning_shapes(),
+            "pooled_prompt_embeds": (self.exported_config()["pooled_projection_dim"],),
+        }
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, max_length, D) and pooled_prompt_embeds (B, P)."""

@@ -25,6 +25,7 @@ class LTXVideo(ModelFamily):
     padding_mask = "prompt_attention_mask"
     tiny_pipeline = "simpletuner.models.tiny.ltxvideo:build"
     objective = flow_matching
+    text_width = "caption_channels"
     # The plan of its class also splits the text, which only cross-attention reads: whole, it needs no exchange.
     sequence_plan = SequencePlan(
         attention={"transformer_blocks.*.attn1": ("hidden_states",)},

@@ -20,6 +20,7 @@ class Lumina2(ModelFamily):
     padding_mask = "prompt_attention_mask"
     tiny_pipeline = "simpletuner.models.tiny.lumina2:build"
     objective = flow_matching
+    text_width = "cap_feat_dim"
     # The two blocks that read the text alone stay whole. What joins text and image needs the whole image.
     sequence_plan = SequencePlan(
         attention={

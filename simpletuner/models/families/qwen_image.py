@@ -27,6 +27,7 @@ class QwenImage(ModelFamily):
     round_sigmas_in_bf16 = staticmethod(round_to_bf16)
     tiny_pipeline = "simpletuner.models.tiny.qwen_image:build"
     objective = flow_matching
+    packing = 4
     host_inputs = ("prompt_embeds_mask",)
     sequence_plan = SequencePlan(
         attention={

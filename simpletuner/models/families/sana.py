@@ -22,6 +22,7 @@ class Sana(ModelFamily):
     padding_mask = "prompt_attention_mask"
     tiny_pipeline = "simpletuner.models.tiny.sana:build"
     objective = flow_matching
+    text_width = "caption_channels"
 
     def default_max_length(self) -> int:
         return 300

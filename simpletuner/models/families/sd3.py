@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from simpletuner.models.family import ModelFamily
+from simpletuner.models.family import CLIP_TOKENS, ModelFamily
 from simpletuner.models.objectives import flow_matching
 from simpletuner.models.text_encoding import Conditioning
 from simpletuner.parallel.context_parallel import TOKENS, SequencePlan
@@ -32,6 +32,14 @@ class SD3(ModelFamily):
 
     def default_max_length(self) -> int:
         return 256  # as the pipeline's; 3.5 was trained on 77 and on 256 tokens
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        config = self.exported_config()
+        tokens = CLIP_TOKENS + (self.max_length or 0)  # CLIP's, then T5's
+        return {
+            "prompt_embeds": (tokens, config[self.text_width]),
+            "pooled_prompt_embeds": (config["pooled_projection_dim"],),
+        }
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, 77 + max_length, D) and pooled_prompt_embeds (B, P).

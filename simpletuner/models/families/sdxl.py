@@ -21,6 +21,12 @@ class SDXL(ModelFamily):
     float32_inputs = ("timestep", "time_ids")
     tiny_pipeline = "simpletuner.models.tiny.sdxl:build"
     objective = diffusion
+    text_width = "cross_attention_dim"
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        config, numbers = self.exported_config(), 6
+        pooled = config["projection_class_embeddings_input_dim"] - numbers * config["addition_time_embed_dim"]
+        return {**super().conditioning_shapes(), "pooled_prompt_embeds": (pooled,), "time_ids": (numbers,)}
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, 77, D) and pooled_prompt_embeds (B, P)."""

@@ -21,6 +21,7 @@ class SD1(ModelFamily):
     denoiser_name = "unet"
     tiny_pipeline = "simpletuner.models.tiny.stable_diffusion:build_sd1"
     objective = diffusion
+    text_width = "cross_attention_dim"
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, 77, D)."""

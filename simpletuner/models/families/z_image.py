@@ -21,6 +21,7 @@ class ZImage(ModelFamily):
     float32_inputs = ("t",)
     tiny_pipeline = "simpletuner.models.tiny.z_image:build"
     objective = flow_matching
+    text_width = "cap_feat_dim"
     host_inputs = ("prompt_embeds_mask",)
     # The two blocks that read the text alone stay whole. What joins text and image needs the whole image.
     sequence_plan = SequencePlan(

@@ -1,0 +1,181 @@
+"""`simpletuner plan`: what a run takes in memory, time and disk, before it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from simpletuner.commands.paths import path_option
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.parallel.devices import DEVICES, Device, device_by_driver_name, device_by_name
+from simpletuner.report import Report
+from simpletuner.settings import Loaded, load
+from simpletuner.settings.spelling import as_text
+from simpletuner.system.numbers import format_count, format_gb, format_gib, parse_bytes
+
+if TYPE_CHECKING:
+    from simpletuner.tools.plan.estimate import Budget, RunPlan
+    from simpletuner.tools.plan.search import Proposal
+
+LEGEND = "P parameters that are trained, F frozen ones, U those of the largest unit, N ranks that share them"
+
+Gpu = Annotated[
+    str | None,
+    typer.Option("--gpu", help=f"GPU to plan for: {', '.join(DEVICES)}; empty: this machine's.", metavar="NAME"),
+]
+GpuMemory = Annotated[
+    str | None, typer.Option("--gpu_memory", help="Memory of each GPU, such as 24GiB.", metavar="BYTES")
+]
+HostMemory = Annotated[
+    str | None, typer.Option("--host_memory", help="Memory of each machine; empty: enough.", metavar="BYTES")
+]
+Auto = Annotated[bool, typer.Option("--auto", help="Propose the fastest settings that fit, and say why.")]
+Measure = Annotated[bool, typer.Option("--measure", help="Measure ten steps on this machine, with random weights.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Apply = Annotated[Path | None, path_option("--apply", "Write what --auto proposes into this config file.", "FILE")]
+
+
+def plan(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    *,
+    gpu: Gpu = None,
+    gpu_memory: GpuMemory = None,
+    host_memory: HostMemory = None,
+    auto: Auto = False,
+    apply: Apply = None,
+    measure: Measure = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the memory, time and disk that a run takes. Needs no GPU, and no weights of a published model."""
+    if apply is not None and not auto:
+        raise SettingsError("--apply needs --auto", "add --auto, whose proposal it writes")
+    loaded = load(flags, config or apply, complete=False)
+    loaded.pass_on_variables(os.environ)
+    from simpletuner.tools.plan.estimate import Budget
+    from simpletuner.tools.plan.planner import Planner
+
+    report = Report()
+    device = device_by_name(gpu) if gpu else device_of_this_machine(loaded)
+    gpu_bytes = parse_bytes(gpu_memory, "--gpu_memory") if gpu_memory else device and device.memory_bytes
+    budget = Budget(gpu_bytes, parse_bytes(host_memory, "--host_memory") if host_memory else None)
+    if auto and (device is None or gpu_bytes is None):
+        raise SettingsError(
+            "--auto needs to know the GPU", f"give --gpu={next(iter(DEVICES))}, or another of the table"
+        )
+    planner = Planner(loaded, flags, config or apply, device, budget, report)
+    proposal = planner.run(auto, measure)
+    if as_json:
+        report.json(as_dict(proposal, budget, device))
+    else:
+        print_plan(proposal, budget, device, report)
+    if apply is not None:
+        write_settings(apply, proposal.settings, report)
+    elif missing := proposal.plan.shortfall(budget):
+        raise EnvironmentNotReady(f"this does not fit: it needs {missing}", "--auto proposes what does")
+
+
+def device_of_this_machine(loaded: Loaded) -> Device | None:
+    """Return the GPU of this machine if the table has it; None for others, and with use_cpu."""
+    import torch
+
+    if loaded.settings.launch.use_cpu or not torch.cuda.is_available():
+        return None
+    return device_by_driver_name(torch.cuda.get_device_name())
+
+
+def print_plan(proposal: Proposal, budget: Budget, device: Device | None, report: Report) -> None:
+    """Print tables for people: memory by kind and by phase, time, disk, and what was proposed."""
+    plan, ranks = proposal.plan, proposal.plan.memory.inputs.ranks_per_machine
+    report.line(title_of(proposal), style="bold")
+    rows = [(row.name, format_gib(row.gpu), format_gib(row.host * ranks), row.formula) for row in plan.memory.rows]
+    rows.append(("together", format_gib(plan.memory.gpu_bytes), format_gib(plan.memory.host_bytes), ""))
+    report.data_table("", rows, ("", "per GPU", "per machine", "per rank"))
+    report.line(LEGEND, style="dim")
+    report.data_table("", summary(plan, budget, device), ())
+    for name, value in proposal.settings.items():
+        report.line(f"{name} = {as_text(value)}", style="bold")
+    for name, reason in proposal.reasons.items():
+        report.line(f"  {name}: {reason}", style="dim")
+
+
+def title_of(proposal: Proposal) -> str:
+    from simpletuner.training.summary import format_engine
+
+    settings, inputs = proposal.plan.settings, proposal.plan.memory.inputs
+    training, launch = settings.training, settings.launch
+    frozen = f" over {format_count(inputs.frozen_parameters)} frozen" if inputs.frozen_parameters else ""
+    batch = f"{training.train_batch_size} x {launch.num_processes} x {training.gradient_accumulation_steps}"
+    name, engine = (
+        f"{settings.model.model_family} {settings.model.model_flavour}".strip(),
+        format_engine(settings, launch.num_processes),
+    )
+    return (
+        f"{name}: {format_count(inputs.num_parameters)} parameters{frozen}; {engine}, "
+        f"{proposal.size[0]}x{proposal.size[1]} px, batch {settings.effective_batch_size} = {batch}"
+    )
+
+
+def summary(plan: RunPlan, budget: Budget, device: Device | None) -> Iterator[tuple[str, str]]:
+    for phase, size in plan.phases.items():
+        mark = " <- the most" if phase == plan.peak_phase else ""
+        yield phase, f"{format_gib(size)}{mark}" if size else "unknown: needs the files of the model"
+    if budget.gpu_bytes is not None:
+        left = budget.gpu_bytes - plan.peak_bytes
+        fits = f"{format_gib(left)} of {format_gib(budget.gpu_bytes)} are left"
+        yield "fits", fits if not plan.shortfall(budget) else f"no: {plan.shortfall(budget)}"
+    yield "compute", f"{plan.flops_per_sample / 1e12:,.2f} TFLOP per sample of the largest size"
+    if plan.step_seconds is not None and plan.samples_per_second is not None:
+        mfu = f", MFU {plan.mfu(device):.0%}" if device else ""
+        said = "measured here, on one rank" if plan.parts is None else "estimated"
+        yield "step", f"{plan.step_seconds:.3g} s, {plan.samples_per_second:.3g} samples/s{mfu} ({said})"
+        if plan.parts is not None:
+            yield "of which", ", ".join(f"{name} {each:.2g} s" for name, each in asdict(plan.parts).items() if each)
+        if plan.steps is not None:
+            yield "run", f"{timedelta(seconds=round(plan.steps * plan.step_seconds))} for {plan.steps:,} steps"
+    yield "checkpoint", f"{format_gb(plan.checkpoint_bytes)} each, {kept_bytes(plan)} in all"
+
+
+def kept_bytes(plan: RunPlan) -> str:
+    limit = plan.settings.checkpoints.checkpoints_total_limit
+    return f"{format_gb((limit + 1) * plan.checkpoint_bytes)} ({limit}, and one that is being written)"
+
+
+def as_dict(proposal: Proposal, budget: Budget, device: Device | None) -> dict[str, Any]:
+    """Return the form of `--json`: bytes and seconds."""
+    plan = proposal.plan
+    return {
+        "parameters": plan.memory.inputs.num_parameters,
+        "frozen_parameters": plan.memory.inputs.frozen_parameters,
+        "size_px": list(proposal.size),
+        "memory": [asdict(row) for row in plan.memory.rows],
+        "gpu_bytes": plan.memory.gpu_bytes,
+        "host_bytes_per_machine": plan.memory.host_bytes,
+        "phases": plan.phases,
+        "peak_bytes": plan.peak_bytes,
+        "fits": None if budget.gpu_bytes is None else not plan.shortfall(budget),
+        "flops_per_sample": plan.flops_per_sample,
+        "step_seconds": plan.step_seconds,
+        "step_seconds_of": plan.parts and asdict(plan.parts),
+        "samples_per_second": plan.samples_per_second,
+        "mfu": plan.mfu(device) if device else None,
+        "steps": plan.steps,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "settings": proposal.settings,
+        "reasons": proposal.reasons,
+    }
+
+
+def write_settings(file: Path, values: Mapping[str, Any], report: Report) -> None:
+    from simpletuner.settings.editing import set_in_file
+
+    for name, value in values.items():
+        set_in_file(file, name, as_text(value))
+    written = ", ".join(f"{name} = {as_text(value)}" for name, value in values.items())
+    report.say(f"{file}: {written}" if written else f"{file} stays as it is: nothing is faster")

@@ -1,0 +1,30 @@
+"""Published pipelines without their weights: the configs that a family reads, from the presets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from simpletuner.models.diffusers_io import build_on_meta
+from simpletuner.models.family import ModelFamily
+from simpletuner.models.registry import Architecture, family_class, load_preset
+from simpletuner.settings.sections import Settings
+
+
+def open_without_weights(architecture: Architecture, settings: Settings, folder: Path) -> ModelFamily:
+    """Write the configs of a denoiser as published into an empty folder, and open it as a family.
+
+    Nothing that needs weights works: no encoders, no VAE, no denoiser off the meta device.
+    """
+    cls, preset = family_class(settings.model), load_preset(settings.model.model_family)
+    denoiser = build_on_meta({**architecture.config, "_class_name": architecture.class_name})
+    files = {
+        "model_index.json": {"_class_name": cls.pipelines[0]},
+        f"{cls.denoiser_name}/config.json": json.loads(denoiser.to_json_string()),
+        "vae/config.json": {"spatial_compression_ratio": architecture.cell_px or (preset.cell_px if preset else 8)},
+        "scheduler/scheduler_config.json": {},
+    }
+    for path, content in files.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(json.dumps(content), encoding="utf-8")
+    return cls.open(folder, settings)

@@ -1,0 +1,1 @@
+"""`simpletuner plan`: memory, time and disk of a run before it starts, without a GPU and without weights."""

@@ -1,0 +1,151 @@
+"""Memory of every phase, time and disk of one configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from simpletuner.deepspeed.estimate import estimate_inputs, estimate_memory
+from simpletuner.models.step_trace import StepTrace
+from simpletuner.parallel.devices import Device
+from simpletuner.parallel.fsdp2 import is_synced_each_batch
+from simpletuner.parallel.memory import (
+    FLOAT32_BYTES,
+    MOMENTS,
+    MemoryEstimate,
+    MemoryInputs,
+    MemoryRow,
+    estimate_torch,
+    gradient_bytes,
+)
+from simpletuner.settings import Settings
+from simpletuner.settings.deepspeed.config import deepspeed_config
+from simpletuner.tools.plan.timing import StepSeconds, estimate_step
+from simpletuner.tools.plan.workload import Sizes, Workload
+
+CONTEXT_BYTES = 550 * 2**20
+"""Of CUDA and its libraries in each process; not measured."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory of each GPU, and of each machine; None where it is not known."""
+
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What one configuration takes."""
+
+    settings: Settings
+    memory: MemoryEstimate
+    """While the backward pass runs, where a step takes most."""
+    phases: dict[str, int | None]
+    """The most bytes of a GPU in each phase; None where the files that say it are missing."""
+    step_seconds: float | None
+    """None without a device."""
+    parts: StepSeconds | None
+    """What `step_seconds` is made of, where it was estimated."""
+    steps: int | None
+    flops_per_sample: int
+    checkpoint_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(filter(None, self.phases.values()))
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: self.phases[phase] or 0)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        return self.step_seconds and self.settings.effective_batch_size / self.step_seconds
+
+    def mfu(self, device: Device) -> float | None:
+        """Return the FLOPs of the model over what all devices could have computed."""
+        if self.samples_per_second is None:
+            return None
+        ranks = self.settings.launch.num_processes
+        return self.samples_per_second * self.flops_per_sample / (ranks * device.peak_tflops * 1e12)
+
+    def shortfall(self, budget: Budget) -> str:
+        """Describe what is needed of which there is less; empty if all fits, or if nothing is known."""
+        if budget.gpu_bytes is not None and self.peak_bytes > budget.gpu_bytes:
+            return f"{self.peak_bytes / 2**30:,.1f} GiB per GPU while {self.peak_phase}"
+        if budget.host_bytes is not None and self.memory.host_bytes > budget.host_bytes:
+            return f"{self.memory.host_bytes / 2**30:,.1f} GiB of memory per machine"
+        return ""
+
+
+def estimate_run(
+    settings: Settings, workload: Workload, sizes: Sizes, device: Device | None, flops_per_sample: int
+) -> RunPlan:
+    """Estimate a configuration; without a device memory alone."""
+    on_gpu = not settings.launch.use_cpu
+    trained, frozen = workload.trained_parameters
+    trace = workload.trace(settings, settings.training.train_batch_size, on_gpu)
+    inputs = memory_inputs(settings, workload, trained, frozen)
+    memory = MemoryEstimate(inputs, tuple(training_rows(settings, inputs, trace, on_gpu)))
+    at_rest = memory.gpu_bytes - sum(row.gpu for row in memory.rows if row.name in ("activations", "gradients"))
+    phases = {
+        "encoding captions": workload.text_encoder_bytes(settings),
+        "encoding images": workload.vae_bytes(settings, settings.data.vae_batch_size, decodes=False),
+        "training": memory.gpu_bytes,
+    }
+    if settings.validation.validation_prompt:
+        decoding = workload.vae_bytes(settings, 1, decodes=True)
+        phases["validating"] = decoding and round(at_rest) + decoding
+    parts = estimate_step(settings, trace, device, trained, sizes.mean_area) if device else None
+    ema = FLOAT32_BYTES * settings.ema.use_ema
+    per_parameter = FLOAT32_BYTES * (1 + MOMENTS[settings.optimizer.optimizer]) + ema
+    checkpoint_bytes = per_parameter * trained
+    return RunPlan(
+        settings, memory, phases, parts and parts.total, parts, sizes.steps, flops_per_sample, checkpoint_bytes
+    )
+
+
+def memory_inputs(settings: Settings, workload: Workload, trained: int, frozen: int) -> MemoryInputs:
+    largest, root = workload.units(settings) if settings.parallel.fsdp_enable else (0, 0)
+    launch, ema = settings.launch, settings.ema
+    return MemoryInputs(
+        trained,
+        launch.num_processes,
+        launch.num_machines,
+        MOMENTS[settings.optimizer.optimizer],
+        ema.ema_device if ema.use_ema else "",
+        frozen,
+        largest,
+        root,
+    )
+
+
+def training_rows(settings: Settings, inputs: MemoryInputs, trace: StepTrace, on_gpu: bool) -> Iterator[MemoryRow]:
+    """Yield what is there at the worst moment of a backward pass."""
+    cp = settings.parallel.context_parallel_size
+    if settings.parallel.zero_stage is not None:
+        # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
+        zero_inputs = estimate_inputs(settings, inputs.num_parameters)
+        yield from estimate_memory(deepspeed_config(settings, inputs.num_ranks), zero_inputs).rows
+        yield MemoryRow("activations", gpu=trace.peak_bytes(0) / cp, formula=describe_samples(settings))
+    else:
+        yield from estimate_torch(settings, inputs).rows
+        is_synced = is_synced_each_batch(settings.parallel, inputs.num_parameters)
+        whole = gradient_bytes(settings, inputs, is_synced)
+        on_host = settings.parallel.fsdp_enable and settings.parallel.fsdp_offload_params
+        # DDP's gradients are views of buckets that are there from the start.
+        is_ddp = inputs.num_ranks > 1 and not settings.parallel.fsdp_enable
+        are_kept = settings.training.gradient_accumulation_steps > 1 or is_ddp
+        activations, gradients = trace.peak(0 if on_host else whole, are_kept)
+        yield MemoryRow("gradients", gpu=gradients, host=whole * on_host)
+        yield MemoryRow("activations", gpu=activations / cp, formula=describe_samples(settings))
+    if on_gpu:
+        yield MemoryRow("CUDA", gpu=CONTEXT_BYTES, formula="context and libraries, assumed")
+
+
+def describe_samples(settings: Settings) -> str:
+    training = settings.training
+    recomputed = "blocks recomputed" if training.gradient_checkpointing else "nothing recomputed"
+    return f"{training.train_batch_size} sample{'s' * (training.train_batch_size > 1)}, {recomputed}"

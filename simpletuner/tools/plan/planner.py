@@ -1,0 +1,63 @@
+"""From settings to a plan: open the model, count its samples, estimate or measure, propose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from simpletuner.data.geometry import Size
+from simpletuner.models.family import ModelFamily
+from simpletuner.models.flops import FlopCounter
+from simpletuner.parallel.devices import Device
+from simpletuner.report import Report
+from simpletuner.settings import Loaded, load
+from simpletuner.tools.plan.estimate import Budget, RunPlan, estimate_run
+from simpletuner.tools.plan.measure import measure_step
+from simpletuner.tools.plan.search import Proposal, propose
+from simpletuner.tools.plan.workload import Workload, count_sizes, opened_family
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What a plan is made from; flags and config are read again for each combination of settings that is tried."""
+
+    loaded: Loaded
+    flags: Mapping[str, Any]
+    config: Path | None
+    device: Device | None
+    budget: Budget
+    report: Report
+
+    def run(self, auto: bool, measure: bool) -> Proposal:
+        sizes = count_sizes(self.loaded, self.report)
+        with opened_family(self.loaded.settings, self.report) as family:
+            workload, flops = Workload(family, sizes.largest), flops_per_sample(family, sizes.largest)
+
+            def estimate(loaded: Loaded) -> RunPlan:
+                return estimate_run(loaded.settings, workload, sizes, self.device, flops)
+
+            if not auto:
+                proposal = Proposal(estimate(self.loaded), sizes.largest)
+            else:
+                plan, changed, reasons = propose(self.loaded, self.with_settings, estimate, self.budget)
+                proposal = Proposal(plan, sizes.largest, changed, reasons)
+            if measure:
+                seconds = measure_step(proposal.plan.settings, workload) * sizes.mean_area
+                proposal = replace(proposal, plan=replace(proposal.plan, step_seconds=seconds, parts=None))
+        return proposal
+
+    def with_settings(self, values: Mapping[str, Any]) -> Loaded:
+        return load({**self.flags, **values}, self.config, complete=False)
+
+
+def flops_per_sample(family: ModelFamily, size: Size) -> int:
+    """Count forward and backward of one sample, recomputation excluded."""
+    conditioning = {
+        name: torch.empty(1, *shape, device="meta", dtype=torch.long if "mask" in name else torch.float32)
+        for name, shape in family.input_shapes(size).items()
+    }
+    return FlopCounter(family).count(conditioning.pop("latents"), conditioning)

@@ -1,0 +1,132 @@
+"""The fastest settings that fit, of all combinations of engine, state layout, recomputation and micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from simpletuner.data.geometry import Size
+from simpletuner.errors import SettingsError
+from simpletuner.settings import Loaded
+from simpletuner.settings.loading import settings_as_json
+from simpletuner.tools.plan.estimate import Budget, RunPlan
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "fsdp_enable": (False, True),
+    "fsdp_offload_params": (False, True),
+    "state_layout": ("fp32", "split"),
+    "gradient_checkpointing": (False, True),
+}
+BATCH = ("train_batch_size", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A configuration; of the fastest that fits also the settings to change, and a reason for each that was free."""
+
+    plan: RunPlan
+    size: Size
+    """The largest of the samples, in px."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
+    """Yield values of all settings that nobody has set, the simplest first; the effective batch stays as it is."""
+    free = {name: values for name, values in CHOICES.items() if name not in loaded.origins}
+    if loaded.settings.parallel.zero_stage is not None or loaded.settings.model.model_type == "lora":
+        free = {name: values for name, values in free.items() if name == "gradient_checkpointing"}
+    training = loaded.settings.training
+    whole = training.train_batch_size * training.gradient_accumulation_steps
+    sizes = [size for size in range(1, whole + 1) if whole % size == 0]
+    batches = [dict(zip(BATCH, (size, whole // size), strict=True)) for size in reversed(sizes)]
+    for values in product(*free.values()):
+        chosen = dict(zip(free, values, strict=True))
+        if chosen.get("fsdp_offload_params") and not chosen.get("fsdp_enable", True):
+            continue
+        for batch in batches:
+            yield chosen | batch
+
+
+def propose(
+    loaded: Loaded, with_settings: Callable[[Mapping[str, Any]], Loaded], estimate: Callable[[Loaded], RunPlan],
+    budget: Budget,
+) -> tuple[RunPlan, dict[str, Any], dict[str, str]]:  # fmt: skip
+    """Return the fastest candidate that fits, the settings that it changes, and the reasons.
+
+    Raises SettingsError where none fits, naming the one that needs least.
+    """
+    known: dict[tuple[Any, ...], RunPlan | None] = {}
+
+    def plan_of(values: Mapping[str, Any]) -> RunPlan | None:
+        key = tuple(sorted(values.items()))
+        if key not in known:
+            try:
+                known[key] = estimate(with_settings(values))
+            except SettingsError:  # settings that contradict each other, such as a layout and an optimizer
+                known[key] = None
+        return known[key]
+
+    plans = [(values, plan) for values in candidates(loaded) if (plan := plan_of(values)) is not None]
+    fitting = [(values, plan) for values, plan in plans if not plan.shortfall(budget)]
+    if not fitting:
+        least = min((plan for _, plan in plans), key=lambda plan: plan.peak_bytes)
+        raise SettingsError(
+            f"nothing fits: the least needs {least.shortfall(budget)}",
+            "use more GPUs (--num_processes), larger ones, or a smaller train_batch_size or resolution",
+        )
+    # Of what is equally fast within 1 % the first, which is the simplest.
+    fastest = min(seconds_of(plan) for _, plan in fitting)
+    values, plan = next(each for each in fitting if seconds_of(each[1]) <= 1.01 * fastest)
+    reasons = {name: reason(name, values, plan, plan_of, budget) for name in values if name not in BATCH}
+    return plan, changed(loaded, values), reasons | batch_reason(values, plan, plans, budget)
+
+
+def seconds_of(plan: RunPlan) -> float:
+    assert plan.step_seconds is not None
+    return plan.step_seconds
+
+
+def reason(
+    name: str, values: Mapping[str, Any], plan: RunPlan, plan_of: Callable[[Mapping[str, Any]], RunPlan | None],
+    budget: Budget,
+) -> str:  # fmt: skip
+    """Say what the other value of one setting would lead to, all others being as chosen."""
+    (other,) = (each for each in CHOICES[name] if each != values[name])
+    alternative = {**values, name: other}
+    if name == "fsdp_enable" and not other:
+        alternative["fsdp_offload_params"] = False
+    return compared(str(other).lower(), plan_of(alternative), plan, budget)
+
+
+def batch_reason(
+    values: Mapping[str, Any], plan: RunPlan, plans: list[tuple[dict[str, Any], RunPlan]], budget: Budget
+) -> dict[str, str]:
+    """Say why the micro-batch is not larger, or else not smaller."""
+    alike = [
+        (each[BATCH[0]], other)
+        for each, other in plans
+        if {**each, **{name: values[name] for name in BATCH}} == dict(values)
+    ]
+    larger = [(size, other) for size, other in alike if size > values[BATCH[0]]]
+    smaller = [(size, other) for size, other in alike if size < values[BATCH[0]]]
+    if not (larger or smaller):
+        return {}
+    size, other = min(larger) if larger else max(smaller)
+    return {BATCH[0]: compared(str(size), other, plan, budget)}
+
+
+def compared(value: str, other: RunPlan | None, plan: RunPlan, budget: Budget) -> str:
+    if other is None:
+        return f"{value} is not possible here"
+    if missing := other.shortfall(budget):
+        return f"{value} would need {missing}"
+    return f"{value} would take {seconds_of(other):.2f} s per step, not {seconds_of(plan):.2f}"
+
+
+def changed(loaded: Loaded, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those values that the settings do not have yet."""
+    current = settings_as_json(loaded)
+    return {name: value for name, value in values.items() if current[name] != value}

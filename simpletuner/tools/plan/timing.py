@@ -1,0 +1,86 @@
+"""Seconds of an optimizer step: arithmetic, memory traffic and communication over what a device can do of each.
+
+The fractions are of the data sheet, from measurements of others that docs/plan.md names. None was measured with this
+program: `simpletuner plan --measure` measures instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simpletuner.models.step_trace import StepTrace
+from simpletuner.parallel.devices import Device
+from simpletuner.parallel.memory import FLOAT32_BYTES, MOMENTS, compute_bytes, shard_ranks
+from simpletuner.settings import Settings
+
+PRODUCTS, ATTENTION, TRAFFIC, LINK = 0.71, 0.55, 0.8, 0.7
+"""What is reached of a device's peak by products and by attention, of its memory's and its links' rate."""
+
+COMPILED_TRAFFIC = 0.28
+"""What is left of the memory traffic of pointwise operators once a compiler has fused them."""
+
+LAUNCH_SECONDS = 6e-6
+"""Of one operator without compiler, on the host: what small samples cost at least."""
+
+NETWORK_GB_PER_SECOND = 25.0
+"""Between machines, for each GPU: 200 Gbit/s."""
+
+HOST_GB_PER_SECOND = 25.0
+"""What PCIe carries to a GPU, and a share of the host's memory to one rank's optimizer."""
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """One optimizer step of one rank. What is communicated runs beside what is computed."""
+
+    products: float
+    attention: float
+    other: float
+    communication: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return max(self.products + self.attention + self.other, self.communication) + self.optimizer
+
+
+def estimate_step(settings: Settings, trace: StepTrace, device: Device, parameters: int, area: float) -> StepSeconds:
+    """Estimate a step whose samples have `area` of those that were traced; `parameters` are those that are trained."""
+    accumulation, cp = settings.training.gradient_accumulation_steps, settings.parallel.context_parallel_size
+    passes, peak = accumulation * area / cp, device.peak_tflops * 1e12
+    is_compiled = settings.compile.dynamo_backend in ("inductor", "cudagraphs")
+    traffic = trace.other_bytes * (COMPILED_TRAFFIC if is_compiled else 1.0)
+    pointwise = passes * traffic / (device.memory_gb_per_second * 1e9 * TRAFFIC)
+    launches = 0.0 if is_compiled else accumulation * trace.launches * LAUNCH_SECONDS
+    products = passes * trace.product_flops / (peak * PRODUCTS)
+    attention = passes * trace.attention_flops / (peak * ATTENTION)
+    return StepSeconds(
+        products,
+        attention,
+        max(pointwise, launches - products - attention),
+        communication_seconds(settings, device, parameters),
+        optimizer_seconds(settings, device, parameters),
+    )
+
+
+def communication_seconds(settings: Settings, device: Device, parameters: int) -> float:
+    """Gathering weights twice and reducing gradients in float32; for replicas only the latter, there and back."""
+    ranks, machines = settings.launch.num_processes, settings.launch.num_machines
+    if ranks == 1:
+        return 0.0
+    rate = min(device.link_gb_per_second, NETWORK_GB_PER_SECOND) if machines > 1 else device.link_gb_per_second
+    is_sharded = settings.parallel.fsdp_enable or settings.parallel.zero_stage is not None
+    reduced = FLOAT32_BYTES * (1 if is_sharded else 2)
+    gathered = 2 * compute_bytes(settings) * settings.training.gradient_accumulation_steps if is_sharded else 0
+    return parameters * (reduced + gathered) * (1 - 1 / ranks) / (rate * 1e9 * LINK)
+
+
+def optimizer_seconds(settings: Settings, device: Device, parameters: int) -> float:
+    """Reading and writing weights, gradients and moments once, and the gradients twice more for their norm."""
+    share, moments = parameters / shard_ranks(settings), MOMENTS[settings.optimizer.optimizer]
+    is_split = settings.optimizer.state_layout == "split"
+    num_bytes = 20 if is_split else FLOAT32_BYTES * (2 + 2 * moments + 1 + 3)
+    is_on_host = settings.parallel.fsdp_offload_params or settings.parallel.offload_optimizer != "none"
+    if is_on_host:
+        return share * (num_bytes + 2 * FLOAT32_BYTES) / (HOST_GB_PER_SECOND * 1e9)
+    return share * num_bytes / (device.memory_gb_per_second * 1e9 * TRAFFIC)

@@ -1,0 +1,228 @@
+"""`simpletuner plan`: what it counts, beside what torch saves and engines hold; what it proposes; its command line."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import planning
+import pytest
+import torch
+from models.test_inputs import CPU, opened
+from torch import Tensor, nn
+
+from simpletuner.app import main
+from simpletuner.errors import SettingsError
+from simpletuner.models.diffusers_io import build_on_meta
+from simpletuner.models.family import ModelFamily
+from simpletuner.models.step_trace import new_mode, trace_step, trace_vae, with_fake_parameters
+from simpletuner.parallel.memory import MemoryEstimate, MemoryInputs, MemoryRow
+from simpletuner.parallel.module_stats import count_parameters
+from simpletuner.report import Report
+from simpletuner.settings import load
+from simpletuner.tools.plan.estimate import Budget, RunPlan
+from simpletuner.tools.plan.search import propose
+from simpletuner.tools.plan.workload import Workload, opened_family
+
+SIX = ("sdxl", "flux", "sd3", "lumina2", "qwen_image", "sana")
+SIZE = (64, 64)
+NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
+
+
+class Saved:
+    """A tensor that torch has saved, as long as its graph is there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def storages_alive() -> set[int]:
+    found = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+    return {each.untyped_storage().data_ptr() for each in found}
+
+
+def saved_by_torch(family: ModelFamily, model: nn.Module, samples: int) -> int:
+    """Return the bytes that a real forward pass saves for the backward pass, weights and inputs excluded."""
+    inputs = {
+        name: torch.ones(samples, *shape, dtype=torch.long if "mask" in name else torch.float32)
+        for name, shape in family.input_shapes(SIZE).items()
+    }
+    latents, timesteps = inputs.pop("latents"), torch.full((samples,), 0.5)
+    own = storages_alive()  # weights, inputs, and tables that a model holds in no buffer, such as Qwen-Image's
+    # Weak, since some graphs end before the loss: of Qwen-Image's last block the text has no use.
+    saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> Saved:
+        saved.add(packed := Saved(tensor))
+        return packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
+        loss = family.predict(model, latents, timesteps, inputs).square().mean()
+    held = {each.tensor.untyped_storage().data_ptr(): each.tensor.untyped_storage().nbytes() for each in saved}
+    del loss
+    return sum(size for address, size in held.items() if address not in own)
+
+
+@pytest.mark.parametrize("key", SIX)
+def test_activations_are_those_that_torch_saves(key, pipelines):
+    family, samples = opened(key, pipelines(key)), 8
+    real = family.denoiser().to_empty(device=CPU).train()
+    for parameter in real.parameters():
+        nn.init.normal_(parameter, std=0.02) if parameter.requires_grad else parameter.data.zero_()
+    mode = new_mode()
+    fake = with_fake_parameters(family.denoiser().train(), mode)
+    found = {}
+    for recomputes in (False, True):
+        for model in (real, fake):
+            model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
+        trace = trace_step(family, fake, mode, family.input_shapes(SIZE), samples, torch.float32, False)
+        found[recomputes] = trace
+        assert trace.kept_bytes == pytest.approx(saved_by_torch(family, real, samples), rel=0.1)
+        assert [fraction for _, fraction in trace.backward_points] == sorted(each for _, each in trace.backward_points)
+    assert found[True].kept_bytes < found[False].kept_bytes
+    assert found[True].product_flops > found[False].product_flops
+    assert not any(parameter.grad is not None for parameter in fake.parameters())
+
+
+def test_a_published_model_is_counted_as_it_was_on_meta_tensors():
+    """FLUX.1-dev at 1024 px and batch 8 in bf16: 13.6 GB at rest, 18.7 GB at most, counted once by other means."""
+    loaded = load(
+        {"model_family": "flux", "model_flavour": "dev", "state_layout": "split"}, environment=NOWHERE, complete=False
+    )
+    with opened_family(loaded.settings, Report(quiet=True)) as family:
+        trace = Workload(family, (1024, 1024)).trace(loaded.settings, 8, on_gpu=True)
+    assert trace.kept_bytes == pytest.approx(13.6e9, rel=0.02)
+    assert trace.peak_bytes(0) == pytest.approx(18.7e9, rel=0.05)
+    # a third more than the 3 x 74.4 TFLOP of forward and backward: the blocks run forward twice
+    assert trace.product_flops + trace.attention_flops == pytest.approx(8 * 297.5e12, rel=0.03)
+
+
+def test_a_vae_takes_its_weights_and_what_is_live_at_once(pipelines):
+    family = opened("sdxl", pipelines("sdxl"))
+    few, many = (
+        trace_vae(build_on_meta(family.vae_config).eval(), torch.float32, (256, 128), count, False) for count in (1, 3)
+    )
+    weights = 4 * count_parameters(build_on_meta(family.vae_config))
+    assert weights < few < many
+    assert many - weights == pytest.approx(3 * (few - weights), rel=0.05)
+
+
+ENGINES = ["whole", "split whole", "fsdp2", "split fsdp2", "fsdp2-cpu"]
+
+
+def test_engines_hold_what_is_estimated(run_on, pipelines, tmp_path):
+    base = {"family": "flux", "base": str(pipelines("flux")), "folder": str(tmp_path), "pictures": str(tmp_path)}
+    for name, pairs in run_on(planning.held_in_turn, 2, base, ENGINES).items():
+        for held, estimated in pairs:
+            assert held == pytest.approx(estimated, rel=0.05), name
+
+
+def plan_of(settings, bytes_by_batch: float, seconds: float) -> RunPlan:
+    """Return a plan as `estimate_run` would, from a number of bytes and seconds."""
+    memory = MemoryEstimate(MemoryInputs(1, 1), (MemoryRow("all", gpu=bytes_by_batch),))
+    return RunPlan(settings, memory, {"training": memory.gpu_bytes}, seconds, None, 10, 1, 1)
+
+
+def estimated(loaded) -> RunPlan:
+    """Recomputation halves the memory and costs a third; float32 takes 10 bytes more; batches are faster together."""
+    settings = loaded.settings
+    recomputed, batch = settings.training.gradient_checkpointing, settings.training.train_batch_size
+    size = batch * (5 if recomputed else 10) + (20 if settings.optimizer.state_layout == "fp32" else 10)
+    size /= 1 + settings.parallel.fsdp_offload_params
+    speed = (1.33 if recomputed else 1.0) * (1 + 1 / batch) * (5 if settings.parallel.fsdp_offload_params else 1)
+    return plan_of(settings, size, speed * 4)
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "typed", "wanted"),
+    [
+        (60, {}, {"gradient_checkpointing": False}),
+        (50, {}, {"gradient_checkpointing": False, "state_layout": "split"}),
+        (
+            29,
+            {},
+            {
+                "state_layout": "split",
+                "train_batch_size": 1,
+                "gradient_accumulation_steps": 4,
+                "gradient_checkpointing": False,
+            },
+        ),
+        (
+            30,
+            {"state_layout": "fp32"},
+            {"train_batch_size": 1, "gradient_accumulation_steps": 4, "gradient_checkpointing": False},
+        ),
+    ],
+)
+def test_the_fastest_settings_that_fit_are_proposed(gpu_bytes, typed, wanted):
+    flags = {"model_family": "sdxl", "train_batch_size": 4, **typed}
+
+    def with_settings(values):
+        return load({**flags, **values}, environment=NOWHERE, complete=False)
+
+    plan, changed, reasons = propose(with_settings({}), with_settings, estimated, Budget(gpu_bytes))
+    assert changed == wanted and plan.peak_bytes <= gpu_bytes
+    assert plan.settings.effective_batch_size == 4
+    assert not reasons.keys() & typed.keys() and all(reasons.values())
+
+
+def test_where_nothing_fits_the_least_is_named():
+    def with_settings(values):
+        return load({"model_family": "sdxl", **values}, environment=NOWHERE, complete=False)
+
+    with pytest.raises(SettingsError, match=r"nothing fits: the least needs 0\.0 GiB per GPU while training"):
+        propose(with_settings({}), with_settings, estimated, Budget(1))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Run the command in this process, which has torch loaded, from an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, code: int = 0) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--model_family=sdxl", "--resolution=64", *arguments])
+        assert ended.value.code == code
+
+    return run
+
+
+def test_the_command_plans_a_run_on_its_own_images(run, pipelines, shapes, capsys):
+    flags = ["--aspect_bucket_alignment=16", "--train_batch_size=4", "--num_train_epochs=2", "--gpu=h100", "--json"]
+    run(f"--pretrained_model_name_or_path={pipelines('sdxl')}", f"--instance_data_dir={shapes}", *flags)
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["steps"] > 0 and min(found["size_px"]) >= 48
+    assert found["gpu_bytes"] == pytest.approx(sum(row["gpu"] for row in found["memory"]), rel=1e-6)
+    assert found["phases"]["encoding captions"] > 0 and found["phases"]["encoding images"] > 0
+    assert 0 < found["mfu"] < 1 and found["checkpoint_bytes"] == 12 * found["parameters"]
+    assert not Path("output").exists()
+
+
+def test_the_proposal_is_written_into_the_config(run, pipelines, tmp_path, capsys):
+    config, base = tmp_path / "run.toml", f"--pretrained_model_name_or_path={pipelines('sdxl')}"
+    config.write_text('model_family = "sdxl"  # mine\n')
+    run(base, "--auto", "--gpu=RTX 4090", f"--apply={config}")
+    said = capsys.readouterr()
+    assert "gradient_checkpointing = false" in said.out and "true would take" in said.out
+    assert "# mine" in config.read_text() and 'gradient_checkpointing = "false"' in config.read_text()
+    run(base, f"--config={config}", "--use_cpu", "--measure", "--json")
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["step_seconds"] > 0 and measured["step_seconds_of"] is None and measured["fits"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--gpu=h10"], 2, "not in the table; did you mean `H100`?"),
+        (["--auto", "--use_cpu"], 2, "--auto needs to know the GPU"),
+        (["--apply=x.toml"], 2, "--apply needs --auto"),
+        (["--gpu_memory=1MiB"], 3, "this does not fit: it needs"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(flags, code, said, run, pipelines, capsys):
+    run(f"--pretrained_model_name_or_path={pipelines('sdxl')}", *flags, code=code)
+    assert said in capsys.readouterr().err
