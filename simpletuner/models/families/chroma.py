@@ -27,6 +27,7 @@ class Chroma(ModelFamily):
     tiny_pipeline = "simpletuner.models.tiny.chroma:build"
     objective = flow_matching
     # As Flux, but its class has no plan. The mask stays whole: blocks make one of it for each pair of tokens.
+    fuses_qkv = True
     sequence_plan = replace(
         Flux.sequence_plan,
         splits={

@@ -26,6 +26,7 @@ class Flux(ModelFamily):
     round_sigmas_in_bf16 = staticmethod(round_to_bf16_times_1000)
     tiny_pipeline = "simpletuner.models.tiny.flux:build"
     objective = flow_matching
+    fuses_qkv = True
     sequence_plan = SequencePlan(
         attention={
             "transformer_blocks.*.attn": ("encoder_hidden_states", "hidden_states"),

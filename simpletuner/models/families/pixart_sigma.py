@@ -27,6 +27,7 @@ class PixArtSigma(ModelFamily):
     padding_mask = "prompt_attention_mask"
     tiny_pipeline = "simpletuner.models.tiny.pixart_sigma:build"
     objective = diffusion
+    fuses_qkv = True
     sequence_plan = SequencePlan(
         attention={"transformer_blocks.*.attn1": ("transformer_blocks.0.hidden_states",)},
         gathered={"proj_out": "transformer_blocks.0.hidden_states"},

@@ -19,6 +19,7 @@ class Wan(ModelFamily):
     pipelines = ("WanPipeline",)
     tiny_pipeline = "simpletuner.models.tiny.wan:build"
     objective = flow_matching
+    fuses_qkv = True
     sequence_plan = SequencePlan(
         attention={"blocks.*.attn1": ("blocks.0.hidden_states",)}, gathered={"proj_out": "blocks.0.hidden_states"}
     )
