@@ -19,6 +19,7 @@ from simpletuner.launch.rendezvous import Group, verify_same_config
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.loading import load_family
+from simpletuner.parallel.attention_backend import attention_by
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precision
@@ -32,6 +33,7 @@ from simpletuner.settings import Loaded
 from simpletuner.system.activity import Activity
 from simpletuner.system.locks import shared_lock
 from simpletuner.system.signals import handle_stop_signals
+from simpletuner.training.compiler_choice import with_compiler_chosen
 from simpletuner.training.data_position import data_version, resume_point, warn_of_changed_data
 from simpletuner.training.ema import EMA
 from simpletuner.training.engines import check_engine, open_engine
@@ -75,6 +77,8 @@ def run_rank(loaded: Loaded) -> None:
         session = Session(loaded, build_mesh(loaded.settings, world), Report(quiet=not world.is_first), stop)
         open_output_dir(session, stack)
         set_float32_precision(loaded.settings.training.allow_tf32)
+        training = loaded.settings.training
+        stack.enter_context(attention_by(training.attention_backend, world.device, compute_dtype(loaded.settings)))
         with explain_out_of_memory(loaded.settings, world.device):
             fine_tune(session)
 
@@ -130,11 +134,13 @@ def fine_tune_on(
         session.world.activity.begin("verifying the checkpoint")
         verification.wait()
     session.world.activity.begin("loading weights", watched=False)
-    with closing(open_engine(session, family, checkpoint)) as engine:
+    steps = resume_point(session.settings, prepared.plan, checkpoint)[0].max_steps
+    compiling, compiled = with_compiler_chosen(session, family, prepared.plan, steps)
+    with closing(open_engine(compiling, family, checkpoint)) as engine:
         state = open_state(session, family, engine, prepared, checkpoint)
         state.base_checksums = wait_for_base_checksums()
         set_later_aside(session, state.step)
-        print_plan(session, family, state, prepared.plan)
+        print_plan(compiling, family, state, prepared.plan, compiled)
         record_settings(session, state.step)
         with open_metrics(session.settings, state.step, session.world) as metrics, compiler_explained():
             build_trainer(session, family, prepared, state, metrics).train()

@@ -92,7 +92,8 @@ class LatentsCache:
 def latents_dtype(settings: Settings) -> str:
     """Return the part of a record's key that names the precision in which latents are computed and stored."""
     stored = settings.data.vae_cache_dtype
-    return settings.model.vae_dtype + (f", stored in {stored}" if stored != "fp32" else "")
+    tiled = ", tiled" * settings.model.vae_enable_tiling
+    return settings.model.vae_dtype + (f", stored in {stored}" if stored != "fp32" else "") + tiled
 
 
 def decoding_threads(samples: DatasetSamples, world: World) -> int:

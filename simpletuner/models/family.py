@@ -103,6 +103,10 @@ class ModelFamily(ABC):
     """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
     `tiny`. Without one the family has no such flavour."""
 
+    fuses_qkv: ClassVar[bool] = False
+    """Whether diffusers' `fuse_qkv_projections` leaves the denoiser's output as it is: it passes over norms of SD3.5,
+    and many attention classes ignore it."""
+
     sequence_plan: ClassVar[SequencePlan | None] = None
     """How context parallelism splits the denoiser's tokens; None where it cannot."""
 
@@ -250,6 +254,11 @@ class ModelFamily(ABC):
         return json.loads(self.meta_denoiser.to_json_string())
 
     @property
+    def has_any_text_length(self) -> bool:
+        """Whether batches of texts have any length, up to `max_length`, rather than one."""
+        return bool(self.padding_mask or self.host_inputs)
+
+    @property
     def pipeline_class(self) -> Any:
         """Diffusers' class of this pipeline."""
         named = self.index.get("_class_name")
@@ -259,7 +268,7 @@ class ModelFamily(ABC):
         return component_class(self.index, "scheduler", self.folder).from_config(self.scheduler_config)
 
     def vae(self, device: torch.device) -> Vae:
-        return Vae(self.folder / "vae", device, self.settings.model.vae_dtype)
+        return Vae(self.folder / "vae", device, self.settings.model)
 
     def text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
         return TextEncoder(self, device, dtype)

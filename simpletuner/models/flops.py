@@ -91,7 +91,7 @@ class FlopCounter:
 
     def rounded(self, shapes: Shapes) -> Shapes:
         family = self.family
-        if not (family.padding_mask or family.host_inputs):
+        if not family.has_any_text_length:
             return shapes
         length = next(shape[0] for name, shape, _ in shapes if name == "prompt_embeds")
         rounded = -(-length // TEXT_MULTIPLE) * TEXT_MULTIPLE

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,17 +56,19 @@ class StepTrace:
 
     def scaled(self, samples: int, other: StepTrace) -> StepTrace:
         """Return the trace of another number of samples, on the line through this trace and another."""
+        return replace(self.towards(other, (samples - self.samples) / (other.samples - self.samples)), samples=samples)
 
-        def line(ours: float, theirs: float) -> float:
-            return ours + (theirs - ours) * (samples - self.samples) / (other.samples - self.samples)
+    def towards(self, other: StepTrace, share: float) -> StepTrace:
+        """Return what lies between this trace (0) and another (1), or beyond."""
 
-        points = [
-            (round(line(mine[0], its[0])), mine[1])
-            for mine, its in zip(self.backward_points, other.backward_points, strict=True)
-        ]
-        names = ("kept_bytes", "product_flops", "attention_flops", "other_bytes")
-        numbers = {name: round(line(getattr(self, name), getattr(other, name))) for name in names}
-        return StepTrace(samples, backward_points=tuple(points), launches=self.launches, **numbers)
+        def line(ours: float, theirs: float) -> int:
+            return round(ours + (theirs - ours) * share)
+
+        both = zip(self.backward_points, other.backward_points, strict=True)
+        points = tuple((line(mine, its), fraction) for (mine, fraction), (its, _) in both)
+        names = ("kept_bytes", "product_flops", "attention_flops", "other_bytes", "launches")
+        numbers = {name: line(getattr(self, name), getattr(other, name)) for name in names}
+        return replace(self, backward_points=points, **numbers)
 
 
 class FusedRMSNorm(torch.autograd.Function):

@@ -8,27 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
+from simpletuner.errors import SettingsError
 from simpletuner.models.diffusers_io import build_on_meta, diffusers_class
 from simpletuner.models.malformed import read_json
 from simpletuner.models.weights import any_weights_files, variant_of
 from simpletuner.parallel.gpu import return_memory
+from simpletuner.settings.sections import Model
 
 
 class Vae:
     """A VAE with the normalization that its config states."""
 
-    def __init__(self, folder: Path, device: torch.device, precision: Literal["fp32", "bf16"]) -> None:
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    def __init__(self, folder: Path, device: torch.device, settings: Model) -> None:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.vae_dtype]
         variant = variant_of(any_weights_files(folder)[0])
         cls = diffusers_class(read_json(folder / "config.json")["_class_name"])
         self.model = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, variant=variant)
         self.model.requires_grad_(False).eval().to(device)
+        enable_parts(self.model, settings)
         self.device, self.dtype = device, dtype
         self.has_frames = any(parameter.ndim == 5 for parameter in self.model.parameters())
         # AutoencoderKLFlux2 has statistics of 2x2 patches, as a batch norm: its patches are the latents.
@@ -93,6 +96,15 @@ class Vae:
             return getattr(config, "shift_factor", None) or 0.0, scale
         mean, std = (torch.as_tensor(each, device=self.device).float().view(1, -1, 1, 1) for each in (mean, std))
         return mean, scale / std
+
+
+def enable_parts(model: nn.Module, settings: Model) -> None:
+    """Let a VAE work on tiles of images, or on one image at a time. Raises SettingsError for one that cannot."""
+    for part, is_on in (("tiling", settings.vae_enable_tiling), ("slicing", settings.vae_enable_slicing)):
+        if is_on and not hasattr(model, f"use_{part}"):
+            raise SettingsError(f"vae_enable_{part}: {type(model).__name__} has no {part}", "leave it out")
+        if is_on:
+            getattr(model, f"enable_{part}")()
 
 
 def cell_px(model: Any) -> int:

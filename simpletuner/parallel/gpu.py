@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch.cuda.nccl import version as nccl_version
-from torch.nn.attention import SDPBackend
 
 from simpletuner.errors import TrainingError
+from simpletuner.parallel.activations import memory_budget
+from simpletuner.parallel.attention_backend import attention_kernel
 from simpletuner.settings.sections import Settings
 
 GIB = 2**30
@@ -37,15 +38,6 @@ def driver_version() -> str:
         return next((word for word in words if word[:1].isdigit()), "unknown")
     except OSError:
         return "unknown"
-
-
-def attention_kernel(device: torch.device) -> str:
-    """Return which of torch's kernels computes attention without a mask, in bf16 and with heads of 128."""
-    # A cuDNN that LD_LIBRARY_PATH puts before torch's own makes this FlashAttention 2, which on an H100 takes 1.6 times
-    # as long, and nothing else would say so.
-    query = torch.empty(1, 1, 128, 128, device=device, dtype=torch.bfloat16)
-    chosen: Any = torch._fused_sdp_choice(query, query, query)
-    return SDPBackend(chosen).name.lower().removesuffix("_attention").replace("_", " ")
 
 
 def set_float32_precision(allow_tf32: bool) -> None:
@@ -88,6 +80,8 @@ def next_to_try(settings: Settings) -> str:
     """Return the change that costs least among those that are left."""
     training, parallel = settings.training, settings.parallel
     is_sharded = parallel.fsdp_enable or parallel.zero_stage is not None
+    if budget := memory_budget(settings):
+        return f"set activation_memory_budget={budget / 2:.2g}: more is recomputed, and less kept"
     if not training.gradient_checkpointing:
         return "set gradient_checkpointing: a third more time, a tenth of the activations"
     if training.train_batch_size > 1:
@@ -100,5 +94,10 @@ def next_to_try(settings: Settings) -> str:
     if settings.launch.num_processes > 1 and not is_sharded:
         return "set fsdp_enable, which shards weights, gradients and optimizer state over the ranks"
     if settings.model.model_type == "full" and not is_sharded:
-        return "use several GPUs with fsdp_enable, set zero_stage=2 and offload_optimizer=cpu, or model_type=lora"
+        return (
+            "set fsdp_enable with fsdp_offload_params, which keep weights and optimizer state in the machine's memory, "
+            "use several GPUs with fsdp_enable, or model_type=lora"
+        )
+    if not training.offload_activations:
+        return "set offload_activations: what blocks are given is kept in the machine's memory"
     return "use more GPUs, a lower resolution, or zero_stage=3 with offload_optimizer=cpu and offload_param=cpu"

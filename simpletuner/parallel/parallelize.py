@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from simpletuner.parallel.activations import offload_activations, set_recomputation
 from simpletuner.parallel.attention_exchange import SequenceGroup
 from simpletuner.parallel.compilation import compile_in_place
 from simpletuner.parallel.context_parallel import SequencePlan, split_sequence
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.fsdp2 import shard
+from simpletuner.parallel.fused_qkv import fuse_qkv
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.settings.sections import Settings
 
@@ -25,9 +27,12 @@ def parallelize(
     if mesh.cp > 1 and plan is not None:
         group = SequenceGroup.of(mesh.cp_group())
         split_sequence(model, plan, group, settings.parallel.context_parallel_comm_strategy)
-    if settings.training.gradient_checkpointing:
-        model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
-    if settings.compile.dynamo_backend != "no":
+    if settings.training.fuse_qkv_projections:
+        fuse_qkv(model)
+    set_recomputation(model, settings)
+    if settings.training.offload_activations:
+        offload_activations(model)
+    if settings.compile.is_on:
         compile_in_place(model, blocks, settings.compile)
     if settings.parallel.fsdp_enable:
         shard(model, blocks, settings.parallel, compute_dtype(settings), mesh)

@@ -68,7 +68,8 @@ def read_strategy(value: Any) -> bool:
 
 
 DYNAMO: dict[str, Rule] = {
-    "dynamo_backend": Maps("dynamo_backend", write=str.upper),
+    # accelerate says NO where nothing was asked for, also to its ranks: it does not stand against `auto`.
+    "dynamo_backend": Maps("dynamo_backend", neutral=("no",), write=str.upper),
     "dynamo_mode": Maps("dynamo_mode"),
     "dynamo_use_dynamic": Maps("dynamo_dynamic"),
     "dynamo_use_fullgraph": Maps("dynamo_fullgraph"),
@@ -101,7 +102,7 @@ FSDP: dict[str, Rule] = {
     ),
     "fsdp_activation_checkpointing": Maps("gradient_checkpointing", neutral=OFF, export_if=never),
     "fsdp_offload_params": Maps("fsdp_offload_params"),
-    "fsdp_activation_checkpointing_offload": Ignores("activations stay on the GPU"),
+    "fsdp_activation_checkpointing_offload": Maps("offload_activations", neutral=OFF, export_if=never),
     "fsdp_ignored_modules": Ignores("all modules are sharded"),
     "fsdp_backward_prefetch": Ignores("FSDP2 prefetches by itself", warns=False),
     "fsdp_forward_prefetch": Ignores("FSDP2 prefetches by itself", warns=False),
@@ -163,8 +164,8 @@ RULES: dict[str, Rule] = {
     "megatron_lm_config": Ignores("Megatron-LM is not supported"),
     "mpirun_config": Ignores("`simpletuner train` starts the ranks of each machine"),
     "ipex_config": Ignores("IPEX is not supported"),
-    "dynamo_backend": Maps("dynamo_backend", export_if=never),  # an older place of it
-    **in_section("dynamo_config", DYNAMO, lambda settings: settings.compile.dynamo_backend != "no"),
+    "dynamo_backend": Maps("dynamo_backend", neutral=("no",), export_if=never),  # an older place of it
+    **in_section("dynamo_config", DYNAMO, lambda settings: settings.compile.is_on),
     **in_section("fsdp_config", FSDP, lambda settings: settings.parallel.fsdp_enable),
     **in_section("deepspeed_config", DEEPSPEED, lambda settings: settings.parallel.zero_stage is not None),
     **in_section("parallelism_config", PARALLELISM, has_several_axes),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 from simpletuner.settings.key_table import Ignores, KeyTable, MappedField, Maps, Refuses, Rule, map_field
@@ -64,7 +65,13 @@ def zero_as(here: Any) -> Callable[[Any], Any]:
     return lambda value: here if not isinstance(value, bool) and value in ZERO else value
 
 
-VALUES: dict[str, Rule] = {
+ATTENTION = {"flash_attn": "flash", "flash_attn_3": "flash3"}
+"""The original's attention_mechanism, where attention_backend calls it otherwise."""
+
+
+VALUES: dict[str, Maps] = {
+    "attention_backend": Maps("attention_backend", lambda value: ATTENTION.get(normalize_name(value), value)),
+    "offload_activations": Maps("offload_activations", lambda value: value == "unsloth" or value),
     "optimizer": Maps("optimizer", optimizer_here),
     "lora_target_modules": Maps("lora_target_modules", target_names),
     "flow_schedule_shift": Maps("flow_schedule_shift", zero_as(1)),  # off, which 1 is
@@ -88,7 +95,7 @@ def names_of(texts: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[Any, ..
 
 def renamed(setting: str, neutral: tuple[Any, ...]) -> Rule:
     """The rule of another name of a setting: that of the setting itself, if it has one."""
-    return VALUES.get(setting, Maps(setting, neutral=neutral))
+    return replace(VALUES.get(setting, Maps(setting)), neutral=neutral)
 
 
 def is_off(value: Any) -> bool:

@@ -10,8 +10,14 @@ RENAMED: dict[str, str] = {
     "adam_beta1": "optimizer_beta1",
     "adam_beta2": "optimizer_beta2",
     "adam_weight_decay": "optimizer_weight_decay",
+    "attention_backend": (
+        "attention_mechanism=none|false|diffusers|xformers|sdpa|native|flash-attn-hub|flash-attn-varlen|"
+        "flash-attn-varlen-hub|flash-attn-3-hub|flash-attn-3-varlen|flash-attn-3-varlen-hub|flex"
+    ),
     "checkpoints_total_limit": "checkpointing_limit",
     "data_backend_config": "dataloader_config dataset_backend_config",
+    "fsdp_offload_params": "fsdp_cpu_offload",
+    "fuse_qkv_projections": "fused_qkv_projections",
     "dynamo_backend": "trainer_dynamo_backend",
     "gradient_checkpointing": "use_gradient_checkpointing fsdp_activation_checkpointing=false|no|off|0",
     "lora_init": "init_lora",
@@ -19,6 +25,7 @@ RENAMED: dict[str, str] = {
     "lr_scheduler": "lr_schedule",
     "max_train_steps": "max_num_steps",
     "num_train_epochs": "num_epochs",
+    "offload_activations": "gradient_checkpointing_backend=none|false|torch|torch-ffn",
     "resume_from_checkpoint": "resume_checkpoint",
     "snr_gamma": "min_snr_gamma",
 }
@@ -45,9 +52,8 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     "noise depends on seed, sample and step, never on the rank": "seed_for_each_device",
     "the launcher gives each rank its number": "local_rank",
     "no code of a hub repository is run": "trust_remote_code",
-    "the published layout of weights is trained": "fused_qkv_projections fuse_qkv_projections",
-    "the VAE encodes each image whole, and vae_batch_size bounds its memory": (
-        "vae_enable_slicing vae_enable_tiling vae_enable_patch_conv vae_enable_temporal_roll"
+    "vae_enable_tiling, vae_enable_slicing and vae_batch_size bound the VAE's memory": (
+        "vae_enable_patch_conv vae_enable_temporal_roll"
     ),
     "a model is on the GPU only while it is used": (
         "keep_vae_loaded offload_during_startup fully_unload_text_encoder ramtorch_text_encoder ramtorch_vae "
@@ -114,7 +120,7 @@ ASKS_FOR_NOTHING: dict[str, str] = {
         "group_offload_type group_offload_blocks_per_group group_offload_use_stream group_offload_to_disk_path"
     ),
     "used only with musubi_blocks_to_swap": "musubi_block_swap_device",
-    "used only with gradient_checkpointing_backend=unsloth": (
+    "offload_activations copies through pinned memory, with nothing to tune": (
         "gradient_checkpointing_offload_attention gradient_checkpointing_offload_prefetch "
         "gradient_checkpointing_offload_pin_memory_max_buckets"
     ),

@@ -5,11 +5,6 @@ Names stand in one text per reason. `name=value|value` adds values that ask for 
 
 from __future__ import annotations
 
-EXACT_ATTENTION = (
-    "diffusers|xformers|sdpa|native|flash|flash-attn|flash-attn-hub|flash-attn-varlen|flash-attn-varlen-hub|"
-    "flash-attn-3|flash-attn-3-hub|flash-attn-3-varlen|flash-attn-3-varlen-hub|cudnn|flex"
-)
-
 REFUSED: dict[str, str] = {
     # Parts of a model.
     "the parts of a model come from one pipeline folder: put this one there, and name the folder with "
@@ -33,10 +28,8 @@ REFUSED: dict[str, str] = {
     "no other adapter is loaded while one is trained; leave it out": "assistant_lora_path",
     "adapters are written in diffusers' format; leave it out": "lora_format=diffusers",
     # Memory.
-    "weights stay on the GPU: leave it out, and share them out over the ranks with fsdp_enable, or keep them in memory "
-    "with zero_stage=3 and offload_param=cpu": ("ramtorch musubi_blocks_to_swap enable_group_offload fsdp_cpu_offload"),
-    "activations stay on the GPU: leave it out, and lower train_batch_size where memory is short": (
-        "gradient_checkpointing_backend=torch|torch-ffn"
+    "set fsdp_enable and fsdp_offload_params, which keep weights in the machine's memory, with one GPU, too": (
+        "ramtorch musubi_blocks_to_swap enable_group_offload"
     ),
     "leave it out; zero_stage=2 with offload_optimizer=cpu keeps optimizer state in memory": (
         "optimizer_cpu_offload_method optimizer_offload_gradients"
@@ -44,7 +37,6 @@ REFUSED: dict[str, str] = {
     "gradients are kept until the optimizer step: leave it out, and share them out over the ranks with fsdp_enable": (
         "optimizer_release_gradients"
     ),
-    "training runs torch's exact attention: leave it out": f"attention_mechanism={EXACT_ATTENTION}",
     # The objective.
     "the objective is the mean squared error; leave it out": "loss_type=l2 use_soft_min_snr snr_weight=1",
     "the base model's scheduler decides: set rescale_betas_zero_snr in its scheduler_config.json": (

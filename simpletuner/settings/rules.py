@@ -243,7 +243,7 @@ def context_parallelism_has_fsdp2(settings: Settings) -> Iterator[BrokenRule]:
 def compiler_supports_settings(settings: Settings) -> Iterator[BrokenRule]:
     """Refuse what torch.compile cannot do, or would silently ignore."""
     own = settings.compile
-    if own.dynamo_backend not in ("no", "inductor") and own.dynamo_mode != "default":
+    if own.dynamo_backend not in ("auto", "no", "inductor") and own.dynamo_mode != "default":
         message = (
             f"dynamo_mode={own.dynamo_mode} is for dynamo_backend=inductor: {own.dynamo_backend} has no modes; "
             "leave dynamo_mode out"
@@ -258,7 +258,7 @@ def compiler_supports_settings(settings: Settings) -> Iterator[BrokenRule]:
             "dynamo_backend=inductor"
         )
         yield broken(message, "dynamo_mode", "dynamo_backend", sharded)
-    if own.dynamo_backend != "no" and settings.parallel.zero_stage == 3:
+    if own.is_on and settings.parallel.zero_stage == 3:
         message = (
             f"dynamo_backend={own.dynamo_backend} cannot be used with zero_stage = 3: DeepSpeed gathers weights by "
             "hooks inside the blocks, which torch.compile would compile as well, for minutes; use fsdp_enable, "
@@ -278,6 +278,39 @@ def compiler_supports_settings(settings: Settings) -> Iterator[BrokenRule]:
             "graphs: set dynamo_use_regional_compilation=true"
         )
         yield broken(message, "dynamo_fullgraph", "dynamo_use_regional_compilation")
+
+
+def compiler_chooses_activations(settings: Settings) -> Iterator[BrokenRule]:
+    """Refuse a budget where no partitioner of torch.compile reads it."""
+    backend, budget = settings.compile.dynamo_backend, settings.training.activation_memory_budget
+    if budget is not None and backend not in ("auto", "inductor", "aot_eager"):
+        message = (
+            f"activation_memory_budget = {budget:g} is for compiled blocks, but dynamo_backend = {backend}: set "
+            "dynamo_backend=inductor, or leave the budget to gradient_checkpointing"
+        )
+        yield broken(message, "activation_memory_budget", "dynamo_backend")
+
+
+def projections_can_be_fused(settings: Settings) -> Iterator[BrokenRule]:
+    """Refuse fuse_qkv_projections where a projection is more than its weight, or where its weight may be away."""
+    if not settings.training.fuse_qkv_projections:
+        return
+    policy, name = settings.parallel.fsdp_auto_wrap_policy, "fuse_qkv_projections"
+    if settings.model.model_type == "lora":
+        message = f"{name} would pass over the adapters that model_type = lora adds to single projections: leave it out"
+        yield broken(message, name, "model_type")
+    if settings.parallel.zero_stage == 3:
+        message = (
+            f"{name} cannot be used with zero_stage = 3, where DeepSpeed gathers a layer's weights when that layer is "
+            "called: use fsdp_enable or zero_stage=2, or leave it out"
+        )
+        yield broken(message, name, "zero_stage")
+    if settings.parallel.fsdp_enable and policy not in ("TRANSFORMER_BASED_WRAP", "NO_WRAP"):
+        message = (
+            f"{name} needs units that are whole blocks, but fsdp_auto_wrap_policy = {policy} may make a projection a "
+            "unit of its own: set TRANSFORMER_BASED_WRAP, or leave it out"
+        )
+        yield broken(message, name, "fsdp_auto_wrap_policy")
 
 
 def offloading_is_possible(settings: Settings) -> Iterator[BrokenRule]:
@@ -351,6 +384,8 @@ RULES: tuple[Rule, ...] = (
     context_parallelism_has_fsdp2,
     machines_are_equal,
     compiler_supports_settings,
+    compiler_chooses_activations,
+    projections_can_be_fused,
     pickles_are_trusted,
     wrap_policy_is_known,
     warmup_ends,

@@ -48,6 +48,8 @@ class Model(Section):
     variant: str | None = knob(None, "Weights variant in the folder, such as fp16.")
     prediction_type: Literal["epsilon", "v_prediction"] | None = knob(None, "What a DDPM model predicts; empty: as its scheduler says.")  # fmt: skip
     vae_dtype: Literal["fp32", "bf16"] = knob("fp32", "Precision of the VAE while it encodes and decodes.")
+    vae_enable_tiling: bool = knob(False, "Encode and decode images larger than the VAE's tile size in overlapping tiles, blended at their edges: less memory, slightly other latents.")
+    vae_enable_slicing: bool = knob(False, "Encode the images of a VAE batch one after another.")
 
 
 class Lora(Section):
@@ -111,7 +113,11 @@ class Training(Section):
     num_train_epochs: int = knob(1, "Stop after this many epochs, unless max_train_steps is given; 0: only that counts.", ge=0)
     mixed_precision: Literal["no", "bf16"] = knob("bf16", "Compute in bf16 over float32 master weights, or in float32.")
     allow_tf32: bool = knob(False, "Compute float32 products and convolutions in TF32 on NVIDIA GPUs: faster, with 10 bits of mantissa.")
-    gradient_checkpointing: bool = knob(True, "Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool = knob(True, "Keep only the inputs of blocks for the backward pass, and recompute the rest there, to save memory.")
+    activation_memory_budget: float | None = knob(None, "What compiled blocks keep for the backward pass, from 0 (as little as they can) to 1 (all that they need), in place of gradient_checkpointing; empty: that decides.", ge=0, le=1)
+    offload_activations: bool = knob(False, "Keep what the backward pass needs of the forward pass in the machine's memory.")
+    fuse_qkv_projections: bool = knob(False, "Compute the query, key and value projections of an attention as one product; weights and checkpoints stay as published.")
+    attention_backend: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = knob("auto", "Which kernel computes attention: torch's choice, or this one wherever it can; flash3 needs flash_attn_interface.")  # fmt: skip
 
 
 class Optimizer(Section):
@@ -194,11 +200,16 @@ class Launch(Section):
 class Compile(Section):
     """torch.compile"""
 
-    dynamo_backend: Literal["no", "inductor", "eager", "aot_eager", "cudagraphs"] = knob("no", "Compile the denoiser with this backend of torch.compile.", aliases=("training_dynamo_backend",))  # fmt: skip
+    dynamo_backend: Literal["auto", "no", "inductor", "eager", "aot_eager", "cudagraphs"] = knob("auto", "Compile the denoiser with this backend of torch.compile; auto: with inductor on NVIDIA GPUs, where a run has enough steps for its shapes.", aliases=("training_dynamo_backend",))  # fmt: skip
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = knob("default", "How much time the compiler takes for faster code.")  # fmt: skip
     dynamo_fullgraph: bool = knob(False, "Fail where the compiler would have to break the graph.", aliases=("dynamo_use_fullgraph",))
     dynamo_dynamic: bool = knob(False, "Compile once for all image sizes instead of once per size.", aliases=("dynamo_use_dynamic",))
     dynamo_use_regional_compilation: bool = knob(True, "Compile block by block, equal blocks once; otherwise the denoiser as one.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether something is compiled; `auto` stands for either until a run has chosen (training/compiler_choice.py)."""
+        return self.dynamo_backend not in ("auto", "no")
 
 
 class Checkpoints(Section):

@@ -43,6 +43,9 @@ def check_engine(session: Session, family: ModelFamily) -> None:
         check_torchao()
     if settings.parallel.context_parallel_size > 1:
         check_sequence_plan(family)
+    if settings.training.fuse_qkv_projections and not family.fuses_qkv:
+        message = f"fuse_qkv_projections: diffusers has no fused attention for {type(family).__name__}"
+        raise SettingsError(message, "leave it out: it only changes how fast projections are")
     if settings.parallel.fsdp_enable:
         model = family.meta_denoiser
         units_of(model, recommended_blocks(model), settings.parallel)

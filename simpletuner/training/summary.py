@@ -8,7 +8,7 @@ from typing import Any
 
 from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.models.family import ModelFamily
-from simpletuner.parallel.compilation import described
+from simpletuner.parallel.activations import describe_activations
 from simpletuner.parallel.fsdp2 import format_units
 from simpletuner.parallel.gpu import describe_device
 from simpletuner.parallel.module_stats import count_parameters
@@ -21,7 +21,7 @@ from simpletuner.training.metrics import CURVE, METRICS, read_metrics
 from simpletuner.training.state import TrainingState
 
 
-def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan: Plan) -> None:
+def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan: Plan, compiled: str) -> None:
     """Print what is about to run."""
     settings, world = session.settings, session.world
     parallel, training = settings.parallel, settings.training
@@ -34,7 +34,8 @@ def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)}"),
         ("device", describe_device(world.device)),
         *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),
-        *([("compiled", described(settings.compile))] if settings.compile.dynamo_backend != "no" else []),
+        *([("compiled", compiled)] if compiled else []),
+        ("activations", describe_activations(settings)),
         ("images", describe_buckets(plan)),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x {ranks} x accumulation)"),
         ("steps", f"{state.step} to {state.schedule.max_steps}"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from simpletuner.caches.serialization import parse_tensors, serialize
 from simpletuner.caches.texts import without_padding
@@ -19,6 +20,7 @@ from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.objectives import FlowMatching
 from simpletuner.models.registry import family_class, presets
+from simpletuner.parallel.fused_qkv import fuse_qkv
 from simpletuner.settings.sections import Model, Settings
 
 TRAINABLE = [key for key, preset in presets().items() if preset.family_class]
@@ -125,8 +127,18 @@ def sampling(guidance: float):
     return SamplingParams(SIZE, STEPS, guidance, seed=7)
 
 
+class Products(TorchFunctionMode):
+    """Count the linear layers that run."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.nn.functional.linear
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("key", TRAINABLE)
-def test_gradient_checkpointing_changes_neither_prediction_nor_gradients(key, pipelines):
+def test_neither_checkpointing_nor_fused_projections_change_prediction_or_gradients(key, pipelines):
     family = opened(key, pipelines(key))
     denoiser = getattr(diffusers_pipeline(family), family.denoiser_name)
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
@@ -146,6 +158,14 @@ def test_gradient_checkpointing_changes_neither_prediction_nor_gradients(key, pi
     kept = predict()
     denoiser.enable_gradient_checkpointing()
     torch.testing.assert_close(predict(), kept)
+    if family.fuses_qkv:
+        with Products() as apart:
+            predict()
+        names = list(denoiser.state_dict())
+        fuse_qkv(denoiser)
+        with Products() as fused:
+            torch.testing.assert_close(predict(), kept)
+        assert fused.count < apart.count and list(denoiser.state_dict()) == names
 
 
 @pytest.mark.parametrize("key", TRAINABLE)

@@ -7,7 +7,7 @@ import torch
 
 from simpletuner.errors import ExitCode, TrainingError
 from simpletuner.parallel.gpu import describe_device, explain_out_of_memory, next_to_try, set_float32_precision
-from simpletuner.settings.sections import Ema, Launch, Model, Parallel, Settings, Training
+from simpletuner.settings.sections import Compile, Ema, Launch, Model, Parallel, Settings, Training
 
 CPU = torch.device("cpu")
 SAID = "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 139.72 GiB. 1 GiB is free."
@@ -28,15 +28,19 @@ def test_a_gpu_without_memory_is_a_sentence_with_the_next_thing_to_try():
 
 
 def test_what_costs_least_is_proposed_first():
+    half = Training(activation_memory_budget=0.5)
     several, averaged = Launch(num_processes=2), Ema(use_ema=True, ema_device="accelerator")
+    least, compiled = Training(train_batch_size=1, offload_activations=True), Compile(dynamo_backend="inductor")
     for own, proposed in [
         (Settings(training=Training(gradient_checkpointing=False)), "gradient_checkpointing"),
         (Settings(training=Training(train_batch_size=6)), "train_batch_size=3 and gradient_accumulation_steps=2"),
         (settings(ema=averaged, launch=several), "ema_device=cpu"),
         (settings(launch=several), "fsdp_enable, which shards"),
-        (settings(launch=several, parallel=Parallel(fsdp_enable=True)), "use more GPUs"),
-        (settings(model=Model(model_type="lora")), "use more GPUs"),
-        (settings(), "several GPUs with fsdp_enable"),
+        (settings(launch=several, parallel=Parallel(fsdp_enable=True)), "offload_activations"),
+        (settings(model=Model(model_type="lora")), "offload_activations"),
+        (Settings(training=half, compile=compiled), "budget=0.25"),
+        (Settings(training=least, model=Model(model_type="lora")), "use more GPUs"),
+        (settings(), "fsdp_enable with fsdp_offload_params"),
     ]:
         assert proposed in next_to_try(own)
 

@@ -161,6 +161,26 @@ REFUSED = [
         "graphs: set dynamo_use_regional_compilation=true",
     ),
     (
+        {"activation_memory_budget": 0.5, "dynamo_backend": "eager"},
+        "activation_memory_budget = 0.5 is for compiled blocks, but dynamo_backend = eager: set "
+        "dynamo_backend=inductor, or leave the budget to gradient_checkpointing",
+    ),
+    (
+        {"fuse_qkv_projections": True, "model_type": "lora"},
+        "fuse_qkv_projections would pass over the adapters that model_type = lora adds to single projections: leave it "
+        "out",
+    ),
+    (
+        {"fuse_qkv_projections": True, "zero_stage": 3},
+        "fuse_qkv_projections cannot be used with zero_stage = 3, where DeepSpeed gathers a layer's weights when that "
+        "layer is called: use fsdp_enable or zero_stage=2, or leave it out",
+    ),
+    (
+        {"fuse_qkv_projections": True, "fsdp_enable": True, "fsdp_auto_wrap_policy": "size"},
+        "fuse_qkv_projections needs units that are whole blocks, but fsdp_auto_wrap_policy = SIZE_BASED_WRAP may make "
+        "a projection a unit of its own: set TRANSFORMER_BASED_WRAP, or leave it out",
+    ),
+    (
         {"machine_rank": 1},
         "machine_rank = 1, but num_machines = 1: ranks of machines go from 0 to 0",
     ),
@@ -196,6 +216,9 @@ ACCEPTED = [
     {"lr_warmup_steps": 1000},
     {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune"},
     {"dynamo_mode": "max-autotune"},
+    {"activation_memory_budget": 0.5},
+    {"activation_memory_budget": 0, "dynamo_backend": "aot_eager"},
+    {"fuse_qkv_projections": True, "fsdp_enable": True, "zero_stage": None},
     {"zero_stage": 1, "offload_optimizer": "cpu"},
     {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme", "offload_param_path": "/x"},
     {"zero_stage": 3, "offload_param": "cpu"},

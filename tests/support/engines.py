@@ -98,6 +98,7 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
         data=Data(
             instance_data_dir=arguments["pictures"],
             resolution=arguments.get("resolution", 64),
+            crop=arguments.get("crop", False),
             aspect_bucket_alignment=arguments.get("alignment", 16),
             tokenizer_max_length=arguments.get("tokenizer_max_length"),
             caption_dropout_probability=arguments.get("caption_dropout", 0.0),
@@ -110,6 +111,7 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
             gradient_accumulation_steps=passes,
             mixed_precision=dtype,
             gradient_checkpointing=arguments.get("gradient_checkpointing", False),
+            **arguments.get("training", {}),
         ),
         optimizer=Optimizer(
             optimizer=arguments.get("optimizer", "adamw"),

@@ -20,6 +20,7 @@ class AuraFlow(ModelFamily):
     pipelines = ("AuraFlowPipeline",)
     tiny_pipeline = "simpletuner.models.tiny.auraflow:build"
     objective = flow_matching
+    fuses_qkv = True
     sequence_plan = SequencePlan(
         attention=dict.fromkeys(
             ("joint_transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),

@@ -28,6 +28,7 @@ class Chroma(ModelFamily):
     objective = flow_matching
     packing = 4
     # As Flux, but its class has no plan. The mask stays whole: blocks make one of it for each pair of tokens.
+    fuses_qkv = True
     sequence_plan = replace(
         Flux.sequence_plan,
         splits={

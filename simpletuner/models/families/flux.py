@@ -27,6 +27,7 @@ class Flux(ModelFamily):
     tiny_pipeline = "simpletuner.models.tiny.flux:build"
     objective = flow_matching
     packing = 4
+    fuses_qkv = True
     sequence_plan = SequencePlan(
         attention={
             "transformer_blocks.*.attn": ("encoder_hidden_states", "hidden_states"),

@@ -27,6 +27,7 @@ class Flux2(ModelFamily):
     outputs_vae_latents = True
     tiny_pipeline = "simpletuner.models.tiny.flux2:build"
     objective = flow_matching
+    fuses_qkv = True
     sequence_plan = Flux.sequence_plan
 
     @classmethod

@@ -28,6 +28,7 @@ class PixArtSigma(ModelFamily):
     tiny_pipeline = "simpletuner.models.tiny.pixart_sigma:build"
     objective = diffusion
     text_width = "caption_channels"
+    fuses_qkv = True
     sequence_plan = SequencePlan(
         attention={"transformer_blocks.*.attn1": ("transformer_blocks.0.hidden_states",)},
         gathered={"proj_out": "transformer_blocks.0.hidden_states"},

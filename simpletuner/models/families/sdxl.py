@@ -18,6 +18,7 @@ class SDXL(ModelFamily):
 
     pipelines = ("StableDiffusionXLPipeline",)
     denoiser_name = "unet"
+    fuses_qkv = True
     float32_inputs = ("timestep", "time_ids")
     tiny_pipeline = "simpletuner.models.tiny.sdxl:build"
     objective = diffusion

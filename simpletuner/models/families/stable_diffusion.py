@@ -19,6 +19,7 @@ class SD1(ModelFamily):
 
     pipelines = ("StableDiffusionPipeline",)
     denoiser_name = "unet"
+    fuses_qkv = True
     tiny_pipeline = "simpletuner.models.tiny.stable_diffusion:build_sd1"
     objective = diffusion
     text_width = "cross_attention_dim"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from simpletuner.deepspeed.estimate import estimate_inputs, estimate_memory
 from simpletuner.models.step_trace import StepTrace
+from simpletuner.parallel.activations import describe_activations
 from simpletuner.parallel.devices import Device
 from simpletuner.parallel.fsdp2 import is_synced_each_batch
 from simpletuner.parallel.memory import (
@@ -124,12 +125,11 @@ def memory_inputs(settings: Settings, workload: Workload, trained: int, frozen: 
 
 def training_rows(settings: Settings, inputs: MemoryInputs, trace: StepTrace, on_gpu: bool) -> Iterator[MemoryRow]:
     """Yield what is there at the worst moment of a backward pass."""
-    cp = settings.parallel.context_parallel_size
     if settings.parallel.zero_stage is not None:
         # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
         zero_inputs = estimate_inputs(settings, inputs.num_parameters)
         yield from estimate_memory(deepspeed_config(settings, inputs.num_ranks), zero_inputs).rows
-        yield MemoryRow("activations", gpu=trace.peak_bytes(0) / cp, formula=describe_samples(settings))
+        yield activations_row(settings, trace.peak_bytes(0), trace.kept_bytes)
     else:
         yield from estimate_torch(settings, inputs).rows
         is_synced = is_synced_each_batch(settings.parallel, inputs.num_parameters)
@@ -140,12 +140,14 @@ def training_rows(settings: Settings, inputs: MemoryInputs, trace: StepTrace, on
         are_kept = settings.training.gradient_accumulation_steps > 1 or is_ddp
         activations, gradients = trace.peak(0 if on_host else whole, are_kept)
         yield MemoryRow("gradients", gpu=gradients, host=whole * on_host)
-        yield MemoryRow("activations", gpu=activations / cp, formula=describe_samples(settings))
+        yield activations_row(settings, activations, trace.kept_bytes)
     if on_gpu:
         yield MemoryRow("CUDA", gpu=CONTEXT_BYTES, formula="context and libraries, assumed")
 
 
-def describe_samples(settings: Settings) -> str:
-    training = settings.training
-    recomputed = "blocks recomputed" if training.gradient_checkpointing else "nothing recomputed"
-    return f"{training.train_batch_size} sample{'s' * (training.train_batch_size > 1)}, {recomputed}"
+def activations_row(settings: Settings, peak: float, kept: int) -> MemoryRow:
+    """Return the row of activations; those that autograd keeps are in the host's memory if they are offloaded."""
+    cp, training = settings.parallel.context_parallel_size, settings.training
+    count, away = training.train_batch_size, kept * training.offload_activations
+    formula = f"{count} sample{'s' * (count > 1)}, {describe_activations(settings)}"
+    return MemoryRow("activations", gpu=max(0, peak - away) / cp, host=away / cp, formula=formula)

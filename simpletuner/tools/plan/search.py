@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "fsdp_offload_params": (False, True),
     "state_layout": ("fp32", "split"),
     "gradient_checkpointing": (False, True),
+    "offload_activations": (False, True),
 }
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 
@@ -37,7 +38,7 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
     """Yield values of all settings that nobody has set, the simplest first; the effective batch stays as it is."""
     free = {name: values for name, values in CHOICES.items() if name not in loaded.origins}
     if loaded.settings.parallel.zero_stage is not None or loaded.settings.model.model_type == "lora":
-        free = {name: values for name, values in free.items() if name == "gradient_checkpointing"}
+        free = {name: free[name] for name in ("gradient_checkpointing", "offload_activations") if name in free}
     training = loaded.settings.training
     whole = training.train_batch_size * training.gradient_accumulation_steps
     sizes = [size for size in range(1, whole + 1) if whole % size == 0]

@@ -37,18 +37,21 @@ class StepSeconds:
     attention: float
     other: float
     communication: float
+    offloading: float
+    """Of activations, to the host and back, on the stream that computes."""
     optimizer: float
 
     @property
     def total(self) -> float:
-        return max(self.products + self.attention + self.other, self.communication) + self.optimizer
+        computing = self.products + self.attention + self.other + self.offloading
+        return max(computing, self.communication) + self.optimizer
 
 
 def estimate_step(settings: Settings, trace: StepTrace, device: Device, parameters: int, area: float) -> StepSeconds:
     """Estimate a step whose samples have `area` of those that were traced; `parameters` are those that are trained."""
     accumulation, cp = settings.training.gradient_accumulation_steps, settings.parallel.context_parallel_size
     passes, peak = accumulation * area / cp, device.peak_tflops * 1e12
-    is_compiled = settings.compile.dynamo_backend in ("inductor", "cudagraphs")
+    is_compiled = settings.compile.dynamo_backend == "inductor"
     traffic = trace.other_bytes * (COMPILED_TRAFFIC if is_compiled else 1.0)
     pointwise = passes * traffic / (device.memory_gb_per_second * 1e9 * TRAFFIC)
     launches = 0.0 if is_compiled else accumulation * trace.launches * LAUNCH_SECONDS
@@ -59,6 +62,7 @@ def estimate_step(settings: Settings, trace: StepTrace, device: Device, paramete
         attention,
         max(pointwise, launches - products - attention),
         communication_seconds(settings, device, parameters),
+        passes * 2 * trace.kept_bytes * settings.training.offload_activations / (HOST_GB_PER_SECOND * 1e9),
         optimizer_seconds(settings, device, parameters),
     )
 

@@ -36,7 +36,9 @@ from simpletuner.models.step_trace import (
     with_fake_parameters,
 )
 from simpletuner.models.tiny.build import build_tiny
+from simpletuner.models.vae import enable_parts
 from simpletuner.models.weights import any_weights_files
+from simpletuner.parallel.activations import memory_budget
 from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.fsdp2 import units_of
@@ -131,18 +133,24 @@ class Workload:
     def trace(self, settings: Settings, samples: int, on_gpu: bool) -> StepTrace:
         """Return the trace of a micro-batch as an engine of these settings would run it.
 
-        Large micro-batches are on the line through those of 1 and 2 samples.
+        Large micro-batches are on the line through those of 1 and 2 samples. Compiled blocks with a budget are taken to
+        lie between those that recompute all and those that keep all.
         """
         if samples > 2:
             one, two = (self.trace(settings, count, on_gpu) for count in (1, 2))
             return one.scaled(samples, two)
+        if (budget := memory_budget(settings)) is not None:
+            recomputed, kept = (self.eager_trace(settings, samples, on_gpu, each) for each in (True, False))
+            return recomputed.towards(kept, budget)
+        return self.eager_trace(settings, samples, on_gpu, settings.training.gradient_checkpointing)
+
+    def eager_trace(self, settings: Settings, samples: int, on_gpu: bool, recomputes: bool) -> StepTrace:
         in_bf16, dtype = has_bf16_weights(settings), compute_dtype(settings)
         kind = (in_bf16, dtype, on_gpu)
         if kind not in self.models:
             self.models[kind] = with_fake_parameters(self.trained_model(settings), self.mode)
             if on_gpu:
                 use_cuda_kernels(self.models[kind])
-        recomputes = bool(settings.training.gradient_checkpointing)
         key = (*kind, recomputes, samples)
         if key not in self.traces:
             model: Any = self.models[kind]
@@ -190,6 +198,7 @@ class Workload:
         key = (dtype, samples, decodes)
         if key not in self.vae_peaks:
             model = build_on_meta(self.family.vae_config).eval()
+            enable_parts(model, settings.model)
             self.vae_peaks[key] = trace_vae(model, dtype, self.largest, samples, decodes)
         return self.vae_peaks[key]
 

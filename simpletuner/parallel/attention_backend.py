@@ -1,0 +1,86 @@
+"""Which of torch's kernels computes attention: the setting, and what torch chooses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+
+from simpletuner.errors import SettingsError
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "flash3": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+HINT = "set attention_backend=auto for the fastest kernel that there is"
+
+
+@contextmanager
+def attention_by(name: str, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Compute attention with this kernel within the block, and where it cannot, as with a mask, with another one.
+
+    It holds for the whole process, so also for recomputation in autograd's threads. Raises SettingsError for a kernel
+    that is not there, or not for this device and dtype.
+    """
+    if name == "auto":
+        yield
+        return
+    if name == "flash3":
+        try:
+            activate_flash_attention_impl("FA3")
+        except ImportError as error:
+            raise SettingsError(f"attention_backend = flash3 needs flash_attn_interface: {error}", HINT) from None
+    backend = BACKENDS[name]
+    try:
+        with sdpa_kernel(backend):
+            check(name, device, dtype)
+        # In order of priority, except `math`, which can do all: on a CPU torch has an order of its own.
+        others = [] if backend == SDPBackend.MATH else list(BACKENDS.values())
+        with sdpa_kernel([backend, *others], set_priority=bool(others)):
+            yield
+    finally:
+        if name == "flash3":
+            restore_flash_attention_impl()
+
+
+def check(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    with warnings.catch_warnings(record=True) as said:  # torch warns of each reason by itself
+        warnings.simplefilter("always")
+        try:
+            chosen = choice(device, dtype)
+        except RuntimeError:  # no kernel is left
+            chosen = None
+    if chosen != BACKENDS[name]:
+        reasons = [str(each.message).partition("(Triggered")[0].strip() for each in said]
+        why = f": {' '.join(reasons)}" if reasons else ""
+        precision = str(dtype).removeprefix("torch.")
+        message = f"attention_backend = {name}: torch has no such kernel for {precision} on this {device.type}{why}"
+        raise SettingsError(message, HINT)
+
+
+def choice(device: torch.device, dtype: torch.dtype) -> SDPBackend:
+    """Return the kernel of attention without a mask and with heads of 128. Raises RuntimeError where there is none."""
+    query = torch.empty(1, 1, 128, 128, device=device, dtype=dtype)
+    chosen: Any = torch._fused_sdp_choice(query, query, query)
+    return SDPBackend(chosen)
+
+
+def attention_kernel(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Return the name of the kernel that torch chooses now."""
+    # A cuDNN that LD_LIBRARY_PATH puts before torch's own makes this FlashAttention 2, which on an H100 takes 1.6 times
+    # as long, and nothing else would say so.
+    name = choice(device, dtype).name.lower().removesuffix("_attention").replace("_", " ")
+    return f"{name} ({current_flash_attention_impl()})" if name == "flash" and current_flash_attention_impl() else name
