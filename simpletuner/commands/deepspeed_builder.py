@@ -29,7 +29,7 @@ from simpletuner.settings.spelling import as_text
 from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
 
 OFFLOADS = ("offload_optimizer", "offload_param")
-LEGEND = "P parameters, N ranks; buffers at their largest; activations come on top"
+LEGEND = "P parameters, N ranks; buffers at their largest; `simpletuner plan` also counts activations"
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,8 +35,6 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> M
     if model.model_flavour == TINY and not model.pretrained_model_name_or_path:
         folder = settings.training.output_dir / f"base-{model.model_family}-tiny"
         if world.is_first and not folder.exists():
-            # Saving a pipeline imports DeepSpeed where it is installed, which would print what it detects to stdout.
-            os.environ.setdefault("DS_ACCELERATOR", world.device.type)
             with explain_system_errors(folder):
                 build_tiny(cls, unfinished_path(folder))
                 replace_folder(unfinished_path(folder), folder)

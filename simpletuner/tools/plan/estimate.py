@@ -22,7 +22,7 @@ from simpletuner.parallel.memory import (
 from simpletuner.settings import Settings
 from simpletuner.settings.deepspeed.config import deepspeed_config
 from simpletuner.tools.plan.timing import StepSeconds, estimate_step
-from simpletuner.tools.plan.workload import Sizes, Workload
+from simpletuner.tools.plan.workload import SampleSizes, Workload
 
 CONTEXT_BYTES = 550 * 2**20
 """Of CUDA and its libraries in each process; not measured."""
@@ -82,7 +82,7 @@ class RunPlan:
 
 
 def estimate_run(
-    settings: Settings, workload: Workload, sizes: Sizes, device: Device | None, flops_per_sample: int
+    settings: Settings, workload: Workload, sizes: SampleSizes, device: Device | None, flops_per_sample: int
 ) -> RunPlan:
     """Estimate a configuration; without a device memory alone."""
     on_gpu = not settings.launch.use_cpu

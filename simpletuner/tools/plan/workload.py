@@ -55,7 +55,7 @@ from simpletuner.training.schedule import new_schedule
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SampleSizes:
     """Samples of an epoch by their size in px, and the optimizer steps of the whole run."""
 
     counts: Mapping[Size, int]
@@ -77,7 +77,7 @@ class Sizes:
         )
 
 
-def count_sizes(loaded: Loaded, report: Report) -> Sizes:
+def count_sizes(loaded: Loaded, report: Report) -> SampleSizes:
     """Read the sizes of all images, or of what earlier starts kept; without images take squares of `resolution`.
 
     Raises what a run would raise, such as DataError for buckets that do not fill the effective batch.
@@ -90,7 +90,7 @@ def count_sizes(loaded: Loaded, report: Report) -> Sizes:
             else 1000 * settings.data.resolution**0.5
         )
         aligned = max(1, edge // settings.data.aspect_bucket_alignment) * settings.data.aspect_bucket_alignment
-        return Sizes({(aligned, aligned): 1}, settings.training.max_train_steps)
+        return SampleSizes({(aligned, aligned): 1}, settings.training.max_train_steps)
     kept = default_folder(settings, "scan")
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory() as folder:
         session = Session(loaded, Mesh(world), report, StopRequest())
@@ -99,7 +99,7 @@ def count_sizes(loaded: Loaded, report: Report) -> Sizes:
         for name, bucket in plan.buckets.items():
             width, height = map(int, name.split("x"))
             counts[width, height] += len(bucket)
-        return Sizes(counts, new_schedule(settings, plan.sampler).max_steps)
+        return SampleSizes(counts, new_schedule(settings, plan.sampler).max_steps)
 
 
 @contextmanager
