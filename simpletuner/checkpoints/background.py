@@ -8,59 +8,35 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.shards import TensorGroup
+from simpletuner.parallel.host_buffer import HostBuffer
 from simpletuner.parallel.world import World
-
-ALIGNMENT = 64
-"""Tensors begin at multiples of so many bytes of a buffer."""
 
 
 class HostCopies:
-    """Copies of groups of tensors in host memory, which stays allocated for the next ones.
-
-    It is one buffer per group, page-locked where a GPU copies into it. torch's own pinned memory would be rounded up to
-    a power of two.
-    """
+    """Copies of groups of tensors in host memory, which stays allocated for the next ones."""
 
     def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
+        self.buffers: dict[str, HostBuffer] = {}
 
     def copy(self, name: str, group: TensorGroup) -> TensorGroup:
         """Copy what this rank writes of a group. A copy from a GPU is complete once its stream is."""
-        sizes = {key: -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for key, tensor in group.local.items()}
-        is_cuda = any(tensor.is_cuda for tensor in group.local.values())
-        buffer = self._buffer(name, sum(sizes.values()), is_cuda)
-        copies, start = {}, 0
+        if name not in self.buffers:
+            self.buffers[name] = HostBuffer(group.local, any(tensor.is_cuda for tensor in group.local.values()))
+        copies = self.buffers[name].views
         for key, tensor in group.local.items():
-            copies[key] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             copies[key].copy_(tensor, non_blocking=True)
-            start += sizes[key]
         return replace(group, local=copies)
-
-    def _buffer(self, name: str, size: int, page_locked: bool) -> Tensor:
-        found = self.buffers.get(name)
-        if found is None or len(found) != size:
-            self.buffers[name] = found = torch.empty(size, dtype=torch.uint8)
-            if page_locked and size:  # where the system refuses it, copies are correct, but slower
-                cuda_runtime().cudaHostRegister(found.data_ptr(), size, 0)
-        return found
 
     def release(self) -> None:
         for buffer in self.buffers.values():
-            if buffer.is_pinned():
-                cuda_runtime().cudaHostUnregister(buffer.data_ptr())
+            buffer.release()
         self.buffers.clear()
-
-
-def cuda_runtime() -> Any:
-    return torch.cuda.cudart()
 
 
 class BackgroundSaver:
@@ -69,7 +45,6 @@ class BackgroundSaver:
     def __init__(self, world: World) -> None:
         """Collective."""
         self.world, self.copies = world.for_thread(), HostCopies()
-        self.pool = ThreadPool(1)  # its thread ends with the process, as in verification.py
         self.running: AsyncResult[Path] | None = None
 
     def start(self, snapshot: Snapshot, save: Callable[[Snapshot, World], Path]) -> None:
@@ -79,7 +54,9 @@ class BackgroundSaver:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
         groups = {name: partial(copied.__getitem__, name) for name in copied}
-        self.running = self.pool.apply_async(save, (replace(snapshot, groups=groups), self.world))
+        pool = ThreadPool(1)  # its thread ends with the process, as in verification.py
+        self.running = pool.apply_async(save, (replace(snapshot, groups=groups), self.world))
+        pool.close()  # no more is to come
 
     @property
     def has_failed(self) -> bool:
@@ -95,7 +72,6 @@ class BackgroundSaver:
         """Wait without raising: what ended the run is the error to report."""
         if self.running is not None:
             self.running.wait()
-        self.pool.close()
         self.copies.release()
         with suppress(dist.DistError, RuntimeError):  # other ranks may be gone
             dist.destroy_process_group(self.world.group)

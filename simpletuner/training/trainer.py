@@ -128,6 +128,8 @@ class Trainer:
                 self.engine.backward(loss / len(batch.micro_batches))
             losses.append(loss.detach())
         learning_rate = self.learning_rate.at(self.step)
+        if self.ema is not None:
+            self.ema.wait_for_copy()
         grad_norm = self.engine.step(learning_rate, self.max_grad_norm)
         return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate)
 

@@ -101,9 +101,9 @@ def saved_in_background(root: Path, tensors: dict[str, Tensor], world: World, fu
         for name, tensor in tensors.items():
             local_tensor(tensor).copy_(kept[name])
         wrong += read_back(folder, tensors)
-    buffers = [buffer.data_ptr() for buffer in saver.copies.buffers.values()]
+    buffers = [buffer.block.data_ptr() for buffer in saver.copies.buffers.values()]
     saver.start(snapshot_of(tensors, 4), partial(save, root, full=full, keep=5))
-    assert buffers == [buffer.data_ptr() for buffer in saver.copies.buffers.values()], "they are used again"
+    assert buffers == [buffer.block.data_ptr() for buffer in saver.copies.buffers.values()], "they are used again"
     saver.close()
     load_checkpoint(root / "checkpoint-000004")
     return wrong
