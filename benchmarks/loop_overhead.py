@@ -39,11 +39,12 @@ from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.sections import Model, Training
 from simpletuner.system.signals import StopRequest
+from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.engines import open_engine
 from simpletuner.training.metrics import open_metrics
 from simpletuner.training.optimizers import make_optimizer
 from simpletuner.training.schedule import Schedule
-from simpletuner.training.state import Checkpointer, TrainingState
+from simpletuner.training.state import TrainingState
 from simpletuner.training.trainer import Trainer
 from simpletuner.worker import build_trainer
 

@@ -33,6 +33,7 @@ from simpletuner.settings import Loaded
 from simpletuner.system.activity import Activity
 from simpletuner.system.locks import shared_lock
 from simpletuner.system.signals import handle_stop_signals
+from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.compiler_choice import with_compiler_chosen
 from simpletuner.training.data_position import data_version, resume_point, warn_of_changed_data
 from simpletuner.training.ema import EMA
@@ -51,7 +52,7 @@ from simpletuner.training.resuming import (
     warn_of_changed_base,
 )
 from simpletuner.training.settings_record import record_settings
-from simpletuner.training.state import Checkpointer, TrainingState
+from simpletuner.training.state import TrainingState
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.summary import print_plan, print_result
 from simpletuner.training.throughput import open_throughput
@@ -194,6 +195,8 @@ def build_trainer(
         pin=mesh.world.device.type == "cuda",
     )
     ahead = settings.data.dataloader_prefetch_qlen
+    checkpointer = Checkpointer(session, state)
+    stop_vote = StopVote(session.stop, lambda: checkpointer.has_failed)
     return Trainer(
         engine=state.engine,
         family=family,
@@ -201,10 +204,8 @@ def build_trainer(
         batches=prefetch(prepared.reader, prepared.plan.sampler, state.sampler_state, state.step, rank_slice, ahead),
         learning_rate=LearningRate(state.schedule, settings.optimizer),
         ema=state.ema,
-        logger=StepLogger(
-            mesh, StopVote(session.stop), metrics, open_throughput(session, family), settings.effective_batch_size
-        ),
-        checkpointer=Checkpointer(session, state),
+        logger=StepLogger(mesh, stop_vote, metrics, open_throughput(session, family), settings.effective_batch_size),
+        checkpointer=checkpointer,
         evaluations=open_evaluations(session, family, state, prepared, metrics),
         device=mesh.world.device,
         activity=mesh.world.activity,

@@ -13,14 +13,15 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from simpletuner.checkpoints.layout import file_sizes
-from simpletuner.checkpoints.saving import WEIGHTS_STEM, make_empty_folder, run_on_all_ranks, run_on_first_rank
-from simpletuner.checkpoints.tensors import NamedTensors, write_full
+from simpletuner.checkpoints.saving import make_empty_folder, run_on_all_ranks, run_on_first_rank, write_group
+from simpletuner.checkpoints.shards import plan_group
 from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.lora import Adapter
 from simpletuner.models.lora_file import LORA_WEIGHTS, write_lora
 from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
+from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World
 from simpletuner.system.checksums import is_intact, with_checksum
 from simpletuner.system.files import flush_to_disk, read_file, replace_folder, unfinished_path, write_json
@@ -53,8 +54,10 @@ def export_pipeline(
         copy_other_components(family, hidden)
         write_json(hidden / SCHEDULER, family.scheduler_config)
 
-    def write_weights(hidden: Path) -> None:
-        run_on_all_ranks(world, hidden, write_full(hidden / denoiser, weights, world, WEIGHTS_STEM))
+    def write_weights(hidden: Path) -> dict[str, str]:
+        sums: dict[str, str] = {}
+        run_on_all_ranks(world, hidden, lambda: write_group(hidden / denoiser, plan_group(weights), world, True, sums))
+        return sums
 
     return replace_export(target, world, steps, write_weights, write_rest)
 
@@ -68,20 +71,20 @@ def export_lora(
         write_lora(hidden / LORA_WEIGHTS, family, adapter, weights)
         flush_to_disk(hidden / LORA_WEIGHTS)
 
-    replace_export(target, world, steps, lambda _: None, write)
+    replace_export(target, world, steps, lambda _: {}, write)
 
 
 def replace_export(
     target: Path,
     world: World,
     steps: int,
-    write_on_all_ranks: Callable[[Path], None],
+    write_on_all_ranks: Callable[[Path], dict[str, str]],
     write_on_first_rank: Callable[[Path], None],
 ) -> dict[str, str]:
     """Collective: write a folder under a hidden name, put it in the place of `target`, and return its checksums.
 
-    `steps`, after which it was written, tells a later start that nothing is left to do. Raises EnvironmentNotReady on
-    all ranks when one of them cannot write.
+    `write_on_all_ranks` returns the checksums that it knows. `steps`, after which it was written, tells a later
+    start that nothing is left to do. Raises EnvironmentNotReady on all ranks when one of them cannot write.
     """
     hidden = unfinished_path(target)
 
@@ -91,9 +94,9 @@ def replace_export(
         replace_folder(hidden, target)
 
     run_on_first_rank(world, hidden, lambda: make_empty_folder(hidden))
-    write_on_all_ranks(hidden)
+    written = write_on_all_ranks(hidden)
     run_on_first_rank(world, hidden, lambda: write_on_first_rank(hidden))
-    sums = compute_checksums(hidden, world)
+    sums = compute_checksums(hidden, world, written)
     run_on_first_rank(world, hidden, finish)
     return sums
 
@@ -216,7 +219,7 @@ def finished_steps(pipeline: Path, world: World) -> int:
     if min(int(text) for text in world.gather_texts(str(steps))) == 0 or marker is None:
         return 0
     if wanted := marker["checksums"]:
-        found = compute_checksums(pipeline, world)
+        found = compute_checksums(pipeline, world, {})
         return steps if all(found.get(name) == value for name, value in wanted.items()) else 0
     return steps
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from simpletuner.checkpoints.layout import STATE, checkpoint_folder, file_sizes, prune_checkpoints
-from simpletuner.checkpoints.tensors import FILE_ERRORS, NamedTensors, error_line, write_full, write_sharded
+from simpletuner.checkpoints.shards import TensorGroup
+from simpletuner.checkpoints.tensors import FILE_ERRORS, error_line
 from simpletuner.checkpoints.verification import compute_checksums
+from simpletuner.checkpoints.writing import write_full, write_sharded
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
 from simpletuner.system.checksums import with_checksum
@@ -21,13 +24,13 @@ WEIGHTS_STEM = "diffusion_pytorch_model"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one checkpoint holds: groups of named tensors, and the rest as JSON; `config` is the denoiser's.
+    """What one checkpoint holds: groups of tensors, and the rest as JSON; `config` is the denoiser's.
 
-    A group is made only when it is written, so that no two of them are gathered in memory at once.
+    A group is made only when it is written, or copied: an engine may have to convert it, and all would not fit twice.
     """
 
     step: int
-    groups: Mapping[str, Callable[[], NamedTensors]]
+    groups: Mapping[str, Callable[[], TensorGroup]]
     state: dict[str, Any]
     config: dict[str, Any]
 
@@ -41,14 +44,13 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
     folder = checkpoint_folder(root, snapshot.step)
     hidden = unfinished_path(folder)
     run_on_first_rank(world, hidden, lambda: make_empty_folder(hidden))
-    for group, make in snapshot.groups.items():
-        tensors = make()
-        if full:
-            run_on_all_ranks(world, hidden, write_full(hidden / group, tensors, world, WEIGHTS_STEM))
-        else:
-            run_on_all_ranks(world, hidden, lambda group=group, tensors=tensors: write_sharded(hidden / group, tensors))
+    written: dict[str, str] = {}
+    for name, make in snapshot.groups.items():
+        group = make()
+        run_on_all_ranks(world, hidden, partial(write_group, hidden / name, group, world, full, written))
+        del group
     run_on_first_rank(world, hidden, lambda: write_json(hidden / "model" / "config.json", snapshot.config))
-    sums = compute_checksums(hidden, world)
+    sums = compute_checksums(hidden, world, written)
 
     def finish() -> None:
         write_state(hidden, {"step": snapshot.step, **snapshot.state}, sums)
@@ -58,6 +60,12 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
     if world.is_first:
         prune_checkpoints(root, keep)
     return folder
+
+
+def write_group(folder: Path, group: TensorGroup, world: World, full: bool, written: dict[str, str]) -> None:
+    """Collective where `full`: write this rank's files, and add their checksums to `written`."""
+    sums = write_full(folder, group, world, WEIGHTS_STEM) if full else write_sharded(folder, group, world)
+    written |= {f"{folder.name}/{name}": value for name, value in sums.items()}
 
 
 def run_on_all_ranks(world: World, hidden: Path, action: Callable[[], None]) -> None:

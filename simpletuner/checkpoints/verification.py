@@ -54,15 +54,17 @@ def in_background(function: Callable[[str], T], names: list[str], world: World) 
     return results
 
 
-def compute_checksums(folder: Path, world: World) -> dict[str, str]:
-    """Collective: return the checksum of every file below a folder by name.
+def compute_checksums(folder: Path, world: World, known: Mapping[str, str]) -> dict[str, str]:
+    """Collective: return the checksum of every file below a folder by name, of which this rank may know some already.
 
     Raises EnvironmentNotReady on all ranks when one cannot read a file.
     """
     own = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    answers = [json.loads(text) for text in world.gather_texts(json.dumps([own, dict(known)]))]
+    written = {name: value for _, part in answers for name, value in part.items()}
     # Rank 0's list is the one to divide: with a network file system's caches, ranks may see different files.
-    names = json.loads(world.gather_texts(json.dumps(own))[0])
-    return Checksums({name: folder / name for name in names}, world).wait()
+    rest = {name: folder / name for name in answers[0][0] if name not in written}
+    return written | Checksums(rest, world).wait()
 
 
 class CheckpointDamaged(EnvironmentNotReady):

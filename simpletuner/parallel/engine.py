@@ -62,7 +62,7 @@ class Engine(Protocol):
     def local_shards(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, shard): this rank's float32 shard of every weight, of any shape, empty where it has none.
 
-        A shard is valid until the next one is asked for: an engine may have to fetch it from the CPU or a disk.
+        A shard in host memory is valid until the next one is asked for: an engine may have to fetch it from a disk.
         """
         ...
 

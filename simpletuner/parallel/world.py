@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from simpletuner.system.activity import Activity
 from simpletuner.system.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+THREAD_TIMEOUT = timedelta(days=1)
+"""Of collectives of other threads, in which ranks wait for slow disks; a rank that ends breaks them at once."""
 JOIN_SECONDS = 300
 """How long a rank waits for the others to join."""
 ABORT_SECONDS = 5
@@ -43,15 +45,24 @@ class World:
     activity: Activity = field(default_factory=Activity)
     local_size: int = 1
     """How many ranks share this machine."""
+    group: dist.ProcessGroup | None = None
+    """What `barrier` and `gather_texts` go over; None for the default group."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def for_thread(self) -> World:
+        """Return the same ranks for another thread: with a gloo group and an activity of its own. Collective."""
+        group = dist.new_group(backend="gloo", timeout=THREAD_TIMEOUT)
+        return replace(self, group=group, activity=Activity())
+
     def barrier(self) -> None:
         """Wait for every rank. Collective, with torch's timeout: only where all arrive at about the same time."""
         self.activity.advance()
-        dist.all_reduce(torch.zeros(1))  # on the CPU: over NCCL the call would return before the others are here
+        dist.all_reduce(
+            torch.zeros(1), group=self.group
+        )  # on the CPU: over NCCL the call would return before the others are here
 
     def all_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean of a small tensor over the ranks; `values` is overwritten. Collective."""
@@ -63,7 +74,7 @@ class World:
         """Return every rank's text, in order of rank. Collective."""
         self.activity.advance()
         texts: list[str] = [""] * self.size
-        dist.all_gather_object(texts, text)
+        dist.all_gather_object(texts, text, group=self.group)
         return texts
 
     def from_first(self, place: str, make: Callable[[], str], stop: Callable[[], None]) -> str:

@@ -216,6 +216,7 @@ class Checkpoints(Section):
     """Checkpoints"""
 
     checkpoint_step_interval: int = knob(500, "Optimizer steps between checkpoints.", ge=1, aliases=("checkpointing_steps",))
+    async_checkpointing: bool | None = knob(None, "Write checkpoints while training goes on, from a copy in the machine's memory; empty: where the copies take at most half of what is available.")  # fmt: skip
     checkpoints_total_limit: int = knob(5, "Keep this many of the newest checkpoints.", ge=1)
     resume_from_checkpoint: Annotated[str, AfterValidator(in_home)] = knob("latest", "`latest`, a checkpoint folder, or `none`.")
     import_deepspeed_checkpoint: Path | None = knob(None, "A folder with DeepSpeed's own checkpoint to start from, where this run has none; needs allow_pickle.")  # fmt: skip

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from multiprocessing.pool import AsyncResult, ThreadPool
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from simpletuner.parallel.engine import Engine
+from simpletuner.parallel.host_buffer import HostBuffer
 from simpletuner.parallel.optimizer_state import NamedTensors, Read
 from simpletuner.settings.sections import Ema, Validation
 
@@ -16,19 +19,27 @@ VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained"
 """Sets of weights to evaluate, by the setting ema_validation."""
 
 
+GROUP_BYTES = 256 << 20
+"""Of the weights that one launch of kernels averages: a conversion by the engine holds as much."""
+
+
 class EMA:
     """This rank's shard of each averaged weight by name, of the shape that `Engine.local_shards` yields.
 
-    A step costs one `lerp_` per shard and no communication, since the shards are cut like the weights themselves.
+    An update needs no communication, since the shards are cut like the weights themselves. An average in host memory of
+    weights on a GPU is updated while the next step computes: `wait_for_copy` must be called before weights change.
     """
 
     def __init__(self, engine: Engine, settings: Ema) -> None:
         self.engine, self.settings, self.updates = engine, settings, 0
-        self.shards = {
-            name: shard.detach().to("cpu" if settings.ema_device == "cpu" else None, torch.float32, copy=True)
-            for name, shard in engine.local_shards()
-            if shard.is_floating_point()
-        }
+        on_gpu, self.shards = False, {}
+        for name, shard in engine.local_shards():
+            if shard.is_floating_point():
+                on_gpu = on_gpu or shard.is_cuda
+                device = "cpu" if settings.ema_device == "cpu" else None
+                self.shards[name] = shard.detach().to(device, torch.float32, copy=True)
+        is_delayed = on_gpu and settings.ema_device == "cpu"
+        self.delayed = DelayedAverage(self.shards, torch.cuda.Stream()) if is_delayed else None
 
     def decay(self) -> float:
         """Return min(decay, (1 + n) / (10 + n)) after n updates: a young average would remember its first weights."""
@@ -40,14 +51,26 @@ class EMA:
         if step % self.settings.ema_update_interval:
             return
         weight = 1 - self.decay()
-        for name, shard in self.engine.local_shards():
-            if (average := self.shards.get(name)) is not None:
-                average.lerp_(shard.to(average), weight)
+        if self.delayed is not None:
+            self.delayed.begin(self.engine.local_shards, weight)
+        else:
+            move_towards(self.shards, self.engine.local_shards(), weight)
         self.updates += 1
+
+    def wait_for_copy(self) -> None:
+        """Let the GPU change no weight before the last update has read it. Does not wait itself."""
+        if self.delayed is not None:
+            self.delayed.wait_for_copy()
+
+    def finish(self) -> None:
+        """Wait until the last update is in `shards`."""
+        if self.delayed is not None:
+            self.delayed.finish()
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Exchange the trained weights for the average within the block. Collective."""
+        self.finish()
         self.engine.update_shards(self._exchange)
         try:
             yield
@@ -62,6 +85,7 @@ class EMA:
 
     def tensors(self) -> NamedTensors:
         """Return the average in the checkpoint layout. Collective."""
+        self.finish()
         return {name: self.engine.to_checkpoint(name, average) for name, average in self.shards.items()}
 
     def restore(self, read: Read, updates: int) -> None:
@@ -71,6 +95,67 @@ class EMA:
         for name, average in self.shards.items():
             average.copy_(self.engine.from_checkpoint(name, tensors[name]))
         self.updates = updates
+
+
+def move_towards(averages: NamedTensors, shards: Iterable[tuple[str, Tensor]], weight: float) -> None:
+    """Interpolate each average towards the shard of its name, in place; those on a GPU by groups."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for name, shard in shards:
+        if (average := averages.get(name)) is not None:
+            pairs.append((average, shard.to(average)))
+            # A shard in host memory may be gone when the next one is asked for.
+            if not shard.is_cuda or sum(each.nbytes for _, each in pairs) >= GROUP_BYTES:
+                lerp(pairs, weight)
+                pairs = []
+    lerp(pairs, weight)
+
+
+def lerp(pairs: list[tuple[Tensor, Tensor]], weight: float) -> None:
+    if pairs:
+        averages, values = map(list, zip(*pairs, strict=True))
+        torch._foreach_lerp_(averages, values, weight)
+
+
+class DelayedAverage:
+    """Updates averages in host memory, in a thread, from a copy that a GPU makes while it computes.
+
+    The copy takes as much page-locked memory as the averages. Without a stream, on a CPU, it is made at once.
+    """
+
+    def __init__(self, averages: NamedTensors, stream: torch.cuda.Stream | None) -> None:
+        self.averages, self.stream = averages, stream
+        self.copies = HostBuffer(averages, page_locked=stream is not None).views
+        self.copied: Any = None  # an event of torch.cuda, whose stubs disagree about its type
+        self.running: AsyncResult[None] | None = None
+
+    def begin(self, local_shards: Callable[[], Iterable[tuple[str, Tensor]]], weight: float) -> None:
+        """Begin to copy the weights as they are after the kernels queued so far, and to average the copy."""
+        self.finish()  # the last update reads the copies
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # what an engine converts is allocated and freed on this stream, too
+            for name, shard in local_shards():
+                if (copy := self.copies.get(name)) is not None:
+                    copy.copy_(shard, non_blocking=True)
+            self.copied = self.stream.record_event() if self.stream is not None else None
+        pool = ThreadPool(1)
+        self.running = pool.apply_async(self._average, (self.copied, weight))
+        pool.close()
+
+    @torch.no_grad()
+    def _average(self, copied: Any, weight: float) -> None:
+        if copied is not None:
+            copied.synchronize()
+        lerp([(average, self.copies[name]) for name, average in self.averages.items()], weight)
+
+    def wait_for_copy(self) -> None:
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+
+    def finish(self) -> None:
+        running, self.running = self.running, None
+        if running is not None:
+            running.get()
 
 
 def evaluated_variants(ema: EMA | None, validation: Validation) -> tuple[str, ...]:

@@ -9,13 +9,13 @@ from typing import Any
 
 from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
-from simpletuner.checkpoints.saving import Snapshot, save
+from simpletuner.checkpoints.saving import Snapshot
+from simpletuner.checkpoints.shards import planned
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.data.batch_sampler import SamplerState
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.report import Report
-from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import MOMENTS
@@ -46,9 +46,6 @@ class TrainingState:
     def snapshot(self, step: int, sampler_state: SamplerState, facts: Mapping[str, Any]) -> Snapshot:
         """Return what a checkpoint after `step` holds; `facts` are for people who read its state.json."""
         optimizer = self.engine.optimizer_state()
-        groups: dict[str, Callable[[], NamedTensors]] = {"model": self.weights, **optimizer.tensors}
-        if self.ema is not None:
-            groups["ema"] = self.ema.tensors
         state = {
             "simpletuner": __version__,
             **facts,
@@ -62,7 +59,13 @@ class TrainingState:
             "optimizer": {"steps": optimizer.steps, "moments": sorted(optimizer.tensors)},
             "ema_updates": self.ema.updates if self.ema is not None else None,
         }
+        groups = {name: planned(make) for name, make in self.groups().items()}
         return Snapshot(step, groups, state, self.config)
+
+    def groups(self) -> dict[str, Callable[[], NamedTensors]]:
+        """Return what makes each group of a checkpoint, in the checkpoint layout. Collective to call."""
+        average = {"ema": self.ema.tensors} if self.ema is not None else {}
+        return {"model": self.weights, **self.engine.optimizer_state().tensors, **average}
 
     def weights(self) -> NamedTensors:
         """Return the trained weights in the checkpoint layout. Collective."""
@@ -93,18 +96,3 @@ class TrainingState:
         elif updates is not None:
             report.warn(f"use_ema is off: the EMA in {checkpoint.folder.name} is not continued in later checkpoints")
         self.step = checkpoint.step
-
-
-class Checkpointer:
-    """Save the state of a run as numbered checkpoints."""
-
-    def __init__(self, session: Session, state: TrainingState) -> None:
-        self.settings, self.world, self.state = session.settings, session.world, state
-        self.root = self.settings.training.output_dir / "checkpoints"
-
-    def save(self, step: int, sampler_state: SamplerState) -> None:
-        """Save a checkpoint, and remove the oldest above the limit. Collective."""
-        is_full = self.settings.parallel.fsdp_state_dict_type == "FULL_STATE_DICT"
-        facts = {"model_family": self.settings.model.model_family, "world_size": self.world.size}
-        snapshot = self.state.snapshot(step, sampler_state, facts)
-        save(self.root, snapshot, self.world, is_full, self.settings.checkpoints.checkpoints_total_limit)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +27,14 @@ from simpletuner.training.throughput import Throughput, format_throughput
 class StopVote:
     """Let all ranks stop at the same step: each rank's wish travels with the loss, in the same all-reduce."""
 
-    def __init__(self, request: StopRequest) -> None:
-        self.request, self.passed = request, False
+    def __init__(self, request: StopRequest, has_failed: Callable[[], bool] = lambda: False) -> None:
+        """`has_failed`: whether something in the background of this rank has failed, which the others may not know."""
+        self.request, self.has_failed, self.passed = request, has_failed, False
 
     def wish(self, device: torch.device) -> Tensor:
-        """Return 1 where this rank was asked to stop, else 0; shape ()."""
+        """Return 1 where this rank has to stop, else 0; shape ()."""
         # not torch.tensor, which copies from pageable memory, so that each step would wait for the one before
-        return torch.full((), float(bool(self.request.signal_number)), device=device)
+        return torch.full((), float(bool(self.request.signal_number) or self.has_failed()), device=device)
 
     def count(self, mean: float) -> None:
         """Take the mean of all wishes: one rank is enough."""

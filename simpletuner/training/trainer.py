@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,10 +19,10 @@ from simpletuner.parallel.engine import Engine
 from simpletuner.report import Report
 from simpletuner.system.activity import Activity
 from simpletuner.system.signals import StopRequest
+from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.profiling import StepProfiler
-from simpletuner.training.state import Checkpointer
 from simpletuner.training.step_logger import StepLogger, StepOutput
 
 
@@ -85,7 +85,7 @@ class Trainer:
             if self.step == 0 or (self.is_due(evaluation) and not evaluation.is_complete(self.step)):
                 self.evaluate(evaluation)
         traced = self.profiler.opened() if self.profiler is not None else nullcontext()
-        with self.logger.progress(self.report, self.max_steps, self.step), traced:
+        with self.logger.progress(self.report, self.max_steps, self.step), traced, closing(self.checkpointer):
             while self.step < self.max_steps:
                 if self.profiler is not None:
                     self.profiler.begin(self.step + 1)
@@ -98,6 +98,8 @@ class Trainer:
                 if self.profiler is not None and self.profiler.end(self.step, data_seconds):
                     self.logger.restart_clock()
                 self.save_and_evaluate(batch)
+            self.activity.begin(f"writing the checkpoint of step {self.step}", unsaved=True, watched=False)
+            self.checkpointer.wait()
 
     def next_batch(self) -> tuple[StepBatch, float]:
         """Return this rank's micro-batches, which a thread prepares, and how long the wait for them was in seconds."""
@@ -126,6 +128,8 @@ class Trainer:
                 self.engine.backward(loss / len(batch.micro_batches))
             losses.append(loss.detach())
         learning_rate = self.learning_rate.at(self.step)
+        if self.ema is not None:
+            self.ema.wait_for_copy()
         grad_norm = self.engine.step(learning_rate, self.max_grad_norm)
         return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate)
 
@@ -152,6 +156,7 @@ class Trainer:
             self.activity.begin(f"saving step {self.step}", unsaved=True, watched=False)
             self.checkpointer.save(self.step, batch.next_state)
         if save_due and self.logger.stop_vote.passed:
+            self.checkpointer.wait()
             raise self.stop.stopped(f"at step {self.step}; its checkpoint is saved")
         for evaluation in evaluations:
             self.evaluate(evaluation, unsaved=not save_due)

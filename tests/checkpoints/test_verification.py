@@ -32,7 +32,7 @@ def checkpoint(root: Path, step: int, world: World, older: bool = False) -> Path
     if older:
         write_json(folder / "state.json", {**state, "files": file_sizes(folder)})
     else:
-        write_state(folder, state, compute_checksums(folder, world))
+        write_state(folder, state, compute_checksums(folder, world, {}))
     return folder
 
 

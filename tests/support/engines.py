@@ -164,6 +164,7 @@ def steps_of(trainer: Trainer, world: World, count: int) -> list[list[float]]:
         taken.append([world.all_mean(output.loss.clone()).item(), output.grad_norm.item()])
         if trainer.step == SAVED:
             trainer.checkpointer.save(trainer.step, batch.next_state)
+    trainer.checkpointer.close()
     return taken
 
 
@@ -228,7 +229,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def groups_of(state: TrainingState) -> Iterator[tuple[str, Iterable[tuple[str, torch.Tensor]]]]:
-    for group, make in state.snapshot(0, state.sampler_state, {}).groups.items():
+    for group, make in state.groups().items():
         yield group, make().items()
 
 

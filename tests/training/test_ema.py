@@ -11,7 +11,7 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.torch_engine import TorchEngine
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Ema, Optimizer
-from simpletuner.training.ema import EMA
+from simpletuner.training.ema import EMA, DelayedAverage
 from simpletuner.training.optimizers import make_optimizer
 
 
@@ -135,3 +135,24 @@ def test_an_average_is_put_back_from_the_form_that_checkpoints_hold():
     average.restore(read, 7)
     assert average.shards["w"].tolist() == [1.0, 2.0] and average.updates == 7
     assert live.tolist() == [5.0, 5.0]
+
+
+def test_an_average_that_follows_in_a_thread_has_the_same_bits_and_is_complete_where_it_is_read():
+    torch.manual_seed(0)
+    module = torch.nn.Linear(64, 64)
+    direct, delayed = (EMA(engine(module), Ema(use_ema=True)) for _ in range(2))
+    delayed.delayed = DelayedAverage(delayed.shards, None)
+    for step in range(1, 6):
+        for average in (direct, delayed):
+            average.update(step)
+        delayed.wait_for_copy()
+        with torch.no_grad():
+            module.weight.add_(torch.randn(64, 64))  # the copy is made, so the average does not see it
+    found, wanted = delayed.tensors(), direct.tensors()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    delayed.update(6)
+    before = module.weight.detach().clone()
+    with delayed.swapped_in():
+        shown = module.weight.detach().clone()
+    direct.update(6)
+    assert torch.equal(shown, direct.shards["weight"]) and torch.equal(module.weight, before)

@@ -72,6 +72,12 @@ class Noted:
         assert sampler_state.batch == step, "the state after the step, from which a resumed run takes the next batch"
         self.calls.append(f"save {step}")
 
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+    def close(self) -> None:
+        pass
+
     def run(self, step: int) -> None:
         self.calls.append(f"validate {step}")
 
@@ -166,7 +172,7 @@ def test_a_resumed_run_goes_on_with_the_next_step_and_makes_up_for_lost_images(b
     trainer = build(step=2, validate_every=2)
     trainer.train()
     assert [call for call in trainer.calls if "micro" not in call and "back" not in call] == [
-        *("step 0.5", "step 0.25", "save 4", "validate 4")
+        *("step 0.5", "step 0.25", "save 4", "validate 4", "wait")
     ]
     trainer = build(step=2, validate_every=2)
     trainer.evaluations[0].complete = False
@@ -180,7 +186,7 @@ def test_a_run_that_is_asked_to_stop_saves_first(build, tmp_path):
     stop.signal_number = signal.SIGTERM
     with pytest.raises(Stopped, match="stopped by SIGTERM at step 2; its checkpoint is saved"):
         trainer.train()  # the wish is read one step late, as the loss is
-    assert trainer.calls[-1] == "save 2"
+    assert trainer.calls[-2:] == ["save 2", "wait"], "it ends when the checkpoint is written"
     assert [row["step"] for row in rows_in(tmp_path)] == [1, 2]
 
 

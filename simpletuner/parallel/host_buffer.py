@@ -1,0 +1,39 @@
+"""Host memory that a GPU copies into without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Tensors begin at multiples of so many bytes."""
+
+
+class HostBuffer:
+    """One block of host memory with room for tensors like those given; `views` are these tensors by name.
+
+    It is page-locked if asked. torch's own pinned memory would be rounded up to a power of two.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], page_locked: bool) -> None:
+        sizes = {name: -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for name, tensor in tensors.items()}
+        self.block = torch.empty(sum(sizes.values()), dtype=torch.uint8)
+        self.views: dict[str, Tensor] = {}
+        start = 0
+        for name, tensor in tensors.items():
+            self.views[name] = self.block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            start += sizes[name]
+        if page_locked and len(self.block):  # where the system refuses it, copies are correct, but slower
+            cuda_runtime().cudaHostRegister(self.block.data_ptr(), self.block.nbytes, 0)
+
+    def release(self) -> None:
+        """Unlock the memory, which is free once no view of it is left."""
+        if torch.cuda.is_initialized() and self.block.is_pinned():
+            cuda_runtime().cudaHostUnregister(self.block.data_ptr())
+
+
+def cuda_runtime() -> Any:
+    return torch.cuda.cudart()

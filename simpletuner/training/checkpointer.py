@@ -1,0 +1,75 @@
+"""When and how a run saves its state: numbered checkpoints, written while training goes on where memory allows it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+from simpletuner.checkpoints.background import BackgroundSaver
+from simpletuner.checkpoints.saving import save
+from simpletuner.data.batch_sampler import SamplerState
+from simpletuner.session import Session
+from simpletuner.system.host_memory import available_bytes
+from simpletuner.training.state import TrainingState
+
+
+class Checkpointer:
+    """Save the state of a run as numbered checkpoints, while training goes on where `async_checkpointing` says so."""
+
+    def __init__(self, session: Session, state: TrainingState) -> None:
+        self.settings, self.world, self.state, self.report = session.settings, session.world, state, session.report
+        self.root = self.settings.training.output_dir / "checkpoints"
+        self.background: BackgroundSaver | None = None
+        self.is_async: bool | None = None
+        """Decided at the first save."""
+
+    def save(self, step: int, sampler_state: SamplerState) -> None:
+        """Save a checkpoint, and remove the oldest above the limit; waits until the last one is written. Collective.
+
+        Raises EnvironmentNotReady on all ranks when this one, or the last one, cannot be written.
+        """
+        self.wait()
+        is_full = self.settings.parallel.fsdp_state_dict_type == "FULL_STATE_DICT"
+        facts = {"model_family": self.settings.model.model_family, "world_size": self.world.size}
+        snapshot = self.state.snapshot(step, sampler_state, facts)
+        write = partial(save, self.root, full=is_full, keep=self.settings.checkpoints.checkpoints_total_limit)
+        if self.is_async is None:
+            self.is_async = self._choose(len(snapshot.groups))
+        if not self.is_async:
+            write(snapshot, self.world)
+            return
+        self.background = self.background or BackgroundSaver(self.world)
+        self.background.start(snapshot, write)
+
+    def _choose(self, groups: int) -> bool:
+        """Return whether to write while training goes on. Collective."""
+        asked = self.settings.checkpoints.async_checkpointing
+        if asked is not None:
+            return asked
+        copied = 4 * self.state.engine.num_parameters * groups * self.world.local_size // self.world.size
+        available = available_bytes()
+        fits = [json.loads(text) for text in self.world.gather_texts(json.dumps([copied <= available / 2, available]))]
+        if all(enough for enough, _ in fits):
+            return True
+        least = min(each for _, each in fits)
+        self.report.say(
+            f"training waits while checkpoints are written: copies of what they hold would take {copied / 1e9:.0f} GB "
+            f"of the {least / 1e9:.0f} GB of memory that a machine has available; async_checkpointing=true makes them"
+        )
+        return False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether writing has failed in the background, which `wait` will raise."""
+        return self.background is not None and self.background.has_failed
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the disk. Raises what went wrong with it: on all ranks, or a rank is gone."""
+        if self.background is not None:
+            self.background.wait()
+
+    def close(self) -> None:
+        """Let a checkpoint that is being written become complete, whatever ended training."""
+        if self.background is not None:
+            self.background.close()
+            self.background = None

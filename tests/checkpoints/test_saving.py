@@ -1,0 +1,48 @@
+"""What ranks write together, at once and in the background."""
+
+from __future__ import annotations
+
+import json
+
+import saving
+import torch
+from safetensors.torch import load_file
+
+from simpletuner.checkpoints.layout import load_checkpoint
+from simpletuner.checkpoints.verification import find_file_damage
+
+
+def test_shards_and_whole_tensors_are_written_at_once_and_in_the_background(starter, tmp_path):
+    run = starter.start(saving.save_all_ways, 4, str(tmp_path), str(tmp_path / "report"))
+    assert run.wait() == [0] * 4, run.said
+    reports = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(4)]
+    for report in reports:
+        for form in ("sharded", "full"):
+            assert report[form] == report[f"{form} in the background"] == []
+        assert "cannot save to" in report["no room"] and report["no room"] == reports[0]["no room"]
+    assert [report["one rank cannot write"] for report in reports] == ["", "IsADirectoryError", "", ""]
+    names = [f"diffusion_pytorch_model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)]
+    files = ["config.json", *names, "diffusion_pytorch_model.safetensors.index.json"]
+    assert reports[0]["files"] == files
+
+    wanted = saving.whole_tensors()
+    folder = tmp_path / "full" / "checkpoint-000001" / "model"
+    index = json.loads((folder / files[-1]).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
+    held = {name: load_file(folder / file)[name] for name, file in index["weight_map"].items()}
+    assert held.keys() == wanted.keys()
+    assert all(torch.equal(held[name], wanted[name]) for name in wanted)
+    for form in ("sharded", "full"):
+        checkpoint = load_checkpoint(tmp_path / form / "checkpoint-000003")
+        assert checkpoint.state["checksums"].keys() == checkpoint.state["files"].keys()
+        assert {find_file_damage(checkpoint, name) for name in checkpoint.state["files"]} == {""}
+    shards = [load_file(file) for file in sorted((tmp_path / "sharded" / "checkpoint-000001" / "model").glob("*.saf*"))]
+    assert len(shards) == 4, "copies share the writing"
+    assert sum(tensor.nbytes for shard in shards for tensor in shard.values()) == index["metadata"]["total_size"]
+
+
+def test_a_rank_that_dies_while_a_checkpoint_is_written_is_noticed_by_the_others(starter, tmp_path):
+    run = starter.start(saving.lose_a_rank, 4, str(tmp_path / "run"), str(tmp_path / "report"))
+    assert run.wait(60) == [0] * 4, run.said
+    assert [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(3)] == [True] * 3
+    assert not list((tmp_path / "run").glob("checkpoint-*"))

@@ -1,0 +1,158 @@
+"""What four ranks save, two copies of two shards: groups without a model, run by the fork server."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from simpletuner.checkpoints.background import BackgroundSaver
+from simpletuner.checkpoints.layout import load_checkpoint
+from simpletuner.checkpoints.saving import Snapshot, save
+from simpletuner.checkpoints.shards import plan_group, planned
+from simpletuner.checkpoints.tensors import read_tensors
+from simpletuner.checkpoints.writing import write_full
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.parallel.torch_engine import local_tensor
+from simpletuner.parallel.world import World, joined_world, lost_a_peer
+
+STATE = {
+    "position": {"epoch": 0, "batch": 1, "batch_size": 4, "consumed": {}},
+    "data": "d",
+    "optimizer": {"steps": 1, "moments": []},
+    "ema_updates": None,
+}
+
+
+def whole_tensors() -> dict[str, Tensor]:
+    """Return what is saved, by name; `a` is cut unevenly, of `b` one rank has no rows, the last three are not cut."""
+    return {
+        "a": torch.arange(15.0).view(5, 3),
+        "b": torch.arange(4.0).view(1, 4) + 100,
+        "c": torch.arange(8.0).view(4, 2).bfloat16(),
+        "large": torch.arange(300_000.0),
+        "whole": torch.arange(90_000.0) + 0.5,
+        "scalar": torch.tensor(7.25),
+        "count": torch.tensor([1, 2**40]),
+    }
+
+
+def tensors_of_rank() -> dict[str, Tensor]:
+    """Return the same as DTensors, where they are cut."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    made = whole_tensors()
+    for name in ("a", "b", "c", "large"):
+        rows = made[name].chunk(2)
+        own = rows[mesh.get_local_rank("shards")] if mesh.get_local_rank("shards") < len(rows) else made[name][:0]
+        shape, stride = made[name].shape, made[name].stride()
+        made[name] = DTensor.from_local(own, mesh, [Replicate(), Shard(0)], run_check=False, shape=shape, stride=stride)
+    return made
+
+
+def snapshot_of(tensors: dict[str, Tensor], step: int) -> Snapshot:
+    return Snapshot(step, {"model": planned(lambda: tensors)}, STATE, {"kind": "none"})
+
+
+def read_back(folder: Path, tensors: dict[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that a checkpoint holds with other values than this rank."""
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    read_tensors(load_checkpoint(folder).files("model"), found, "it")
+    return [name for name in found if not torch.equal(local_tensor(found[name]), local_tensor(tensors[name]))]
+
+
+def save_all_ways(root: str, report: str) -> None:
+    """Save at once and in the background, in both forms, and write what went wrong, by rank."""
+    answers: dict[str, object] = {}
+    with joined_world() as world:
+        tensors, path = tensors_of_rank(), Path(root)
+        for form, full in (("sharded", False), ("full", True)):
+            folder = save(path / form, snapshot_of(tensors, 1), world, full, keep=5)
+            answers[form] = read_back(folder, tensors)
+            answers[f"{form} in the background"] = saved_in_background(path / form, tensors, world, full)
+        answers["no room"] = failed_in_background(path, tensors, world)
+        answers["one rank cannot write"] = one_cannot_write(path / "blocked", tensors, world)
+        answers["files"] = sorted(each.name for each in (path / "full" / "checkpoint-000001" / "model").iterdir())
+        Path(f"{report}.{world.rank}").write_text(json.dumps(answers))
+
+
+def saved_in_background(root: Path, tensors: dict[str, Tensor], world: World, full: bool) -> list[str]:
+    """Save twice; change the tensors, and communicate, while they are written. Return names that differ then."""
+    saver, wrong = BackgroundSaver(world), []
+    kept = {name: local_tensor(tensor).clone() for name, tensor in tensors.items()}
+    for step in (2, 3):
+        goes_on, folder = threading.Event(), root / f"checkpoint-{step:06d}"
+        saver.start(snapshot_of(tensors, step), partial(held, goes_on, partial(save, root, full=full, keep=5)))
+        for tensor in tensors.values():
+            local_tensor(tensor).add_(1)
+        assert world.all_mean(torch.ones(1)).item() == 1
+        assert not saver.has_failed and not folder.exists(), "it waits for the event"
+        goes_on.set()
+        saver.wait()
+        for name, tensor in tensors.items():
+            local_tensor(tensor).copy_(kept[name])
+        wrong += read_back(folder, tensors)
+    buffers = [buffer.block.data_ptr() for buffer in saver.copies.buffers.values()]
+    saver.start(snapshot_of(tensors, 4), partial(save, root, full=full, keep=5))
+    assert buffers == [buffer.block.data_ptr() for buffer in saver.copies.buffers.values()], "they are used again"
+    saver.close()
+    load_checkpoint(root / "checkpoint-000004")
+    return wrong
+
+
+def held(goes_on: threading.Event, write: Callable[..., Path], snapshot: Snapshot, world: World) -> Path:
+    assert goes_on.wait(60)
+    return write(snapshot, world)
+
+
+def failed_in_background(root: Path, tensors: dict[str, Tensor], world: World) -> str:
+    """Save below a file, and return what `wait` says."""
+    (root / "file").touch()
+    saver = BackgroundSaver(world)
+    saver.start(snapshot_of(tensors, 1), partial(save, root / "file", full=False, keep=5))
+    while not saver.has_failed:
+        time.sleep(0.01)
+    try:
+        saver.wait()
+    except EnvironmentNotReady as error:
+        return error.message
+    finally:
+        saver.close()
+    return ""
+
+
+def one_cannot_write(folder: Path, tensors: dict[str, Tensor], world: World) -> str:
+    """Write whole tensors, where the file of rank 1 has the name of a folder; return what each rank says."""
+    (folder / "w-00002-of-00004.safetensors").mkdir(parents=True, exist_ok=True)
+    world.barrier()
+    try:
+        write_full(folder, plan_group(tensors), world, "w")
+    except OSError as error:
+        return type(error).__name__
+    return ""
+
+
+def lose_a_rank(root: str, report: str) -> None:
+    """Lose rank 3 while all save in the background; the others report whether they know why."""
+    with joined_world() as world:
+        saver, goes_on = BackgroundSaver(world), threading.Event()
+        snapshot = snapshot_of(tensors_of_rank(), 1)
+        saver.start(snapshot, partial(held, goes_on, partial(save, Path(root), full=True, keep=5)))
+        if world.rank == 3:
+            os._exit(0)
+        goes_on.set()
+        try:
+            saver.wait()
+        except (RuntimeError, dist.DistError) as error:
+            Path(f"{report}.{world.rank}").write_text(json.dumps(lost_a_peer(error)))
+        saver.close()
+        os._exit(0)  # without the others no process group can be taken down

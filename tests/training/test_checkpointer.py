@@ -1,0 +1,41 @@
+"""Whether training goes on while a checkpoint is written."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from simpletuner.checkpoints.layout import list_checkpoints
+from simpletuner.checkpoints.saving import Snapshot
+from simpletuner.checkpoints.shards import planned
+from simpletuner.parallel.world import joined_world
+from simpletuner.settings.sections import Checkpoints, Settings, Training
+from simpletuner.training import checkpointer
+from simpletuner.training.checkpointer import Checkpointer
+
+
+@pytest.mark.parametrize(
+    ("asked", "available", "is_async"), [(None, 1600, True), (None, 1599, False), (True, 0, True), (False, 1600, False)]
+)
+def test_training_goes_on_where_copies_take_half_of_the_memory_at_most(
+    asked, available, is_async, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpointer, "available_bytes", lambda: available)
+    settings = Settings(training=Training(output_dir=tmp_path), checkpoints=Checkpoints(async_checkpointing=asked))
+    state = SimpleNamespace(
+        engine=SimpleNamespace(num_parameters=100),
+        snapshot=lambda step, sampler_state, facts: Snapshot(
+            step, {name: planned(lambda: {"w": torch.ones(100)}) for name in ("model", "exp_avg")}, {}, {}
+        ),
+    )
+    said: list[str] = []
+    with joined_world({}, use_cpu=True) as world:
+        session = SimpleNamespace(settings=settings, world=world, report=SimpleNamespace(say=said.append))
+        saver = Checkpointer(session, state)
+        saver.save(1, None)
+        assert saver.is_async == is_async
+        saver.close()
+    assert [folder.name for folder in list_checkpoints(tmp_path / "checkpoints")] == ["checkpoint-000001"]
+    assert bool(said) == (asked is None and not is_async)
