@@ -25,6 +25,7 @@ from simpletuner.parallel.fsdp2 import fsdp2_engine, units_by_class, units_of
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.parallelize import parallelize
+from simpletuner.parallel.schedule_free import ScheduleFreeEngine
 from simpletuner.parallel.split_engine import SplitEngine, hold_in_bf16, load_split
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
 from simpletuner.session import Session
@@ -82,7 +83,8 @@ def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | 
     blocks = recommended_blocks(model)
     if is_lora:
         freeze(model, compute_dtype(settings))
-    optimizer = partial(make_optimizer, settings=settings.optimizer)
+    inside = tuple(name for name, module in model.named_modules() if type(module).__name__ in blocks)
+    optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=inside)
     attach = partial(attach_adapter, family, checkpoint) if is_lora else None
     return build_engine(model, blocks, settings, session.mesh, load_weights, optimizer, attach, family.sequence_plan)
 
@@ -124,7 +126,8 @@ def build_engine(
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 
         return build_deepspeed_engine(model, settings, mesh, dtype, load_weights, make_optimizer)
-    make_engine: Callable[..., TorchEngine] = TorchEngine
+    is_averaged = settings.optimizer.optimizer == "adamw_schedulefree"
+    make_engine: Callable[..., TorchEngine] = ScheduleFreeEngine if is_averaged else TorchEngine
     if settings.lora.base_model_precision == "int8":
         load_quantized(model, units_by_class(model, blocks), world.device, load_weights)
     else:
@@ -134,8 +137,12 @@ def build_engine(
         else:
             load_weights(model.state_dict())
     if settings.parallel.fsdp_enable:
-        return fsdp2_engine(model, settings.parallel, mesh, make_optimizer, make_engine)
-    return ddp_engine(model, mesh, make_optimizer, dtype, attach(model) if attach else None, make_engine)
+        engine = fsdp2_engine(model, settings.parallel, mesh, make_optimizer, make_engine)
+    else:
+        engine = ddp_engine(model, mesh, make_optimizer, dtype, attach(model) if attach else None, make_engine)
+    if settings.optimizer.optimizer_release_gradients:
+        engine.release_gradients()
+    return engine
 
 
 def load_quantized(

@@ -43,8 +43,12 @@ class FakeEngine:
     def backward(self, loss: torch.Tensor) -> None:
         self.calls.append(f"backward {loss.item():g}")
 
-    def step(self, learning_rate: float, max_grad_norm: float) -> torch.Tensor:
-        self.calls.append(f"step {learning_rate:g}")
+    def set_learning_rate(self, learning_rate: float) -> None:
+        assert self.calls == [] or not self.calls[-1].startswith("backward"), "weights may step in the backward pass"
+        self.learning_rate = learning_rate
+
+    def step(self, max_grad_norm: float) -> torch.Tensor:
+        self.calls.append(f"step {self.learning_rate:g}")
         return torch.tensor(0.5)
 
 
