@@ -63,6 +63,9 @@ def warnings_about(settings: Settings) -> Iterator[BrokenRule]:
     if parallel.fsdp_enable and not parallel.fsdp_cpu_ram_efficient_loading:
         message = "fsdp_cpu_ram_efficient_loading=false has no effect: each rank always reads only its own slices"
         yield broken(message, "fsdp_cpu_ram_efficient_loading")
+    if settings.training.float8 and settings.compile.dynamo_backend == "no":
+        message = "float8 without torch.compile casts in passes of its own, which may cost more than it saves: set "
+        yield broken(f"{message}dynamo_backend=inductor", "float8", "dynamo_backend")
     yield from lora_without_effect(settings)
     yield from bf16_accumulation(settings)
 
@@ -263,6 +266,28 @@ def gradients_can_be_released(settings: Settings) -> Iterator[BrokenRule]:
             yield broken(f"optimizer_release_gradients {reason}", "optimizer_release_gradients", other)
 
 
+def float8_has_bf16_around_it(settings: Settings) -> Iterator[BrokenRule]:
+    if not settings.training.float8:
+        return
+    reasons = {
+        "mixed_precision": (
+            settings.training.mixed_precision != "bf16",
+            "is for linear layers of a denoiser that computes in bf16: set mixed_precision=bf16",
+        ),
+        "zero_stage": (
+            settings.parallel.zero_stage is not None,
+            "was not tried with DeepSpeed, which replaces linear layers itself: use fsdp_enable",
+        ),
+        "model_type": (
+            settings.model.model_type == "lora",
+            "is for model_type=full: leave it out, or hold the frozen base in 8 bits with base_model_precision=int8",
+        ),
+    }
+    for other, (is_broken, reason) in reasons.items():
+        if is_broken:
+            yield broken(f"float8 {reason}", "float8", other)
+
+
 def machines_are_equal(settings: Settings) -> Iterator[BrokenRule]:
     launch = settings.launch
     if launch.num_processes % launch.num_machines:
@@ -433,6 +458,7 @@ RULES: tuple[Rule, ...] = (
     schedule_free_replaces_schedule_and_average,
     optimizer_fits_the_engine,
     gradients_can_be_released,
+    float8_has_bf16_around_it,
     offloading_is_possible,
     copies_are_sharded_equally,
     only_fsdp2_offloads_params,

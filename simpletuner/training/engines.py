@@ -21,6 +21,7 @@ from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.context_parallel import SequencePlan
 from simpletuner.parallel.ddp import ddp_engine
 from simpletuner.parallel.engine import Engine, compute_dtype
+from simpletuner.parallel.float8 import check_float8, convert_linear_layers
 from simpletuner.parallel.fsdp2 import fsdp2_engine, units_by_class, units_of
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.optimizer_state import NamedTensors
@@ -41,7 +42,10 @@ def check_engine(session: Session, family: ModelFamily) -> None:
     if family.adapter is not None:
         check_lora_init(family)
     if settings.lora.base_model_precision == "int8":
-        check_torchao()
+        check_torchao("base_model_precision=int8")
+    if settings.training.float8:
+        check_float8(session.world.device)
+        check_torchao("float8")
     if settings.parallel.context_parallel_size > 1:
         check_sequence_plan(family)
     if settings.parallel.fsdp_enable:
@@ -121,6 +125,8 @@ def build_engine(
     is_split = settings.optimizer.state_layout == "split"
     if is_split:
         hold_in_bf16(model)
+    if settings.training.float8:
+        convert_linear_layers(model, blocks)
     parallelize(model, blocks, settings, mesh, plan)
     if settings.parallel.zero_stage is not None:
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds

@@ -52,6 +52,18 @@ REFUSED = [
         "state_layout = split holds the moments of AdamW: set optimizer=adamw, or state_layout=fp32 for lion",
     ),
     (
+        {"float8": True, "mixed_precision": "no"},
+        "float8 is for linear layers of a denoiser that computes in bf16: set mixed_precision=bf16",
+    ),
+    (
+        {"float8": True, "zero_stage": 2},
+        "float8 was not tried with DeepSpeed, which replaces linear layers itself: use fsdp_enable",
+    ),
+    (
+        {"float8": True, "model_type": "lora"},
+        "float8 is for model_type=full: leave it out, or hold the frozen base in 8 bits with base_model_precision=int8",
+    ),
+    (
         {"optimizer": "adamw_schedulefree", "lr_scheduler": "cosine"},
         "optimizer = adamw_schedulefree averages its steps in place of lr_scheduler = cosine: set lr_scheduler to "
         "constant or constant_with_warmup",
