@@ -32,6 +32,7 @@ from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.torch_engine import sharded_parameters
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Plan, Prepared
 from simpletuner.report import Report
@@ -107,7 +108,7 @@ class Plain:
         from diffusers import DDPMScheduler, UNet2DConditionModel
 
         self.model: nn.Module = UNet2DConditionModel.from_pretrained(family.folder / "unet").train()
-        self.optimizer = make_optimizer(self.model.parameters(), settings.optimizer)
+        self.optimizer = make_optimizer(sharded_parameters(self.model.named_parameters()), settings.optimizer)
         self.max_grad_norm = settings.optimizer.max_grad_norm
         scheduler: Any = DDPMScheduler.from_pretrained(family.folder / "scheduler")
         self.alphas: Tensor = scheduler.alphas_cumprod

@@ -35,10 +35,13 @@ from simpletuner.settings.sections import Model, Optimizer, Parallel, Training
 from simpletuner.system.signals import StopRequest
 from simpletuner.training.engines import open_engine
 
+RELEASED = Optimizer(optimizer_release_gradients=True, max_grad_norm=0)
 LAYOUTS = {
     "fp32": (Optimizer(), Parallel(), (12, 16)),
     "fp32, FSDP2 on one rank": (Optimizer(), Parallel(fsdp_enable=True), (12, 16)),
     "split": (Optimizer(state_layout="split"), Parallel(), (6.06, 8.06)),
+    "fp32, gradients released": (RELEASED, Parallel(), (12, 12)),
+    "split, gradients released": (RELEASED.model_copy(update={"state_layout": "split"}), Parallel(), (6.06, 6.06)),
     "split, FSDP2 on one rank": (Optimizer(state_layout="split"), Parallel(fsdp_enable=True), (6.06, 8.06)),
 }
 """Settings, and bytes per parameter in theory: of weights and moments, and with gradients."""
@@ -75,12 +78,12 @@ def measure(layout: str, folder: Path, answer: Connection) -> None:
         before = allocated_bytes()
         with closing(open_engine(session, family, None)) as engine:
             backward(engine)
-            engine.step(1e-4, 1.0)  # moments come with the first step
+            engine.step(optimizer.max_grad_norm)  # moments come with the first step
             held = allocated_bytes()
             backward(engine)
             peaks = [with_gradients := allocated_bytes()]
             with watched(peaks):
-                engine.step(1e-4, 1.0)
+                engine.step(optimizer.max_grad_norm)
             found = [held, with_gradients, max(peaks)]
             answer.send([(each - before) / engine.num_parameters for each in found])
 

@@ -36,6 +36,7 @@ from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import build_mesh
+from simpletuner.parallel.torch_engine import sharded_parameters
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -73,7 +74,7 @@ def bare_engine(model: nn.Module, settings: Settings) -> Any:
     import deepspeed
 
     config = engine_config(settings, RANKS, max(parameter.numel() for parameter in model.parameters()))
-    optimizer = make_optimizer(model.parameters(), settings.optimizer)
+    optimizer = make_optimizer(sharded_parameters(model.named_parameters()), settings.optimizer)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 

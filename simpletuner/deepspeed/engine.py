@@ -38,8 +38,8 @@ from simpletuner.deepspeed.startup import import_deepspeed
 from simpletuner.deepspeed.swap_files import create_swap_folder
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState
-from simpletuner.parallel.torch_engine import MakeOptimizer, ShardUpdate, local_tensor
+from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState, new_moments
+from simpletuner.parallel.torch_engine import MakeOptimizer, ShardUpdate, local_tensor, sharded_parameters
 from simpletuner.parallel.world import World
 from simpletuner.settings.deepspeed.config import deepspeed_config, deepspeed_options
 from simpletuner.settings.sections import Settings
@@ -57,6 +57,8 @@ class DeepSpeedEngine:
     `fixed` holds what no optimizer has: frozen parameters (row shards of their float32 values) and buffers.
     `master_device` is where the float32 master weights are.
     """
+
+    updates_in_backward = False
 
     def __init__(
         self,
@@ -87,9 +89,11 @@ class DeepSpeedEngine:
         # The loss is divided by the number of micro-batches already; by default DeepSpeed divides it, too.
         self.model.backward(loss, scale_wrt_gas=False)
 
-    def step(self, learning_rate: float, max_grad_norm: float) -> Tensor:
+    def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+
+    def step(self, max_grad_norm: float) -> Tensor:
         self.optimizer.clip_grad = max_grad_norm  # what `gradient_clipping` in the JSON sets at start
         self.model.step()
         norm = self.model.get_global_grad_norm()  # before clipping
@@ -120,6 +124,12 @@ class DeepSpeedEngine:
             return local_tensor(tensor)
         assert isinstance(tensor, DTensor)
         return self.row_shards.to_partition(name, tensor, self.ranges[name])
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def moments(self) -> list[str]:
+        return [*new_moments(self.optimizer.optimizer, next(iter(self.partitions.flat_buffers())))]
 
     def optimizer_state(self) -> OptimizerState:
         make_moments = {moment: partial(self._moment, moment) for moment in moment_names(self.optimizer)}
@@ -247,6 +257,7 @@ def initialize(model: nn.Module, config: dict[str, Any], make_optimizer: MakeOpt
     """Collective: return DeepSpeed's own engine around a model that has its weights."""
     import deepspeed
 
-    trained: Any = list(trainable_parameters(model).values())
-    optimizer = make_optimizer(trained)
-    return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)[0]
+    trained = trainable_parameters(model)
+    optimizer: Any = make_optimizer(sharded_parameters(trained.items()))
+    parameters: Any = list(trained.values())
+    return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]

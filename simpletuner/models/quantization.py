@@ -9,15 +9,15 @@ from torch import nn
 from simpletuner.errors import EnvironmentNotReady
 
 
-def check_torchao() -> None:
+def check_torchao(setting: str) -> None:
     """Raise EnvironmentNotReady where torchao is not installed, or does not fit the installed torch."""
     try:
         importlib.import_module("torchao.quantization")
     except ImportError as error:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentNotReady(
-            f"base_model_precision=int8 needs torchao: {reason}",
-            "pip install 'simpletuner[int8]', or leave base_model_precision out",
+            f"{setting} needs torchao: {reason}",
+            f"pip install 'simpletuner[int8]', or leave {setting.partition('=')[0]} out",
         ) from None
 
 

@@ -39,6 +39,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def updates_in_backward(self) -> bool:
+        """Whether weights change in the backward pass already, not only in `step`."""
+        ...
+
+    @property
     def micro_batch(self) -> Callable[[bool], AbstractContextManager[None]]:
         """(is_last) -> context of forward and backward of one micro-batch; the last one reduces gradients."""
         ...
@@ -52,7 +57,11 @@ class Engine(Protocol):
         """Accumulate the gradients of one micro-batch."""
         ...
 
-    def step(self, learning_rate: float, max_grad_norm: float) -> Tensor:
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of the step whose gradients follow."""
+        ...
+
+    def step(self, max_grad_norm: float) -> Tensor:
         """Clip (0: do not clip), update the weights, clear the gradients. Collective.
 
         Returns the gradient norm over all parameters and ranks before clipping, shape ().
@@ -81,6 +90,10 @@ class Engine(Protocol):
         """Invert `to_checkpoint`. Collective."""
         ...
 
+    def moments(self) -> list[str]:
+        """Return the names of what the optimizer keeps of each weight, or of some of them."""
+        ...
+
     def optimizer_state(self) -> OptimizerState:
         """Return the optimizer's state in the checkpoint layout."""
         ...
@@ -89,6 +102,10 @@ class Engine(Protocol):
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
     ) -> None:
         """Put back what `optimizer_state` returned: `read(moment, tensors)` fills the tensors in place. Collective."""
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Put the weights that `local_shards` yields into the denoiser within the block, where it trains others."""
         ...
 
     def close(self) -> None:
@@ -101,7 +118,7 @@ def evaluation(engine: Engine) -> Iterator[nn.Module]:
     """Yield the denoiser for calls outside training: without gradients and dropout."""
     engine.module.eval()
     try:
-        with torch.no_grad(), engine.inference():
+        with torch.no_grad(), engine.averaged(), engine.inference():
             yield engine.module
     finally:
         engine.module.train()

@@ -14,8 +14,9 @@ from simpletuner.settings.sections import Settings
 
 FLOAT32_BYTES, BF16_BYTES = 4, 2
 
-MOMENTS = {"adamw": 2, "adam": 2, "adagrad": 1, "lion": 1}
-"""Moments of each optimizer, each as large as the weights."""
+MOMENTS = {"adamw": 2, "adam": 2, "adagrad": 1, "lion": 1, "adafactor": 0, "muon": 1, "adamw_schedulefree": 2}
+"""Moments of each optimizer, each as large as the weights: of Adafactor rows and columns alone, and Muon has two where
+it is AdamW, outside the linear layers of the blocks."""
 
 SPLIT_MOMENT_BYTES = 1 + 4 / 128
 """A moment of state_layout=split: 8 bits, and a float32 scale for each 128 of them (parallel/split_state.py)."""
@@ -143,6 +144,8 @@ def frozen_bytes(settings: Settings) -> int:
 
 def gradient_bytes(settings: Settings, inputs: MemoryInputs, syncs_each_batch: bool) -> float:
     """Return the bytes of all gradients on one rank when a step's last backward pass ends."""
+    if settings.optimizer.optimizer_release_gradients:
+        return 0  # each one lives until its weight is stepped, as the trace has it
     width = BF16_BYTES if settings.optimizer.state_layout == "split" else FLOAT32_BYTES
     accumulates = settings.training.gradient_accumulation_steps > 1
     if settings.parallel.fsdp_enable and accumulates and not syncs_each_batch:

@@ -1,16 +1,47 @@
-"""Optimizer state in the layout of checkpoints, the same for every engine."""
+"""What an optimizer keeps of each weight, and the same in the layout of checkpoints, equal for every engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
+import torch
 from torch import Tensor
 
 NamedTensors = Mapping[str, Tensor]
 
 Read = Callable[[NamedTensors], None]
 """Fills tensors by name, in place; each rank reads only its own rows."""
+
+NewMoments = Mapping[str, Callable[[], Tensor]]
+"""What makes each moment of a parameter as it is before the first step, by name."""
+
+TORCH_MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.Adagrad: ("sum",),
+}
+
+
+class ShardOptimizer(torch.optim.Optimizer):
+    """An optimizer of our own over this rank's shards, which are plain tensors.
+
+    A moment of as many dimensions as its weight is cut into the same rows; any other is whole on every rank.
+    """
+
+    def new_moments(self, parameter: Tensor) -> NewMoments:
+        raise NotImplementedError
+
+
+def new_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> NewMoments:
+    if isinstance(optimizer, ShardOptimizer):
+        return optimizer.new_moments(parameter)
+    return zero_moments(parameter, *TORCH_MOMENTS[type(optimizer)])
+
+
+def zero_moments(parameter: Tensor, *names: str) -> NewMoments:
+    return {name: partial(torch.zeros_like, parameter.detach(), dtype=torch.float32) for name in names}
 
 
 @dataclass(frozen=True)

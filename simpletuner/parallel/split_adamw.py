@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
 from simpletuner.parallel.split_state import BLOCK, QuantizedMoment, join_float32, write_float32
 
 CHUNK = 32768 * BLOCK
 """Values that are float32 at once: each temporary tensor of a step has 16 MiB at most."""
 
 
-class SplitAdamW(torch.optim.Optimizer):
+class SplitAdamW(ShardOptimizer):
     """Take the steps of torch's AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), computed in float32."""
 
     remainders: dict[Tensor, Tensor]
@@ -33,15 +34,19 @@ class SplitAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.remainders = {}
+        self.numbers = {each: number for number, each in enumerate(self.param_groups[0]["params"])}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            for index, parameter in enumerate(group["params"]):
+            for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(index, parameter, parameter.grad, group)
+                    self._update(parameter, parameter.grad, group)
         self.gradient_scale = 1.0
+
+    def new_moments(self, parameter: Tensor) -> NewMoments:
+        return zero_moments(parameter, "exp_avg", "exp_avg_sq")
 
     def start(self, parameter: Tensor, steps: int) -> dict[str, Any]:
         """Return the state of a parameter, with moments of zero, after so many steps."""
@@ -52,11 +57,11 @@ class SplitAdamW(torch.optim.Optimizer):
         self.state[parameter] = {"step": steps, **moments}
         return self.state[parameter]
 
-    def _update(self, index: int, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state.get(parameter) or self.start(parameter, 0)
         state["step"] += 1
-        # Of step and index alone: a resumed run draws the same, and so do all copies of a weight.
-        noise = Generator(parameter.device).manual_seed(state["step"] << 32 | index)
+        # Of step and number alone: a resumed run draws the same, and so do all copies of a weight.
+        noise = Generator(parameter.device).manual_seed(state["step"] << 32 | self.numbers[parameter])
         tensors = [tensor.view(-1) for tensor in (parameter.detach(), self.remainders[parameter], gradient)]
         for start in range(0, parameter.numel(), CHUNK):
             weight, remainder, part = (tensor[start : start + CHUNK] for tensor in tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,10 +76,11 @@ class SplitEngine(TorchEngine):
         return super().to_checkpoint(name, shard.cpu())
 
     def moment(self, each: ShardedParameter, name: str) -> Tensor:
-        state = self.optimizer.state.get(each.shard) or self.optimizer.start(each.shard, 0)
+        if not (state := self.optimizer.state.get(each.shard)):
+            return super().moment(each, name)
         return state[name].read(0, each.shard.numel()).view_as(each.shard)
 
-    def start_optimizer(self, shard: nn.Parameter, steps: int, moments: Iterable[str]) -> None:
+    def start_optimizer(self, shard: nn.Parameter, steps: int) -> None:
         self.optimizer.start(shard, steps)
 
     def put_back(self, moment: str, tensors: NamedTensors) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from simpletuner.parallel.mesh import Mesh
-from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState
-
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+from simpletuner.parallel.mesh import SHARDS, Mesh
+from simpletuner.parallel.optimizer_state import NamedTensors, NewMoments, OptimizerState, new_moments
 
 ShardUpdate = Callable[[str, Tensor], None]
 """(name, shard) -> None: writes into this rank's shard of a weight, in place."""
@@ -30,6 +29,15 @@ class ShardedParameter:
 
     parameter: nn.Parameter
     shard: nn.Parameter
+
+    @property
+    def ranks(self) -> dist.ProcessGroup | None:
+        """The ranks that share its rows; None where each holds all of them."""
+        weight = self.parameter
+        return weight.device_mesh.get_group(SHARDS) if isinstance(weight, DTensor) else None
+
+
+MakeOptimizer = Callable[[Mapping[str, ShardedParameter]], torch.optim.Optimizer]
 
 
 def sharded_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, ShardedParameter]:
@@ -54,6 +62,8 @@ class TorchEngine:
     With an `adapter`, its parameters by the names of checkpoints are all that is trained, averaged and saved.
     """
 
+    updates_in_backward = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -72,21 +82,27 @@ class TorchEngine:
         )
         self.is_sharded = any(isinstance(weight, DTensor) for weight in self.weights.values())
         self.num_parameters = sum(map(Tensor.numel, module.parameters() if adapter is None else adapter.values()))
-        self.optimizer = make_optimizer([each.shard for each in self.parameters.values()])
+        self.optimizer = make_optimizer(self.parameters)
+        self.released_norms: list[Tensor] = []
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
     @torch.no_grad()
-    def step(self, learning_rate: float, max_grad_norm: float) -> Tensor:
+    def step(self, max_grad_norm: float) -> Tensor:
         for each in self.parameters.values():
             each.shard.grad = local_tensor(each.parameter.grad) if each.parameter.grad is not None else None
         shards = [each.shard for each in self.parameters.values() if each.shard.grad is not None]
-        grad_norm = self.global_norm([shard.grad for shard in shards if shard.grad is not None])
+        gradients = [shard.grad for shard in shards if shard.grad is not None]
+        norms = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else []
+        grad_norm = self.global_norm([*norms, *self.released_norms])
+        self.released_norms.clear()
         if max_grad_norm > 0:
             self.clip(shards, max_grad_norm, grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
         self.optimizer.step()
         for each in self.parameters.values():
             each.parameter.grad = each.shard.grad = None
@@ -95,9 +111,28 @@ class TorchEngine:
     def clip(self, shards: list[nn.Parameter], max_grad_norm: float, grad_norm: Tensor) -> None:
         nn.utils.clip_grads_with_norm_(shards, max_grad_norm, grad_norm)
 
-    def global_norm(self, gradients: list[Tensor]) -> Tensor:
+    def release_gradients(self) -> None:
+        """From now on, step each weight in the backward pass as soon as its gradient is there, and free that."""
+        self.updates_in_backward = True
+        for each in self.parameters.values():
+            each.parameter.register_post_accumulate_grad_hook(partial(self._step_alone, each))
+
+    @torch.no_grad()
+    def _step_alone(self, each: ShardedParameter, _: Tensor) -> None:
+        """Step one parameter; FSDP2 calls this when a unit's gradients are reduced, else autograd."""
+        assert each.parameter.grad is not None
+        each.shard.grad = local_tensor(each.parameter.grad)
+        self.released_norms.append(torch.linalg.vector_norm(each.shard.grad, dtype=torch.float32))
+        groups = self.optimizer.param_groups
+        # A step looks at all parameters of its groups: with 1,000 of them, a million looks for each step of the run.
+        self.optimizer.param_groups = [{**groups[0], "params": [each.shard]}]
+        self.optimizer.step()
+        self.optimizer.param_groups = groups
+        each.parameter.grad = each.shard.grad = None
+
+    def global_norm(self, norms: list[Tensor]) -> Tensor:
         """Return the L2 norm over all parameters, float32, shape (). Collective where they are sharded."""
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)))
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         # squares of shards add up; replicas hold equal gradients, which DDP has averaged already
         return self.mesh.sum_over_shards(norm.square()).sqrt() if self.is_sharded else norm
 
@@ -114,46 +149,61 @@ class TorchEngine:
         weight = self.weights[name]
         if not isinstance(weight, DTensor):
             return shard
-        mesh, shape, stride = self.mesh.shard_mesh(shard.device.type), weight.shape, weight.stride()
+        mesh, shape = self.mesh.shard_mesh(shard.device.type), torch.Size((len(weight), *shard.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(shard, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 
     def from_checkpoint(self, name: str, tensor: Tensor) -> Tensor:
         return local_tensor(tensor)
 
     def optimizer_state(self) -> OptimizerState:
-        states = [self.optimizer.state.get(each.shard, {}) for each in self.parameters.values()]
-        steps = {int(state["step"]) for state in states if state}
-        names = {name for state in states for name in state if name != "step"}
-        return OptimizerState(max(steps, default=0), {name: partial(self._moment, name) for name in sorted(names)})
+        steps = max((int(state["step"]) for state in self.optimizer.state.values() if state), default=0)
+        return OptimizerState(steps, {name: partial(self._moment, name) for name in self.moments() if steps})
+
+    def moments(self) -> list[str]:
+        return sorted({name for each in self.parameters.values() for name in self.new_moments(each.shard)})
+
+    def new_moments(self, shard: nn.Parameter) -> NewMoments:
+        return new_moments(self.optimizer, shard)
 
     def _moment(self, moment: str) -> NamedTensors:
-        """Return one moment in the checkpoint layout."""
-        return {name: self.to_checkpoint(name, self.moment(each, moment)) for name, each in self.parameters.items()}
+        """Return one moment in the checkpoint layout, of those parameters that have it."""
+        held = {
+            name: self.moment(each, moment)
+            for name, each in self.parameters.items()
+            if moment in self.new_moments(each.shard)
+        }
+        return {
+            name: self.to_checkpoint(name, shard) if shard.dim() == self.weights[name].dim() else shard
+            for name, shard in held.items()
+        }
 
     def moment(self, each: ShardedParameter, name: str) -> Tensor:
-        """Return this rank's shard of a moment, in float32; zero for a parameter that never had a gradient."""
+        """Return this rank's shard of a moment; a new one for a parameter that never had a gradient."""
         shard = self.optimizer.state.get(each.shard, {}).get(name)
-        return torch.zeros_like(each.shard.detach()) if shard is None else shard
+        return self.new_moments(each.shard)[name]() if shard is None else shard
 
     def load_optimizer_state(
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
     ) -> None:
         if not steps:
             return
-        moments = list(moments)
         for each in self.parameters.values():
-            self.start_optimizer(each.shard, steps, moments)
+            self.start_optimizer(each.shard, steps)
         for moment in moments:
             read(moment, tensors := self._moment(moment))
             self.put_back(moment, tensors)
 
-    def start_optimizer(self, shard: nn.Parameter, steps: int, moments: Iterable[str]) -> None:
-        """Make the state of a shard after some steps, with moments of any value."""
+    def start_optimizer(self, shard: nn.Parameter, steps: int) -> None:
+        """Make the state of a shard after some steps; its moments are to be read."""
         step = torch.tensor(float(steps), device=shard.device)
-        self.optimizer.state[shard] = {"step": step, **{each: torch.empty_like(shard.detach()) for each in moments}}
+        self.optimizer.state[shard] = {"step": step, **{name: new() for name, new in self.new_moments(shard).items()}}
 
     def put_back(self, moment: str, tensors: NamedTensors) -> None:
         """Take over what was read into the tensors of a moment; here they are the optimizer's own memory."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         pass  # memory goes with the process, and nothing lies on a disk

@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
     "optimi_adam": ("adam", FLOAT32),
     "optimi_lion": ("lion", "weights and optimizer state are float32, 8 bytes per weight"),
     "torch_adamw": ("adamw", ""),
+    "torch_adafactor": ("adafactor", ""),
     "bnb_adamw": ("adamw", ""),
     "bnb_adam": ("adam", ""),
     "bnb_adagrad": ("adagrad", ""),

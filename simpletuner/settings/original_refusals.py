@@ -34,9 +34,6 @@ REFUSED: dict[str, str] = {
     "leave it out; zero_stage=2 with offload_optimizer=cpu keeps optimizer state in memory": (
         "optimizer_cpu_offload_method optimizer_offload_gradients"
     ),
-    "gradients are kept until the optimizer step: leave it out, and share them out over the ranks with fsdp_enable": (
-        "optimizer_release_gradients"
-    ),
     # The objective.
     "the objective is the mean squared error; leave it out": "loss_type=l2 use_soft_min_snr snr_weight=1",
     "the base model's scheduler decides: set rescale_betas_zero_snr in its scheduler_config.json": (

@@ -112,6 +112,7 @@ class Training(Section):
     max_train_steps: int | None = knob(None, "Stop after this many optimizer steps; empty: num_train_epochs counts.", ge=1)
     num_train_epochs: int = knob(1, "Stop after this many epochs, unless max_train_steps is given; 0: only that counts.", ge=0)
     mixed_precision: Literal["no", "bf16"] = knob("bf16", "Compute in bf16 over float32 master weights, or in float32.")
+    float8: bool = knob(False, "Compute the blocks' linear layers in float8 (torchao) on NVIDIA GPUs from Ada and Hopper on; weights keep their precision.")
     allow_tf32: bool = knob(False, "Compute float32 products and convolutions in TF32 on NVIDIA GPUs: faster, with 10 bits of mantissa.")
     gradient_checkpointing: bool = knob(True, "Keep only the inputs of blocks for the backward pass, and recompute the rest there, to save memory.")
     activation_memory_budget: float | None = knob(None, "What compiled blocks keep for the backward pass, from 0 (as little as they can) to 1 (all that they need), in place of gradient_checkpointing; empty: that decides.", ge=0, le=1)
@@ -123,8 +124,9 @@ class Training(Section):
 class Optimizer(Section):
     """Optimizer"""
 
-    optimizer: Literal["adamw", "adam", "adagrad", "lion"] = knob("adamw", "Which optimizer: AdamW, Adam (weight decay in the gradient), Adagrad or Lion.")
+    optimizer: Literal["adamw", "adam", "adagrad", "lion", "adafactor", "muon", "adamw_schedulefree"] = knob("adamw", "Which optimizer: AdamW, Adam (weight decay in the gradient), Adagrad, Lion, Adafactor (learning_rate relative to each weight's size), Muon (AdamW outside the blocks' linear layers), or schedule-free AdamW.")  # fmt: skip
     state_layout: Literal["fp32", "split"] = knob("fp32", "How weights and moments are held: in float32 (12 bytes per parameter), or split (6 bytes, AdamW): in bf16 with the 16 bits that make it float32, and 8-bit moments.")  # fmt: skip
+    optimizer_release_gradients: bool = knob(False, "Update each weight in the backward pass as soon as its gradient is there, and free the gradient.")
     learning_rate: float = knob(1e-5, "Peak learning rate.", gt=0)
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial"] = knob("constant", "How the learning rate changes after the warm-up.")  # fmt: skip
     lr_warmup_steps: int = knob(0, "Optimizer steps over which the learning rate rises from 0.", ge=0)

@@ -21,10 +21,12 @@ from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.context_parallel import SequencePlan
 from simpletuner.parallel.ddp import ddp_engine
 from simpletuner.parallel.engine import Engine, compute_dtype
+from simpletuner.parallel.float8 import check_float8, convert_linear_layers
 from simpletuner.parallel.fsdp2 import fsdp2_engine, units_by_class, units_of
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.parallelize import parallelize
+from simpletuner.parallel.schedule_free import ScheduleFreeEngine
 from simpletuner.parallel.split_engine import SplitEngine, hold_in_bf16, load_split
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
 from simpletuner.session import Session
@@ -40,7 +42,10 @@ def check_engine(session: Session, family: ModelFamily) -> None:
     if family.adapter is not None:
         check_lora_init(family)
     if settings.lora.base_model_precision == "int8":
-        check_torchao()
+        check_torchao("base_model_precision=int8")
+    if settings.training.float8:
+        check_float8(session.world.device)
+        check_torchao("float8")
     if settings.parallel.context_parallel_size > 1:
         check_sequence_plan(family)
     if settings.training.fuse_qkv_projections and not family.fuses_qkv:
@@ -85,7 +90,8 @@ def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | 
     blocks = recommended_blocks(model)
     if is_lora:
         freeze(model, compute_dtype(settings))
-    optimizer = partial(make_optimizer, settings=settings.optimizer)
+    inside = tuple(name for name, module in model.named_modules() if type(module).__name__ in blocks)
+    optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=inside)
     attach = partial(attach_adapter, family, checkpoint) if is_lora else None
     return build_engine(model, blocks, settings, session.mesh, load_weights, optimizer, attach, family.sequence_plan)
 
@@ -122,12 +128,15 @@ def build_engine(
     is_split = settings.optimizer.state_layout == "split"
     if is_split:
         hold_in_bf16(model)
+    if settings.training.float8:
+        convert_linear_layers(model, blocks)
     parallelize(model, blocks, settings, mesh, plan)
     if settings.parallel.zero_stage is not None:
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 
         return build_deepspeed_engine(model, settings, mesh, dtype, load_weights, make_optimizer)
-    make_engine: Callable[..., TorchEngine] = TorchEngine
+    is_averaged = settings.optimizer.optimizer == "adamw_schedulefree"
+    make_engine: Callable[..., TorchEngine] = ScheduleFreeEngine if is_averaged else TorchEngine
     if settings.lora.base_model_precision == "int8":
         load_quantized(model, units_by_class(model, blocks), world.device, load_weights)
     else:
@@ -137,8 +146,12 @@ def build_engine(
         else:
             load_weights(model.state_dict())
     if settings.parallel.fsdp_enable:
-        return fsdp2_engine(model, settings.parallel, mesh, make_optimizer, make_engine)
-    return ddp_engine(model, mesh, make_optimizer, dtype, attach(model) if attach else None, make_engine)
+        engine = fsdp2_engine(model, settings.parallel, mesh, make_optimizer, make_engine)
+    else:
+        engine = ddp_engine(model, mesh, make_optimizer, dtype, attach(model) if attach else None, make_engine)
+    if settings.optimizer.optimizer_release_gradients:
+        engine.release_gradients()
+    return engine
 
 
 def load_quantized(

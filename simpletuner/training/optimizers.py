@@ -3,50 +3,69 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from simpletuner.parallel.adafactor import Adafactor
+from simpletuner.parallel.muon import Muon
+from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
+from simpletuner.parallel.schedule_free import ScheduleFreeAdamW
 from simpletuner.parallel.split_adamw import SplitAdamW
+from simpletuner.parallel.torch_engine import ShardedParameter
 from simpletuner.settings.sections import Optimizer
 from simpletuner.training.schedule import Schedule
 
-MOMENTS = {
-    "adamw": {"exp_avg", "exp_avg_sq"},
-    "adam": {"exp_avg", "exp_avg_sq"},
-    "adagrad": {"sum"},
-    "lion": {"exp_avg"},
-}
-"""State tensors that each optimizer keeps per weight. One with the same names can continue with another's."""
 
-
-def make_optimizer(parameters: Iterable[nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
-    """Build the optimizer, fused where torch has a fused one.
+def make_optimizer(
+    parameters: Mapping[str, ShardedParameter], settings: Optimizer, blocks: tuple[str, ...] = ()
+) -> torch.optim.Optimizer:
+    """Build the optimizer, fused where torch has a fused one; `blocks` are the names of the denoiser's blocks.
 
     Sources: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), Adam (Kingma and Ba 2015, arXiv:1412.6980), Adagrad
-    (Duchi et al. 2011), Lion (see there).
+    (Duchi et al. 2011); of the others, see there.
     """
     rate, decay, epsilon = settings.learning_rate, settings.adam_weight_decay, settings.adam_epsilon
-    betas = (settings.adam_beta1, settings.adam_beta2)
+    betas, name = (settings.adam_beta1, settings.adam_beta2), settings.optimizer
+    shards = [each.shard for each in parameters.values()]
     if settings.state_layout == "split":
-        return SplitAdamW(parameters, rate, betas, epsilon, decay)
-    if settings.optimizer == "lion":
-        return Lion(parameters, rate, betas, decay)
-    if settings.optimizer == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=rate, eps=epsilon, weight_decay=decay)
-    cls = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return cls(parameters, lr=rate, betas=betas, eps=epsilon, weight_decay=decay, fused=True)
+        return SplitAdamW(shards, rate, betas, epsilon, decay)
+    if name == "lion":
+        return Lion(shards, rate, betas, decay)
+    if name == "adagrad":
+        return torch.optim.Adagrad(shards, lr=rate, eps=epsilon, weight_decay=decay)
+    if name == "adafactor":
+        return Adafactor([*parameters.values()], rate, decay)
+    if name == "adamw_schedulefree":
+        return ScheduleFreeAdamW(shards, rate, betas, epsilon, decay)
+    adamw = {"lr": rate, "betas": betas, "eps": epsilon, "weight_decay": decay, "fused": True}
+    if name == "muon":
+        matrices = {key: each for key, each in parameters.items() if is_hidden_matrix(key, each, blocks)}
+        return Muon([*matrices.values()], [each for key, each in parameters.items() if key not in matrices], **adamw)
+    return (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(shards, **adamw)
 
 
-class Lion(torch.optim.Optimizer):
+def is_hidden_matrix(name: str, each: ShardedParameter, blocks: tuple[str, ...]) -> bool:
+    """Whether a parameter is a linear layer's weight inside a block.
+
+    Embeddings and the first and last layers are outside; tables of shifts and scales, though 2-D, are no `weight`.
+    """
+    is_inside = any(name.startswith(f"{block}.") for block in blocks)
+    return is_inside and name.endswith(".weight") and each.parameter.dim() == 2
+
+
+class Lion(ShardOptimizer):
     """Step by the sign of an interpolated gradient mean (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def new_moments(self, parameter: Tensor) -> NewMoments:
+        return zero_moments(parameter, "exp_avg")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

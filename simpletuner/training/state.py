@@ -18,7 +18,6 @@ from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.report import Report
 from simpletuner.settings import Settings
 from simpletuner.training.ema import EMA
-from simpletuner.training.optimizers import MOMENTS
 from simpletuner.training.schedule import Schedule
 
 
@@ -82,7 +81,7 @@ class TrainingState:
         def read(group: str, tensors: NamedTensors) -> None:
             read_tensors(checkpoint.files(group), tensors, f"{checkpoint.folder / group}")
 
-        if not saved["steps"] or set(saved["moments"]) == MOMENTS[settings.optimizer.optimizer]:
+        if not saved["steps"] or sorted(saved["moments"]) == sorted(self.engine.moments()):
             self.engine.load_optimizer_state(saved["steps"], saved["moments"], read)
         else:
             report.warn(

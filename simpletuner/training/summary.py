@@ -29,8 +29,9 @@ def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan
     count = format_trained(family, state.engine.num_parameters)
     ranks = "ranks" if session.mesh.cp == 1 else f"ranks / context_parallel_size = {session.mesh.cp}"
     batch = f"{training.train_batch_size} x {session.mesh.data_size} x {training.gradient_accumulation_steps}"
+    float8 = ", linear layers of blocks in float8" if training.float8 else ""
     rows: list[tuple[str, Any]] = [
-        ("model", f"{settings.model.model_family}, {count}, mixed precision: {training.mixed_precision}"),
+        ("model", f"{settings.model.model_family}, {count}, mixed precision: {training.mixed_precision}{float8}"),
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)}"),
         ("device", describe_device(world.device)),
         *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),

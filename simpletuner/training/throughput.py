@@ -76,4 +76,6 @@ def open_throughput(session: Session, family: ModelFamily) -> Throughput | None:
         known = found and found.peak_tflops
         torch.cuda.reset_peak_memory_stats(device)  # encoders are gone, and their peak says nothing of training
     peak = session.settings.logging.device_peak_tflops or known
+    if session.settings.training.float8:
+        peak = None  # of a dense bf16 device, which float8 would seem to exceed
     return Throughput(FlopCounter(family), peak, session.mesh.cp, device, session.report)

@@ -115,6 +115,7 @@ class Trainer:
         """
         self.activity.begin(f"step {self.step + 1}", unsaved=True)
         seed_dropout(self.seed + self.step)
+        self.engine.set_learning_rate(learning_rate := self.learning_rate.at(self.step))
         losses = []
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             micro_batch = micro_batch.to(self.device, self.family.host_inputs)
@@ -125,12 +126,13 @@ class Trainer:
                     self.engine.model, noised.noised.to(self.dtype), noised.timesteps, micro_batch.conditioning
                 )
                 loss = sample_losses(prediction, target, noised.weights).mean()
+                if self.ema is not None and self.engine.updates_in_backward:
+                    self.ema.wait_for_copy()
                 self.engine.backward(loss / len(batch.micro_batches))
             losses.append(loss.detach())
-        learning_rate = self.learning_rate.at(self.step)
         if self.ema is not None:
             self.ema.wait_for_copy()
-        grad_norm = self.engine.step(learning_rate, self.max_grad_norm)
+        grad_norm = self.engine.step(self.max_grad_norm)
         return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate)
 
     def regression_target(self, noised: NoisedLatents, batch: Batch) -> Tensor:

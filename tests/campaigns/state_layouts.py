@@ -21,7 +21,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
 from conftest import Starter, fork_server_context  # noqa: E402
-from engines import SPLIT, opened, prepared_by, settings_of  # noqa: E402
+from engines import opened, prepared_by, settings_of  # noqa: E402
 from kills import fixtures  # noqa: E402
 
 from simpletuner.parallel.split_engine import SplitEngine  # noqa: E402
@@ -31,8 +31,8 @@ from simpletuner.training.trainer import Trainer  # noqa: E402
 LAYOUTS = {
     "float32": ("whole", "no"),
     "fp32, computed in bf16": ("whole", "bf16"),
-    "split": (f"{SPLIT}whole", "bf16"),
-    "bf16 alone": (f"{SPLIT}whole", "bf16"),
+    "split": ("split whole", "bf16"),
+    "bf16 alone": ("split whole", "bf16"),
 }
 LIMIT = 0.02
 

@@ -52,6 +52,80 @@ REFUSED = [
         "state_layout = split holds the moments of AdamW: set optimizer=adamw, or state_layout=fp32 for lion",
     ),
     (
+        {"float8": True, "mixed_precision": "no"},
+        "float8 is for linear layers of a denoiser that computes in bf16: set mixed_precision=bf16",
+    ),
+    (
+        {"float8": True, "zero_stage": 2},
+        "float8 was not tried with DeepSpeed, which replaces linear layers itself: use fsdp_enable",
+    ),
+    (
+        {"float8": True, "model_type": "lora"},
+        "float8 is for model_type=full: leave it out, or hold the frozen base in 8 bits with base_model_precision=int8",
+    ),
+    (
+        {"optimizer": "adamw_schedulefree", "lr_scheduler": "cosine"},
+        "optimizer = adamw_schedulefree averages its steps in place of lr_scheduler = cosine: set lr_scheduler to "
+        "constant or constant_with_warmup",
+    ),
+    (
+        {"optimizer": "adamw_schedulefree", "use_ema": True},
+        "optimizer = adamw_schedulefree evaluates and saves an average of its own, which needs no second one: set "
+        "use_ema=false",
+    ),
+    (
+        {"optimizer": "adamw_schedulefree", "adam_beta1": 0},
+        "optimizer = adamw_schedulefree takes gradients near its average, which adam_beta1 = 0 leaves out",
+    ),
+    (
+        {"optimizer": "muon", "zero_stage": 2},
+        "optimizer = muon cannot run with DeepSpeed: it orthogonalizes whole matrices, and ZeRO hands it slices of all "
+        "layers as one tensor; use fsdp_enable",
+    ),
+    (
+        {"optimizer": "muon", "fsdp_enable": True, "fsdp_offload_params": True},
+        "optimizer = muon multiplies matrices in each step, which fsdp_offload_params would leave to the CPU: set "
+        "fsdp_offload_params=false",
+    ),
+    (
+        {"optimizer_release_gradients": True},
+        "optimizer_release_gradients updates weights before the norm of all gradients is known, by which max_grad_norm "
+        "= 2.0 scales them: set max_grad_norm=0",
+    ),
+    (
+        {"optimizer_release_gradients": True, "max_grad_norm": 0, "gradient_accumulation_steps": 2},
+        "optimizer_release_gradients frees gradients that gradient_accumulation_steps = 2 would add up: set it to 1",
+    ),
+    (
+        {"optimizer_release_gradients": True, "max_grad_norm": 0, "optimizer": "muon"},
+        "optimizer_release_gradients updates weights one by one, but optimizer = muon exchanges tensors of many "
+        "weights at once: set optimizer=adamw",
+    ),
+    (
+        {"optimizer_release_gradients": True, "max_grad_norm": 0, "zero_stage": 2},
+        "optimizer_release_gradients cannot run with DeepSpeed, which keeps gradients in buffers of its own: use "
+        "fsdp_enable",
+    ),
+    (
+        {"optimizer_release_gradients": True, "max_grad_norm": 0, "num_processes": 2},
+        "optimizer_release_gradients frees nothing on 2 ranks without FSDP2, since DDP keeps all gradients in its "
+        "buckets: set fsdp_enable=true",
+    ),
+    (
+        {
+            "optimizer_release_gradients": True,
+            "max_grad_norm": 0,
+            "fsdp_enable": True,
+            "fsdp_offload_params": True,
+        },
+        "optimizer_release_gradients frees no GPU memory with fsdp_offload_params, which moves gradients off the GPU "
+        "already: leave it out",
+    ),
+    (
+        {"optimizer_release_gradients": True, "max_grad_norm": 0, "model_type": "lora"},
+        "optimizer_release_gradients is for model_type=full: the gradients of a LoRA are small; leave it out",
+    ),
+    (
         {"state_layout": "split", "mixed_precision": "no"},
         "state_layout = split holds weights in bf16 to compute with them, but mixed_precision = no computes in "
         "float32: set mixed_precision=bf16, or state_layout=fp32",

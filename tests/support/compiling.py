@@ -78,7 +78,8 @@ def losses_of(backend: str, fsdp: bool, world: World) -> list[float]:
             loss = engine.model(torch.full((4, 16), 1.0 + world.rank, requires_grad=True)).square().mean()
             engine.backward(loss)
         losses.append(loss.item())
-        engine.step(1e-2, 0)
+        engine.set_learning_rate(1e-2)
+        engine.step(0)
     return losses
 
 

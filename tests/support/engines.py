@@ -85,14 +85,22 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 """Settings of parallelism by name; `whole` is plain on one rank and data-parallel on several."""
 
-SPLIT = "split "
-"""Prefix of an engine's name for state_layout=split."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "split": {"state_layout": "split"},
+    "released": {"optimizer_release_gradients": True},
+    **{name: {"optimizer": name} for name in ("adafactor", "muon", "adamw_schedulefree")},
+}
+"""Settings of the optimizer by the words that may stand before an engine's name, as in `split fsdp2`."""
 
 
 def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) -> Settings:
     """Return the settings of a small run on one of the engines."""
     shared, passes = Path(arguments["folder"]), arguments.get("passes", 1)
-    dtype, parallel = arguments.get("mixed_precision", "no"), Parallel(**ENGINES[name.removeprefix(SPLIT)])
+    *words, engine = name.split()
+    dtype, parallel = arguments.get("mixed_precision", "no"), Parallel(**ENGINES[engine])
+    optimizer = {"optimizer": arguments.get("optimizer", "adamw")}
+    for word in words:
+        optimizer |= OPTIMIZERS[word]
     return Settings(
         model=Model(model_family=arguments["family"], pretrained_model_name_or_path=arguments["base"]),
         data=Data(
@@ -114,8 +122,7 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
             **arguments.get("training", {}),
         ),
         optimizer=Optimizer(
-            optimizer=arguments.get("optimizer", "adamw"),
-            state_layout="split" if name.startswith(SPLIT) else "fp32",
+            **optimizer,
             learning_rate=arguments.get("learning_rate", 1e-3),
             max_grad_norm=arguments.get("max_grad_norm", 2.0),
         ),

@@ -72,7 +72,7 @@ def share_of_state(family: str, folder: str, report: str) -> None:
         engine = sharded(family, folder, world)
         for parameter in engine.module.parameters():
             parameter.grad = torch.ones_like(parameter)
-        engine.step(1e-4, 1.0)
+        engine.step(1.0)
         tensors = [*engine.module.parameters()]
         tensors += [t for make in engine.optimizer_state().tensors.values() for t in make().values()]
         held, whole = bytes_of([local_tensor(tensor) for tensor in tensors]), bytes_of(tensors)

@@ -141,7 +141,8 @@ def to_checkpoint(engine: Engine) -> dict[str, Tensor]:
 def step(engine: Engine, world: World) -> float:
     """Take a step on data that differs by rank."""
     loss = forward(engine, world)
-    engine.step(1e-2, 1.0)
+    engine.set_learning_rate(1e-2)
+    engine.step(1.0)
     return loss
 
 

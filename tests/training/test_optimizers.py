@@ -9,6 +9,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from simpletuner.parallel.schedule_free import ScheduleFreeAdamW
+from simpletuner.parallel.torch_engine import ShardedParameter, sharded_parameters
 from simpletuner.settings.sections import Optimizer
 from simpletuner.training.optimizers import LearningRate, make_optimizer
 from simpletuner.training.schedule import Schedule
@@ -76,11 +78,15 @@ BETAS = {"adam_beta1": 0.8, "adam_beta2": 0.95}
 SETTINGS = {"learning_rate": 0.1, **BETAS, "adam_epsilon": 1e-6, "adam_weight_decay": 0.5}
 
 
+def named(*parameters: torch.nn.Parameter) -> dict[str, ShardedParameter]:
+    return sharded_parameters((str(number), each) for number, each in enumerate(parameters))
+
+
 def trained(name: str) -> Tensor:
     """Return what two steps make of two weights."""
     weights = torch.nn.Parameter(torch.tensor([2.0, -1.0]))
     unused = torch.nn.Parameter(torch.tensor([1.0]))
-    optimizer = make_optimizer([weights, unused], Optimizer(optimizer=name, **SETTINGS))  # pyright: ignore[reportArgumentType]
+    optimizer = make_optimizer(named(weights, unused), Optimizer(optimizer=name, **SETTINGS))  # pyright: ignore[reportArgumentType]
     for gradient in GRADIENTS:
         weights.grad = gradient.clone()
         optimizer.step()
@@ -117,10 +123,72 @@ def test_lion_steps_by_the_sign_of_the_mean_and_the_gradient():
 def test_the_optimizer_is_adamw_as_the_settings_say():
     parameter = torch.nn.Parameter(torch.tensor([2.0]))
     settings = Optimizer(learning_rate=0.1, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, adam_weight_decay=0.5)
-    optimizer = make_optimizer([parameter], settings)
+    optimizer = make_optimizer(named(parameter), settings)
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.1, (0.8, 0.95), 1e-6, 0.5)
     parameter.grad = torch.tensor([3.0])
     optimizer.step()
     # decay: 2 - 0.1 * 0.5 * 2 = 1.9; the first step of Adam is the learning rate times the sign of the gradient
     torch.testing.assert_close(parameter.detach(), torch.tensor([1.8]), atol=1e-5, rtol=0)
+
+
+def gradients_of(parameters: list[torch.nn.Parameter]) -> list[list[Tensor]]:
+    noise = torch.Generator().manual_seed(1)
+    return [[torch.randn(each.shape, generator=noise) for each in parameters] for _ in range(4)]
+
+
+def weights_of_each_kind() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (3, 8), (5,), (4, 2, 3, 3))]
+
+
+def step_by_step(parameters: list[torch.nn.Parameter], *optimizers: torch.optim.Optimizer) -> list[Tensor]:
+    for gradients in gradients_of(parameters):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
+    return [each.detach() for each in parameters]
+
+
+def test_adafactor_is_that_of_torch():
+    ours, theirs = weights_of_each_kind(), weights_of_each_kind()
+    settings = Optimizer(optimizer="adafactor", learning_rate=0.6, adam_weight_decay=0.1)
+    reference = torch.optim.Adafactor(theirs, lr=0.6, weight_decay=0.1)
+    torch.testing.assert_close(
+        step_by_step(ours, make_optimizer(named(*ours), settings)), step_by_step(theirs, reference)
+    )
+
+
+def test_muon_is_that_of_torch_for_matrices_inside_blocks_and_adamw_for_the_rest():
+    ours, theirs = weights_of_each_kind(), weights_of_each_kind()
+    names = ("blocks.1.to_q.weight", "blocks.10.to_q.weight", "blocks.1.norm.weight", "blocks.1.conv.weight")
+    settings = Optimizer(optimizer="muon", learning_rate=0.1, adam_weight_decay=0.1)
+    muon = make_optimizer(sharded_parameters(zip(names, ours, strict=True)), settings, ("blocks.1", "blocks.2"))
+    reference = (
+        torch.optim.Muon(theirs[:1], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(theirs[1:], lr=0.1, weight_decay=0.1),
+    )
+    found, wanted = step_by_step(ours, muon), step_by_step(theirs, *reference)
+    torch.testing.assert_close(found, wanted)
+    table = sharded_parameters([("blocks.1.scale_shift_table", ours[0])])
+    assert make_optimizer(table, settings, ("blocks.1",)).param_groups[0]["params"] == []
+
+
+def test_schedule_free_adamw_averages_its_steps():
+    parameter = torch.nn.Parameter(torch.tensor([2.0, -1.0]))
+    optimizer = make_optimizer(named(parameter), Optimizer(optimizer="adamw_schedulefree", **SETTINGS))
+    assert isinstance(optimizer, ScheduleFreeAdamW)
+    x = z = torch.tensor([2.0, -1.0])
+    square, weights = torch.zeros(2), 0.0
+    torch.testing.assert_close(optimizer.average(parameter), x)
+    for step, (gradient, rate) in enumerate(zip(GRADIENTS * 2, (0.05, 0.1, 0.1, 0.1), strict=True), start=1):
+        y = 0.2 * z + 0.8 * x  # algorithm 1 of the paper, in its own terms
+        torch.testing.assert_close(parameter.detach(), y)
+        square = 0.95 * square + 0.05 * gradient**2
+        z = z - rate * (gradient / ((square / (1 - 0.95**step)).sqrt() + 1e-6) + 0.5 * y)
+        weights += rate**2
+        x = (1 - rate**2 / weights) * x + rate**2 / weights * z
+        parameter.grad, optimizer.param_groups[0]["lr"] = gradient.clone(), rate
+        optimizer.step()
+        torch.testing.assert_close(optimizer.average(parameter), x)

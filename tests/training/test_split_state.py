@@ -10,10 +10,15 @@ from torch import Tensor, nn
 
 from simpletuner.parallel.split_adamw import SplitAdamW
 from simpletuner.parallel.split_state import BLOCK, SMALLEST_SCALE, QuantizedMoment, join_float32, write_float32
+from simpletuner.parallel.torch_engine import ShardedParameter, sharded_parameters
 from simpletuner.settings.sections import Optimizer
 from simpletuner.training.optimizers import make_optimizer
 
 NORMAL = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
+
+
+def named(*parameters: nn.Parameter) -> dict[str, ShardedParameter]:
+    return sharded_parameters((str(number), each) for number, each in enumerate(parameters))
 
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +86,7 @@ def losses_of(layout: str, steps: int = 40) -> Tensor:
     exact = [parameter.detach().clone() for parameter in model.parameters()]
     parameters = list(model.parameters() if layout == "fp32" else model.bfloat16().parameters())
     settings = Optimizer(state_layout="fp32" if layout == "fp32" else "split", learning_rate=1e-4)
-    optimizer = make_optimizer(parameters, settings)
+    optimizer = make_optimizer(named(*parameters), settings)
     if isinstance(optimizer, SplitAdamW):
         for parameter, values in zip(parameters, exact, strict=True):
             optimizer.remainders[parameter] = torch.empty_like(parameter, dtype=torch.int16)
@@ -109,7 +114,7 @@ def test_losses_are_those_of_float32_which_they_are_not_without_the_remainders()
 
 def test_six_bytes_per_parameter_are_held_between_steps():
     parameter = nn.Parameter(torch.ones(64 * BLOCK + 1, dtype=torch.bfloat16))
-    optimizer = make_optimizer([parameter], Optimizer(state_layout="split"))
+    optimizer = make_optimizer(named(parameter), Optimizer(state_layout="split"))
     assert isinstance(optimizer, SplitAdamW)
     optimizer.remainders[parameter] = torch.zeros_like(parameter, dtype=torch.int16)
     parameter.grad = torch.ones_like(parameter)
@@ -126,13 +131,13 @@ def test_a_step_of_several_chunks_is_that_of_torch(monkeypatch):
     split = nn.Parameter(torch.empty_like(values, dtype=torch.bfloat16))
     theirs = nn.Parameter(values.clone())
     settings = {"learning_rate": 0.1, "adam_weight_decay": 0.5}
-    optimizer = make_optimizer([split], Optimizer(state_layout="split", **settings))
+    optimizer = make_optimizer(named(split), Optimizer(state_layout="split", **settings))
     assert isinstance(optimizer, SplitAdamW)
     optimizer.remainders[split] = torch.empty_like(split, dtype=torch.int16)
     write_float32(values, split.data, optimizer.remainders[split])
     optimizer.gradient_scale = torch.tensor(0.5)
     split.grad, theirs.grad = gradient, 0.5 * gradient.float()
-    for each in (optimizer, make_optimizer([theirs], Optimizer(**settings))):
+    for each in (optimizer, make_optimizer(named(theirs), Optimizer(**settings))):
         each.step()
     torch.testing.assert_close(join_float32(split.detach(), optimizer.remainders[split]), theirs.detach())
     assert optimizer.gradient_scale == 1.0

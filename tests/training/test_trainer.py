@@ -31,6 +31,7 @@ class FakeEngine:
     """An engine without weights: it notes what it is asked for."""
 
     model = None
+    updates_in_backward = False
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -43,8 +44,12 @@ class FakeEngine:
     def backward(self, loss: torch.Tensor) -> None:
         self.calls.append(f"backward {loss.item():g}")
 
-    def step(self, learning_rate: float, max_grad_norm: float) -> torch.Tensor:
-        self.calls.append(f"step {learning_rate:g}")
+    def set_learning_rate(self, learning_rate: float) -> None:
+        assert self.calls == [] or not self.calls[-1].startswith("backward"), "weights may step in the backward pass"
+        self.learning_rate = learning_rate
+
+    def step(self, max_grad_norm: float) -> torch.Tensor:
+        self.calls.append(f"step {self.learning_rate:g}")
         return torch.tensor(0.5)
 
 

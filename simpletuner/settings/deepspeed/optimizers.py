@@ -69,7 +69,7 @@ REFUSED: dict[str, str] = {
     "muadam": MUP,
     "muadamw": MUP,
     "musgd": MUP,
-    "muon": "it updates matrices alone, and everything else with a second optimizer; here one optimizer updates all",
+    "muon": "it orthogonalizes whole matrices, and ZeRO hands one optimizer slices of all layers as one tensor",
 }
 MEANS_ADAMW = ("cpuadam", "fusedadam", "deepspeedcpuadam", "cpuadamw", "fusedadamw", "adam8bit", "adamw8bit")
 MEANS_ADAMW += ("torchadam", "torchadamw", "adamwtorch", "pagedadamw", "pagedadamw8bit")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.settings.deepspeed.optimizers import states_of
 from simpletuner.system.network import listen_on_all_addresses
 from simpletuner.system.numbers import format_gb
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
@@ -57,9 +56,13 @@ class DiskUsage:
         return self.checkpoints * self.checkpoint_bytes + self.pipelines * self.pipeline_bytes
 
 
+STATES = {"adamw": 2, "adam": 2, "adagrad": 1, "lion": 1, "adafactor": 0, "muon": 2, "adamw_schedulefree": 3}
+"""How many tensors of a weight's size an optimizer keeps of it; Muon, which keeps two, has one of hidden matrices."""
+
+
 def estimate_disk_usage(settings: Settings, parameters: int, origin: str) -> DiskUsage:
     """Estimate what a run writes for a denoiser with that many parameters; see docs/nfs.md."""
-    copies = 1 + len(states_of(settings)) + settings.ema.use_ema
+    copies = 1 + STATES[settings.optimizer.optimizer] + settings.ema.use_ema
     checkpoints, steps = settings.checkpoints.checkpoints_total_limit + 1, settings.training.max_train_steps
     if steps is not None:
         checkpoints = min(checkpoints, math.ceil(steps / settings.checkpoints.checkpoint_step_interval))

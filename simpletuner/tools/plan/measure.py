@@ -69,9 +69,10 @@ def random_inputs(settings: Settings, workload: Workload, device: torch.device) 
 def take_step(settings: Settings, family: ModelFamily, engine: Engine, inputs: dict[str, Tensor]) -> Tensor:
     training = settings.training
     latents = inputs.pop("latents").to(compute_dtype(settings))
+    engine.set_learning_rate(settings.optimizer.learning_rate)
     timesteps = torch.full((len(latents),), 0.5, device=latents.device)
     for number in range(1, training.gradient_accumulation_steps + 1):
         with engine.micro_batch(number == training.gradient_accumulation_steps):
             prediction = family.predict(engine.model, latents, timesteps, inputs)
             engine.backward(prediction.float().square().mean() / training.gradient_accumulation_steps)
-    return engine.step(settings.optimizer.learning_rate, settings.optimizer.max_grad_norm)
+    return engine.step(settings.optimizer.max_grad_norm)

@@ -1,0 +1,102 @@
+"""Muon: matrices step along their orthogonalized momentum, all other weights as AdamW has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
+from simpletuner.parallel.torch_engine import ShardedParameter
+
+MOMENTUM, ITERATIONS = 0.95, 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: of the polynomial that is steepest at 0."""
+
+UPDATE_RMS = 0.2
+"""Root mean square of an update, so that learning rate and weight decay of AdamW serve (Liu et al. 2025,
+arXiv:2502.16982, section 2.2)."""
+
+
+class Muon(ShardOptimizer):
+    """Take the steps of torch.optim.Muon with adjust_lr_fn="match_rms_adamw" for `matrices`, of AdamW for `others`.
+
+    Momentum is sharded like the weights. Of as many matrices as there are ranks, each rank orthogonalizes one: an
+    all-to-all in bf16, in which it is computed anyway, brings it together, and another one takes its rows back. So
+    neither work nor memory is repeated, and results are those of whole matrices.
+    """
+
+    def __init__(self, matrices: Sequence[ShardedParameter], others: Sequence[ShardedParameter], **adamw: Any) -> None:
+        self.hidden = {each.shard for each in matrices}
+        self.adamw = torch.optim.AdamW([{"params": [each.shard for each in others]}], **adamw)
+        super().__init__([{"params": [*self.hidden]}], {name: adamw[name] for name in ("lr", "weight_decay")})
+        self.param_groups += self.adamw.param_groups
+        self.adamw.state = self.state
+        self.ranks = matrices[0].ranks if matrices else None
+        # those of similar size together, so that ranks have equally much to do
+        self.matrices = sorted(matrices, key=lambda each: each.parameter.numel(), reverse=True)
+
+    def new_moments(self, parameter: Tensor) -> NewMoments:
+        return zero_moments(
+            parameter, *(("momentum_buffer",) if parameter in self.hidden else ("exp_avg", "exp_avg_sq"))
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient. Collective."""
+        self.adamw.step()
+        group, trained = self.param_groups[0], [each for each in self.matrices if each.shard.grad is not None]
+        size = self.ranks.size() if self.ranks is not None else 1
+        for start in range(0, len(trained), size):
+            matrices = trained[start : start + size]
+            updates = self._orthogonalized(matrices, [self._update(each.shard) for each in matrices])
+            for each, update in zip(matrices, updates, strict=True):
+                scale = UPDATE_RMS * math.sqrt(max(each.parameter.shape))
+                each.shard.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+
+    def _update(self, shard: nn.Parameter) -> Tensor:
+        """Return Nesterov's momentum of this rank's rows, in bf16."""
+        gradient, state = shard.grad, self.state[shard]
+        assert gradient is not None
+        if not state:
+            state |= {"step": torch.tensor(0.0), "momentum_buffer": torch.zeros_like(shard)}
+        state["step"] += 1
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp(momentum, MOMENTUM).bfloat16()
+
+    def _orthogonalized(self, matrices: Sequence[ShardedParameter], rows: list[Tensor]) -> list[Tensor]:
+        """Orthogonalize at most one matrix per rank; takes and returns this rank's rows of each. Collective."""
+        if self.ranks is None:
+            return [orthogonalize(matrix) for matrix in rows]
+        size, rank = self.ranks.size(), self.ranks.rank()
+        sent = [each.numel() for each in rows] + [0] * (size - len(rows))
+        shape = matrices[rank].parameter.shape if rank < len(matrices) else torch.Size((0, 1))
+        received = [count * shape[1] for count in rows_of_ranks(shape[0], size)]
+        whole = rows[0].new_empty(sum(received))
+        dist.all_to_all_single(whole, torch.cat([each.flatten() for each in rows]), received, sent, group=self.ranks)
+        own = orthogonalize(whole.view(shape)) if len(whole) else whole
+        back = rows[0].new_empty(sum(sent))
+        dist.all_to_all_single(back, own.flatten(), sent, received, group=self.ranks)
+        return [part.view_as(each) for part, each in zip(back.split(sent), rows, strict=False)]
+
+
+def rows_of_ranks(rows: int, ranks: int) -> list[int]:
+    """Return how many rows each rank has of a DTensor that is sharded by rows."""
+    most = -(-rows // ranks)
+    return [min(most, max(0, rows - most * rank)) for rank in range(ranks)]
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Replace the singular values of a bf16 matrix by numbers near 1: five Newton-Schulz iterations."""
+    if len(matrix) > matrix.shape[1]:
+        return orthogonalize(matrix.T).T
+    a, b, c = COEFFICIENTS
+    matrix = matrix / matrix.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = matrix @ matrix.T
+        matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
+    return matrix
