@@ -39,7 +39,8 @@ def held_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
                     if parameter.requires_grad:
                         parameter.grad = torch.zeros_like(parameter)
                 with_gradients = living() - before
-                engine.step(1e-3, 2.0)
+                engine.set_learning_rate(1e-3)
+                engine.step(2.0)
             workload = Workload(family, (64, 64))
             inputs = memory_inputs(settings, workload, *workload.trained_parameters)
             estimate = estimate_torch(settings, inputs)
