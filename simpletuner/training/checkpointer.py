@@ -17,11 +17,13 @@ class Checkpointer:
     """Save the state of a run as numbered checkpoints, while training goes on where `async_checkpointing` says so."""
 
     def __init__(self, session: Session, state: TrainingState) -> None:
+        """Collective."""
         self.settings, self.world, self.state, self.report = session.settings, session.world, state, session.report
         self.root = self.settings.training.output_dir / "checkpoints"
-        self.background: BackgroundSaver | None = None
-        self.is_async: bool | None = None
-        """Decided at the first save."""
+        self.is_async = self.settings.checkpoints.async_checkpointing
+        """None until the first save, where no one has asked for either."""
+        # Now, since a process group is made through the store, which is gone when ranks save after their launcher died.
+        self.background = BackgroundSaver(self.world) if self.is_async is not False else None
 
     def save(self, step: int, sampler_state: SamplerState) -> None:
         """Save a checkpoint, and remove the oldest above the limit; waits until the last one is written. Collective.
@@ -34,18 +36,14 @@ class Checkpointer:
         snapshot = self.state.snapshot(step, sampler_state, facts)
         write = partial(save, self.root, full=is_full, keep=self.settings.checkpoints.checkpoints_total_limit)
         if self.is_async is None:
-            self.is_async = self._choose(len(snapshot.groups))
-        if not self.is_async:
+            self.is_async = self._copies_fit(len(snapshot.groups))
+        if self.background is not None and self.is_async:
+            self.background.start(snapshot, write)
+        else:
             write(snapshot, self.world)
-            return
-        self.background = self.background or BackgroundSaver(self.world)
-        self.background.start(snapshot, write)
 
-    def _choose(self, groups: int) -> bool:
-        """Return whether to write while training goes on. Collective."""
-        asked = self.settings.checkpoints.async_checkpointing
-        if asked is not None:
-            return asked
+    def _copies_fit(self, groups: int) -> bool:
+        """Return whether copies of all groups fit, so that training can go on while they are written. Collective."""
         copied = 4 * self.state.engine.num_parameters * groups * self.world.local_size // self.world.size
         available = available_bytes()
         fits = [json.loads(text) for text in self.world.gather_texts(json.dumps([copied <= available / 2, available]))]
