@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import obstore
@@ -16,6 +17,7 @@ from s3_server import BUCKET, Fault, Proxy, s3_proxy, s3_server
 
 from simpletuner.caches import mirror as mirrors
 from simpletuner.caches.filling import fill_cache
+from simpletuner.caches.growing import open_growing
 from simpletuner.caches.jobs import CacheJob, CacheRequest, Made
 from simpletuner.caches.mirror import Mirror, open_mirror
 from simpletuner.caches.shards import ShardReader
@@ -123,25 +125,50 @@ def test_a_shard_that_is_uploaded_in_parts_is_whole_elsewhere_and_no_object_befo
         assert place and torch.equal(reader.read(place)["t"], tensor)
 
 
+def full_job(mirror: Mirror, make: Callable[[CacheRequest], None]) -> CacheJob[CacheRequest, CacheRequest]:
+    """Return a job for COUNT records; `make` is called for each that is made."""
+
+    def same(item: CacheRequest) -> CacheRequest:
+        return item
+
+    def make_all(items: Sequence[CacheRequest]) -> list[Made]:
+        for item in items:
+            make(item)
+        return [{"t": torch.full((NUMBERS,), float(item.name))} for item in items]
+
+    requests = [CacheRequest(str(number), PARTS) for number in range(COUNT)]
+    return CacheJob("latents", mirror.folder, "d", 4, lambda: requests, same, same, make_all, mirror=mirror)
+
+
+def alone() -> World:
+    return World(0, 1, 0, torch.device("cpu"), dist.HashStore())
+
+
+def test_a_cache_that_grows_while_training_is_in_the_bucket_at_the_end_and_its_local_copy_bounded(proxy, tmp_path):
+    mirror, made = mirror_at(proxy, tmp_path / "here", "growing", limit_gb=0.002), list[str]()
+    job = full_job(mirror, lambda item: made.append(item.name))
+    with ExitStack() as writers:
+        cache, _ = open_growing(job, alone(), lambda: None, writers, lambda: None)
+        for _ in range(2):
+            read = [cache.read(item) for item in job.items()]
+            assert [float(each["t"].mean()) for each in read if not isinstance(each, str)] == [*range(COUNT)]
+    assert made == [item.name for item in job.items()] and on_disk(mirror.folder) <= 3.2e6
+    assert values(opened(mirror_at(proxy, tmp_path / "there", "growing"))) == [*range(COUNT)]
+
+
 def test_two_runs_that_fill_one_bucket_at_once_both_end_with_all_records_and_so_does_a_third(proxy, tmp_path):
-    requests, both_make = [CacheRequest(str(number), PARTS) for number in range(COUNT)], threading.Barrier(2)
+    both_make = threading.Barrier(2)
     made: dict[str, list[str]] = {"one": [], "two": [], "three": []}
 
     def fill_as(run: str) -> ShardReader:
         mirror = mirror_at(proxy, tmp_path / run, "at once")
 
-        def make(items: Sequence[CacheRequest]) -> list[Made]:
+        def make(item: CacheRequest) -> None:
             if not made[run]:
                 both_make.wait(30)
-            made[run] += [item.name for item in items]
-            return [{"t": torch.full((NUMBERS,), float(item.name))} for item in items]
+            made[run].append(item.name)
 
-        def same(item: CacheRequest) -> CacheRequest:
-            return item
-
-        job = CacheJob("latents", mirror.folder, "d", 4, lambda: requests, same, same, make, mirror=mirror)
-        world = World(0, 1, 0, torch.device("cpu"), dist.HashStore())
-        return fill_cache(job, world, Report(quiet=True), lambda: None)[0]
+        return fill_cache(full_job(mirror, make), alone(), Report(quiet=True), lambda: None)[0]
 
     with ThreadPoolExecutor(2) as pool:
         readers = [*pool.map(fill_as, ("one", "two")), fill_as("three")]
