@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from simpletuner.caches.keys import short_hash
 from simpletuner.caches.latents import decoding_threads
-from simpletuner.caches.sources import TextSource, open_sources, used_texts
+from simpletuner.caches.sources import TextSource, encodes_beside, open_sources, used_texts
 from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler
 from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1, listed_items
 from simpletuner.data.buckets import Buckets, digest_buckets, fill_buckets, make_buckets
@@ -141,10 +142,13 @@ def check_participation(settings: Settings, sampler: GlobalBatchSampler) -> None
         sampler.count_steps(epochs, settings.effective_batch_size)
 
 
-def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
-    """Collective: encode the captions and images that are not cached yet, on all ranks."""
+def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStack) -> Prepared:
+    """Collective: encode the captions and images that are not cached yet, on all ranks.
+
+    Caches that grow while training are written until `writers` is closed.
+    """
     settings, report, stop = session.settings, session.report, session.stop.check
-    sources = open_sources(settings, plan.samples, plan.texts, family, session.world)
+    sources = open_sources(settings, plan.samples, plan.texts, family, session.world, writers)
     for each in sources.all_texts:
         each.fill(settings.data.text_encoder_batch_size, report, stop)
     sources.encoder.free()
@@ -159,7 +163,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily) -> Prepared:
             make_plan(settings, plan.datasets, plan.texts, whole, plan.version), session, "plan without broken images"
         )
     no_caption = family.unconditional({key: value[None] for key, value in sources.prompts.read("").items()})
-    on_demand = [decoding_threads(part, session.world) for part in plan.samples.parts if part.dataset.vae_cache_disable]
+    on_demand = [decoding_threads(part, session.world) for part in plan.samples.parts if encodes_beside(part.dataset)]
     at_once = sources.concurrent_reads
     reader = SampleReader(
         samples=plan.samples,

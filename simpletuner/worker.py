@@ -113,13 +113,17 @@ def fine_tune_from(session: Session, checkpoint: Checkpoint | None) -> None:
         session.report.say(f"finished already, after {done} steps; raise max_train_steps or num_train_epochs to go on")
     else:
         caches = folders_of(settings, plan)
-        with shared_lock(caches):  # `cache clear` must not remove what this run reads
+        with shared_lock(caches), ExitStack() as writers:  # `cache clear` must not remove what this run reads
             verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
-            fine_tune_on(session, plan, checkpoint, verification)
+            fine_tune_on(session, plan, checkpoint, verification, writers)
 
 
 def fine_tune_on(
-    session: Session, plan: Plan, checkpoint: Checkpoint | None, verification: Verification | None
+    session: Session,
+    plan: Plan,
+    checkpoint: Checkpoint | None,
+    verification: Verification | None,
+    writers: ExitStack,
 ) -> None:
     """Encode the data, build the engine, train, export."""
     family = load_family(session.settings, session.world, session.stop.check)
@@ -130,7 +134,7 @@ def fine_tune_on(
     checkpoint = checkpoint or imported_checkpoint(session, family)
     if checkpoint is not None:
         check_fits(checkpoint, family, session.world, verification)
-    prepared = prepare(session, plan, family)
+    prepared = prepare(session, plan, family, writers)
     if verification is not None:
         session.world.activity.begin("verifying the checkpoint")
         verification.wait()

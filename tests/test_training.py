@@ -320,6 +320,32 @@ def test_what_is_encoded_while_training_is_what_a_cache_would_hold_on_one_rank_a
     assert images[0] == images[1]
 
 
+def test_what_is_encoded_at_its_first_use_is_stored_and_no_run_encodes_it_again(flux_flags, train, tmp_path):
+    flags = (*flux_flags, "--dataloader_prefetch_qlen=1", "--vae_batch_size=1", "--text_encoder_batch_size=1")
+    losses = {}
+    for name, kind in (("filled", ()), ("grown", ("--vae_cache_ondemand", "--text_cache_ondemand"))):
+        train(tmp_path / name, *flags, *kind, "--max_train_steps=3", "--train_batch_size=2", world=2)
+        if kind:
+            first = stored_names(tmp_path / name)
+            images = {name for names in first.values() for name in names if name.endswith(".png")}
+            assert 12 <= len(images) < 36, "what is not needed yet is not encoded"
+            assert all(len(names) == len({*names}) for names in first.values()), "no rank has encoded anything twice"
+        losses[name] = train(tmp_path / name, *flags, *kind, "--max_train_steps=12", "--train_batch_size=4").losses
+    assert losses["grown"] == losses["filled"] and len(losses["grown"]) == 12
+    second = stored_names(tmp_path / "grown")
+    again = [name for name in second["rank000"] if name in {*first["rank000"], *first["rank001"]}]
+    assert sorted(again) == sorted(first["rank000"]), "the resumed run encodes nothing that either rank has stored"
+    assert len({name for names in second.values() for name in names if name.endswith(".png")}) == 36
+
+
+def stored_names(output: Path) -> dict[str, list[str]]:
+    """Return the names of all cached records by the rank that has written them, repeated ones too."""
+    names: dict[str, list[str]] = {"rank000": [], "rank001": []}
+    for index in (output / "cache").rglob("*.index.jsonl"):
+        names[index.name[:7]] += [json.loads(line)["name"] for line in index.read_text().splitlines()]
+    return names
+
+
 def test_only_some_datasets_are_cached_each_where_it_says_and_a_damaged_image_ends_the_others_by_name(
     flux, shapes, train, tmp_path
 ):

@@ -31,6 +31,11 @@ class Encoder(Generic[Model]):
                 self._model = self.load()
             yield self._model
 
+    def load_early(self) -> None:
+        """Load before the engine is built: if memory does not suffice beside training, it is known at once."""
+        with self.use():
+            pass
+
     def free(self) -> None:
         """Give back its memory, which training needs, unless it is used beside training."""
         if not self.beside_training:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.filling import fill_cache
+from simpletuner.caches.growing import GrowingCache, open_growing
 from simpletuner.caches.jobs import CacheJob, CacheRequest, Made
 from simpletuner.caches.keys import KeyParts, folder_fingerprint, latents_parts, short_hash
 from simpletuner.caches.mirror import Mirror
 from simpletuner.caches.shards import ShardReader
 from simpletuner.data.images import DECODE_ERRORS, read_rgb, resize_and_crop
 from simpletuner.data.samples import DatasetSamples, Sample
+from simpletuner.errors import DataError
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.vae import Vae
 from simpletuner.parallel.world import World
@@ -38,15 +41,21 @@ class LatentsCache:
         vae: Encoder[Vae],
         family: ModelFamily,
         world: World,
+        writers: ExitStack,
         mirror: Mirror | None = None,
     ) -> None:
         self.folder, self.samples, self.vae, self.world, self.mirror = folder, samples, vae, world, mirror
+        self.writers = writers
         self.fingerprint, self.dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
         self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]
         self.reader: ShardReader | None = None
+        self.growing: GrowingCache[Sample, Tensor | str] | None = None
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> dict[str, str]:
-        """Collective: encode what is missing. Return the samples that could not be decoded, with the reason."""
+        """Collective: encode what is missing, unless it is encoded while training.
+
+        Return the samples that are known to be impossible to decode, with the reason.
+        """
         job = CacheJob(
             title="latents",
             folder=self.folder,
@@ -60,7 +69,10 @@ class LatentsCache:
             compress=self.samples.dataset.compress_cache,
             mirror=self.mirror,
         )
-        self.reader, broken = fill_cache(job, self.world, report, stop)
+        if self.samples.dataset.vae_cache_ondemand:
+            self.growing, broken = open_growing(job, self.world, stop, self.writers, self.vae.load_early)
+        else:
+            self.reader, broken = fill_cache(job, self.world, report, stop)
         return broken
 
     def requests(self) -> Iterator[CacheRequest]:
@@ -71,7 +83,12 @@ class LatentsCache:
         return CacheRequest(sample.id, self._parts(sample), str(sample.geometry.target))
 
     def read(self, sample: Sample) -> Tensor:
-        """Return a sample's latents (C, H, W), float32."""
+        """Return a sample's latents (C, H, W), float32. Raises DataError where the image turns out to be damaged."""
+        if self.growing is not None:
+            made = self.growing.read(sample)
+            if isinstance(made, str):
+                raise undecodable(sample, made, "remove it, or run the same command again: it is left out then")
+            return made["latents"].float()
         assert self.reader is not None
         location = self.reader.find(sample.id, self._parts(sample))
         assert location is not None, f"{sample.id} is not in {self.folder} after filling it"
@@ -87,6 +104,11 @@ class LatentsCache:
             with self.vae.use() as vae:
                 latents = iter(vae.encode(torch.stack(good)).to(self.stored_dtype))
         return [each if isinstance(each, str) else {"latents": next(latents)} for each in decoded]
+
+
+def undecodable(sample: Sample, reason: str, hint: str) -> DataError:
+    """Return what ends a run while it trains: with another image in its place, batches would depend on that moment."""
+    return DataError(f"{sample.id} cannot be decoded: {reason}", hint)
 
 
 def latents_dtype(settings: Settings) -> str:

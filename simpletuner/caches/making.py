@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simpletuner.caches.jobs import CacheJob, CacheRequest, Item, Loaded, Made
+from simpletuner.caches.records import RecordLocation
 from simpletuner.caches.shards import ShardWriter
 
 if TYPE_CHECKING:
@@ -95,8 +96,7 @@ def split_into_chunks(groups: Iterable[str], size: int) -> Iterator[Chunk]:
             yield order[first : min(first + size, end)]
 
 
-def write_result(writer: ShardWriter, request: CacheRequest, result: Made) -> None:
+def write_result(writer: ShardWriter, request: CacheRequest, result: Made) -> RecordLocation:
     if isinstance(result, str):
-        writer.write_broken(request.name, request.parts, result)
-    else:
-        writer.write(request.name, request.parts, result)
+        return writer.write_broken(request.name, request.parts, result)
+    return writer.write(request.name, request.parts, result)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,14 +110,19 @@ def merge(folder: Path, sources: list[Source], old: MergedIndex) -> MergedIndex:
     """Return the index of `sources`. Rows of `old` are taken over if all that it was made from is still there."""
     if not set(old.sources) <= set(sources):
         old = MergedIndex()
+    new = {name for name, *_ in sources} - {name for name, *_ in old.sources}
+    return extend(old, sources, {name: list(read_index(index_of(folder / name))) for name in sorted(new)})
+
+
+def extend(old: MergedIndex, sources: list[Source], new: Mapping[str, Sequence[IndexEntry]]) -> MergedIndex:
+    """Return an index of `sources` with the rows of `old` and, by shard, new lines."""
     numbers = {source[0]: number for number, source in enumerate(sources)}
     kept = old.rows.copy()
     kept["shard"] = np.array([numbers[source[0]] for source in old.sources] or [0], "<u4")[old.rows["shard"]]
     reasons = {reason: number for number, reason in enumerate(old.reasons, 1)}
     retracted = [*old.retracted]
     parts = [(old.high, kept)]
-    for name in sorted(numbers.keys() - {source[0] for source in old.sources}):
-        entries = list(read_index(index_of(folder / name)))
+    for name, entries in new.items():
         retracted += [each.retracts for each in entries if each.retracts]
         parts.append(rows_of([each for each in entries if not each.retracts], numbers[name], reasons))
     high, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))

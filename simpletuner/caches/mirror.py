@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from simpletuner.caches.records import RecordLocation
 from simpletuner.caches.shard_index import read_index
-from simpletuner.caches.shards import ShardWriter
+from simpletuner.caches.shards import ShardWriter, read_from_file
 from simpletuner.data.dataset_kinds import Embeds, S3Embeds
 from simpletuner.data.storage import MAX_BYTES, check_obstore
 from simpletuner.system.cache_files import OURS, SHARD_SUFFIX, disk_bytes, index_of
@@ -64,7 +64,7 @@ class Mirror:
 
     def record(self, location: RecordLocation) -> memoryview:
         """Return a record from the local copy, else from the bucket. Raises ValueError where it is damaged there."""
-        here = self._read_local(location)
+        here = read_from_file(location)
         if location.checksum_with(here) == location.checksum:
             return here
         shard = location.shard
@@ -106,12 +106,6 @@ class Mirror:
         """Return the number of a shard that no other writer has."""
         return secrets.randbelow(NUMBERS)
 
-    def _read_local(self, location: RecordLocation) -> memoryview:
-        record = bytearray(location.length)
-        with contextlib.suppress(OSError), location.shard.open("rb", buffering=0) as file:
-            os.preadv(file.fileno(), [record], location.offset)
-        return memoryview(record)
-
     def _fetch_index(self, shard: str, away: dict[str, int]) -> None:
         make_sparse(self.folder / shard, away[shard])
         index = index_name(shard)
@@ -121,7 +115,7 @@ class Mirror:
         """Upload a shard that is not in the bucket; if records of it are not here, remove it: they are made again."""
         shard = self.folder / name
         places = [entry.location for entry in read_index(index_of(shard))]
-        if places and all(place.checksum_with(self._read_local(place)) == place.checksum for place in places):
+        if places and all(place.checksum_with(read_from_file(place)) == place.checksum for place in places):
             self._upload(shard)
         else:
             index_of(shard).unlink()

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.latents import decode_image
+from simpletuner.caches.latents import decode_image, undecodable
 from simpletuner.caches.texts import without_padding
 from simpletuner.data.samples import Sample
-from simpletuner.errors import DataError
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.vae import Vae
@@ -31,21 +30,15 @@ class LatentsOnDemand:
     dtype: torch.dtype
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> dict[str, str]:
-        """Load the VAE before the engine is built: if memory does not suffice, it is known at once."""
-        with self.vae.use():
-            return {}
+        self.vae.load_early()
+        return {}
 
     def read(self, sample: Sample) -> Tensor:
-        """Return a sample's latents (C, H, W), float32. Raises DataError where the image cannot be decoded.
-
-        No other image takes its place: batches would then depend on when damage was noticed.
-        """
+        """Return a sample's latents (C, H, W), float32. Raises DataError where the image cannot be decoded."""
         pixels = decode_image(sample)
         if isinstance(pixels, str):
-            raise DataError(
-                f"{sample.id} cannot be decoded: {pixels}",
-                "remove it, or leave out vae_cache_disable: what cannot be decoded is then left out before training",
-            )
+            hint = "remove it, or leave out vae_cache_disable: what cannot be decoded is then left out before training"
+            raise undecodable(sample, pixels, hint)
         with self.vae.use() as vae:
             return vae.encode(pixels[None])[0].to(self.dtype).float()
 
@@ -58,9 +51,7 @@ class TextOnDemand:
     family: ModelFamily
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> None:
-        """Load the text encoders before the engine is built."""
-        with self.encoder.use():
-            pass
+        self.encoder.load_early()
 
     def read(self, caption: str) -> Conditioning:
         """Return a caption's embedding, without a batch axis."""

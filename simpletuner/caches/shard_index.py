@@ -36,12 +36,27 @@ def read_index(index: Path) -> Iterator[IndexEntry]:
 
     Invalid lines are skipped without a word: their records are simply missing, and made again.
     """
-    shard = shard_of(index)
-    if not (is_plain_file(index) and is_plain_file(shard)):
+    return read_index_from(index, 0)[0]
+
+
+def read_index_from(index: Path, start: int) -> tuple[Iterator[IndexEntry], int]:
+    """Return the valid lines after the first `start` bytes, and where the next line will begin."""
+    if not (is_plain_file(index) and is_plain_file(shard_of(index))):
+        return iter(()), start
+    with index.open("rb") as file:
+        file.seek(start)
+        content = file.read()
+    end = content.rfind(b"\n") + 1  # what follows the last newline is a torn line, or one that is being written
+    return parse_lines(content[:end], shard_of(index)), start + end
+
+
+def parse_lines(lines: bytes, shard: Path) -> Iterator[IndexEntry]:
+    if not lines:
         return
-    with shard.open("rb") as file:  # opening it makes NFS ask the server for the size
+    # After the lines were read: their records were written before them. Opening it makes NFS ask for the size.
+    with shard.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-    for line in index.read_bytes().split(b"\n")[:-1]:  # what follows the last newline is a torn line
+    for line in lines.split(b"\n")[:-1]:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError, AttributeError):
             entry = parse_index_line(json.loads(line), shard)
             if 0 <= entry.location.offset <= entry.location.offset + entry.location.length <= size:

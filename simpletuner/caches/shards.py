@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -70,14 +71,14 @@ class ShardWriter:
     ) -> None:
         self.close()
 
-    def write(self, name: str, parts: KeyParts, tensors: Mapping[str, torch.Tensor]) -> None:
+    def write(self, name: str, parts: KeyParts, tensors: Mapping[str, torch.Tensor]) -> RecordLocation:
         """Append one record. Raises EnvironmentNotReady when the disk is full."""
         record = serialize(tensors)
-        self._append(name, parts, compress_record(record) if self.compress else record)
+        return self._append(name, parts, compress_record(record) if self.compress else record)
 
-    def write_broken(self, name: str, parts: KeyParts, reason: str) -> None:
+    def write_broken(self, name: str, parts: KeyParts, reason: str) -> RecordLocation:
         """Remember that a record cannot be made from these parts, so that it is not tried at every start."""
-        self._append(name, parts, b"", {"broken": reason})
+        return self._append(name, parts, b"", {"broken": reason})
 
     def copy(self, location: RecordLocation, record: bytes) -> None:
         """Append a record of another shard as it is."""
@@ -87,7 +88,7 @@ class ShardWriter:
         """Declare a damaged record invalid: readers no longer find it, so it is made again."""
         self._append(location.name, location.parts, b"", {"retracts": [location.shard.name, location.offset]})
 
-    def _append(self, name: str, parts: KeyParts, blob: bytes, more: Mapping[str, Any] | None = None) -> None:
+    def _append(self, name: str, parts: KeyParts, blob: bytes, more: Mapping[str, Any] | None = None) -> RecordLocation:
         try:
             shard, index = self._files_with_room(len(blob))
             shard.write(bytes(-shard.tell() % ALIGNMENT_BYTES))  # torch.frombuffer needs aligned numbers
@@ -96,8 +97,10 @@ class ShardWriter:
             shard.write(blob)
             # Flushed before the line is written: a line must never name bytes that a killed process had buffered.
             shard.flush()
-            index.write(json.dumps({**line, "checksum": location.checksum_with(blob)}).encode() + b"\n")
+            location = replace(location, checksum=location.checksum_with(blob))
+            index.write(json.dumps({**line, "checksum": location.checksum}).encode() + b"\n")
             index.flush()
+            return location
         except OSError as error:
             self._close_quietly()
             raise self._write_error(error) from None
@@ -178,10 +181,12 @@ class ShardReader:
         """
         try:
             record = self._record(location)
-            if location.checksum and not self._verified[location.row]:  # once: later reads come from memory
+            is_known = location.row >= 0
+            if location.checksum and not (is_known and self._verified[location.row]):  # once: then it is in memory
                 if location.checksum != location.checksum_with(record):
                     raise ValueError("its checksum does not match")
-                self._verified[location.row] = True
+                if is_known:
+                    self._verified[location.row] = True
             return parse_tensors(decompress_record(record))
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
             raise self._retract(location, error) from None
@@ -206,7 +211,17 @@ class ShardReader:
     def _record(self, location: RecordLocation) -> memoryview:
         if self.mirror is not None:
             return self.mirror.record(location)
+        if location.row < 0:  # written since the index was read: its shard may grow beyond what is mapped
+            return read_from_file(location)
         return self._map(location.shard)[location.offset : location.offset + location.length]
+
+
+def read_from_file(location: RecordLocation) -> memoryview:
+    """Copy a record into memory that may be written to; what the file does not have reads as zeros."""
+    record = bytearray(location.length)
+    with contextlib.suppress(OSError), location.shard.open("rb", buffering=0) as file:
+        os.preadv(file.fileno(), [record], location.offset)
+    return memoryview(record)
 
 
 def map_shard(shard: Path) -> memoryview:

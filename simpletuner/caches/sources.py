@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.latents import DTYPES, LatentsCache
@@ -19,6 +21,7 @@ from simpletuner.models.vae import Vae
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.world import World
 from simpletuner.settings import Settings
+from simpletuner.settings.sections import Data
 
 LatentsSource = LatentsCache | LatentsOnDemand
 TextSource = TextCache | TextOnDemand
@@ -51,38 +54,63 @@ class Sources:
 
 
 def open_sources(
-    settings: Settings, samples: Samples, texts: Sequence[TextEmbeds], family: ModelFamily, world: World
+    settings: Settings,
+    samples: Samples,
+    texts: Sequence[TextEmbeds],
+    family: ModelFamily,
+    world: World,
+    writers: ExitStack,
 ) -> Sources:
-    """Return the sources of a run, before they are filled; the default of `texts` comes first."""
+    """Return the sources of a run, before they are filled; the default of `texts` comes first.
+
+    Those that store what is encoded while training are written until `writers` is closed.
+    """
     data, datasets, dtype = settings.data, [part.dataset for part in samples.parts], compute_dtype(settings)
-    beside = data.text_cache_disable or any(each.text_cache_disable for each in datasets)
+    beside = any(each.text_cache_disable or each.text_cache_ondemand for each in (data, *datasets))
     encoder = Encoder(lambda: family.text_encoder(world.device, dtype), world.device, beside)
-    vae = Encoder(lambda: family.vae(world.device), world.device, any(each.vae_cache_disable for each in datasets))
+    vae = Encoder(lambda: family.vae(world.device), world.device, any(map(encodes_beside, datasets)))
 
     def latents_of(part: DatasetSamples) -> LatentsSource:
         if part.dataset.vae_cache_disable:
             return LatentsOnDemand(vae, DTYPES[data.vae_cache_dtype])
         folder = latents_folder(part.dataset, settings)
-        return LatentsCache(folder, part, vae, family, world, open_mirror(part.dataset.latents_bucket, folder))
+        return LatentsCache(folder, part, vae, family, world, writers, open_mirror(part.dataset.latents_bucket, folder))
 
-    def cache_of(embeds: TextEmbeds) -> TextCache:
-        own = [part for part in samples.parts if uses(part.dataset, embeds, texts)]
-        prompts = all_prompts(settings) if embeds is texts[0] and not data.text_cache_disable else []
+    @cache
+    def cache_of(number: int, grows: bool) -> TextCache:
+        embeds = texts[number]
+        using = [part for part in samples.parts if uses(part.dataset, embeds, texts)]
+        own = [part for part in using if part.dataset.text_cache_ondemand == grows]
+        prompts = all_prompts(settings) if number == 0 and holds_prompts(settings, grows) else []
         folder, compress = text_folder(embeds, settings), embeds.compress_cache
-        return TextCache(folder, own, prompts, encoder, family, world, dtype, compress, open_mirror(embeds, folder))
+        mirror, stack = open_mirror(embeds, folder), writers if grows else None
+        return TextCache(folder, own, prompts, encoder, family, world, dtype, compress, mirror, stack)
 
-    def text_of(dataset: ImageDataset) -> TextSource:
-        return on_demand if dataset.text_cache_disable else by_id[dataset.text_embeds or texts[0].id]
+    def text_of(given: ImageDataset | Data) -> TextSource:
+        if given.text_cache_disable:
+            return on_demand
+        named = given.text_embeds if isinstance(given, ImageDataset) else None
+        return cache_of(number_of[named or texts[0].id], given.text_cache_ondemand)
 
     on_demand = TextOnDemand(encoder, family)
-    by_id: dict[str, TextSource] = {each.id: cache_of(each) for each in used_texts(texts, datasets, settings)}
+    number_of = {each.id: number for number, each in enumerate(texts)}
     return Sources(
         latents={part.dataset.id: latents_of(part) for part in samples.parts},
         texts={each.id: text_of(each) for each in datasets},
-        prompts=on_demand if data.text_cache_disable else by_id[texts[0].id],
+        prompts=text_of(data),
         vae=vae,
         encoder=encoder,
     )
+
+
+def encodes_beside(dataset: ImageDataset) -> bool:
+    """Whether a dataset's images are encoded while training."""
+    return dataset.vae_cache_disable or dataset.vae_cache_ondemand
+
+
+def holds_prompts(settings: Settings, grows: bool) -> bool:
+    """Whether the prompts are in the cache that grows while training, or in the one that does not."""
+    return not settings.data.text_cache_disable and settings.data.text_cache_ondemand == grows
 
 
 def used_texts(texts: Sequence[TextEmbeds], datasets: Sequence[ImageDataset], settings: Settings) -> list[TextEmbeds]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.filling import fill_cache
+from simpletuner.caches.growing import GrowingCache, open_growing
 from simpletuner.caches.jobs import CacheJob, CacheRequest
 from simpletuner.caches.keys import folder_fingerprint, short_hash, text_parts
 from simpletuner.caches.mirror import Mirror
@@ -35,13 +37,16 @@ class TextCache:
         family: ModelFamily,
         world: World,
         dtype: torch.dtype,
-        compress: bool = False,
-        mirror: Mirror | None = None,
+        compress: bool,
+        mirror: Mirror | None,
+        writers: ExitStack | None,
     ) -> None:
+        """`writers` is given where captions are encoded while training."""
         self.folder, self.samples, self.prompts, self.compress = folder, samples, prompts, compress
-        self.encoder, self.family, self.world, self.mirror = encoder, family, world, mirror
+        self.encoder, self.family, self.world, self.mirror, self.writers = encoder, family, world, mirror, writers
         self.parts = text_parts(folder_fingerprint(text_folders(family.folder)), str(dtype), family.max_length)
         self.reader: ShardReader | None = None
+        self.growing: GrowingCache[str, str] | None = None
 
     @cached_property
     def captions(self) -> list[str]:
@@ -49,7 +54,7 @@ class TextCache:
         return sorted({*self.prompts, *(text for part in self.samples for each in part for text in each.captions)})
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> None:
-        """Collective: encode what is missing."""
+        """Collective: encode what is missing, unless it is encoded while training."""
         contents = [part.checksum("name", "captions") for part in self.samples]
         job = CacheJob(
             title="text",
@@ -63,7 +68,10 @@ class TextCache:
             compress=self.compress,
             mirror=self.mirror,
         )
-        self.reader, _ = fill_cache(job, self.world, report, stop)
+        if self.writers is not None:
+            self.growing, _ = open_growing(job, self.world, stop, self.writers, self.encoder.load_early)
+        else:
+            self.reader, _ = fill_cache(job, self.world, report, stop)
         self.__dict__.pop("captions", None)
 
     def requests(self) -> Iterator[CacheRequest]:
@@ -74,6 +82,10 @@ class TextCache:
 
     def read(self, caption: str) -> Conditioning:
         """Return a caption's embedding, without a batch axis."""
+        if self.growing is not None:
+            made = self.growing.read(caption)
+            assert not isinstance(made, str), "only images can be broken"
+            return dict(made)
         assert self.reader is not None
         location = self.reader.find(short_hash(caption), self.parts)
         assert location is not None, f"{caption!r} is not in {self.folder} after filling it"

@@ -34,10 +34,8 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("quality_thresholds", "filter_func", "composite_image_config"), LOCAL),
     **dict.fromkeys(("source", "metadata", "subfolder", "webshart"), LOCAL),
     **dict.fromkeys(("webshart_optimize_captions", "webshart_optimise_captions"), LOCAL),
-    "text_cache_ondemand": "set text_cache_disable, or leave it out: all captions are encoded before training",
     "bucket_resolutions": LATER + ": buckets come from resolution and aspect_bucket_alignment",
     **dict.fromkeys(("delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"), GONE),
-    "vae_cache_ondemand": "set vae_cache_disable, or leave it out: all images are encoded before training",
     **dict.fromkeys(("video", "audio", "video_column", "audio_column", "s2v_datasets"), LATER + ": only images"),
     **dict.fromkeys(("audio_caption_fields", "lyrics_column", "is_i2v"), LATER + ": only images"),
 }  # fmt: skip

@@ -72,8 +72,8 @@ REFUSED: dict[str, str] = {
     ),
     "datasets are weighted by repeats and probability alone": "data_backend_sampling=auto-weighting",
     "set caption_strategy=instanceprompt": "only_instance_prompt",
-    "set vae_cache_disable or text_cache_disable to encode while training, or leave it out: all is encoded before": (
-        "vae_cache_ondemand text_cache_ondemand text_embed_full_cache"
+    "captions are encoded before training, or with text_cache_ondemand while training; leave it out": (
+        "text_embed_full_cache"
     ),
     "set cache_dir_vae and cache_dir_text; HF_HOME says where downloads go": "cache_dir",
     # Checkpoints.

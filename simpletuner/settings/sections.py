@@ -82,6 +82,8 @@ class DatasetSettings(Section):
 
     vae_cache_disable: bool = knob(False, "Encode images while training, ahead of the step and one by one, and store no latents.")
     text_cache_disable: bool = knob(False, "Encode captions while training, ahead of the step and one by one, and store no embeddings.")
+    vae_cache_ondemand: bool = knob(False, "Encode images when training first needs them, ahead of the step and one by one, and store the latents.")
+    text_cache_ondemand: bool = knob(False, "Encode captions when training first needs them, ahead of the step and one by one, and store the embeddings.")
     max_workers: int | None = knob(None, "Threads per rank that decode images ahead of the VAE; empty: its share of the cores, and more for images in S3.", ge=1, le=1024)
 
 

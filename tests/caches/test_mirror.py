@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import obstore
 import pytest
 import torch
+import torch.distributed as dist
 from s3_server import BUCKET, Fault, Proxy, s3_proxy, s3_server
 
 from simpletuner.caches import mirror as mirrors
+from simpletuner.caches.filling import fill_cache
+from simpletuner.caches.growing import open_growing
+from simpletuner.caches.jobs import CacheJob, CacheRequest, Made
 from simpletuner.caches.mirror import Mirror, open_mirror
 from simpletuner.caches.shards import ShardReader
 from simpletuner.data.dataset_kinds import S3TextEmbeds
 from simpletuner.errors import DataError, EnvironmentNotReady
+from simpletuner.parallel.world import World
+from simpletuner.report import Report
 
 PARTS = {"file": "1"}
 COUNT, NUMBERS = 24, 50_000
@@ -85,6 +95,85 @@ def test_what_two_ranks_filled_another_machine_reads_record_by_record_and_keeps(
     proxy.requests.clear()
     assert values(reader, 2 * COUNT) == values(opened(here), 2 * COUNT) == [*range(2 * COUNT)]
     assert not [path for path, _ in proxy.requests if "list-type" not in path], "all is there by now"
+
+
+def test_a_shard_that_is_uploaded_in_parts_is_whole_elsewhere_and_no_object_before_its_last_part(
+    proxy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(mirrors, "SHARD_BYTES", 12 << 20)  # obstore's parts have 5 MiB
+    values_of = {str(number): torch.arange(700_000.0) + number for number in range(6)}
+    here = mirror_at(proxy, tmp_path / "here", "parts")
+
+    def fill_large() -> None:
+        with here.writer(0, compress=False) as writer:
+            for name, tensor in values_of.items():
+                writer.write(name, PARTS, {"t": tensor})
+
+    proxy.faults = [Fault("partNumber=2", 403, "AccessDenied")]
+    with pytest.raises(EnvironmentNotReady, match="access is denied"):
+        fill_large()
+    assert not here.storage.sizes(), "an upload without its second part is no object"
+    proxy.requests.clear()
+    proxy.faults = [Fault("partNumber=2", 503, "SlowDown", times=2)]
+    fill_large()
+    assert {f"partNumber={number}" for number in (1, 2, 3)} <= {
+        part for path, _ in proxy.requests for part in path.replace("?", "&").split("&")
+    }
+    reader = opened(mirror_at(proxy, tmp_path / "there", "parts"))
+    for name, tensor in values_of.items():
+        place = reader.find(name, PARTS)
+        assert place and torch.equal(reader.read(place)["t"], tensor)
+
+
+def full_job(mirror: Mirror, make: Callable[[CacheRequest], None]) -> CacheJob[CacheRequest, CacheRequest]:
+    """Return a job for COUNT records; `make` is called for each that is made."""
+
+    def same(item: CacheRequest) -> CacheRequest:
+        return item
+
+    def make_all(items: Sequence[CacheRequest]) -> list[Made]:
+        for item in items:
+            make(item)
+        return [{"t": torch.full((NUMBERS,), float(item.name))} for item in items]
+
+    requests = [CacheRequest(str(number), PARTS) for number in range(COUNT)]
+    return CacheJob("latents", mirror.folder, "d", 4, lambda: requests, same, same, make_all, mirror=mirror)
+
+
+def alone() -> World:
+    return World(0, 1, 0, torch.device("cpu"), dist.HashStore())
+
+
+def test_a_cache_that_grows_while_training_is_in_the_bucket_at_the_end_and_its_local_copy_bounded(proxy, tmp_path):
+    mirror, made = mirror_at(proxy, tmp_path / "here", "growing", limit_gb=0.002), list[str]()
+    job = full_job(mirror, lambda item: made.append(item.name))
+    with ExitStack() as writers:
+        cache, _ = open_growing(job, alone(), lambda: None, writers, lambda: None)
+        for _ in range(2):
+            read = [cache.read(item) for item in job.items()]
+            assert [float(each["t"].mean()) for each in read if not isinstance(each, str)] == [*range(COUNT)]
+    assert made == [item.name for item in job.items()] and on_disk(mirror.folder) <= 3.2e6
+    assert values(opened(mirror_at(proxy, tmp_path / "there", "growing"))) == [*range(COUNT)]
+
+
+def test_two_runs_that_fill_one_bucket_at_once_both_end_with_all_records_and_so_does_a_third(proxy, tmp_path):
+    both_make = threading.Barrier(2)
+    made: dict[str, list[str]] = {"one": [], "two": [], "three": []}
+
+    def fill_as(run: str) -> ShardReader:
+        mirror = mirror_at(proxy, tmp_path / run, "at once")
+
+        def make(item: CacheRequest) -> None:
+            if not made[run]:
+                both_make.wait(30)
+            made[run].append(item.name)
+
+        return fill_cache(full_job(mirror, make), alone(), Report(quiet=True), lambda: None)[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = [*pool.map(fill_as, ("one", "two")), fill_as("three")]
+    assert [values(reader) for reader in readers] == [[*range(COUNT)]] * 3
+    assert [len(names) for names in made.values()] == [COUNT, COUNT, 0]
 
 
 def test_the_local_copy_stays_within_its_limit_while_it_is_written_and_read(proxy, tmp_path):

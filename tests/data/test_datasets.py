@@ -49,6 +49,8 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
         "max_workers": 3,
         "vae_cache_disable": True,
         "text_cache_disable": True,
+        "vae_cache_ondemand": True,
+        "text_cache_ondemand": True,
     }
     assert given.keys() == DatasetSettings.model_fields.keys()
     (plain, own), _ = load_datasets(

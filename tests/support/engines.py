@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
 def prepared_by(world: World, settings: Settings) -> Prepared:
     """Encode the pictures, or find them encoded."""
     session, family = session_of(world, settings)
-    return prepare(session, plan_data(session), family)
+    return prepare(session, plan_data(session), family, ExitStack())
 
 
 def session_of(world: World, settings: Settings) -> tuple[Session, ModelFamily]:

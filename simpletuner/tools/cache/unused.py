@@ -77,7 +77,7 @@ def needed_by(loaded: Loaded) -> Needed:
             shutil.copytree(kept, scans)
         plan = plan_data(session, data_version(checkpoint_to_resume(session, {})), scans)
         family = load_family(session.settings, world, session.stop.check)
-        sources = open_sources(session.settings, plan.samples, plan.texts, family, world)
+        sources = open_sources(session.settings, plan.samples, plan.texts, family, world, ExitStack())
     needed: dict[Path, Iterable[CacheRequest]] = {}
     for cache in sources.caches:
         needed[cache.folder.resolve()] = chain(needed.get(cache.folder.resolve(), ()), cache.requests())
