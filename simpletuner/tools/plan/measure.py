@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import partial
 from statistics import median
 
@@ -11,12 +13,15 @@ from torch import Tensor
 
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.lora import freeze
+from simpletuner.parallel.attention_backend import attention_by
 from simpletuner.parallel.blocks import recommended_blocks
+from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import Engine, compute_dtype
+from simpletuner.parallel.gpu import set_float32_precision
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.torch_engine import local_tensor
-from simpletuner.parallel.world import joined_world
+from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings import Settings
 from simpletuner.tools.plan.workload import Workload
 from simpletuner.training.engines import build_engine
@@ -27,32 +32,46 @@ WARM_UP, STEPS = 2, 10
 
 def measure_step(settings: Settings, workload: Workload) -> float:
     """Return the seconds of an optimizer step of one rank with the largest samples: the median of STEPS."""
-    with joined_world({}, settings.launch.use_cpu) as world:
-        engine = random_engine(settings, workload.family, Mesh(world))
+    with random_engine(settings, workload.family) as (engine, world):
         inputs = random_inputs(settings, workload, world.device)
-        seconds = []
-        for _ in range(WARM_UP + STEPS):
-            started = time.perf_counter()
-            take_step(settings, workload.family, engine, dict(inputs)).item()  # waits for the device
-            seconds.append(time.perf_counter() - started)
-        engine.close()
-    return median(seconds[WARM_UP:])
+        steps = list(timed_steps(settings, workload.family, engine, inputs, WARM_UP + STEPS))
+    return median(seconds for seconds, _ in steps[WARM_UP:])
 
 
-def random_engine(settings: Settings, family: ModelFamily, mesh: Mesh) -> Engine:
-    def fill(tensors: NamedTensors) -> None:
-        for tensor in tensors.values():
-            if tensor.is_floating_point():
-                local_tensor(tensor).normal_(std=0.02)
+def fill_with_noise(tensors: NamedTensors) -> None:
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            local_tensor(tensor).normal_(std=0.02)
 
-    model = family.denoiser()
-    blocks = recommended_blocks(model)
-    if (adapter := family.adapter) is not None:
-        freeze(model, compute_dtype(settings))
-    optimizer = partial(make_optimizer, settings=settings.optimizer)
-    return build_engine(
-        model, blocks, settings, mesh, fill, optimizer, adapter and adapter.attach, family.sequence_plan
-    )
+
+@contextmanager
+def random_engine(
+    settings: Settings, family: ModelFamily, fill: Callable[[NamedTensors], None] = fill_with_noise
+) -> Iterator[tuple[Engine, World]]:
+    """Build the engine of these settings in a world of one; `fill` gives it its weights."""
+    training, dtype = settings.training, compute_dtype(settings)
+    with joined_world({}, settings.launch.use_cpu) as world, compiler_explained():
+        set_float32_precision(training.allow_tf32)
+        with attention_by(training.attention_backend, world.device, dtype):
+            model = family.denoiser()
+            blocks = recommended_blocks(model)
+            if (adapter := family.adapter) is not None:
+                freeze(model, dtype)
+            optimizer = partial(make_optimizer, settings=settings.optimizer)
+            attach, plan = adapter and adapter.attach, family.sequence_plan
+            engine = build_engine(model, blocks, settings, Mesh(world), fill, optimizer, attach, plan)
+            with closing(engine):
+                yield engine, world
+
+
+def timed_steps(
+    settings: Settings, family: ModelFamily, engine: Engine, inputs: Mapping[str, Tensor], count: int
+) -> Iterator[tuple[float, float]]:
+    """Take steps; yield the seconds and the gradient norm of each."""
+    for _ in range(count):
+        started = time.perf_counter()
+        norm = take_step(settings, family, engine, dict(inputs)).item()  # waits for the device
+        yield time.perf_counter() - started, norm
 
 
 def random_inputs(settings: Settings, workload: Workload, device: torch.device) -> dict[str, Tensor]:
