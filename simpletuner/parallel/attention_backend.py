@@ -8,13 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    current_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
+from torch.nn import attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletuner.errors import SettingsError
 
@@ -40,8 +35,8 @@ def attention_by(name: str, device: torch.device, dtype: torch.dtype) -> Iterato
         return
     if name == "flash3":
         try:
-            activate_flash_attention_impl("FA3")
-        except ImportError as error:
+            attention.activate_flash_attention_impl("FA3")
+        except (ImportError, AttributeError) as error:  # AttributeError: an older torch
             raise SettingsError(f"attention_backend = flash3 needs flash_attn_interface: {error}", HINT) from None
     backend = BACKENDS[name]
     try:
@@ -53,7 +48,7 @@ def attention_by(name: str, device: torch.device, dtype: torch.dtype) -> Iterato
             yield
     finally:
         if name == "flash3":
-            restore_flash_attention_impl()
+            attention.restore_flash_attention_impl()
 
 
 def check(name: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -83,4 +78,5 @@ def attention_kernel(device: torch.device, dtype: torch.dtype = torch.bfloat16) 
     # A cuDNN that LD_LIBRARY_PATH puts before torch's own makes this FlashAttention 2, which on an H100 takes 1.6 times
     # as long, and nothing else would say so.
     name = choice(device, dtype).name.lower().removesuffix("_attention").replace("_", " ")
-    return f"{name} ({current_flash_attention_impl()})" if name == "flash" and current_flash_attention_impl() else name
+    implementation = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    return f"{name} ({implementation})" if name == "flash" and implementation else name

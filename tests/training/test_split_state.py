@@ -79,6 +79,17 @@ def test_a_mean_of_squares_follows_gradients_that_become_smaller():
     assert ratios["nearest"] > 1.3, "rounding to the nearest code holds the mean, so this test would not see it"
 
 
+def test_the_expected_value_of_a_rounded_mean_is_the_mean():
+    noise, times = torch.Generator().manual_seed(0), 1000
+    values = torch.randn(16 * BLOCK, generator=noise)
+    values[1::2] *= 0.02  # code 18 of 127 for the largest of them
+    moment, total = QuantizedMoment.zeros(len(values), True, values.device), torch.zeros_like(values)
+    for _ in range(times):
+        moment.write(0, values, noise)
+        total += moment.read(0, len(values))
+    assert (total / times / values)[1::2].median().item() == pytest.approx(1, abs=0.0005)
+
+
 def losses_of(layout: str, steps: int = 40) -> Tensor:
     """Train a small network in float32 arithmetic, its weights held in one of three ways; return the losses."""
     torch.manual_seed(0)
