@@ -30,7 +30,7 @@ from simpletuner.parallel.devices import DEVICES, device_by_driver_name
 from simpletuner.report import Report
 from simpletuner.tools.plan.estimate import RunPlan, estimate_run
 from simpletuner.tools.plan.planner import flops_per_sample
-from simpletuner.tools.plan.workload import Sizes, Workload, opened_family
+from simpletuner.tools.plan.workload import SampleSizes, Workload, opened_family
 
 PART_SECONDS = 480
 STEP_PARTS = ("levers", "batches", "sdxl")
@@ -152,7 +152,7 @@ class Plans:
             family = self.stack.enter_context(opened_family(settings, Report(quiet=True)))
             self.known[key] = Workload(family, case.size), flops_per_sample(family, case.size)
         workload, flops = self.known[key]
-        return estimate_run(settings, workload, Sizes({case.size: 1}), self.device, flops)
+        return estimate_run(settings, workload, SampleSizes({case.size: 1}), self.device, flops)
 
 
 def show(value: Any) -> str:
