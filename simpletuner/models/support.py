@@ -19,8 +19,8 @@ from simpletuner.models.registry import (
     presets,
 )
 from simpletuner.settings import Loaded
+from simpletuner.settings.errors import broken
 from simpletuner.settings.places import naming_places, with_places
-from simpletuner.settings.rules import broken
 from simpletuner.settings.sections import SECTION_OF, Model, Settings, setting_fields
 
 

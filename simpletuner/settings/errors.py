@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from simpletuner.errors import Mistake, SettingsError
+from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.knob import bounds_of, kind_of
 from simpletuner.settings.sections import Settings
 from simpletuner.settings.spelling import choices_of, normalize_name
@@ -117,3 +117,8 @@ def closest(word: str, known: Iterable[str]) -> str:
     """Return the known word that a word is most like, or nothing."""
     close = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), list(known), n=1, cutoff=0.6)
     return close[0] if close else ""
+
+
+def broken(message: str, setting: str, *others: str) -> BrokenRule:
+    """A broken rule about some settings; a page shows it beside the first of them."""
+    return BrokenRule(setting, message, others=others)

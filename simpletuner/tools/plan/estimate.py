@@ -18,6 +18,7 @@ from simpletuner.parallel.memory import (
     MemoryRow,
     estimate_torch,
     gradient_bytes,
+    shard_ranks,
 )
 from simpletuner.settings import Settings
 from simpletuner.settings.deepspeed.config import deepspeed_config
@@ -100,12 +101,8 @@ def estimate_run(
         decoding = workload.vae_bytes(settings, 1, decodes=True)
         phases["validating"] = decoding and round(at_rest) + decoding
     parts = estimate_step(settings, trace, device, trained, sizes.mean_area) if device else None
-    ema = FLOAT32_BYTES * settings.ema.use_ema
-    per_parameter = FLOAT32_BYTES * (1 + MOMENTS[settings.optimizer.optimizer]) + ema
-    checkpoint_bytes = per_parameter * trained
-    return RunPlan(
-        settings, memory, phases, parts and parts.total, parts, sizes.steps, flops_per_sample, checkpoint_bytes
-    )
+    size = checkpoint_bytes(settings, trained)
+    return RunPlan(settings, memory, phases, parts and parts.total, parts, sizes.steps, flops_per_sample, size)
 
 
 def memory_inputs(settings: Settings, workload: Workload, trained: int, frozen: int) -> MemoryInputs:
@@ -141,8 +138,24 @@ def training_rows(settings: Settings, inputs: MemoryInputs, trace: StepTrace, on
         activations, gradients = trace.peak(0 if on_host else whole, are_kept)
         yield MemoryRow("gradients", gpu=gradients, host=whole * on_host)
         yield activations_row(settings, activations, trace.kept_bytes)
+    yield from host_rows(settings, inputs, on_gpu)
     if on_gpu:
         yield MemoryRow("CUDA", gpu=CONTEXT_BYTES, formula="context and libraries, assumed")
+
+
+def host_rows(settings: Settings, inputs: MemoryInputs, on_gpu: bool) -> Iterator[MemoryRow]:
+    """Yield what is held of weights a second time in the host's memory, to copy it without waiting."""
+    share = inputs.num_parameters / (inputs.num_ranks if settings.parallel.zero_stage else shard_ranks(settings))
+    if on_gpu and inputs.ema_device == "cpu":
+        yield MemoryRow("EMA's copy", host=FLOAT32_BYTES * share, formula="of the weights, page-locked")
+    if settings.checkpoints.async_checkpointing:  # where it is not asked for, it depends on the memory that is free
+        copied = checkpoint_bytes(settings, inputs.num_parameters) / inputs.num_ranks
+        yield MemoryRow("checkpoint", host=copied, formula="while it is written")
+
+
+def checkpoint_bytes(settings: Settings, parameters: int) -> int:
+    """Return the bytes of one checkpoint, over all ranks: weights, moments and EMA in float32."""
+    return FLOAT32_BYTES * parameters * (1 + MOMENTS[settings.optimizer.optimizer] + settings.ema.use_ema)
 
 
 def activations_row(settings: Settings, peak: float, kept: int) -> MemoryRow:
