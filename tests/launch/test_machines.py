@@ -51,7 +51,7 @@ def pair(
     return machines[0].train(*common, *first), machines[1].train(*common, "--machine_rank=1", *other, **environment)
 
 
-def both_end(commands: tuple[Command, Command], code: int, within_seconds: float = 60) -> None:
+def both_end(commands: tuple[Command, Command], code: int, within_seconds: float = 150) -> None:
     end = time.monotonic() + within_seconds
     codes = [command.wait(max(0.1, end - time.monotonic())) for command in commands]
     assert codes == [code, code], "\n---\n".join(command.said for command in commands)
