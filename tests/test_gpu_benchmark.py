@@ -24,7 +24,7 @@ def test_the_benchmark_continues_and_prints_what_it_measured(tmp_path):
         for case in others
     ]
     file.write_text("\n".join([*kept, kept[0][:30]]))  # killed while it wrote the last line
-    command = [sys.executable, str(SCRIPT), "--tiny", f"--results={file}", "syncs", "attention", "batches"]
+    command = [sys.executable, str(SCRIPT), "--tiny", f"--results={file}", "attention", "batches"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr
     records = [json.loads(line) for line in file.read_text().splitlines()[len(kept) + 1 :] if line]
