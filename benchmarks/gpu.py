@@ -29,8 +29,9 @@ from interleaved import print_table
 from simpletuner.parallel.devices import DEVICES, device_by_driver_name
 from simpletuner.report import Report
 from simpletuner.tools.plan.estimate import RunPlan, estimate_run
+from simpletuner.tools.plan.inputs import SampleSizes, opened_family
 from simpletuner.tools.plan.planner import flops_per_sample
-from simpletuner.tools.plan.workload import SampleSizes, Workload, opened_family
+from simpletuner.training.workload import Workload
 
 PART_SECONDS = 480
 STEP_PARTS = ("levers", "batches", "sdxl")

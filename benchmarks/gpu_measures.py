@@ -29,13 +29,14 @@ from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.report import Report
 from simpletuner.system.signals import StopRequest
+from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.measure import fill_with_noise, random_engine, random_inputs, timed_steps
-from simpletuner.tools.plan.workload import Workload, opened_family
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Trainer
+from simpletuner.training.workload import Workload
 
 WARM_UP, STEPS = 2, 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from simpletuner.data.dataset_warnings import dataset_warnings
 from simpletuner.data.datasets import load_datasets
 from simpletuner.data.discovery import Discovery, count_noun, discover, format_names
 from simpletuner.data.folders import default_folder, latents_folder, text_folder
+from simpletuner.data.geometry import Size
 from simpletuner.data.held_out import held_out_indices
 from simpletuner.data.participation import NO_LIMIT, BucketSchedule, Window
 from simpletuner.data.prefetch import THREADS, SampleReader
@@ -189,6 +191,15 @@ def report_left_out(found: Discovery, report: Report) -> None:
     if found.broken:
         named = format_names([f"{name}: {reason}" for name, reason in sorted(found.broken.items())])
         report.warn(f"{count_noun(len(found.broken), 'broken image')} left out:{named}")
+
+
+def samples_by_size(plan: Plan) -> Counter[Size]:
+    """Count the samples of an epoch by their size in px."""
+    counts: Counter[Size] = Counter()
+    for name, bucket in plan.buckets.items():
+        width, height = map(int, name.split("x"))
+        counts[width, height] += len(bucket)
+    return counts
 
 
 def describe_buckets(plan: Plan) -> str:

@@ -43,6 +43,7 @@ from simpletuner.training.metrics import Metrics, open_metrics
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.output_dir import export, exported_steps, open_output_dir, pipelines_of
 from simpletuner.training.profiling import open_profiler
+from simpletuner.training.recomputation_choice import with_recomputation_chosen
 from simpletuner.training.resuming import (
     base_fingerprints,
     check_fits,
@@ -141,11 +142,12 @@ def fine_tune_on(
     session.world.activity.begin("loading weights", watched=False)
     steps = resume_point(session.settings, prepared.plan, checkpoint)[0].max_steps
     compiling, compiled = with_compiler_chosen(session, family, prepared.plan, steps)
-    with closing(open_engine(compiling, family, checkpoint)) as engine:
+    chosen, counted = with_recomputation_chosen(compiling, family, prepared.plan)
+    with closing(open_engine(chosen, family, checkpoint)) as engine:
         state = open_state(session, family, engine, prepared, checkpoint)
         state.base_checksums = wait_for_base_checksums()
         set_later_aside(session, state.step)
-        print_plan(compiling, family, state, prepared.plan, compiled)
+        print_plan(chosen, family, state, prepared.plan, compiled, counted)
         record_settings(session, state.step)
         with open_metrics(session.settings, state.step, session.world) as metrics, compiler_explained():
             build_trainer(session, family, prepared, state, metrics).train()

@@ -124,7 +124,8 @@ def values_of_setting(name: str, family: str) -> list[Completion]:
         return [Completion(*item) for item in (published | {TINY: "small, with random weights"}).items()]
     # A setting of free text may still have well-known values: those that its synonyms stand for.
     field = setting_fields()[name]
-    accepted = (True, False) if field.annotation is bool else choices_of(field.annotation)
+    accepted = (True, False, "auto") if field.annotation == bool | None else choices_of(field.annotation)
+    accepted = (True, False) if field.annotation is bool else accepted
     accepted = accepted or tuple(dict.fromkeys(SYNONYMS.get(name, {}).values()))
     words = {value: str(value).lower() if isinstance(value, bool) else str(value) for value in accepted}
     return [Completion(word, "default" if value == field.default else "") for value, word in words.items()]

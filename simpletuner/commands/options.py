@@ -19,7 +19,7 @@ from simpletuner.settings.loading import canonical_name
 from simpletuner.settings.original import TABLE
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
 from simpletuner.settings.sources import ACCELERATE_CONFIG
-from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, normalize_name
+from simpletuner.settings.spelling import SWITCH_WORDS, SWITCHES, choices_of, normalize_name
 
 UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """For Typer: unknown flags go on to the settings layer, which suggests the nearest setting."""
@@ -139,10 +139,8 @@ def refuse_duplicates(arguments: Sequence[str]) -> None:
             continue
         if not equals:
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
-            is_bool = name in setting_fields() and setting_fields()[name].annotation is bool
-            value = (
-                "true" if is_bool and normalize_name(following) not in WORDS_FOR_TRUE + WORDS_FOR_FALSE else following
-            )
+            is_bool = name in setting_fields() and setting_fields()[name].annotation in SWITCHES
+            value = "true" if is_bool and normalize_name(following) not in SWITCH_WORDS else following
         if given.setdefault(name, value) != value:
             raise SettingsError(f"--{name} is given twice: {given[name]} and {value}", "keep one of them")
 
@@ -156,7 +154,7 @@ def normalize_argument(arguments: Sequence[str], index: int) -> list[str]:
     name = canonical_name(key)
     if name is None:
         return [argument]
-    if equals or setting_fields()[name].annotation is not bool:
+    if equals or setting_fields()[name].annotation not in SWITCHES:
         return [f"--{name}{equals}{value}"]
     following = normalize_name(arguments[index + 1]) if index + 1 < len(arguments) else ""
-    return [f"--{name}"] if following in WORDS_FOR_TRUE + WORDS_FOR_FALSE else [f"--{name}=true"]
+    return [f"--{name}"] if following in SWITCH_WORDS else [f"--{name}=true"]

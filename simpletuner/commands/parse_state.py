@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from simpletuner.settings.loading import canonical_name
 from simpletuner.settings.sections import setting_fields
-from simpletuner.settings.spelling import WORDS_FOR_FALSE, WORDS_FOR_TRUE, normalize_name
+from simpletuner.settings.spelling import SWITCH_WORDS, SWITCHES, normalize_name
 
 
 @dataclass
@@ -64,12 +64,12 @@ class ParseState:
 
 def is_switch(option: TyperOption) -> bool:
     """Whether a setting's flag may come without a value."""
-    return option.name in setting_fields() and setting_fields()[option.name].annotation is bool
+    return option.name in setting_fields() and setting_fields()[option.name].annotation in SWITCHES
 
 
 def may_follow(option: TyperOption, word: str) -> bool:
     """Whether a word is the value of the option before it."""
-    return not is_switch(option) or normalize_name(word) in WORDS_FOR_TRUE + WORDS_FOR_FALSE
+    return not is_switch(option) or normalize_name(word) in SWITCH_WORDS
 
 
 def takes_value(option: TyperOption) -> bool:

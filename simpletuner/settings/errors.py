@@ -94,6 +94,8 @@ def shorten(value: Any) -> str:
 
 def allowed(field: FieldInfo) -> str:
     """Say what a setting accepts: its choices, or its type and bounds."""
+    if field.annotation == bool | None:
+        return "true, false or auto"
     optional = ", or none" if type(None) in get_args(field.annotation) else ""
     if choices := choices_of(field.annotation):
         return f"one of {', '.join(map(str, choices))}{optional}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.settings.loading import NO_ORIGIN, Loaded, settings_as_json
-from simpletuner.settings.sections import SECTION_OF, Settings
+from simpletuner.settings.sections import SECTION_OF, Settings, setting_fields
 from simpletuner.settings.sources import Origin
 from simpletuner.settings.spelling import as_text, normalize_name
 
@@ -24,7 +24,8 @@ class ExplainedSetting:
 
     def cells(self) -> tuple[str, str, str, str]:
         """The row of a table."""
-        return self.name, as_text(self.value), self.origin, self.because
+        is_auto = self.value is None and setting_fields()[self.name].annotation == bool | None
+        return self.name, "auto" if is_auto else as_text(self.value), self.origin, self.because
 
     def as_json(self) -> dict[str, Any]:
         return {"value": self.value, "default": self.default, "from": self.origin, "because": self.because}

@@ -30,6 +30,8 @@ def extra_of(field: FieldInfo, name: Literal["unit", "aliases"]) -> Any:
 
 def shown_default(field: FieldInfo) -> str:
     """Format a default for people; empty where there is none."""
+    if field.annotation == bool | None and field.default is None:
+        return "auto"
     value = str(field.default).lower() if isinstance(field.default, bool) else field.default
     return "" if value in (None, "", []) else str(value)
 
@@ -52,6 +54,8 @@ def bounds_of(field: FieldInfo, words: Mapping[str, str]) -> list[str]:
 
 
 def type_name(annotation: Any) -> str:
+    if annotation == bool | None:
+        return "true|false|auto"
     names = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", list: "TEXT", dict: "JSON"}
     return names[kind_of(annotation)]
 

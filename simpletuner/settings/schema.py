@@ -42,7 +42,7 @@ def json_schema(families: Iterable[str]) -> dict[str, Any]:
 
 
 def property_of(described: dict[str, Any]) -> dict[str, Any]:
-    """Convert pydantic's description of a setting; lists and JSON may also be written as text."""
+    """Convert pydantic's description of a setting; lists and JSON may be text, too, and some switches `auto`."""
     kept = {key: value for key, value in described.items() if key not in ("unit", "aliases", "title")}
     unit = described["unit"]
     text = {"type": "string"}
@@ -50,6 +50,8 @@ def property_of(described: dict[str, Any]) -> dict[str, Any]:
         kept["anyOf"] = [{key: kept.pop(key) for key in ("type", "items")}, text]
     elif any(option.get("type") == "object" for option in described.get("anyOf", ())):
         kept["anyOf"] = [*kept["anyOf"], text]
+    elif described.get("anyOf") == [{"type": "boolean"}, {"type": "null"}]:
+        kept["anyOf"] = [*kept["anyOf"], {"const": "auto"}]
     if unit:
         kept |= {"x-unit": unit, "description": f"{described['description']} [{unit}]"}
     return kept

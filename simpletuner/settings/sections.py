@@ -116,7 +116,7 @@ class Training(Section):
     mixed_precision: Literal["no", "bf16"] = knob("bf16", "Compute in bf16 over float32 master weights, or in float32.")
     float8: bool = knob(False, "Compute the blocks' linear layers in float8 (torchao) on NVIDIA GPUs from Ada and Hopper on; weights keep their precision.")
     allow_tf32: bool = knob(False, "Compute float32 products and convolutions in TF32 on NVIDIA GPUs: faster, with 10 bits of mantissa.")
-    gradient_checkpointing: bool = knob(True, "Keep only the inputs of blocks for the backward pass, and recompute the rest there, to save memory.")
+    gradient_checkpointing: bool | None = knob(True, "Keep only the inputs of blocks for the backward pass, and recompute the rest there, to save memory; auto: as little as fits, counted before training.")  # fmt: skip
     activation_memory_budget: float | None = knob(None, "What compiled blocks keep for the backward pass, from 0 (as little as they can) to 1 (all that they need), in place of gradient_checkpointing; empty: that decides.", ge=0, le=1)
     offload_activations: bool = knob(False, "Keep what the backward pass needs of the forward pass in the machine's memory.")
     fuse_qkv_projections: bool = knob(False, "Compute the query, key and value projections of an attention as one product; weights and checkpoints stay as published.")
@@ -167,7 +167,7 @@ class Parallel(Section):
     fsdp_version: Literal[1, 2] = knob(2, "FSDP version; 1 is deprecated and runs as 2.")
     fsdp_reshard_after_forward: bool = knob(True, "Free a block's gathered weights between forward and backward.")
     dp_replicate_size: int = knob(1, "Copies of the model, each sharded over neighbouring ranks (hybrid sharding): with one per machine, weights are only gathered within machines.", ge=1)  # fmt: skip
-    fsdp_sync_each_batch: bool | None = knob(None, "Reduce gradients after each accumulated micro-batch, which keeps shards of them instead of whole ones; empty: for models above 2 billion parameters.")  # fmt: skip
+    fsdp_sync_each_batch: bool | None = knob(None, "Reduce gradients after each accumulated micro-batch, which keeps shards of them instead of whole ones; auto: for models above 2 billion parameters.")  # fmt: skip
     fsdp_offload_params: bool = knob(False, "Keep shards of weights, gradients and optimizer state in the machine's memory, and update them there.")
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = knob("SHARDED_STATE_DICT", "Checkpoint as one file per rank, or as one ordinary set of safetensors.")  # fmt: skip
     fsdp_cpu_ram_efficient_loading: bool = knob(True, "Build on the meta device and let each rank read only its own slices.")
@@ -220,7 +220,7 @@ class Checkpoints(Section):
     """Checkpoints"""
 
     checkpoint_step_interval: int = knob(500, "Optimizer steps between checkpoints.", ge=1, aliases=("checkpointing_steps",))
-    async_checkpointing: bool | None = knob(None, "Write checkpoints while training goes on, from a copy in the machine's memory; empty: where the copies take at most half of what is available.")  # fmt: skip
+    async_checkpointing: bool | None = knob(None, "Write checkpoints while training goes on, from a copy in the machine's memory; auto: where the copies take at most half of what is available.")  # fmt: skip
     checkpoints_total_limit: int = knob(5, "Keep this many of the newest checkpoints.", ge=1)
     resume_from_checkpoint: Annotated[str, AfterValidator(in_home)] = knob("latest", "`latest`, a checkpoint folder, or `none`.")
     import_deepspeed_checkpoint: Path | None = knob(None, "A folder with DeepSpeed's own checkpoint to start from, where this run has none; needs allow_pickle.")  # fmt: skip

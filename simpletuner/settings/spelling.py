@@ -14,6 +14,10 @@ WORDS_FOR_NOTHING = ("none", "null", "")
 """What empties a setting that may be empty, so that a flag can undo what a file says."""
 
 TEXTS = (str, str | None)
+SWITCH_WORDS = (*WORDS_FOR_TRUE, *WORDS_FOR_FALSE, "auto")
+
+SWITCHES = (bool, bool | None)
+"""Types of settings that are set by a flag without a value; those that may be empty are decided by the run then."""
 
 SYNONYMS: dict[str, dict[str, str]] = {
     "fsdp_version": {"v1": "1", "1.0": "1", "v2": "2", "2.0": "2", "fsdp1": "1", "fsdp2": "2"},
@@ -57,7 +61,9 @@ def normalize_name(value: object) -> str:
 def normalize_value(name: str, field: FieldInfo, value: Any) -> Any:
     """Return `value` in its canonical spelling where it is understood; else unchanged, for validation to refuse."""
     word = SYNONYMS.get(name, {}).get(normalize_name(value), value)
-    if field.annotation is bool:
+    if field.annotation == bool | None and normalize_name(value) == "auto":
+        return None
+    if field.annotation in SWITCHES and normalize_name(value) not in WORDS_FOR_NOTHING:
         return (
             True
             if normalize_name(word) in WORDS_FOR_TRUE

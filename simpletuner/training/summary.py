@@ -21,7 +21,9 @@ from simpletuner.training.metrics import CURVE, METRICS, read_metrics
 from simpletuner.training.state import TrainingState
 
 
-def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan: Plan, compiled: str) -> None:
+def print_plan(
+    session: Session, family: ModelFamily, state: TrainingState, plan: Plan, compiled: str, counted: str
+) -> None:
     """Print what is about to run."""
     settings, world = session.settings, session.world
     parallel, training = settings.parallel, settings.training
@@ -36,7 +38,7 @@ def print_plan(session: Session, family: ModelFamily, state: TrainingState, plan
         ("device", describe_device(world.device)),
         *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),
         *([("compiled", compiled)] if compiled else []),
-        ("activations", describe_activations(settings)),
+        ("activations", describe_activations(settings) + f"; {counted}" * bool(counted)),
         ("images", describe_buckets(plan)),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x {ranks} x accumulation)"),
         ("steps", f"{state.step} to {state.schedule.max_steps}"),

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from simpletuner.commands.options import normalize_argv
 from simpletuner.settings import load, settings_as_json
 from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import SYNONYMS, WORDS_FOR_FALSE, WORDS_FOR_TRUE, choices_of, normalize_value
@@ -116,3 +117,13 @@ def test_a_synonym_never_hides_a_choice():
     for name, table in SYNONYMS.items():
         for choice in CHOICES.get(name, ()):
             assert table.get(str(choice).lower(), str(choice)) == str(choice), (name, choice)
+
+
+def test_switches_that_a_run_may_decide_take_auto_and_need_no_value():
+    switches = [name for name, field in setting_fields().items() if field.annotation == bool | None]
+    assert "gradient_checkpointing" in switches
+    for name in switches:
+        meant = {"auto": None, "AUTO": None, "none": None, "on": True, "No": False}
+        assert {word: normalize_value(name, setting_fields()[name], word) for word in meant} == meant
+        assert normalize_argv([f"--{name}"]) == [f"--{name}=true"]
+        assert normalize_argv([f"--{name}", "auto"]) == [f"--{name}", "auto"]

@@ -11,9 +11,9 @@ from engines import session_of, settings_of, write
 
 from simpletuner.parallel.memory import estimate_torch, gradient_bytes
 from simpletuner.parallel.world import joined_world
-from simpletuner.tools.plan.estimate import memory_inputs
-from simpletuner.tools.plan.workload import Workload
 from simpletuner.training.engines import open_engine
+from simpletuner.training.memory_estimate import memory_inputs
+from simpletuner.training.workload import Workload
 
 
 def living() -> int:
@@ -42,7 +42,7 @@ def held_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
                 engine.set_learning_rate(1e-3)
                 engine.step(2.0)
             workload = Workload(family, (64, 64))
-            inputs = memory_inputs(settings, workload, *workload.trained_parameters)
+            inputs = memory_inputs(settings, workload)
             estimate = estimate_torch(settings, inputs)
             held = sum(row.gpu + row.host for row in estimate.rows if row.name != "gathered")
             gradients = gradient_bytes(settings, inputs, True)

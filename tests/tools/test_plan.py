@@ -24,8 +24,9 @@ from simpletuner.parallel.module_stats import count_parameters
 from simpletuner.report import Report
 from simpletuner.settings import load
 from simpletuner.tools.plan.estimate import Budget, RunPlan
+from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.search import propose
-from simpletuner.tools.plan.workload import Workload, opened_family
+from simpletuner.training.workload import Workload
 
 SIX = ("sdxl", "flux", "sd3", "lumina2", "qwen_image", "sana")
 SIZE = (64, 64)

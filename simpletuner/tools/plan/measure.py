@@ -23,9 +23,9 @@ from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings import Settings
-from simpletuner.tools.plan.workload import Workload
 from simpletuner.training.engines import build_engine
 from simpletuner.training.optimizers import make_optimizer
+from simpletuner.training.workload import Workload
 
 WARM_UP, STEPS = 2, 10
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,11 @@ from simpletuner.parallel.devices import Device
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.tools.plan.estimate import Budget, RunPlan, estimate_run
+from simpletuner.tools.plan.inputs import count_sizes, opened_family
 from simpletuner.tools.plan.measure import measure_step
 from simpletuner.tools.plan.search import Proposal, propose
-from simpletuner.tools.plan.workload import Workload, count_sizes, opened_family
+from simpletuner.training.recomputation_choice import choose_recomputation, with_training
+from simpletuner.training.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Planner:
                 return estimate_run(loaded.settings, workload, sizes, self.device, flops)
 
             if not auto:
-                proposal = Proposal(estimate(self.loaded), sizes.largest)
+                proposal = Proposal(estimate(self.with_recomputation(workload)), sizes.largest)
             else:
                 plan, changed, reasons = propose(self.loaded, self.with_settings, estimate, self.budget)
                 proposal = Proposal(plan, sizes.largest, changed, reasons)
@@ -49,6 +52,17 @@ class Planner:
                 seconds = measure_step(proposal.plan.settings, workload) * sizes.mean_area
                 proposal = replace(proposal, plan=replace(proposal.plan, step_seconds=seconds, parts=None))
         return proposal
+
+    def with_recomputation(self, workload: Workload) -> Loaded:
+        """Return the settings with what a run would choose for `gradient_checkpointing=auto`."""
+        settings = self.loaded.settings
+        if settings.training.gradient_checkpointing is not None:
+            return self.loaded
+        launch, limit = settings.launch, self.budget.gpu_bytes
+        if launch.use_cpu and (limit := self.budget.host_bytes) is not None:
+            limit = limit * launch.num_machines // launch.num_processes
+        values, _ = choose_recomputation(settings, workload, math.inf if limit is None else limit)
+        return replace(self.loaded, settings=with_training(settings, values))
 
     def with_settings(self, values: Mapping[str, Any]) -> Loaded:
         return load({**self.flags, **values}, self.config, complete=False)

@@ -37,6 +37,8 @@ class Proposal:
 def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
     """Yield values of all settings that nobody has set, the simplest first; the effective batch stays as it is."""
     free = {name: values for name, values in CHOICES.items() if name not in loaded.origins}
+    if loaded.settings.training.gradient_checkpointing is None:
+        free["gradient_checkpointing"] = CHOICES["gradient_checkpointing"]
     if loaded.settings.parallel.zero_stage is not None or loaded.settings.model.model_type == "lora":
         free = {name: free[name] for name in ("gradient_checkpointing", "offload_activations") if name in free}
     training = loaded.settings.training
