@@ -28,7 +28,8 @@ class Throughput:
     device: torch.device
     report: Report
     is_counted: bool = True
-    """False for a family that cannot be counted."""
+    """False for a family that cannot be counted, and on a CPU whose peak nobody has given: counting takes longer than
+    the steps of a small model."""
 
     def count(self, batch: StepBatch) -> float | None:
         """Return this device's share of the FLOPs of a step; None where they cannot be counted.
@@ -78,4 +79,5 @@ def open_throughput(session: Session, family: ModelFamily) -> Throughput | None:
     peak = session.settings.logging.device_peak_tflops or known
     if session.settings.training.float8:
         peak = None  # of a dense bf16 device, which float8 would seem to exceed
-    return Throughput(FlopCounter(family), peak, session.mesh.cp, device, session.report)
+    is_counted = device.type == "cuda" or peak is not None
+    return Throughput(FlopCounter(family), peak, session.mesh.cp, device, session.report, is_counted)

@@ -10,8 +10,11 @@ from __future__ import annotations
 import gc
 import os
 import warnings
+from contextlib import suppress
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TORCH_WARM_POOL"] = "0"  # inductor would start a process at its import
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 warnings.filterwarnings("ignore")
 
 import diffusers
@@ -32,6 +35,11 @@ import simpletuner.app
 import simpletuner.models.families.flux
 import simpletuner.models.families.sdxl
 import simpletuner.worker
+
+with suppress(ImportError):
+    import deepspeed.runtime.zero.muon.muon_optimizer  # 1 CPU second, since it compiles a function
+
+    import simpletuner.deepspeed.engine
 
 for lazy in ("StableDiffusionXLPipeline", "FluxPipeline", "UNet2DConditionModel", "FluxTransformer2DModel"):
     getattr(diffusers, lazy)
