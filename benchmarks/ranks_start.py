@@ -15,8 +15,8 @@ import psutil
 from interleaved import print_table, seconds_in_turns
 
 ROUNDS = 3
-IMPORTS = "import simpletuner.worker, diffusers.loaders, transformers"
-WAITS = "print(os.getpid(), flush=True); sys.stdin.read()"
+IMPORTS = "import gc; gc.disable(); import simpletuner.worker, diffusers.loaders, transformers"
+WAITS = 'os.write(1, b"%d\\n" % os.getpid()); sys.stdin.read()'  # one write, since ranks share the pipe
 FORKS = f"""
 import os, sys
 {IMPORTS}
