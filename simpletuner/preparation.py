@@ -33,6 +33,10 @@ from simpletuner.parallel.shared_scan import scan_datasets
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
+from simpletuner.system.files import replace_file
+
+UNCAPTIONED = "uncaptioned.txt"
+"""The list of images without a caption in output_dir."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class Prepared:
 def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path | None = None) -> Plan:
     """Collective: find the images, compare them with those of the other ranks, and group them.
 
-    `scans_folder` is where scans are kept, by default below output_dir.
+    `scans_folder` is where scans are kept: for a run below output_dir, which also gets the list of images without a
+    caption.
 
     Raises DataError or SettingsError before anything expensive happens.
     """
@@ -77,10 +82,30 @@ def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path 
     folder, rescan = scans_folder or default_folder(settings, "scan"), settings.data.rescan
     scans = scan_datasets(datasets, outputs, folder, session.world, session.report, session.stop.check, rescan)
     found = discover(scans, alignment_px, settings.training.seed, version)
+    if scans_folder is None:
+        list_uncaptioned(found, session)
+    found.check()
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, alignment_px):
         session.report.warn(warning)
     return share_memory(make_plan(settings, datasets, texts, found.samples, version), session, "plan")
+
+
+def list_uncaptioned(found: Discovery, session: Session) -> None:
+    """Write the addresses of all images without a caption into output_dir. Collective, if there are some."""
+    path = session.settings.training.output_dir / UNCAPTIONED
+    addresses = [scan.storage.describe(name) for scan in found.scans for name in found.uncaptioned[scan.dataset.id]]
+
+    def write() -> str:
+        content = "".join(f"{address}\n" for address in addresses)
+        replace_file(path, content.encode("utf-8", "surrogateescape"))
+        return str(path)
+
+    if addresses:  # all ranks wait for the file: what follows may end the run
+        session.world.from_first("uncaptioned", write, session.stop.check)
+        session.report.say(f"{count_noun(len(addresses), 'image')} without a caption: {path} lists them")
+    elif session.world.is_first:
+        path.unlink(missing_ok=True)
 
 
 def make_plan(
@@ -184,6 +209,8 @@ def report_left_out(found: Discovery, report: Report) -> None:
         report.say(f"{address} is left out of the images: this run writes there")
     if found.unwanted:
         report.say(f"{count_noun(found.unwanted, 'image')} outside the limits of size or aspect left out")
+    if found.skipped:
+        report.say(f"{count_noun(found.skipped, 'image')} without a caption left out")
     if found.surplus:
         report.say(f"{count_noun(found.surplus, 'image')} left out by max_num_samples")
     if found.broken:

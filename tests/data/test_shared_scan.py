@@ -126,6 +126,15 @@ def test_captions_are_read_once_they_are_asked_for(images):
     assert_as_fresh(found)
 
 
+def test_captions_are_read_again_in_another_encoding(images):
+    (images / "3.txt").write_bytes("ein Bär".encode("latin-1"))
+    found, _ = scan(images)
+    assert found.table["caption_problem"][3].as_py().startswith("is not UTF-8")
+    found, opened = scan(images, caption_encoding="latin-1")
+    assert len(opened) == 9 and found.table["captions"][3].as_py() == ["ein Bär"]
+    assert_as_fresh(found)
+
+
 def test_a_damaged_result_is_not_believed(images):
     scan(images)
     (kept,) = (images.parent / "scans" / "d").iterdir()
