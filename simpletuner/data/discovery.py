@@ -18,6 +18,7 @@ from simpletuner.data.captions import caption_file
 from simpletuner.data.dataset_kinds import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.file_list import OtherFiles
 from simpletuner.data.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
+from simpletuner.data.image_formats import READ
 from simpletuner.data.name_hashes import choose_by_name, hash_names
 from simpletuner.data.samples import DatasetSamples, Samples, Sizes
 from simpletuner.data.scan import NO_ROW, Scan
@@ -191,7 +192,7 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
     return DataError(
         f"dataset `{scan.dataset.id}`: no usable image in {scan.storage.describe()}"
         + (f" ({left_out})" if left_out else ""),
-        f"JPEG, PNG and WebP are read, with all subfolders{such}",
+        f"{READ} are read, with all subfolders{such}",
     )
 
 

@@ -23,6 +23,7 @@ from urllib.parse import quote
 import xxhash
 
 from simpletuner.data.dataset_kinds import LocalImages, UrlImages
+from simpletuner.data.image_formats import BY_PILLOW, BY_PLUGIN, suffix_of_content
 from simpletuner.data.images import DECODE_ERRORS, read_header
 from simpletuner.data.storage import LocalStorage
 from simpletuner.data.table_files import TableFile
@@ -38,7 +39,7 @@ WAIT_SECONDS = 0.5
 TIMEOUT_SECONDS = 30
 PASSING = frozenset({408, 425, 429})
 """HTTP statuses below 500 that may be others next time."""
-SUFFIXES = {b"\xff\xd8": ".jpg", b"\x89P": ".png", b"RI": ".webp"}
+SUFFIXES = BY_PILLOW | BY_PLUGIN
 INDEX = "images.jsonl"
 SAFE = ":/?#[]@!$&'()*+,;=%~"
 KEYS = {"path": "csv_file", "filename_column": "csv_url_column", "caption_column": "csv_caption_column"}
@@ -92,7 +93,7 @@ def download(dataset: UrlImages, stop: Callable[[], None], show: Callable[[int],
     """
     folder, captions, found = dataset.csv_cache_dir, read_urls(dataset), Downloads()
     folder.mkdir(parents=True, exist_ok=True)
-    names = {path.stem: path.name for path in folder.iterdir() if path.suffix in SUFFIXES.values()}
+    names = {path.stem: path.name for path in folder.iterdir() if path.suffix in SUFFIXES}
     missing = [url for url in captions if name_of(url) not in names]
     for url, result in run_bounded(lambda url: fetch(url, folder), missing, stop, show):
         if isinstance(result, str):
@@ -193,10 +194,10 @@ def read_body(url: str) -> bytes:
 
 def checked_suffix(content: bytes) -> str:
     """Return the suffix of an image that is read. Raises LostImageError for any other content."""
-    suffix = SUFFIXES.get(content[:2])
+    suffix = suffix_of_content(content)
     try:
         if not suffix:
-            raise LostImageError("is no JPEG, PNG or WebP")
+            raise LostImageError("is no image in a format that is read")
         read_header(io.BytesIO(content))
     except DECODE_ERRORS as error:
         raise LostImageError(str(error)) from None

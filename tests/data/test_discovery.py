@@ -270,12 +270,12 @@ def test_of_many_pictures_without_captions_twenty_are_named(tmp_path):
 
 
 def test_a_folder_of_nothing_but_other_formats_says_which(tmp_path):
-    for name in ("a.heic", "b.HEIC", "c.avif"):
+    for name in ("a.psd", "b.PSD", "c.jxl"):
         (tmp_path / name).touch()
     with pytest.raises(DataError) as caught:
         found_in(tmp_path)
     assert caught.value.message.endswith("(3 not read)")
-    assert caught.value.hint.endswith("; .heic is not")
+    assert caught.value.hint.endswith("; .psd is not")
 
 
 def test_a_folder_of_nothing_usable_says_how_many_are_left_out(tmp_path):

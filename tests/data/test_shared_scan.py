@@ -83,11 +83,11 @@ def test_what_was_added_changed_and_removed_is_noticed_and_nothing_else_is_read(
     (images / "7.txt").write_text("another caption")
     (images / "8.txt").unlink()
     shutil.copy(images / "0.png", images / "00.png")
-    (images / "x.gif").touch()
+    (images / "x.psd").touch()
     found, opened = scan(images)
     assert sorted(opened) == ["00.png", "5.png", "7.png", "8.png"]
     assert_as_fresh(found)
-    assert found.others.not_read == {".gif": 1}
+    assert found.others.not_read == {".psd": 1}
 
 
 def test_what_was_only_removed_is_noticed_without_reading_anything(images):
