@@ -25,6 +25,7 @@ from simpletuner.data.held_out import held_out_indices
 from simpletuner.data.participation import NO_LIMIT, BucketSchedule, Window
 from simpletuner.data.prefetch import THREADS, SampleReader
 from simpletuner.data.samples import Samples
+from simpletuner.data.scan import Scan
 from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.shared_arrays import share_arrays
@@ -65,6 +66,31 @@ class Prepared:
     prompts: TextSource
 
 
+@dataclass(frozen=True)
+class ScannedData:
+    """What the files of all datasets say of themselves."""
+
+    datasets: list[ImageDataset]
+    texts: list[TextEmbeds]
+    scans: list[Scan]
+
+
+def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData:
+    """Collective: find the images and compare them with those of the other ranks.
+
+    `scans_folder` is where scans are kept, by default below output_dir. Raises DataError or SettingsError.
+    """
+    settings = session.settings
+    datasets, texts = load_datasets(settings.data, settings.model.model_type)
+    datasets = download_datasets(datasets, session.world, session.report, session.stop.check)
+    text_folders = [text_folder(each, settings) for each in texts]
+    latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
+    outputs = [settings.training.output_dir, *text_folders, *latents_folders]
+    folder, rescan = scans_folder or default_folder(settings, "scan"), settings.data.rescan
+    scans = scan_datasets(datasets, outputs, folder, session.world, session.report, session.stop.check, rescan)
+    return ScannedData(datasets, texts, scans)
+
+
 def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path | None = None) -> Plan:
     """Collective: find the images, compare them with those of the other ranks, and group them.
 
@@ -73,22 +99,16 @@ def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path 
 
     Raises DataError or SettingsError before anything expensive happens.
     """
-    settings = session.settings
-    datasets, texts = load_datasets(settings.data, settings.model.model_type)
-    datasets = download_datasets(datasets, session.world, session.report, session.stop.check)
-    alignment_px, text_folders = settings.data.aspect_bucket_alignment, [text_folder(each, settings) for each in texts]
-    latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
-    outputs = [settings.training.output_dir, *text_folders, *latents_folders]
-    folder, rescan = scans_folder or default_folder(settings, "scan"), settings.data.rescan
-    scans = scan_datasets(datasets, outputs, folder, session.world, session.report, session.stop.check, rescan)
-    found = discover(scans, alignment_px, settings.training.seed, version)
+    settings, data = session.settings, scan_data(session, scans_folder)
+    alignment_px = settings.data.aspect_bucket_alignment
+    found = discover(data.scans, alignment_px, settings.training.seed, version)
     if scans_folder is None:
         list_uncaptioned(found, session)
     found.check()
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, alignment_px):
         session.report.warn(warning)
-    return share_memory(make_plan(settings, datasets, texts, found.samples, version), session, "plan")
+    return share_memory(make_plan(settings, data.datasets, data.texts, found.samples, version), session, "plan")
 
 
 def list_uncaptioned(found: Discovery, session: Session) -> None:
