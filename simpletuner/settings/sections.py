@@ -37,7 +37,7 @@ def in_home(name: str) -> str:
 def encoding_name(name: str) -> str:
     """Return Python's name of a text encoding. Raises ValueError for what is none."""
     try:
-        b"a".decode(name or "utf-8")
+        "a".encode(name or "utf-8")
     except (LookupError, ValueError):
         raise ValueError("is no encoding that Python knows; use one such as windows-1252, shift_jis or utf-16-le") from None
     return codecs.lookup(name).name if name else ""

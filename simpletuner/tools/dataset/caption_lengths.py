@@ -46,9 +46,10 @@ def token_limits(settings: Settings) -> list[TokenLimit]:
             cls = component_class(family.index, name, folder)
             tokenizer = cls.from_pretrained(folder / name)
             # CLIP has as many positions, whatever `tokenizer_max_length` says of the other encoder.
-            is_clip = cls.__name__.startswith("CLIP") or family.max_length is None
-            tokens = tokenizer.model_max_length if is_clip else family.max_length
-            limits.setdefault((cls.__name__, tokens), TokenLimit(tokenizer, cls.__name__, tokens))
+            is_clip, longest = cls.__name__.startswith("CLIP"), family.max_length
+            tokens = int(tokenizer.model_max_length if is_clip or longest is None else longest)
+            kind = cls.__name__.removesuffix("Fast").removesuffix("Tokenizer")
+            limits.setdefault((kind, tokens), TokenLimit(tokenizer, kind, tokens))
     return list(limits.values())
 
 

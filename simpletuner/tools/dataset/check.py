@@ -72,7 +72,8 @@ class CheckResult:
 
     datasets: list[CheckedDataset] = field(default_factory=list)
     errors: list[SimpleTunerError] = field(default_factory=list)
-    not_checked: list[str] = field(default_factory=list)
+    not_checked: dict[str, str] = field(default_factory=dict)
+    """By topic."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -89,7 +90,11 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
     limits = token_limits(settings)
     if not limits:
         what = "its model is not here" if settings.model.model_family else "no model_family is given"
-        result.not_checked.append(f"captions are not counted in tokens: {what}")
+        result.not_checked["captions"] = f"not counted in tokens: {what}"
+    if not options.decode:
+        result.not_checked |= dict.fromkeys(
+            ("images", "repeats"), "not decoded: damaged ones and duplicates stay unknown"
+        )
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory(prefix="simpletuner-") as folder:
         session = Session(loaded, Mesh(world), report, StopRequest())
         data = scan_data(session, copy_of_scans(settings, Path(folder) / "scan"))
@@ -159,7 +164,7 @@ def check_contents(samples: DatasetSamples, world: World, report: Report) -> Ite
     yield from finding("images", "damaged", "{} that cannot be decoded: left out", damaged)
     for kind, groups, sentence in (
         ("exact duplicates", exact_duplicates(contents.images), "{} with the same bytes as another"),
-        ("near duplicates", near_duplicates(contents.images), "{} that look like another"),
+        ("near duplicates", near_duplicates(contents.images), "{} looking like another"),
     ):
         again = {samples[group[0]].name: [samples[index].name for index in group[1:]] for group in groups}
         if again:

@@ -58,7 +58,7 @@ def picture_of(sample: Sample) -> Image.Image | str:
     """Return an image in the size of a cell, its crop as training takes it framed; or why it cannot be decoded."""
     g = sample.geometry
     scale = CELL_PX / max(g.resized)
-    size = tuple(max(1, round(side * scale)) for side in g.resized)
+    size = max(1, round(g.resized[0] * scale)), max(1, round(g.resized[1] * scale))
     try:
         with sample.open() as file:
             whole = read_rgb(file, size, g.original).resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)

@@ -144,10 +144,10 @@ def findings_on_captions(found: Discovery) -> Iterator[Finding]:
     (scan,), dataset = found.scans, found.scans[0].dataset
     missing, empty = split_uncaptioned(dataset, scan.table, found.uncaptioned[dataset.id])
     end = not dataset.skip_uncaptioned
-    fate = "--skip_uncaptioned leaves them out" if end else "left out"
+    fate = "; --skip_uncaptioned leaves such images out" if end else ": left out"
     where = {"textfile": "a caption file", "filename": "words in their name"}.get(dataset.caption_strategy, "a caption")
-    yield from finding("captions", "missing", f"{{}} without {where}: {fate}", dict.fromkeys(missing, ""), end)
-    yield from finding("captions", "empty", f"{{}} with an empty caption file: {fate}", dict.fromkeys(empty, ""), end)
+    yield from finding("captions", "missing", f"{{}} without {where}{fate}", dict.fromkeys(missing, ""), end)
+    yield from finding("captions", "empty", f"{{}} with an empty caption file{fate}", dict.fromkeys(empty, ""), end)
     unreadable = found.unreadable_captions[dataset.id]
     sentence = "{} that cannot be read as text: --caption_encoding names their encoding"
     yield from finding("captions", "encoding", sentence, unreadable, True, "caption file")
