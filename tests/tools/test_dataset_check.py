@@ -34,10 +34,10 @@ SMALL = {"resolution": "64", "aspect_bucket_alignment": "16", "train_batch_size"
 
 
 def add(folder: Path, name: str, size: tuple[int, int], caption: bytes | None = b"a red circle", **options) -> Path:
-    """Write an image of noise, which no other one looks like."""
-    noise = np.random.default_rng(zlib.crc32(name.encode())).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+    """Write an image of coloured clouds, which no other one looks like."""
+    noise = np.random.default_rng(zlib.crc32(name.encode())).integers(0, 255, (5, 5, 3), dtype=np.uint8)
     path = folder / name
-    Image.fromarray(noise).resize(size, Image.Resampling.NEAREST).save(path, **options)
+    Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).save(path, **options)
     if caption is not None:
         path.with_suffix(".txt").write_bytes(caption)
     return path

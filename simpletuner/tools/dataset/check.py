@@ -33,7 +33,7 @@ from simpletuner.tools.dataset.caption_lengths import TokenLimit, longest_in_tok
 from simpletuner.tools.dataset.contact_sheets import choose_images, write_sheets
 from simpletuner.tools.dataset.contents import read_contents
 from simpletuner.tools.dataset.duplicates import exact_duplicates, near_duplicates
-from simpletuner.tools.dataset.findings import Finding, finding, findings_of
+from simpletuner.tools.dataset.findings import DatasetFinding, finding, findings_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CheckedDataset:
     """One dataset: its buckets, what is worth a look, and its contact sheets by bucket."""
 
     summary: DatasetSummary
-    findings: list[Finding]
+    findings: list[DatasetFinding]
     sheets: dict[str, Path]
 
     def as_json(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def plan_buckets(
     return make_buckets(samples, held_out), held_out
 
 
-def check_lengths(samples: DatasetSamples, limits: Sequence[TokenLimit], report: Report) -> Iterator[Finding]:
+def check_lengths(samples: DatasetSamples, limits: Sequence[TokenLimit], report: Report) -> Iterator[DatasetFinding]:
     """Yield the images of which a text encoder does not read the whole caption."""
     for limit in limits:
         with report.progress(f"{samples.dataset.id}: counting tokens", len(samples)) as progress:
@@ -155,7 +155,7 @@ def longest_first(samples: DatasetSamples, lengths: np.ndarray, limit: int, unit
     return {samples[index].name: f"{lengths[index]:,} {unit}" for index in order}
 
 
-def check_contents(samples: DatasetSamples, world: World, report: Report) -> Iterator[Finding]:
+def check_contents(samples: DatasetSamples, world: World, report: Report) -> Iterator[DatasetFinding]:
     """Yield images that cannot be decoded or are there more than once."""
     with report.progress(f"{samples.dataset.id}: reading images", len(samples)) as progress:
         contents = read_contents(samples, decoding_threads(samples, world), progress.update)
@@ -171,7 +171,7 @@ def check_contents(samples: DatasetSamples, world: World, report: Report) -> Ite
             first, others = next(iter(again.items()))
             count = sum(map(len, again.values()))
             said = sentence.format(f"{count:,} image{'s' * (count != 1)}")
-            yield Finding("repeats", kind, count, f"{said} ({others[0]} and {first})", again)
+            yield DatasetFinding("repeats", kind, count, f"{said} ({others[0]} and {first})", again)
 
 
 def write_all_sheets(samples: DatasetSamples, folder: Path, world: World, report: Report) -> dict[str, Path]:

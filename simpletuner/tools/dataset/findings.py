@@ -27,7 +27,7 @@ MAX_SUFFIXES = 6
 
 
 @dataclass(frozen=True)
-class Finding:
+class DatasetFinding:
     """One kind of thing found in one dataset."""
 
     topic: str
@@ -51,7 +51,7 @@ class Finding:
         }
 
 
-def findings_of(found: Discovery) -> Iterator[Finding]:
+def findings_of(found: Discovery) -> Iterator[DatasetFinding]:
     """Yield what the scan of one dataset says, without decoding an image."""
     (scan,), (samples,) = found.scans, found.samples.parts
     yield from unread_files(found)
@@ -60,9 +60,9 @@ def findings_of(found: Discovery) -> Iterator[Finding]:
     yield from finding("images", "broken", "{} that cannot be read: left out", broken)
     if found.unwanted:
         sentence = f"{count_noun(found.unwanted, 'image')} outside the limits of size or aspect: left out"
-        yield Finding("images", "outside limits", found.unwanted, sentence)
+        yield DatasetFinding("images", "outside limits", found.unwanted, sentence)
     if found.surplus:
-        yield Finding(
+        yield DatasetFinding(
             "images", "surplus", found.surplus, f"{count_noun(found.surplus, 'image')} left out by max_num_samples"
         )
     animated = {name.removeprefix(prefix): "" for name in found.animated}
@@ -70,30 +70,30 @@ def findings_of(found: Discovery) -> Iterator[Finding]:
     yield from findings_on_sizes(samples)
     yield from findings_on_captions(found)
     for remark in scan.others.table_remarks:
-        yield Finding("captions", "table", 1, remark)
+        yield DatasetFinding("captions", "table", 1, remark)
 
 
-def unread_files(found: Discovery) -> Iterator[Finding]:
+def unread_files(found: Discovery) -> Iterator[DatasetFinding]:
     """Yield the files of other formats, by suffix."""
     if kinds := found.not_read.most_common():
         named = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:MAX_SUFFIXES])
         more = ", and others" if len(kinds) > MAX_SUFFIXES else ""
         sentence = f"{count_noun(found.not_read.total(), 'file')} not read: {named}{more}; what is read is {READ}"
-        yield Finding("files", "not read", found.not_read.total(), sentence, dict(kinds))
+        yield DatasetFinding("files", "not read", found.not_read.total(), sentence, dict(kinds))
 
 
 def finding(
     topic: str, kind: str, sentence: str, images: Mapping[str, Any], ends_run: bool = False, noun: str = "image"
-) -> Iterator[Finding]:
+) -> Iterator[DatasetFinding]:
     """Yield a finding about images, the first of which is the example; nothing if there are none."""
     if images:
         name, why = next(iter(images.items()))
         example = f"{name} {why}".strip()
         said = f"{sentence.format(count_noun(len(images), noun))} ({example})"
-        yield Finding(topic, kind, len(images), said, images, ends_run)
+        yield DatasetFinding(topic, kind, len(images), said, images, ends_run)
 
 
-def findings_on_sizes(samples: DatasetSamples) -> Iterator[Finding]:
+def findings_on_sizes(samples: DatasetSamples) -> Iterator[DatasetFinding]:
     """Yield images that are enlarged, tiny or extreme, the worst first."""
 
     def pixels(image: int) -> str:
@@ -128,7 +128,7 @@ def measured(
     sentence: str,
     excess: Callable[[Sizes], np.ndarray],
     describe: Callable[[int], str],
-) -> Iterator[Finding]:
+) -> Iterator[DatasetFinding]:
     """Yield the images whose size has an excess above 0."""
     if not len(samples):
         return
@@ -139,7 +139,7 @@ def measured(
     yield from finding("sizes", kind, sentence, worst)
 
 
-def findings_on_captions(found: Discovery) -> Iterator[Finding]:
+def findings_on_captions(found: Discovery) -> Iterator[DatasetFinding]:
     """Yield captions that are missing, empty or not text."""
     (scan,), dataset = found.scans, found.scans[0].dataset
     missing, empty = split_uncaptioned(dataset, scan.table, found.uncaptioned[dataset.id])
