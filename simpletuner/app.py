@@ -15,6 +15,7 @@ from simpletuner import __version__
 from simpletuner.commands.cache import build_cache
 from simpletuner.commands.completion import completion, print_completions
 from simpletuner.commands.config import build_config
+from simpletuner.commands.dataset import build_dataset
 from simpletuner.commands.deepspeed import build_deepspeed
 from simpletuner.commands.detect_blocks import SHOWN, detect_blocks
 from simpletuner.commands.models import models
@@ -55,6 +56,7 @@ def build_app() -> typer.Typer:
     app.command("plan", context_settings=UNKNOWN_FLAGS)(with_settings(plan))
     app.command("models")(models)
     app.add_typer(build_config(), name="config")
+    app.add_typer(build_dataset(), name="dataset")
     app.add_typer(build_deepspeed(), name="deepspeed")
     app.add_typer(build_cache(), name="cache")
     app.add_typer(build_nfs(), name="nfs")
@@ -93,6 +95,8 @@ def run(program: str, arguments: Sequence[str]) -> None:
         raise SettingsError(
             text[0].lower() + " ".join(text[1:].rstrip(".").split()), "`--help` after any command explains it"
         ) from None
+    if code == ExitCode.INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
+        raise KeyboardInterrupt
     raise SystemExit(code or int(ExitCode.OK))
 
 

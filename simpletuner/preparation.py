@@ -27,6 +27,7 @@ from simpletuner.data.held_out import held_out_indices
 from simpletuner.data.participation import NO_LIMIT, BucketSchedule, Window
 from simpletuner.data.prefetch import THREADS, SampleReader
 from simpletuner.data.samples import Samples
+from simpletuner.data.scan import Scan
 from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.shared_arrays import share_arrays
@@ -35,6 +36,10 @@ from simpletuner.parallel.shared_scan import scan_datasets
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
+from simpletuner.system.files import replace_file
+
+UNCAPTIONED = "uncaptioned.txt"
+"""The list of images without a caption in output_dir."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +68,66 @@ class Prepared:
     prompts: TextSource
 
 
-def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path | None = None) -> Plan:
-    """Collective: find the images, compare them with those of the other ranks, and group them.
+@dataclass(frozen=True)
+class ScannedData:
+    """What the files of all datasets say of themselves."""
 
-    `scans_folder` is where scans are kept, by default below output_dir.
+    datasets: list[ImageDataset]
+    texts: list[TextEmbeds]
+    scans: list[Scan]
 
-    Raises DataError or SettingsError before anything expensive happens.
+
+def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData:
+    """Collective: find the images and compare them with those of the other ranks.
+
+    `scans_folder` is where scans are kept, by default below output_dir. Raises DataError or SettingsError.
     """
     settings = session.settings
     datasets, texts = load_datasets(settings.data, settings.model.model_type)
     datasets = download_datasets(datasets, session.world, session.report, session.stop.check)
-    alignment_px, text_folders = settings.data.aspect_bucket_alignment, [text_folder(each, settings) for each in texts]
+    text_folders = [text_folder(each, settings) for each in texts]
     latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
     outputs = [settings.training.output_dir, *text_folders, *latents_folders]
     folder, rescan = scans_folder or default_folder(settings, "scan"), settings.data.rescan
     scans = scan_datasets(datasets, outputs, folder, session.world, session.report, session.stop.check, rescan)
-    found = discover(scans, alignment_px, settings.training.seed, version)
+    return ScannedData(datasets, texts, scans)
+
+
+def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path | None = None) -> Plan:
+    """Collective: find the images, compare them with those of the other ranks, and group them.
+
+    `scans_folder` is where scans are kept: for a run below output_dir, which also gets the list of images without a
+    caption.
+
+    Raises DataError or SettingsError before anything expensive happens.
+    """
+    settings, data = session.settings, scan_data(session, scans_folder)
+    alignment_px = settings.data.aspect_bucket_alignment
+    found = discover(data.scans, alignment_px, settings.training.seed, version)
+    if scans_folder is None:
+        list_uncaptioned(found, session)
+    found.check()
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, alignment_px):
         session.report.warn(warning)
-    return share_memory(make_plan(settings, datasets, texts, found.samples, version), session, "plan")
+    return share_memory(make_plan(settings, data.datasets, data.texts, found.samples, version), session, "plan")
+
+
+def list_uncaptioned(found: Discovery, session: Session) -> None:
+    """Write the addresses of all images without a caption into output_dir. Collective, if there are some."""
+    path = session.settings.training.output_dir / UNCAPTIONED
+    addresses = [scan.storage.describe(name) for scan in found.scans for name in found.uncaptioned[scan.dataset.id]]
+
+    def write() -> str:
+        content = "".join(f"{address}\n" for address in addresses)
+        replace_file(path, content.encode("utf-8", "surrogateescape"))
+        return str(path)
+
+    if addresses:  # all ranks wait for the file: what follows may end the run
+        session.world.from_first("uncaptioned", write, session.stop.check)
+        session.report.say(f"{count_noun(len(addresses), 'image')} without a caption: {path} lists them")
+    elif session.world.is_first:
+        path.unlink(missing_ok=True)
 
 
 def make_plan(
@@ -186,6 +231,8 @@ def report_left_out(found: Discovery, report: Report) -> None:
         report.say(f"{address} is left out of the images: this run writes there")
     if found.unwanted:
         report.say(f"{count_noun(found.unwanted, 'image')} outside the limits of size or aspect left out")
+    if found.skipped:
+        report.say(f"{count_noun(found.skipped, 'image')} without a caption left out")
     if found.surplus:
         report.say(f"{count_noun(found.surplus, 'image')} left out by max_num_samples")
     if found.broken:

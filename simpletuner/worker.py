@@ -55,7 +55,7 @@ from simpletuner.training.resuming import (
 from simpletuner.training.settings_record import record_settings
 from simpletuner.training.state import TrainingState
 from simpletuner.training.step_logger import StepLogger, StopVote
-from simpletuner.training.summary import print_plan, print_result
+from simpletuner.training.summary import print_datasets, print_plan, print_result
 from simpletuner.training.throughput import open_throughput
 from simpletuner.training.trainer import Evaluation, Trainer
 from simpletuner.training.validation import open_validator
@@ -113,6 +113,7 @@ def fine_tune_from(session: Session, checkpoint: Checkpoint | None) -> None:
     if done >= schedule.max_steps:
         session.report.say(f"finished already, after {done} steps; raise max_train_steps or num_train_epochs to go on")
     else:
+        print_datasets(plan, session.report)
         caches = folders_of(settings, plan)
         with shared_lock(caches), ExitStack() as writers:  # `cache clear` must not remove what this run reads
             verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")

@@ -18,6 +18,8 @@ COMMANDS = (
     "config init --help",
     "config validate --help",
     "config export --help",
+    "dataset --help",
+    "dataset check --help",
     "deepspeed --help",
     "deepspeed build --help",
     "deepspeed validate --help",

@@ -11,6 +11,7 @@ from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.storage import Storage, UnreadableFileError
 
 MAX_BYTES = 1 << 20
+EXAMPLE_BYTES = 40
 
 BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -24,16 +25,16 @@ BYTE_ORDER_MARKS = (
 CAPTION_SUFFIX = ".txt"
 
 
-def read_caption_file(storage: Storage, name: str) -> list[str]:
+def read_caption_file(storage: Storage, name: str, encoding: str = "") -> list[str]:
     """Return the non-empty lines of an image's text file; none where there is no such file.
 
-    Raises UnreadableFileError for a caption file that is not text.
+    Raises UnreadableFileError for a caption file that is not text in UTF-8 or in `encoding`.
     """
     try:
         content = storage.read(caption_file(name), MAX_BYTES)
     except FileNotFoundError:
         return []
-    return [line.strip() for line in decode_text(content).splitlines() if line.strip()]
+    return [line.strip() for line in decode_text(content, encoding).splitlines() if line.strip()]
 
 
 def captions_of(dataset: ImageDataset, name: str, lines: Sequence[str]) -> tuple[str, ...]:
@@ -54,17 +55,39 @@ def caption_file(name: str) -> str:
     return PurePosixPath(name).with_suffix(CAPTION_SUFFIX).as_posix()
 
 
-def decode_text(content: bytes) -> str:
-    """Decode UTF-8, or UTF-16 or UTF-32 with a byte order mark. Raises UnreadableFileError.
+def decode_text(content: bytes, encoding: str = "") -> str:
+    """Decode UTF-8, or UTF-16 or UTF-32 with a byte order mark; what is neither, in `encoding`.
 
-    No other encoding is tried: Latin-1 decodes any bytes, so a wrong guess would never be noticed.
+    Raises UnreadableFileError. Without `encoding` no other one is tried: Latin-1 decodes any bytes, so a wrong guess
+    would never be noticed. Files of a folder where only some are in it stay UTF-8.
     """
-    encoding = next((name for mark, name in BYTE_ORDER_MARKS if content.startswith(mark)), "utf-8")
+    marked = next((name for mark, name in BYTE_ORDER_MARKS if content.startswith(mark)), "")
+    if not encoding or marked or (is_utf8(content) and not content.isascii()):
+        return decode_strictly(content, marked or "utf-8")
+    return decode_strictly(content, encoding)  # ASCII as well: ISO-2022-JP and UTF-7 consist of it
+
+
+def is_utf8(content: bytes) -> bool:
+    try:
+        return "\0" not in content.decode()
+    except UnicodeDecodeError:
+        return False
+
+
+def decode_strictly(content: bytes, encoding: str) -> str:
     try:
         text = content.decode(encoding)
     except UnicodeDecodeError as error:
         name = encoding.upper().removesuffix("-SIG")
-        raise UnreadableFileError(f"is not {name}: byte {error.start} is 0x{content[error.start]:02x}") from None
+        raise UnreadableFileError(
+            f"is not {name}: byte {error.start} is 0x{content[error.start]:02x}{example(content)}"
+        ) from None
     if "\0" in text:
         raise UnreadableFileError(f"has a zero at byte {content.index(0)}: is it UTF-16 without a byte order mark?")
     return text
+
+
+def example(content: bytes) -> str:
+    """Return how a file without a mark would begin in the most frequent other encoding, for people to judge."""
+    text = " ".join(content[:EXAMPLE_BYTES].decode("cp1252", "replace").split())
+    return f' (as windows-1252: "{text}")' if text.isprintable() and "\ufffd" not in text else ""

@@ -64,7 +64,7 @@ class DatasetFiles:
         captions = []
         if row[CAPTION_VERSION] and self.dataset.caption_strategy == "textfile":
             try:
-                captions = read_caption_file(self.storage, row["name"])
+                captions = read_caption_file(self.storage, row["name"], self.dataset.caption_encoding)
             except UnreadableFileError as error:
                 captions = [f"a file that {error}"]
         return FileFacts(row["size_bytes"], row["version"], captions, hash_ends(self.storage, row["name"]))

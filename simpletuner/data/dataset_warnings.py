@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from simpletuner.data.captions import captions_of
 from simpletuner.data.discovery import Discovery, count_noun
 from simpletuner.data.geometry import shapes_of, target_areas
+from simpletuner.data.image_formats import BY_PLUGIN, INSTALL, READ
 from simpletuner.data.samples import DatasetSamples, Sample, Samples, Sizes
 
 MIN_ENLARGEMENT = 1.1
@@ -50,10 +51,9 @@ def warn_not_read(found: Discovery) -> Iterator[str]:
         named = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:MAX_SUFFIXES])
         more = ", and others" if len(kinds) > MAX_SUFFIXES else ""
         example = next(each.example for each in found.others if each.example)
-        yield (
-            f"{count_noun(found.not_read.total(), 'file')} not read: {named}{more}, such as {example}; "
-            "only JPEG, PNG and WebP are read: convert them"
-        )
+        heic = f"; HEIC is read after `{INSTALL}`" if BY_PLUGIN & found.not_read.keys() else ""
+        count = count_noun(found.not_read.total(), "file")
+        yield f"{count} not read: {named}{more}, such as {example}; what is read is {READ}{heic}"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from simpletuner.data.captions import caption_file
 from simpletuner.data.dataset_kinds import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.file_list import OtherFiles
 from simpletuner.data.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
+from simpletuner.data.image_formats import READ
 from simpletuner.data.name_hashes import choose_by_name, hash_names
 from simpletuner.data.samples import DatasetSamples, Samples, Sizes
 from simpletuner.data.scan import NO_ROW, Scan
@@ -33,6 +34,7 @@ WORDLESS = r"(^|/)[_\s\p{Z}\x0b\x1c-\x1f\x{85}]+\.[^./]*$"
 class Discovery:
     """The samples of all datasets, what is left out with the reason, and what users should know."""
 
+    scans: Sequence[Scan] = ()
     samples: Samples = field(default_factory=Samples)
     broken: dict[str, str] = field(default_factory=dict)
     unwanted: int = 0
@@ -41,26 +43,46 @@ class Discovery:
     animated: list[str] = field(default_factory=list)
     others: list[OtherFiles] = field(default_factory=list)
     """What the datasets hold beside images."""
+    uncaptioned: dict[str, list[str]] = field(default_factory=dict)
+    """Names of images without a caption, by dataset. They are samples unless the dataset has `skip_uncaptioned`."""
+    unreadable_captions: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Caption files that cannot be read as text, and why, by dataset."""
 
     @property
     def not_read(self) -> Counter[str]:
         """How many files of other formats there are, by suffix."""
         return sum((Counter(each.not_read) for each in self.others), Counter())
 
+    @property
+    def skipped(self) -> int:
+        """How many images are left out by skip_uncaptioned."""
+        return sum(len(self.uncaptioned[scan.dataset.id]) for scan in self.scans if scan.dataset.skip_uncaptioned)
+
+    def errors(self) -> Iterator[DataError]:
+        """Yield what ends a run: a dataset without a usable image, and captions that are missing or unreadable."""
+        for scan, part in zip(self.scans, self.samples.parts, strict=True):
+            dataset = scan.dataset
+            if not len(part):
+                yield nothing_usable_error(scan, self)
+            if unreadable := self.unreadable_captions[dataset.id]:
+                yield unreadable_error(dataset, unreadable)
+            if (names := self.uncaptioned[dataset.id]) and not dataset.skip_uncaptioned:
+                yield uncaptioned_error(dataset, names)
+
+    def check(self) -> None:
+        """Raise the first of the errors."""
+        for error in self.errors():
+            raise error
+
 
 def discover(scans: Sequence[Scan], alignment_px: int, seed: int, version: int = DATA_VERSION) -> Discovery:
-    """Choose the samples among the images that were found.
-
-    Raises DataError when a dataset has no usable image, or when images lack captions.
-    """
-    found = Discovery()
+    """Choose the samples among the images that were found; `Discovery.check` raises what ends a run."""
+    found = Discovery(scans)
     parts = []
     for scan in scans:
         found.others.append(scan.others)
         found.broken |= {f"{scan.dataset.id}/{name}": NOT_UTF8 for name in scan.others.undecodable}
         parts.append(choose_samples(scan, alignment_px, seed, version, found))
-        if not len(parts[-1]):
-            raise nothing_usable_error(scan, found)
     found.samples = Samples(parts)
     return found
 
@@ -88,10 +110,15 @@ def choose_samples(scan: Scan, alignment_px: int, seed: int, version: int, found
         found.broken[f"{dataset.id}/{name}"] = "would be resized to {}x{} px".format(*resized)
     chosen = np.zeros(len(table), bool)
     chosen[rows[wanted & fits]] = True
+    has_none, is_unreadable = find_caption_problems(dataset, table)
+    skipped = chosen & has_none & dataset.skip_uncaptioned
+    chosen &= ~skipped
     if dataset.max_num_samples is not None:
         usable, chosen = chosen, choose_by_name(table["name"], chosen, dataset.max_num_samples, dataset.id)
         found.surplus += int(usable.sum() - chosen.sum())
-    check_captions(dataset, table, chosen)
+    found.uncaptioned[dataset.id] = pick(table["name"], skipped | (chosen & has_none))
+    names, reasons = (pick(table[column], chosen & is_unreadable) for column in ("name", "caption_problem"))
+    found.unreadable_captions[dataset.id] = dict(zip(map(caption_file, names), reasons, strict=True))
     found.animated += [f"{dataset.id}/{name}" for name in pick(table["name"], chosen & table["animated"].to_numpy())]
     return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed).where(chosen[rows])
 
@@ -120,47 +147,44 @@ def sizes_of(
     return Sizes(originals, resized, targets, index)
 
 
-def check_captions(dataset: ImageDataset, table: pa.Table, chosen: np.ndarray) -> None:
-    """Raise DataError that names chosen images without a caption, or whose caption file is not text."""
+def find_caption_problems(dataset: ImageDataset, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Return which images have no caption, and of which the caption file is not text."""
+    none = np.zeros(len(table), bool)
     if dataset.caption_strategy == "instanceprompt":
-        return
+        return none, none
     if dataset.caption_strategy == "filename":
-        raise_if_uncaptioned(
-            dataset, pick(table["name"], chosen & pc.match_substring_regex(table["name"], WORDLESS).to_numpy())
-        )
-        return
-    unreadable = chosen & pc.not_equal(table["caption_problem"], "").to_numpy()
-    empty = chosen & ~unreadable & pc.equal(pc.list_value_length(table["captions"]), 0).to_numpy()
-    raise_if_unreadable(dataset, pick(table["name"], unreadable), pick(table["caption_problem"], unreadable))
-    raise_if_uncaptioned(dataset, pick(table["name"], empty))
+        return pc.match_substring_regex(table["name"], WORDLESS).to_numpy(), none
+    is_unreadable = pc.not_equal(table["caption_problem"], "").to_numpy()
+    return ~is_unreadable & pc.equal(pc.list_value_length(table["captions"]), 0).to_numpy(), is_unreadable
 
 
-def raise_if_unreadable(dataset: ImageDataset, names: Sequence[str], problems: Sequence[str]) -> None:
-    """Raise DataError that names caption files that are not text, and why."""
-    if names:
-        named = format_names([f"{caption_file(name)} {why}" for name, why in sorted(zip(names, problems, strict=True))])
-        raise DataError(
-            f"dataset `{dataset.id}`: {count_noun(len(names), 'caption file')} cannot be read as text:{named}",
-            "save them as UTF-8, for example `iconv -f WINDOWS-1252 -t UTF-8 old.txt > new.txt`",
-        )
+def unreadable_error(dataset: ImageDataset, problems: Mapping[str, str]) -> DataError:
+    """Return the error that names caption files that are not text, and why."""
+    named = format_names([f"{name} {why}" for name, why in sorted(problems.items())])
+    return DataError(
+        f"dataset `{dataset.id}`: {count_noun(len(problems), 'caption file')} cannot be read as text:{named}",
+        "name their encoding, such as --caption_encoding=windows-1252, or save them as UTF-8: "
+        "`iconv -f WINDOWS-1252 -t UTF-8 old.txt > new.txt`",
+    )
 
 
-def raise_if_uncaptioned(dataset: ImageDataset, names: Sequence[str]) -> None:
-    """Raise DataError that names the images without a caption."""
-    if names:
-        where = {"filename": "their file name", "textfile": "their .txt file next to them"}
-        table = f"the table {dataset.parquet.path}" if dataset.parquet else ""
-        raise DataError(
-            f"dataset `{dataset.id}`: {count_noun(len(names), 'image')} without a caption in "
-            f"{where.get(dataset.caption_strategy, table)}:{format_names(names)}",
-            "write captions, or set another caption_strategy: textfile, filename, instanceprompt or parquet",
-        )
+def uncaptioned_error(dataset: ImageDataset, names: Sequence[str]) -> DataError:
+    """Return the error that names the images without a caption."""
+    where = {"filename": "their file name", "textfile": "their .txt file next to them"}
+    table = f"the table {dataset.parquet.path}" if dataset.parquet else ""
+    return DataError(
+        f"dataset `{dataset.id}`: {count_noun(len(names), 'image')} without a caption in "
+        f"{where.get(dataset.caption_strategy, table)}:{format_names(names)}",
+        "write captions, leave such images out with --skip_uncaptioned, or set another caption_strategy: textfile, "
+        "filename, instanceprompt or parquet",
+    )
 
 
 def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
     counts = {
         "broken": len(found.broken),
         "outside the size limits": found.unwanted,
+        "without a caption": found.skipped,
         "not read": found.not_read.total(),
     }
     left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
@@ -168,7 +192,7 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
     return DataError(
         f"dataset `{scan.dataset.id}`: no usable image in {scan.storage.describe()}"
         + (f" ({left_out})" if left_out else ""),
-        f"JPEG, PNG and WebP are read, with all subfolders{such}",
+        f"{READ} are read, with all subfolders{such}",
     )
 
 

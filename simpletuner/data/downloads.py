@@ -14,8 +14,8 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -23,11 +23,13 @@ from urllib.parse import quote
 import xxhash
 
 from simpletuner.data.dataset_kinds import LocalImages, UrlImages
+from simpletuner.data.image_formats import BY_PILLOW, BY_PLUGIN, suffix_of_content
 from simpletuner.data.images import DECODE_ERRORS, read_header
 from simpletuner.data.storage import LocalStorage
 from simpletuner.data.table_files import TableFile
 from simpletuner.data.tables import TableSettings
 from simpletuner.system.files import replace_file
+from simpletuner.system.threads import run_bounded
 
 MAX_BYTES = 256 << 20
 """The largest image that is downloaded."""
@@ -38,7 +40,7 @@ WAIT_SECONDS = 0.5
 TIMEOUT_SECONDS = 30
 PASSING = frozenset({408, 425, 429})
 """HTTP statuses below 500 that may be others next time."""
-SUFFIXES = {b"\xff\xd8": ".jpg", b"\x89P": ".png", b"RI": ".webp"}
+SUFFIXES = BY_PILLOW | BY_PLUGIN
 INDEX = "images.jsonl"
 SAFE = ":/?#[]@!$&'()*+,;=%~"
 KEYS = {"path": "csv_file", "filename_column": "csv_url_column", "caption_column": "csv_caption_column"}
@@ -92,15 +94,18 @@ def download(dataset: UrlImages, stop: Callable[[], None], show: Callable[[int],
     """
     folder, captions, found = dataset.csv_cache_dir, read_urls(dataset), Downloads()
     folder.mkdir(parents=True, exist_ok=True)
-    names = {path.stem: path.name for path in folder.iterdir() if path.suffix in SUFFIXES.values()}
+    names = {path.stem: path.name for path in folder.iterdir() if path.suffix in SUFFIXES}
     missing = [url for url in captions if name_of(url) not in names]
-    for url, result in run_bounded(lambda url: fetch(url, folder), missing, stop, show):
+    fetched = run_bounded(lambda url: fetch(url, folder), missing, THREADS, stop)
+    for done, (url, future) in enumerate(fetched, start=1):
+        result = result_of(future)
         if isinstance(result, str):
             names[name_of(url)] = result
         elif isinstance(result, LostImageError):
             found.lost[url] = str(result)
         else:
             found.unreachable[url] = str(result) or type(result).__name__
+        show(done)
     found.count = sum(name_of(url) in names for url in captions)
     if not found.unreachable:  # else the run ends, and the next start goes on
         rows = [
@@ -112,24 +117,6 @@ def download(dataset: UrlImages, stop: Callable[[], None], show: Callable[[int],
 
 def name_of(url: str) -> str:
     return xxhash.xxh3_128(url.encode()).hexdigest()
-
-
-def run_bounded(
-    work: Callable[[str], str], urls: Sequence[str], stop: Callable[[], None], show: Callable[[int], object]
-) -> Iterable[tuple[str, str | Exception]]:
-    """Yield each URL with its result or error, as they come; few are waiting at a time, so a stop takes a moment."""
-    left, running, done = iter(urls), dict[Future[str], str](), 0
-    with ThreadPoolExecutor(THREADS) as pool:
-        while True:
-            stop()
-            while len(running) < THREADS and (url := next(left, None)) is not None:
-                running[pool.submit(work, url)] = url
-            if not running:
-                return
-            finished, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-            for future in finished:
-                yield running.pop(future), result_of(future)
-            show(done := done + len(finished))
 
 
 def result_of(future: Future[str]) -> str | Exception:
@@ -193,10 +180,10 @@ def read_body(url: str) -> bytes:
 
 def checked_suffix(content: bytes) -> str:
     """Return the suffix of an image that is read. Raises LostImageError for any other content."""
-    suffix = SUFFIXES.get(content[:2])
+    suffix = suffix_of_content(content)
     try:
         if not suffix:
-            raise LostImageError("is no JPEG, PNG or WebP")
+            raise LostImageError("is no image in a format that is read")
         read_header(io.BytesIO(content))
     except DECODE_ERRORS as error:
         raise LostImageError(str(error)) from None

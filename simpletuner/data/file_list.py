@@ -14,18 +14,10 @@ import pyarrow.compute as pc
 
 from simpletuner.data.captions import CAPTION_SUFFIX
 from simpletuner.data.dataset_kinds import ImageDataset
+from simpletuner.data.image_formats import read_suffixes, unread_suffixes
 from simpletuner.data.storage import Storage, StoredFile
 from simpletuner.data.table_files import table_of
 from simpletuner.errors import DataError
-
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
-
-OTHER_SUFFIXES = frozenset(
-    {".heic", ".heif", ".avif", ".gif", ".tif", ".tiff", ".bmp", ".jp2", ".jxl", ".jfif", ".psd", ".exr", ".hdr"}
-    | {".svg", ".tga", ".ppm", ".pgm", ".ico", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"}
-    | {".mp4", ".mov", ".webm", ".mkv", ".avi", ".zip", ".tar", ".parquet"}
-)
-"""Suffixes of files that a user may take for training data, but that are not read; they are counted."""
 
 BLOCK_FILES = 65_536
 FILE = pa.schema(
@@ -72,8 +64,9 @@ class FileList:
 def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None]) -> FileList:
     """List the images of a dataset, and where its captions are files, those. Raises DataError for a missing folder."""
     own = {CAPTION_SUFFIX} if dataset.caption_strategy == "textfile" else frozenset()
+    read, unread = read_suffixes(), unread_suffixes()
     try:
-        listing = storage.list_files(SUFFIXES | OTHER_SUFFIXES | own)
+        listing = storage.list_files(read | unread | own)
     except FileNotFoundError:
         raise DataError(
             f"dataset `{dataset.id}`: there is no folder {storage.describe()}", "set instance_data_dir to your images"
@@ -83,9 +76,9 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
     files = iter(listing.files)
     while block := list(islice(files, BLOCK_FILES)):
         stop()
-        unread = [file for file in block if file.suffix in OTHER_SUFFIXES]
-        others.note([file for file in unread if not (table and table.is_file(file.name))], storage)
-        images.append(batch_of(decodable([file for file in block if file.suffix in SUFFIXES], others.undecodable)))
+        left = [file for file in block if file.suffix in unread]
+        others.note([file for file in left if not (table and table.is_file(file.name))], storage)
+        images.append(batch_of(decodable([file for file in block if file.suffix in read], others.undecodable)))
         captions.append(batch_of(decodable([file for file in block if file.suffix in own], [])))
     others.written += map(storage.describe, listing.left_out)
     listed, texts = (pa.Table.from_batches(batches, FILE) for batches in (images, captions))

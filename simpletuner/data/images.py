@@ -12,11 +12,13 @@ import imagesize
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from simpletuner.data.image_formats import INSTALL, is_heif, register_plugin
+
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values that swap width and height."""
 
-DECODE_ERRORS = (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError)
-"""What Pillow raises for a file that is not an image, is cut short or claims an absurd size."""
+DECODE_ERRORS = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image.DecompressionBombError)
+"""What Pillow and its plugins raise for a file that is not an image, is cut short or claims an absurd size."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,21 @@ def read_header(file: BinaryIO) -> ImageHeader:
             return ImageHeader((int(width), int(height)), animated)
     with open_image(file) as image:
         width, height = image.size
-        animated = animated or (image.format == "PNG" and getattr(image, "is_animated", False))
+        # MPO is a JPEG of a camera with smaller copies behind it.
+        animated = animated or (image.format != "MPO" and getattr(image, "is_animated", False))
         return ImageHeader((height, width) if read_orientation(image) in SIDEWAYS else (width, height), animated)
 
 
 def open_image(file: BinaryIO) -> Image.Image:
+    """Open an image by its content, whatever its name says. Raises one of DECODE_ERRORS."""
+    file.seek(0)
+    lacks_plugin = is_heif(file.read(12)) and not register_plugin()
     file.seek(0)
     try:
         return Image.open(file)
     except UnidentifiedImageError:  # its own message shows the stream object
-        raise UnidentifiedImageError("is not an image in a known format, or is damaged") from None
+        reason = f"is HEIC: {INSTALL}" if lacks_plugin else "is not an image in a known format, or is damaged"
+        raise UnidentifiedImageError(reason) from None
 
 
 def is_webp_without_exif(head: bytes) -> bool:
@@ -61,8 +68,10 @@ def is_extended_webp(head: bytes) -> bool:
 
 
 def read_orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation in the header. A PNG without one there is not asked: Pillow would decode all of it
-    to look for EXIF at the end."""
+    """Return the EXIF orientation that is left to apply; for TIFF and HEIC Pillow and its plugin have done it.
+
+    A PNG without one in its header is not asked: Pillow would decode all of it to look for EXIF at the end.
+    """
     return image.getexif().get(ORIENTATION, 1) if image.format == "JPEG" or "exif" in image.info else 1
 
 

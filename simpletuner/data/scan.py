@@ -71,7 +71,7 @@ def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) 
     if not file[CAPTION_VERSION] or dataset.caption_strategy != "textfile":  # no caption file, or none is wanted
         return row
     try:
-        return {**row, "captions": read_caption_file(storage, file["name"])}
+        return {**row, "captions": read_caption_file(storage, file["name"], dataset.caption_encoding)}
     except UnreadableFileError as error:
         return {**row, "caption_problem": str(error)}
 

@@ -9,6 +9,7 @@ is read as a whole, since Parquet compresses it so; a few of them stay in memory
 
 from __future__ import annotations
 
+import codecs
 import io
 import threading
 from bisect import bisect_right
@@ -81,7 +82,7 @@ class SnapshotStorage:
         text = "\n".join(map(str, value)) if isinstance(value, list) else str(value or "")
         if len(content := text.encode()) > limit_bytes:
             raise UnreadableFileError(f"has {len(content):,} bytes; at most {limit_bytes:,} are read")
-        return content
+        return codecs.BOM_UTF8 + content  # whatever caption_encoding says of files
 
     def describe(self, name: str = "") -> str:
         return str(self.folder / name)

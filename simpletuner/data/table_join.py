@@ -72,8 +72,9 @@ def find_rows(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extensi
 
 
 def without_suffix(names: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Remove the suffixes of images, in a tenth of the time of a regular expression."""
-    of_five = pc.or_(*(pc.ends_with(names, suffix, ignore_case=True) for suffix in (".jpeg", ".webp")))
+    """Remove the suffixes of images, of 4 or 5 letters, in a tenth of the time of a regular expression."""
+    dots = (pc.equal(pc.utf8_slice_codeunits(names, place, place + 1), ".") for place in (-5, -4))
+    of_five = pc.and_not(*dots)
     return pc.if_else(of_five, pc.utf8_slice_codeunits(names, 0, -5), pc.utf8_slice_codeunits(names, 0, -4))
 
 

@@ -10,7 +10,7 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_syste
 from simpletuner.models.completeness import check_complete
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.malformed import opening, read_json
-from simpletuner.models.registry import TINY, family_class, flavour_of, presets
+from simpletuner.models.registry import TINY, check_pipeline, family_class, flavour_of
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.models.weights import COMPONENT_SUFFIXES, refuse_pickles, refuse_special_files
 from simpletuner.parallel.world import World
@@ -33,7 +33,7 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> M
     model = settings.model
     cls = family_class(model)
     if model.model_flavour == TINY and not model.pretrained_model_name_or_path:
-        folder = settings.training.output_dir / f"base-{model.model_family}-tiny"
+        folder = tiny_folder(settings)
         if world.is_first and not folder.exists():
             with explain_system_errors(folder):
                 build_tiny(cls, unfinished_path(folder))
@@ -54,16 +54,35 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> M
     return family
 
 
+def folder_at_hand(settings: Settings) -> Path | None:
+    """Return the base model's folder where it is here; nothing is built or downloaded for it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    model, flavour = settings.model, flavour_of(settings.model)
+    if model.model_flavour == TINY and not model.pretrained_model_name_or_path:
+        folder = tiny_folder(settings)
+        return folder if folder.is_dir() else None
+    if folder := local_folder(model):
+        return folder
+    name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
+    try:
+        return Path(snapshot_download(name, revision=model.revision, local_files_only=True)) if name else None
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def tiny_folder(settings: Settings) -> Path:
+    """Return where a run builds the flavour `tiny` of its family."""
+    return settings.training.output_dir / f"base-{settings.model.model_family}-tiny"
+
+
 def refuse_other_family(folder: Path, cls: type[ModelFamily], model: Model) -> None:
     """Raise SettingsError for a pipeline of another family, EnvironmentNotReady for a folder without a denoiser."""
     named = read_json(folder / INDEX).get("_class_name")
     if opens(cls, named):
         return
-    for name in (name for name, preset in presets().items() if preset.family_class):
-        if opens(family_class(Model(model_family=name)), named):
-            raise SettingsError(
-                f"{folder} is a {named}, which is not of model_family={model.model_family}", f"set model_family={name}"
-            )
+    check_pipeline(folder, named, model.model_family)
     if not (folder / cls.denoiser_name).is_dir():
         raise EnvironmentNotReady(
             f"{folder} has no {cls.denoiser_name}: {INDEX} says that it is a {named}",

@@ -6,7 +6,7 @@ Each built-in family is one file, `presets/<family>.toml`: the import path of it
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -60,6 +60,8 @@ class Preset:
     """The published checkpoints, the default one first."""
     family_class: str = ""
     """Import path of the ModelFamily; empty if the family cannot be trained and only its blocks can be detected."""
+    pipelines: Sequence[str] = ()
+    """Pipeline classes of diffusers whose folders the family opens, those of its variants included."""
     heads: int = 0
     """Attention heads by the default config of the denoiser's class, where context parallelism can split it."""
     unsplittable: str = ""
@@ -109,6 +111,15 @@ def presets() -> Mapping[str, Preset]:
     # 5 ms for 19 files: for lists only.
     found = {name: preset for name in sorted(preset_names()) if (preset := load_preset(name))}
     return dict(sorted(found.items(), key=lambda item: item[1].order))
+
+
+def check_pipeline(folder: Path, name: object, family: str) -> None:
+    """Raise SettingsError for a folder whose pipeline class, `name`, other built-in families open."""
+    others = [other for other, preset in presets().items() if name in preset.pipelines]
+    if others and family not in others:
+        raise SettingsError(
+            f"{folder} is a {name}, which is not of model_family={family}", f"set model_family={others[0]}"
+        )
 
 
 def flavours_of(family: str) -> Mapping[str, Flavour]:

@@ -12,6 +12,7 @@ from simpletuner.models.architecture import architecture_in_folder, is_path
 from simpletuner.models.registry import (
     Preset,
     check_heads,
+    check_pipeline,
     check_trainable,
     flavour_of,
     heads_of,
@@ -69,6 +70,7 @@ def check_runnable(loaded: Loaded) -> Loaded:
         check_context_parallel(settings)
     with naming_places(loaded.origins, "pretrained_model_name_or_path"):
         check_path(settings.model)
+        check_folder(settings.model)
         check_sizes(settings)
     without_effect = list(settings_without_effect(loaded))
     if harmful := [sentence for sentence, harms in without_effect if harms]:
@@ -165,3 +167,17 @@ def check_path(model: Model) -> None:
         )
     if path.is_file() or is_path(name):
         raise SettingsError(f"{name} is no folder", "pretrained_model_name_or_path is a folder or a hub id")
+
+
+def check_folder(model: Model) -> None:
+    """Raise what `load_family` would raise for a folder without a readable model_index.json, or of another family.
+
+    Of a user's own family only its class knows which pipelines it opens.
+    """
+    folder = Path(model.pretrained_model_name_or_path).expanduser()
+    preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
+    if not model.pretrained_model_name_or_path or not folder.is_dir() or preset is None:
+        return
+    from simpletuner.models.malformed import read_json
+
+    check_pipeline(folder, read_json(folder / "model_index.json").get("_class_name"), model.model_family)

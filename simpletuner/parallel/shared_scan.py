@@ -158,7 +158,8 @@ class SharedScan:
         return pa.concat_tables([SCANNED.empty_table(), *(each for each in tables if each.schema == SCANNED)])
 
     def _kind(self, name: str) -> str:
-        return f"{name}-{self.dataset.caption_strategy}"
+        encoding = self.dataset.caption_encoding
+        return f"{name}-{self.dataset.caption_strategy}{f'-{encoding}' if encoding else ''}"
 
     def _scan_share(self, name: str, rows: int, report: Report) -> None:
         """Read files until none is left, and write what they say. Collective."""

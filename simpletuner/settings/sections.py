@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -31,6 +32,15 @@ def paths_by_name(families: dict[str, str] | None) -> dict[str, str] | None:
 def in_home(name: str) -> str:
     """Expand a text that may be a path or another name, which has neither `~` nor `{env:NAME}`."""
     return str(expand_path(name)) if name.startswith("~") or ENVIRONMENT.search(name) else name
+
+
+def encoding_name(name: str) -> str:
+    """Return Python's name of a text encoding. Raises ValueError for what is none."""
+    try:
+        "a".encode(name or "utf-8")
+    except (LookupError, ValueError):
+        raise ValueError("is no encoding that Python knows; use one such as windows-1252, shift_jis or utf-16-le") from None
+    return codecs.lookup(name).name if name else ""
 
 
 CacheFolder = Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_RUN))]
@@ -67,6 +77,8 @@ class DatasetSettings(Section):
     """Settings that each dataset of a file can have for itself; the flags are their defaults."""
 
     caption_strategy: Literal["textfile", "filename", "instanceprompt"] = knob("textfile", "Where captions come from: a `.txt` file beside the image, its file name, or one phrase.")  # fmt: skip
+    caption_encoding: Annotated[str, AfterValidator(encoding_name)] = knob("", "Encoding of caption files that are neither UTF-8 nor begin with a byte order mark, such as windows-1252; empty: these are refused.")
+    skip_uncaptioned: bool = knob(False, "Leave out images without a caption; otherwise the run ends with their names.")
     instance_prompt: str | None = knob(None, "The phrase for caption_strategy=instanceprompt.")
     prepend_instance_prompt: bool = knob(False, "Put the instance prompt before every caption.")
     repeats: int = knob(0, "Extra passes over the images in every epoch.", ge=0, le=1_000_000)

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from simpletuner.checkpoints.layout import list_checkpoints
+from simpletuner.data.dataset_summary import MUCH_ENLARGED, summarize
 from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.activations import describe_activations
 from simpletuner.parallel.fsdp2 import format_units
@@ -46,6 +47,25 @@ def print_plan(
         ("settings", provenance(session.loaded)),
     ]
     session.report.table("simpletuner train", rows)
+
+
+def print_datasets(plan: Plan, report: Report) -> None:
+    """Print what becomes of the images of each dataset, before hours are spent on encoding them."""
+    rows = [
+        (
+            each.id,
+            f"{each.total.images:,}",
+            f"{each.total.samples:,.0f}",
+            f"{each.total.held_out:,}",
+            len(each.buckets),
+            f"{each.total.mean_cropped:.1%}, at most {each.total.most_cropped:.1%}",
+            f"{each.total.enlarged:,}",
+        )
+        for each in summarize(plan.samples, plan.buckets, plan.held_out)
+    ]
+    enlarged = f"enlarged > {MUCH_ENLARGED:g}x"
+    report.table("datasets", rows, ("", "images", "per epoch", "held out", "buckets", "cropped", enlarged))
+    report.say("hint: `simpletuner dataset check` with the same settings shows more", style="dim")
 
 
 def format_trained(family: ModelFamily, parameters: int) -> str:

@@ -212,6 +212,7 @@ def samples_of(folder: Path, world: World) -> tuple[list[tuple], list[str]]:
         datasets, _ = load_datasets(Data(data_backend_config=Path("d.json")))
         scans = scan_datasets(datasets, [], Path("scans"), world, Report(quiet=True), lambda: None)
         found = discover(scans, 16, 0)
+        found.check()
         return [(each.id, each.geometry, each.captions) for each in found.samples], list(dataset_warnings(found, 16))
 
 

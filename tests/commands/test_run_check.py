@@ -29,6 +29,8 @@ CASES = {
     "no checkpoint of DeepSpeed": (GOOD | {"import_deepspeed_checkpoint": "gone", "allow_pickle": True}, None),
     "a GPU twice": (GOOD | {"gpu_ids": "0,0"}, None),
     "a size that cannot be sampled": (GOOD | {"validation_resolution": "100"}, None),
+    "a folder of another family": (GOOD | {"model_flavour": "", "pretrained_model_name_or_path": "sd3"}, None),
+    "a folder of no model": (GOOD | {"model_flavour": "", "pretrained_model_name_or_path": "pictures"}, None),
     "offloading to a file": (GOOD | {"zero_stage": 3, "offload_param": "nvme", "offload_param_path": "file"}, None),
 }
 WARNED = GOOD | {"flow_schedule_shift": 1, "fsdp_enable": True, "fsdp_version": 1, "accelerate_config": "a.yaml"}
@@ -42,6 +44,8 @@ def said(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     Path("pictures").mkdir()
     Path("file").touch()
+    Path("sd3").mkdir()
+    Path("sd3/model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
     Path("a.yaml").write_text("distributed_type: 'NO'\ntpu_name: x\n")
 
     def command(*arguments: str) -> tuple[int, list[str]]:

@@ -29,11 +29,14 @@ def test_ordinary_pictures_need_no_remark(tmp_path):
 
 def test_formats_that_are_not_read_are_counted_by_suffix(tmp_path):
     add(tmp_path, "a.png")
-    for name in ("x.heic", "y.HEIC", "z.gif", ".hidden.gif"):
+    for name in ("x.psd", "y.PSD", "z.jxl", ".hidden.jxl"):
         (tmp_path / name).touch()
     (line,) = said(tmp_path)
-    such = f"such as {tmp_path}/x.heic"
-    assert line == f"3 files not read: 2 .heic, 1 .gif, {such}; only JPEG, PNG and WebP are read: convert them"
+    such = f"such as {tmp_path}/x.psd"
+    assert line == (
+        f"3 files not read: 2 .psd, 1 .jxl, {such}; what is read is JPEG, PNG, WebP, AVIF, TIFF, BMP, GIF, "
+        "and HEIC with pillow-heif"
+    )
 
 
 def test_enlarged_pictures_are_counted_with_the_worst(tmp_path):

@@ -34,6 +34,8 @@ def test_from_flags_there_is_one_dataset_named_after_its_folder(tmp_path):
 def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
     given = {
         "caption_strategy": "filename",
+        "caption_encoding": "cp1252",
+        "skip_uncaptioned": True,
         "instance_prompt": "a bear",
         "prepend_instance_prompt": True,
         "repeats": 3,

@@ -125,12 +125,40 @@ def test_captions_that_are_no_text_are_named_with_the_reason_and_never_trained_o
         "dataset `d`: 5 caption files cannot be read as text:"
         "\n  cut.txt is not UTF-16: byte 12 is 0x74"
         "\n  large.txt has 2,097,152 bytes; at most 1,048,576 are read"
-        "\n  latin.txt is not UTF-8: byte 3 is 0xe9"
+        '\n  latin.txt is not UTF-8: byte 3 is 0xe9 (as windows-1252: "café au lait")'
         "\n  pipe.txt is not a regular file"
         "\n  utf16.txt has a zero at byte 1: is it UTF-16 without a byte order mark?"
     )
-    assert "iconv" in caught.value.hint
+    assert "iconv" in caught.value.hint and "--caption_encoding=windows-1252" in caught.value.hint
     assert len(found_in(tmp_path, caption_strategy="filename").samples) == 5
+
+
+@pytest.mark.parametrize(
+    ("encoding", "captions"),
+    [
+        ("windows-1252", {"latin": "café", "utf8": "ein Bär", "marked": "熊", "ascii": "a cat"}),
+        ("utf-16-le", {"utf16": "a cät", "utf8": "ein Bär", "marked": "熊"}),
+        ("iso-2022-jp", {"jis": "熊", "utf8": "ein Bär", "marked": "熊", "ascii": "a cat"}),
+    ],
+)
+def test_one_encoding_beside_utf_8_is_allowed_by_name(tmp_path, encoding, captions):
+    encodings = {"latin": "latin-1", "utf8": "utf-8", "marked": "utf-16", "ascii": "ascii"}
+    encodings |= {"utf16": "utf-16-le", "jis": "iso-2022-jp"}
+    for name, caption in captions.items():
+        add(tmp_path, f"{name}.png").with_suffix(".txt").write_bytes(caption.encode(encodings[name]))
+    samples = found_in(tmp_path, caption_encoding=encoding).samples
+    assert {Path(sample.name).stem: sample.captions for sample in samples} == {
+        name: (caption,) for name, caption in captions.items()
+    }
+    (tmp_path / "utf8.txt").write_bytes(b"\x81\xff\xfe")
+    with pytest.raises(DataError, match="utf8.txt is not (CP1252|UTF-16-LE|ISO2022_JP)"):
+        found_in(tmp_path, caption_encoding=encoding)
+
+
+@pytest.mark.parametrize("name", ["windows", "base64", "undefined"])
+def test_what_is_no_encoding_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="is no encoding that Python knows"):
+        LocalImages(id="d", instance_data_dir=tmp_path, caption_encoding=name)
 
 
 def test_only_regular_files_of_bounded_size_are_pictures(tmp_path):
@@ -208,7 +236,14 @@ def test_pictures_without_captions_are_an_error_with_count_and_name(tmp_path):
     assert caught.value.message == (
         "dataset `d`: 2 images without a caption in their .txt file next to them:\n  one.png\n  two.png"
     )
-    assert "caption_strategy" in caught.value.hint
+    assert "caption_strategy" in caught.value.hint and "--skip_uncaptioned" in caught.value.hint
+    skipping = found_in(tmp_path, skip_uncaptioned=True)
+    assert [sample.id for sample in skipping.samples] == ["d/good.png"]
+    assert (skipping.skipped, skipping.uncaptioned) == (2, {"d": ["one.png", "two.png"]})
+    assert len(found_in(tmp_path, skip_uncaptioned=True, max_num_samples=1).samples) == 1
+    (tmp_path / "good.txt").unlink()
+    with pytest.raises(DataError, match="no usable image in .* \\(3 without a caption\\)"):
+        found_in(tmp_path, skip_uncaptioned=True)
 
 
 @pytest.mark.parametrize("prepare", ["missing", "a file", "empty", "only text"])
@@ -235,12 +270,12 @@ def test_of_many_pictures_without_captions_twenty_are_named(tmp_path):
 
 
 def test_a_folder_of_nothing_but_other_formats_says_which(tmp_path):
-    for name in ("a.heic", "b.HEIC", "c.avif"):
+    for name in ("a.psd", "b.PSD", "c.jxl"):
         (tmp_path / name).touch()
     with pytest.raises(DataError) as caught:
         found_in(tmp_path)
     assert caught.value.message.endswith("(3 not read)")
-    assert caught.value.hint.endswith("; .heic is not")
+    assert caught.value.hint.endswith("; .psd is not")
 
 
 def test_a_folder_of_nothing_usable_says_how_many_are_left_out(tmp_path):

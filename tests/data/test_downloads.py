@@ -138,7 +138,7 @@ def test_what_is_lost_is_named_and_what_may_come_back_is_not_given_up(server, tm
     lost = {url.removeprefix(server.address): why for url, why in found.lost.items()}
     assert lost.pop("/cut.png") and lost.pop("http://[").startswith("is no ")
     assert lost == {
-        "/page": "is no JPEG, PNG or WebP",
+        "/page": "is no image in a format that is read",
         "/gone.png": "HTTP 404",
         "/to": "HTTP 302",
         "file:///etc/hosts": "is no http:// or https:// address",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -8,12 +10,15 @@ import pytest
 from PIL import Image
 
 from simpletuner.data import images
-from simpletuner.data.file_list import SUFFIXES
+from simpletuner.data.image_formats import read_suffixes, register_plugin, suffix_of_content
 from simpletuner.data.images import DECODE_ERRORS, ImageHeader, resize_and_crop
 from simpletuner.data.storage import LocalStorage
 
+register_plugin()  # Pillow writes the HEIC files of these tests by it
+
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 SIZE = (64, 32)
+CAPTURED = {"capture_output": True, "text": True}
 
 
 def read_header(path: Path) -> ImageHeader:
@@ -64,11 +69,21 @@ def read_whole(path: Path) -> Image.Image:
         ("a.JPEG", {"quality": 95, "progressive": True}),
         ("a.webp", {"quality": 95}),
         ("a.webp", {"lossless": True}),
+        ("a.jfif", {"quality": 95, "format": "JPEG"}),
+        ("a.avif", {"quality": 95}),
+        ("a.heic", {"quality": 95}),
+        ("a.tif", {}),
+        ("a.TIFF", {"compression": "tiff_lzw"}),
+        ("a.bmp", {}),
+        ("a.gif", {}),
     ],
 )
 def test_size_and_colours_of_each_format(tmp_path, name, options):
     path = saved(red_and_blue(), tmp_path / name, **options)
-    assert read_header(path).size == SIZE
+    assert path.suffix.lower() in read_suffixes()
+    kinds = {".jfif": ".jpg", ".jpeg": ".jpg", ".tiff": ".tif"}
+    assert suffix_of_content(path.read_bytes()[:12]) == kinds.get(path.suffix.lower(), path.suffix.lower())
+    assert read_header(path) == ImageHeader(SIZE)
     picture = read_whole(path)
     looks(picture, 8, 16, RED)
     looks(picture, 56, 16, BLUE)
@@ -92,11 +107,23 @@ def test_a_jpeg_is_measured_and_read_as_its_exif_orientation_shows_it(tmp_path, 
     looks(picture, *blue, BLUE)
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.webp"])
-def test_png_and_webp_are_measured_as_their_exif_orientation_shows_them(tmp_path, name):
-    path = saved(red_and_blue(), tmp_path / name, exif=rotated(6), **({"lossless": True} if "webp" in name else {}))
-    assert read_rgb(path, SIZE).size == (32, 64)
-    assert read_header(path).size == (32, 64)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("a.png", {"exif": rotated(6)}),
+        ("a.webp", {"exif": rotated(6), "lossless": True}),
+        ("a.avif", {"exif": rotated(6), "quality": 95}),  # Pillow writes AVIF's own `irot`
+        ("a.heic", {"exif": rotated(6).tobytes(), "quality": 95}),
+        ("a.tif", {"tiffinfo": {0x0112: 6}}),
+    ],
+)
+def test_other_formats_are_measured_and_read_as_their_orientation_shows_them(tmp_path, name, options):
+    path = saved(red_and_blue(), tmp_path / name, **options)
+    assert b"irot" in path.read_bytes() or path.suffix not in (".avif", ".heic")
+    picture = read_whole(path)
+    assert picture.size == (32, 64)
+    looks(picture, 16, 8, RED)
+    looks(picture, 16, 56, BLUE)
 
 
 def test_grey_stays_grey(tmp_path):
@@ -121,6 +148,9 @@ def test_sixteen_bit_grey_is_scaled_to_eight_bits(tmp_path, value, shown):
     with Image.open(path) as again:
         assert again.mode.startswith("I")
     looks(read_whole(path), 3, 3, (shown, shown, shown), tolerance=1)
+    with Image.open(saved(picture, tmp_path / "a.tif")) as again:
+        assert again.mode.startswith("I")
+    looks(read_whole(tmp_path / "a.tif"), 3, 3, (shown, shown, shown), tolerance=1)
 
 
 def half_transparent(mode: str, colour: tuple[int, ...]) -> Image.Image:
@@ -137,10 +167,34 @@ def test_transparency_is_laid_over_white(tmp_path, mode, colour, shown):
     looks(picture, 56, 8, WHITE, tolerance=0)
 
 
-def test_a_transparent_webp_is_laid_over_white(tmp_path):
-    picture = read_whole(saved(half_transparent("RGBA", RED), tmp_path / "a.webp", lossless=True))
-    looks(picture, 8, 8, RED, tolerance=0)
-    looks(picture, 56, 8, WHITE, tolerance=0)
+@pytest.mark.parametrize("name", ["a.webp", "a.avif", "a.heic", "a.tif", "a.gif"])
+def test_transparency_of_other_formats_is_laid_over_white(tmp_path, name):
+    options = {"lossless": True} if name == "a.webp" else {}
+    picture = read_whole(saved(half_transparent("RGBA", RED), tmp_path / name, **options))
+    looks(picture, 8, 8, RED)
+    looks(picture, 56, 8, WHITE)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.png", "a.webp", "a.tif", "a.avif", "a.heic"])
+def test_of_several_frames_the_first_is_read(tmp_path, name):
+    frames = [Image.new("RGB", SIZE, colour) for colour in (RED, BLUE)]
+    path = saved(frames[0], tmp_path / name, save_all=True, append_images=frames[1:])
+    assert read_header(path) == ImageHeader(SIZE, animated=True)
+    looks(read_whole(path), 8, 8, RED)
+
+
+def test_a_cmyk_tiff_keeps_its_colours(tmp_path):
+    picture = read_whole(saved(red_and_blue().convert("CMYK"), tmp_path / "a.tif"))
+    looks(picture, 8, 16, RED, tolerance=16)
+    looks(picture, 56, 16, BLUE, tolerance=16)
+
+
+def test_heic_without_the_plugin_says_what_to_install(tmp_path):
+    path = saved(red_and_blue(), tmp_path / "a.heic")
+    code = "import sys; sys.modules['pillow_heif'] = None; from simpletuner.data import image_formats, images; "
+    code += "image_formats.find_spec = lambda name: None; print('.heic' in image_formats.unread_suffixes()); "
+    ended = subprocess.run([sys.executable, "-c", f"{code}images.read_header(open({str(path)!r}, 'rb'))"], **CAPTURED)
+    assert ended.stdout == "True\n" and "is HEIC: pip install 'simpletuner[heif]'" in ended.stderr
 
 
 def test_half_transparent_red_over_white_is_pink(tmp_path):
@@ -175,7 +229,8 @@ def test_a_cmyk_jpeg_keeps_its_colours(tmp_path):
     looks(shown, 56, 16, BLUE, tolerance=16)
 
 
-@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp"])
+@pytest.mark.filterwarnings("ignore:.*EXIF data:UserWarning", "ignore:Truncated File Read:UserWarning")
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp", "a.avif", "a.heic", "a.tif", "a.bmp", "a.gif"])
 def test_a_picture_cut_short_is_broken_wherever_it_is_cut(tmp_path, name):
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
     whole = saved(noise, tmp_path / name).read_bytes()
@@ -187,15 +242,15 @@ def test_a_picture_cut_short_is_broken_wherever_it_is_cut(tmp_path, name):
         try:
             assert read_header(path).size == (64, 64)
         except DECODE_ERRORS:
-            assert length < 1000, "the header is whole"
+            assert length < 1000 or name == "a.avif", "the header is whole"
 
 
-@pytest.mark.filterwarnings("ignore:.*EXIF data:UserWarning", "ignore:Tag data:UserWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL", "ignore:Image size:Warning")
 def test_damaged_bytes_raise_nothing_but_what_counts_as_broken(tmp_path):
     random = np.random.default_rng(1)
-    for name in ("a.jpg", "a.png", "a.webp"):
-        whole = saved(red_and_blue(), tmp_path / name, exif=rotated(6)).read_bytes()
-        for _ in range(150):
+    for name in ("a.jpg", "a.png", "a.webp", "a.avif", "a.heic", "a.tif", "a.bmp", "a.gif"):
+        whole = saved(red_and_blue(), tmp_path / name, exif=rotated(6).tobytes()).read_bytes()
+        for _ in range(80):
             blob = bytearray(whole)
             for place in random.integers(0, len(blob), 4):
                 blob[place] = random.integers(0, 256)
@@ -253,5 +308,5 @@ def test_a_store_lists_images_in_all_folders_but_hidden_ones(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    found = [file.name for file in LocalStorage(tmp_path).list_files(SUFFIXES).files]
+    found = [file.name for file in LocalStorage(tmp_path).list_files(read_suffixes()).files]
     assert found == ["a.jpg", "b.PNG", "sub/deep.png/f.jpeg", "sub/e.webp"]

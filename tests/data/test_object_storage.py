@@ -75,7 +75,7 @@ def folder(tmp_path) -> Path:
     exif[0x0112] = 6
     noise.save(tmp_path / "images" / "header.jpg", exif=exif, icc_profile=bytes(3 * HEADER_BYTES))
     noise.save(tmp_path / "images" / "turned.webp", exif=exif, lossless=True)
-    (tmp_path / "images" / "other.gif").touch()
+    (tmp_path / "images" / "other.psd").touch()
     (tmp_path / "images" / "empty.png").touch()
     (tmp_path / "images" / "cut.png").write_bytes((tmp_path / "images" / "B.png").read_bytes()[:20])
     (tmp_path / "images" / "B.txt").write_bytes("café".encode("latin-1"))
@@ -95,7 +95,7 @@ def test_a_bucket_is_scanned_like_the_folder_that_was_uploaded(server, proxy, fo
     for row in (rows[names(rows).index("empty.png")], expected[names(expected).index("empty.png")]):
         row["problem"] = bool(row["problem"])
     assert rows == expected and len(rows) == 10
-    assert (found.others.not_read, found.others.example) == ({".gif": 1}, f"s3://{BUCKET}/scanned/below/other.gif")
+    assert (found.others.not_read, found.others.example) == ({".psd": 1}, f"s3://{BUCKET}/scanned/below/other.psd")
     assert proxy.most_at_once > 4
     assert requests_for(proxy, "B.png") == ["bytes=0-65535"]
     assert len(requests_for(proxy, "header.jpg")) > 1 and len(requests_for(proxy, "turned.webp")) == 2

@@ -83,11 +83,11 @@ def test_what_was_added_changed_and_removed_is_noticed_and_nothing_else_is_read(
     (images / "7.txt").write_text("another caption")
     (images / "8.txt").unlink()
     shutil.copy(images / "0.png", images / "00.png")
-    (images / "x.gif").touch()
+    (images / "x.psd").touch()
     found, opened = scan(images)
     assert sorted(opened) == ["00.png", "5.png", "7.png", "8.png"]
     assert_as_fresh(found)
-    assert found.others.not_read == {".gif": 1}
+    assert found.others.not_read == {".psd": 1}
 
 
 def test_what_was_only_removed_is_noticed_without_reading_anything(images):
@@ -123,6 +123,15 @@ def test_captions_are_read_once_they_are_asked_for(images):
     scan(images, caption_strategy="filename")
     found, opened = scan(images)
     assert len(opened) == 9
+    assert_as_fresh(found)
+
+
+def test_captions_are_read_again_in_another_encoding(images):
+    (images / "3.txt").write_bytes("ein Bär".encode("latin-1"))
+    found, _ = scan(images)
+    assert found.table["caption_problem"][3].as_py().startswith("is not UTF-8")
+    found, opened = scan(images, caption_encoding="latin-1")
+    assert len(opened) == 9 and found.table["captions"][3].as_py() == ["ein Bär"]
     assert_as_fresh(found)
 
 

@@ -54,12 +54,12 @@ def image(suffix: str, size: tuple[int, int] = (64, 64)) -> bytes:
 def test_a_store_needs_no_more_than_the_protocol():
     blobs = {f"sub/{suffix}.{suffix}": image(suffix, (128, 64)) for suffix in ("jpg", "png", "webp")}
     captions = {f"{name.rpartition('.')[0]}.txt": b"a caption\nanother" for name in blobs}
-    storage = MemoryStorage({**blobs, **captions, "a.gif": b"", "bad.png": b"no image"})
+    storage = MemoryStorage({**blobs, **captions, "a.psd": b"", "bad.png": b"no image"})
     found = discover([scanning.scanned(DATASET, storage)], 64, 0)
     samples = list(found.samples)
     assert [sample.id for sample in samples] == [f"d/{name}" for name in sorted(blobs)]
     assert {sample.captions for sample in samples} == {("a caption", "another")}
-    assert found.not_read == {".gif": 1} and found.others[0].example == "memory://a.gif"
+    assert found.not_read == {".psd": 1} and found.others[0].example == "memory://a.psd"
     assert found.broken == {"d/bad.png": "is not an image in a known format, or is damaged"}
     for sample in samples:
         pixels = decode_image(sample)

@@ -19,7 +19,9 @@ from simpletuner.settings.sections import Model
 @pytest.mark.parametrize("key", presets())
 def test_a_preset_leads_to_a_class_and_to_published_flavours(key):
     if presets()[key].family_class:
-        assert issubclass(family_class(Model(model_family=key)), ModelFamily)
+        cls = family_class(Model(model_family=key))
+        assert issubclass(cls, ModelFamily)
+        assert list(presets()[key].pipelines) == [name for each in (cls, *cls.variants()) for name in each.pipelines]
     assert flavours_of(key)
 
 

@@ -27,7 +27,10 @@ def found(
     datasets: Sequence[ImageDataset], outputs: Sequence[Path] = (), alignment_px: int = 64, seed: int = 0
 ) -> Discovery:
     """Find the samples of datasets."""
-    return discover([scanned(dataset, open_storage(dataset, outputs)) for dataset in datasets], alignment_px, seed)
+    scans = [scanned(dataset, open_storage(dataset, outputs)) for dataset in datasets]
+    discovery = discover(scans, alignment_px, seed)
+    discovery.check()
+    return discovery
 
 
 def drawn(*targets: tuple[int, int], dataset: str = "d", repeats: int = 0, first: int = 0, **keys) -> DatasetSamples:

@@ -95,4 +95,5 @@ def scan_table(folder: Path, table: Path | None, columns: Mapping[str, Any], **v
         if dist.is_initialized():  # after an error, with which a run ends
             dist.destroy_process_group()
     found = discover([scan], 16, 0)
+    found.check()
     return Scanned(found, storage.opened, list(dataset_warnings(found, 16)))

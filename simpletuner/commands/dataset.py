@@ -1,0 +1,125 @@
+"""`simpletuner dataset`: what a run would make of its images and captions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
+from simpletuner.commands.paths import path_option
+from simpletuner.errors import DataError, SettingsError, SimpleTunerError
+from simpletuner.report import Report
+from simpletuner.settings import load
+
+if TYPE_CHECKING:
+    from simpletuner.data.dataset_summary import BucketSummary
+    from simpletuner.tools.dataset.check import CheckedDataset, CheckResult
+
+SHOWN = (
+    "instance_data_dir", "data_backend_config", "model_family", "pretrained_model_name_or_path", "caption_strategy",
+    "caption_encoding", "skip_uncaptioned", "resolution", "resolution_type", "crop", "crop_aspect", "repeats",
+    "minimum_image_size", "aspect_bucket_alignment", "allow_dataset_oversubscription", "train_batch_size",
+    "gradient_accumulation_steps", "num_processes", "eval_split", "output_dir",
+)  # fmt: skip
+TOPICS = {
+    "files": "all files with images are read",
+    "images": "none is broken or left out",
+    "sizes": "none is enlarged much, tiny or extreme",
+    "captions": "none is missing or too long",
+    "repeats": "none is there twice",
+}
+"""What is looked at, and what is said where nothing is found."""
+UNKNOWN = {"repeats"}
+"""Topics of which nothing is known where they are not checked."""
+STYLES = {"ok": "green", "look": "yellow", "FAIL": "bold red", "-": "dim"}
+MAX_BUCKETS = 20
+
+
+def build_dataset() -> typer.Typer:
+    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at images and captions before a run.")
+    app.command("check", context_settings=UNKNOWN_FLAGS)(with_settings(dataset_check, SHOWN))
+    return app
+
+
+def dataset_check(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    *,
+    contact_sheets: Annotated[
+        Path | None, path_option("--contact_sheets", "Write one PNG per bucket, with crops drawn in.", "DIR")
+    ] = None,
+    headers_only: Annotated[
+        bool, typer.Option("--headers_only", help="Decode no image: nothing about duplicates and damaged ones.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts, with all names.")] = False,
+) -> None:
+    """Check datasets as a run would use them: buckets, crops, sizes, captions, duplicates, files that are not read.
+
+    Ends with 0 when they can be trained on, with 4 when training would refuse them. Needs no GPU and no weights. All
+    settings of `train` are understood.
+    """
+    loaded = load(flags, config, complete=False)
+    data = loaded.settings.data
+    if data.instance_data_dir is None and data.data_backend_config is None:
+        raise SettingsError("no dataset is given", "set --instance_data_dir or --data_backend_config")
+    loaded.pass_on_variables(os.environ)
+    from simpletuner.tools.dataset.check import CheckOptions, check_datasets
+
+    report = Report()
+    result = check_datasets(loaded, CheckOptions(not headers_only, contact_sheets), report)
+    if as_json:
+        report.json(result.as_json())
+    else:
+        show(result, report)
+    if result.errors:
+        raise joined(result.errors)
+
+
+def joined(errors: list[SimpleTunerError]) -> SimpleTunerError:
+    """Return one error that says all."""
+    if len(errors) == 1:
+        return errors[0]
+    return DataError("\n  ".join(error.message for error in errors), "\nhint: ".join(error.hint for error in errors))
+
+
+def show(result: CheckResult, report: Report) -> None:
+    """Print what people look at: buckets, then a line per finding, dataset by dataset."""
+    for dataset in result.datasets:
+        summary, total = dataset.summary, dataset.summary.total
+        count = total.images + total.held_out
+        report.line(f"{summary.id}: {count:,} image{'s' * (count != 1)} in {summary.address}", style="bold")
+        columns, *rows = bucket_rows([*summary.buckets[:MAX_BUCKETS], *[total] * (len(summary.buckets) > 1)])
+        report.data_table("", rows, columns)
+        if (more := len(summary.buckets) - MAX_BUCKETS) > 0:
+            report.line(f"  and {more:,} smaller buckets", style="dim")
+        report.checklist(finding_rows(dataset, result.not_checked), STYLES)
+        if dataset.sheets:
+            count, folder = len(dataset.sheets), next(iter(dataset.sheets.values())).parent
+            report.line(f"  {count} contact sheet{'s' * (count != 1)} in {folder}")
+
+
+def bucket_rows(buckets: Sequence[BucketSummary]) -> list[list[str]]:
+    """Return a heading and a row per bucket, numbers aligned to the right."""
+    rows = [["bucket", "images", "per epoch", "held out", "cropped", "at most", "enlarged"]]
+    for each in buckets:
+        samples = f"{each.samples:,.1f}".removesuffix(".0")
+        cropped = [f"{share:.1%}" for share in (each.mean_cropped, each.most_cropped)]
+        rows.append([each.name, f"{each.images:,}", samples, f"{each.held_out:,}", *cropped, f"{each.enlarged:,}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [[row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in rows]
+
+
+def finding_rows(dataset: CheckedDataset, not_checked: Mapping[str, str]) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yield topic, status and sentence of each finding, of each topic without one, and of what was not checked."""
+    for topic, nothing in TOPICS.items():
+        found = [each for each in dataset.findings if each.topic == topic]
+        for each in found:
+            yield topic, "FAIL" if each.ends_run else "look", each.sentence, []
+        if not found and topic not in UNKNOWN & not_checked.keys():
+            yield topic, "ok", nothing, []
+        if topic in not_checked:
+            yield topic, "-", not_checked[topic], []

@@ -1,0 +1,1 @@
+"""What `simpletuner dataset` does."""

@@ -1,0 +1,180 @@
+"""Look at the datasets of a run as the run would: its own scan, buckets, crops and captions."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from simpletuner.caches.latents import decoding_threads
+from simpletuner.data.batch_sampler import DATA_VERSION
+from simpletuner.data.buckets import Buckets, make_buckets
+from simpletuner.data.dataset_summary import DatasetSummary, summarize
+from simpletuner.data.dataset_warnings import LONG_CAPTION_LETTERS, longest_captions
+from simpletuner.data.discovery import discover
+from simpletuner.data.folders import default_folder
+from simpletuner.data.held_out import held_out_indices
+from simpletuner.data.participation import Window
+from simpletuner.data.samples import DatasetSamples, Samples
+from simpletuner.errors import DataError, SettingsError, SimpleTunerError
+from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.world import World, joined_world
+from simpletuner.preparation import ScannedData, make_plan, scan_data
+from simpletuner.report import Report
+from simpletuner.session import Session
+from simpletuner.settings import Loaded, Settings
+from simpletuner.system.signals import StopRequest
+from simpletuner.tools.dataset.caption_lengths import TokenLimit, longest_in_tokens, token_limits
+from simpletuner.tools.dataset.contact_sheets import choose_images, write_sheets
+from simpletuner.tools.dataset.contents import read_contents
+from simpletuner.tools.dataset.duplicates import exact_duplicates, near_duplicates
+from simpletuner.tools.dataset.findings import DatasetFinding, finding, findings_of
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What is looked at beside headers and captions."""
+
+    decode: bool = True
+    sheets: Path | None = None
+
+
+@dataclass(frozen=True)
+class CheckedDataset:
+    """One dataset: its buckets, what is worth a look, and its contact sheets by bucket."""
+
+    summary: DatasetSummary
+    findings: list[DatasetFinding]
+    sheets: dict[str, Path]
+
+    def as_json(self) -> dict[str, Any]:
+        total = self.summary.total
+        return {
+            "id": self.summary.id,
+            "address": self.summary.address,
+            "images": total.images,
+            "samples": total.samples,
+            "held_out": total.held_out,
+            "buckets": [asdict(bucket) for bucket in self.summary.buckets],
+            "findings": [each.as_json() for each in self.findings],
+            "contact_sheets": {name: str(path) for name, path in self.sheets.items()},
+        }
+
+
+@dataclass
+class CheckResult:
+    """All datasets, what would end a run, and what could not be checked."""
+
+    datasets: list[CheckedDataset] = field(default_factory=list)
+    errors: list[SimpleTunerError] = field(default_factory=list)
+    not_checked: dict[str, str] = field(default_factory=dict)
+    """By topic."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "usable": not self.errors,
+            "errors": [{"message": error.message, "hint": error.hint} for error in self.errors],
+            "not_checked": self.not_checked,
+            "datasets": [each.as_json() for each in self.datasets],
+        }
+
+
+def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> CheckResult:
+    """Look at all datasets of the settings. Raises what a run would raise before it has scanned them."""
+    result, settings = CheckResult(), loaded.settings
+    limits = token_limits(settings)
+    if not limits:
+        what = "its model is not here" if settings.model.model_family else "no model_family is given"
+        result.not_checked["captions"] = f"not counted in tokens: {what}"
+    if not options.decode:
+        result.not_checked |= dict.fromkeys(
+            ("images", "repeats"), "not decoded: damaged ones and duplicates stay unknown"
+        )
+    with joined_world({}, use_cpu=True) as world, TemporaryDirectory(prefix="simpletuner-") as folder:
+        session = Session(loaded, Mesh(world), report, StopRequest())
+        data = scan_data(session, copy_of_scans(settings, Path(folder) / "scan"))
+        found = [discover([scan], settings.data.aspect_bucket_alignment, settings.training.seed) for scan in data.scans]
+        samples = Samples([each.samples.parts[0] for each in found])
+        result.errors += [error for each in found for error in each.errors()]
+        buckets, held_out = plan_buckets(settings, data, samples, result)
+        for each, summary in zip(found, summarize(samples, buckets, held_out), strict=True):
+            part = each.samples.parts[0]
+            findings = [*findings_of(each), *check_lengths(part, limits, report)]
+            if options.decode:
+                findings += check_contents(part, world, report)
+            sheets = write_all_sheets(part, options.sheets, world, report) if options.sheets else {}
+            result.datasets.append(CheckedDataset(summary, findings, sheets))
+    return result
+
+
+def copy_of_scans(settings: Settings, folder: Path) -> Path:
+    """Return a folder with what earlier starts have scanned: a run that has it mapped must not lose it."""
+    kept = default_folder(settings, "scan")
+    if kept.is_dir():
+        shutil.copytree(kept, folder)
+    return folder
+
+
+def plan_buckets(
+    settings: Settings, data: ScannedData, samples: Samples, result: CheckResult
+) -> tuple[Buckets, np.ndarray]:
+    """Return the buckets that a run begins with, and what is held out; where it would be refused, add why."""
+    try:
+        plan = make_plan(settings, data.datasets, data.texts, samples, DATA_VERSION)
+        if {part.dataset.window for part in samples.parts} == {Window()}:
+            return plan.buckets, plan.held_out
+    except (DataError, SettingsError) as error:
+        if len(samples):  # else it is said already
+            result.errors.append(error)
+    # Datasets that take part in some steps only count as if they did in all.
+    held_out = held_out_indices(samples, settings.validation.eval_split)
+    return make_buckets(samples, held_out), held_out
+
+
+def check_lengths(samples: DatasetSamples, limits: Sequence[TokenLimit], report: Report) -> Iterator[DatasetFinding]:
+    """Yield the images of which a text encoder does not read the whole caption."""
+    for limit in limits:
+        with report.progress(f"{samples.dataset.id}: counting tokens", len(samples)) as progress:
+            tokens = np.fromiter(longest_in_tokens(samples, limit, progress.update), np.int64, len(samples))
+        too_long = longest_first(samples, tokens, limit.tokens, "tokens")
+        sentence = f"{{}} with a caption that is cut at {limit.tokens} tokens by {limit.name}"
+        yield from finding("captions", f"too long for {limit.name}", sentence, too_long)
+    if not limits:
+        sentence = f"{{}} with a caption of more than {LONG_CAPTION_LETTERS:,} letters, which no text encoder reads"
+        too_long = longest_first(samples, longest_captions(samples), LONG_CAPTION_LETTERS, "letters")
+        yield from finding("captions", "too long", sentence, too_long)
+
+
+def longest_first(samples: DatasetSamples, lengths: np.ndarray, limit: int, unit: str) -> dict[str, str]:
+    order = np.argsort(-lengths, kind="stable")[: int((lengths > limit).sum())].tolist()
+    return {samples[index].name: f"{lengths[index]:,} {unit}" for index in order}
+
+
+def check_contents(samples: DatasetSamples, world: World, report: Report) -> Iterator[DatasetFinding]:
+    """Yield images that cannot be decoded or are there more than once."""
+    with report.progress(f"{samples.dataset.id}: reading images", len(samples)) as progress:
+        contents = read_contents(samples, decoding_threads(samples, world), progress.update)
+    names = {index: samples[index].name for index in contents.damaged}
+    damaged = {names[index]: why for index, why in sorted(contents.damaged.items())}
+    yield from finding("images", "damaged", "{} that cannot be decoded: left out", damaged)
+    for kind, groups, sentence in (
+        ("exact duplicates", exact_duplicates(contents.images), "{} with the same bytes as another"),
+        ("near duplicates", near_duplicates(contents.images), "{} looking like another"),
+    ):
+        again = {samples[group[0]].name: [samples[index].name for index in group[1:]] for group in groups}
+        if again:
+            first, others = next(iter(again.items()))
+            count = sum(map(len, again.values()))
+            said = sentence.format(f"{count:,} image{'s' * (count != 1)}")
+            yield DatasetFinding("repeats", kind, count, f"{said} ({others[0]} and {first})", again)
+
+
+def write_all_sheets(samples: DatasetSamples, folder: Path, world: World, report: Report) -> dict[str, Path]:
+    buckets = sum(1 for _ in choose_images(samples))
+    with report.progress(f"{samples.dataset.id}: contact sheets", buckets) as progress:
+        return dict(write_sheets(samples, folder, decoding_threads(samples, world), progress.update))

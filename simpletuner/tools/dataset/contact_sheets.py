@@ -1,0 +1,119 @@
+"""One PNG per bucket: its images with what is cropped away darkened, the most cropped first."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from simpletuner.data.dataset_summary import MUCH_ENLARGED, cropped_away
+from simpletuner.data.discovery import count_noun
+from simpletuner.data.images import DECODE_ERRORS, read_rgb
+from simpletuner.data.samples import DatasetSamples, Sample
+from simpletuner.system.files import write_file
+from simpletuner.system.threads import run_bounded
+
+MAX_IMAGES = 48
+COLUMNS = 8
+CELL_PX, GAP_PX, TEXT_PX, HEAD_PX = 176, 10, 34, 30
+DARKNESS = 0.62
+INK, FAINT, WARNING, EDGE = "#222222", "#777777", "#b3261e", "#ff3b30"
+
+
+def write_sheets(
+    samples: DatasetSamples, folder: Path, threads: int, show: Callable[[int], object]
+) -> Iterator[tuple[str, Path]]:
+    """Write the sheets of a dataset, and yield bucket and file of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for done, (name, chosen, total) in enumerate(choose_images(samples), start=1):
+        shown = run_bounded(lambda index: picture_of(samples[index]), chosen, threads, lambda: None)
+        pictures = {index: future.result() for index, future in shown}
+        shown_of = f", {len(chosen)} shown" * (len(chosen) < total)
+        title = f"{samples.dataset.id}   {name} px   {count_noun(total, 'image')}{shown_of}"
+        content = io.BytesIO()
+        sheet([(samples[index], pictures[index]) for index in chosen], title).save(content, "PNG")
+        path = folder / f"{samples.dataset.id.replace('/', '-')}-{name}.png"
+        write_file(path, content.getvalue())
+        show(done)
+        yield name, path
+
+
+def choose_images(samples: DatasetSamples) -> Iterator[tuple[str, list[int], int]]:
+    """Yield each bucket with images of all degrees of cropping, the most cropped one first, and how many it has."""
+    targets, of_sizes = np.unique(samples.sizes.targets, axis=0, return_inverse=True)
+    of_images = of_sizes.reshape(-1)[samples.sizes.index]
+    cropped = cropped_away(samples.sizes)[samples.sizes.index]
+    for number, target in enumerate(targets.tolist()):
+        own = np.flatnonzero(of_images == number)
+        if len(own):
+            own = own[np.argsort(-cropped[own], kind="stable")]
+            places = np.unique(np.linspace(0, len(own) - 1, min(len(own), MAX_IMAGES)).round().astype(np.int64))
+            yield "{}x{}".format(*target), own[places].tolist(), len(own)
+
+
+def picture_of(sample: Sample) -> Image.Image | str:
+    """Return an image in the size of a cell, its crop as training takes it framed; or why it cannot be decoded."""
+    g = sample.geometry
+    scale = CELL_PX / max(g.resized)
+    size = max(1, round(g.resized[0] * scale)), max(1, round(g.resized[1] * scale))
+    try:
+        with sample.open() as file:
+            whole = read_rgb(file, size, g.original).resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
+    except DECODE_ERRORS as error:
+        return str(error) or type(error).__name__
+    left, top = (round(start * scale) for start in g.crop_left_top)
+    right, bottom = (
+        min(side, round((start + length) * scale))
+        for side, start, length in zip(size, g.crop_left_top, g.target, strict=True)
+    )
+    shown = Image.blend(whole, Image.new("RGB", size, "black"), DARKNESS)
+    shown.paste(whole.crop((left, top, right, bottom)), (left, top))
+    if g.resized != g.target:
+        ImageDraw.Draw(shown).rectangle((left, top, right - 1, bottom - 1), outline=EDGE)
+    return shown
+
+
+def sheet(cells: list[tuple[Sample, Image.Image | str]], title: str) -> Image.Image:
+    """Lay out images in rows under a title, each over its name and numbers."""
+    columns = min(COLUMNS, len(cells))
+    rows = -(-len(cells) // columns)
+    highest = max((picture.height for _, picture in cells if isinstance(picture, Image.Image)), default=CELL_PX)
+    step_x, step_y = CELL_PX + GAP_PX, highest + TEXT_PX + GAP_PX
+    width = max(GAP_PX + columns * step_x, 3 * step_x)
+    page = Image.new("RGB", (width, HEAD_PX + GAP_PX + rows * step_y), "white")
+    pen, large, small = ImageDraw.Draw(page), ImageFont.load_default(15), ImageFont.load_default(11)
+    pen.text((GAP_PX, GAP_PX), title, fill=INK, font=large)
+    for number, (sample, picture) in enumerate(cells):
+        left, top = GAP_PX + number % columns * step_x, HEAD_PX + GAP_PX + number // columns * step_y
+        if isinstance(picture, str):
+            pen.rectangle((left, top, left + CELL_PX, top + highest), outline=FAINT)
+            pen.text((left + 4, top + 4), "cannot be decoded", fill=WARNING, font=small)
+        else:
+            page.paste(picture, (left + (CELL_PX - picture.width) // 2, top + highest - picture.height))
+        pen.text((left, top + highest + 3), fit(sample.name, pen, small), fill=INK, font=small)
+        words, is_enlarged = describe(sample)
+        pen.text((left, top + highest + 17), words, fill=WARNING if is_enlarged else FAINT, font=small)
+    return page
+
+
+def describe(sample: Sample) -> tuple[str, bool]:
+    """Return an image's size, what is cropped and how much it is enlarged; and whether that is much."""
+    g = sample.geometry
+    cropped = 1 - g.target[0] * g.target[1] / (g.resized[0] * g.resized[1])
+    factor = max(new / old for new, old in zip(g.resized, g.original, strict=True))
+    words = [f"{g.original[0]}x{g.original[1]}", f"{cropped:.0%} cropped" if cropped >= 0.005 else ""]
+    words.append(f"x{factor:.1f}" if factor > MUCH_ENLARGED else "")
+    return ", ".join(filter(None, words)), factor > MUCH_ENLARGED
+
+
+def fit(name: str, pen: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    """Cut a name at its beginning to the width of a cell: images of a folder begin alike."""
+    shown = name if name.isprintable() else repr(name)
+    if pen.textlength(shown, font=font) <= CELL_PX:
+        return shown
+    while shown and pen.textlength(f"…{shown}", font=font) > CELL_PX:
+        shown = shown[1:]
+    return f"…{shown}"

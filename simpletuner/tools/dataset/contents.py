@@ -1,0 +1,83 @@
+"""Read the images of a dataset once: which cannot be decoded, and what they look like, for finding duplicates."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import xxhash
+from PIL import Image
+
+from simpletuner.data.images import DECODE_ERRORS, read_rgb
+from simpletuner.data.samples import DatasetSamples, Sample
+from simpletuner.system.threads import run_bounded
+
+SMALL_PX = 128
+"""Images are decoded no larger than needed for this, where their format allows."""
+COLOURS_PX = 16
+NOISE = 2
+"""Levels by which compression may change the mean brightness of a part."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one image is compared by."""
+
+    checksum: bytes
+    gradients: int
+    """dHash (64 bits): where brightness falls from left to right in 8 rows of 9 pixels."""
+    colours: np.ndarray
+    """(16, 16, 3) uint8."""
+
+    @cached_property
+    def contrast(self) -> float:
+        """Standard deviation of the colours."""
+        return float(self.colours.std(axis=(0, 1)).mean())
+
+
+@dataclass
+class Contents:
+    """The images of a dataset by their index; those that cannot be decoded, with the reason."""
+
+    images: dict[int, Content] = field(default_factory=dict)
+    damaged: dict[int, str] = field(default_factory=dict)
+
+
+def read_contents(samples: DatasetSamples, threads: int, show: Callable[[int], object]) -> Contents:
+    """Read and decode all images."""
+    contents = Contents()
+    read = run_bounded(lambda index: read_content(samples[index]), range(len(samples)), threads, lambda: None)
+    for done, (index, future) in enumerate(read, start=1):
+        result = future.result()
+        if isinstance(result, str):
+            contents.damaged[index] = result
+        else:
+            contents.images[index] = result
+        show(done)
+    return contents
+
+
+def read_content(sample: Sample) -> Content | str:
+    """Return what an image is compared by, or why it cannot be decoded."""
+    try:
+        with sample.open() as file:
+            content = file.read()
+        image = read_rgb(io.BytesIO(content), (SMALL_PX, SMALL_PX), sample.geometry.original)
+    except DECODE_ERRORS as error:
+        return str(error) or type(error).__name__
+    return content_of(xxhash.xxh3_128_digest(content), image)
+
+
+def content_of(checksum: bytes, image: Image.Image) -> Content:
+    # Ten lines instead of a dependency: imagehash needs SciPy and PyWavelets, for hashes that are not used here.
+    grey = shrink(image.convert("L"), (9, 8)).astype(np.int16)
+    falls = grey[:, :-1] - grey[:, 1:] > NOISE
+    gradients = int.from_bytes(np.packbits(falls).tobytes())
+    return Content(checksum, gradients, shrink(image, (COLOURS_PX, COLOURS_PX)))
+
+
+def shrink(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+    return np.asarray(image.resize(size, Image.Resampling.BOX))

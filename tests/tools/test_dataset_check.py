@@ -1,0 +1,196 @@
+"""`simpletuner dataset check`: what it finds, beside what a run trains on; exit codes, contact sheets, Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import signal
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks
+import skimage.data
+from PIL import Image
+
+from simpletuner.app import main
+from simpletuner.data.image_formats import register_plugin
+from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.world import joined_world
+from simpletuner.preparation import Plan, plan_data
+from simpletuner.report import Report
+from simpletuner.session import Session
+from simpletuner.settings import load
+from simpletuner.system.signals import StopRequest
+from simpletuner.tools.dataset.contents import content_of
+from simpletuner.tools.dataset.duplicates import exact_duplicates, near_duplicates
+
+SMALL = {"resolution": "64", "aspect_bucket_alignment": "16", "train_batch_size": "1"}
+
+
+def add(folder: Path, name: str, size: tuple[int, int], caption: bytes | None = b"a red circle", **options) -> Path:
+    """Write an image of coloured clouds, which no other one looks like."""
+    noise = np.random.default_rng(zlib.crc32(name.encode())).integers(0, 255, (5, 5, 3), dtype=np.uint8)
+    path = folder / name
+    Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).save(path, **options)
+    if caption is not None:
+        path.with_suffix(".txt").write_bytes(caption)
+    return path
+
+
+@pytest.fixture
+def messy(tmp_path) -> Path:
+    """A folder with one of everything that is worth a look."""
+    register_plugin()
+    folder = tmp_path / "messy"
+    folder.mkdir()
+    for number in range(4):
+        add(folder, f"square{number}.png", (80, 80))
+    add(folder, "wide.heic", (150, 72))
+    add(folder, "small.png", (32, 32))
+    add(folder, "line.png", (700, 70))
+    add(folder, "first.png", (96, 96))
+    shutil.copy(folder / "first.png", folder / "second.png")
+    (folder / "second.txt").write_text("a red circle")
+    with Image.open(folder / "first.png") as image:
+        image.resize((88, 88)).save(folder / "third.jpg", quality=80)
+    (folder / "third.txt").write_text("another caption")
+    add(folder, "long.png", (84, 80), b"a red circle " * 40)
+    add(folder, "bare.png", (90, 90), None)
+    add(folder, "empty.png", (90, 91), b" \n")
+    add(folder, "latin.png", (91, 91), "ein Bär".encode("latin-1"))
+    add(folder, "text.png", (90, 90)).write_text("no image")
+    cut = add(folder, "cut.png", (92, 92))
+    cut.write_bytes(cut.read_bytes()[:-60])
+    (folder / "x.psd").touch()
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, **flags: str) -> tuple[int, str, str]:
+    """Run the check; return exit code, stdout and stderr."""
+    given = [f"--{name}={value}" for name, value in (SMALL | flags).items()]
+    with pytest.raises(SystemExit) as ended:
+        main(["dataset", "check", *given, *arguments])
+    return int(ended.value.code or 0), *capsys.readouterr()
+
+
+def found_by(checked: dict[str, Any]) -> dict[str, Any]:
+    (dataset,) = checked["datasets"]
+    return {each["kind"]: each["images"] for each in dataset["findings"]}
+
+
+def planned(**flags: str) -> Plan:
+    """Return what a run with these flags trains on."""
+    with joined_world({}, use_cpu=True) as world:
+        session = Session(load(SMALL | flags, complete=False), Mesh(world), Report(quiet=True), StopRequest())
+        return plan_data(session)
+
+
+def test_everything_is_found_and_what_training_refuses_ends_with_4(messy, sdxl, tmp_path, capsys):
+    flags = {"instance_data_dir": str(messy), "output_dir": str(tmp_path / "out")}
+    flags |= {"model_family": "sdxl", "pretrained_model_name_or_path": str(sdxl)}
+    code, out, err = run(capsys, "--json", **flags)
+    checked = json.loads(out)
+    assert (code, checked["usable"]) == (4, False)
+    images = found_by(checked)
+    again = {kind: images.pop(kind) for kind in ("exact duplicates", "near duplicates")}
+    assert again == {"exact duplicates": {"first.png": ["second.png"]}, "near duplicates": {"first.png": ["third.jpg"]}}
+    assert {kind: list(names) for kind, names in images.items()} == {
+        "not read": [".psd"],
+        "broken": ["text.png"],
+        "damaged": ["cut.png"],
+        "enlarged": ["small.png"],
+        "tiny": ["small.png"],
+        "extreme aspect": ["line.png"],
+        "missing": ["bare.png"],
+        "empty": ["empty.png"],
+        "encoding": ["latin.txt"],
+        "too long for CLIP": ["long.png"],
+    }
+    assert images["enlarged"] == {"small.png": "32x32 to 64x64 px"}
+    assert images["too long for CLIP"] == {"long.png": "122 tokens"}
+    assert images["encoding"] == {"latin.txt": 'is not UTF-8: byte 5 is 0xe4 (as windows-1252: "ein Bär")'}
+    assert "2 images without a caption" in err and "1 caption file cannot be read as text" in err
+    assert not (tmp_path / "out").exists() and not checked["not_checked"]
+
+
+def test_buckets_crops_and_samples_are_those_of_the_run(messy, sdxl, tmp_path, train, capsys):
+    flags = {"instance_data_dir": str(messy), "skip_uncaptioned": "true", "caption_encoding": "latin-1"}
+    flags |= {"repeats": "2", "eval_split": "0.2", "output_dir": str(tmp_path / "out")}
+    sheets = tmp_path / "sheets"
+    (messy / "cut.png").unlink()
+    code, out, _ = run(capsys, "--json", f"--contact_sheets={sheets}", **flags)
+    checked = json.loads(out)
+    assert (code, checked["usable"]) == (0, True)
+    assert checked["not_checked"] == {"captions": "not counted in tokens: no model_family is given"}
+    plan, (dataset,) = planned(**flags), checked["datasets"]
+    own = {bucket["name"]: bucket for bucket in dataset["buckets"]}
+    held_out = set(plan.held_out.tolist())
+    assert {name for name, bucket in own.items() if bucket["images"]} == plan.buckets.keys()
+    for name, bucket in plan.buckets.items():
+        assert (own[name]["images"], own[name]["samples"]) == (bucket.num_samples, len(bucket))
+    for name, bucket in own.items():
+        samples = {
+            index: each for index, each in enumerate(plan.samples) if "{}x{}".format(*each.geometry.target) == name
+        }
+        cropped = [1 - np.prod(each.geometry.target) / np.prod(each.geometry.resized) for each in samples.values()]
+        assert bucket["held_out"] == len(held_out & samples.keys())
+        assert (bucket["mean_cropped"], bucket["most_cropped"]) == pytest.approx((np.mean(cropped), max(cropped)))
+    assert {path.name for path in sheets.iterdir()} == {f"messy-{name}.png" for name in own}
+
+    said = train(tmp_path / "out", *(f"--{name}={value}" for name, value in flags.items() if name != "output_dir"),
+                 "--model_family=sdxl", f"--pretrained_model_name_or_path={sdxl}", "--train_batch_size=1",
+                 "--max_train_steps=1").said  # fmt: skip
+    total = f"messy {dataset['images']} {dataset['samples']:.0f} {dataset['held_out']} {len(own)} "
+    assert total in re.sub(r" +", " ", said) and (tmp_path / "out" / "uncaptioned.txt").read_text().count("\n") == 2
+    assert "2 images without a caption left out" in said
+
+
+@pytest.mark.parametrize("style", ["corner", "center"])
+def test_a_contact_sheet_shows_the_crop(tmp_path, capsys, style):
+    Image.new("RGB", (160, 80), "white").save(tmp_path / "a_white_one.png")
+    sheets = tmp_path / "sheets"
+    flags = {"instance_data_dir": str(tmp_path), "caption_strategy": "filename", "crop": "true", "crop_style": style}
+    code, out, _ = run(capsys, f"--contact_sheets={sheets}", "--headers_only", **flags)
+    assert code == 0 and "50.0%" in out and "damaged ones and duplicates stay unknown" in out
+    (sheet,) = sheets.iterdir()
+    with Image.open(sheet) as image:
+        pixels = np.asarray(image.convert("L"))[40 : 40 + 88, 10 : 10 + 176]  # where the image is
+    bright = pixels[44] > 200
+    left = {"corner": 0, "center": 44}[style]
+    assert bright[left + 2 : left + 86].all() and bright.sum() < 90
+
+
+def test_photographs_are_found_again_after_compression_and_no_two_are_taken_for_one():
+    photos = [getattr(skimage.data, name)() for name in ("astronaut", "brick", "camera", "chelsea", "coffee", "grass")]
+    contents = {}
+    for number, pixels in enumerate(photos):
+        image = Image.fromarray(pixels).convert("RGB")
+        small = io.BytesIO()
+        image.resize((image.width // 2, image.height // 2)).save(small, "JPEG", quality=60)
+        contents[number] = content_of(bytes([number]), image)
+        contents[number + 10] = content_of(bytes([number + 10]), Image.open(small).convert("RGB"))
+        contents[number + 20] = contents[number]
+    assert exact_duplicates(contents) == [[number, number + 20] for number in range(6)]
+    assert near_duplicates(contents) == [[number, number + 10] for number in range(6)]
+
+
+def test_ctrl_c_is_answered_at_once(tmp_path, starter):
+    image = add(tmp_path, "0.png", (3000, 3000), None)
+    for number in range(1, 1000):
+        (tmp_path / f"{number}.png").hardlink_to(image)
+    started = starter.start(
+        ranks.command_line, 1,
+        ["dataset", "check", f"--instance_data_dir={tmp_path}", "--caption_strategy=filename", "--resolution=64"],
+    )  # fmt: skip
+    while "reading images" not in started.said:
+        time.sleep(0.05)
+    begun = time.monotonic()
+    started.kill(signal.SIGINT)
+    assert started.wait(30) == [130] and time.monotonic() - begun < 10
+    assert "stopped by SIGINT" in started.said and "Traceback" not in started.said
