@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
-from simpletuner.data.dataset_kinds import ImageDataset, LocalImages, S3Images, SnapshotImages
-from simpletuner.data.s3_place import S3Place
+from simpletuner.data.bucket_places import BucketPlace
+from simpletuner.data.dataset_kinds import BucketImages, ImageDataset, LocalImages, SnapshotImages
 from simpletuner.errors import DataError, EnvironmentNotReady
 
 INSTALL = "pip install 'simpletuner[s3]'"
@@ -202,7 +202,7 @@ def open_storage(dataset: ImageDataset, outputs: Sequence[Path]) -> Storage:
 
     Raises EnvironmentNotReady where what the store needs is not installed.
     """
-    if isinstance(dataset, S3Images):
+    if isinstance(dataset, BucketImages):
         check_obstore(dataset)
         from simpletuner.data.object_storage import open_bucket
 
@@ -215,7 +215,8 @@ def open_storage(dataset: ImageDataset, outputs: Sequence[Path]) -> Storage:
     return LocalStorage(dataset.instance_data_dir, tuple(outputs))
 
 
-def check_obstore(dataset: S3Place) -> None:
+def check_obstore(place: BucketPlace) -> None:
     """Raise EnvironmentNotReady where obstore is not installed."""
     if find_spec("obstore") is None:
-        raise EnvironmentNotReady(f"dataset `{dataset.id}` is in S3, and obstore is not installed", INSTALL)
+        where = f"dataset `{place.id}` is in {place.service.name}"
+        raise EnvironmentNotReady(f"{where}, and obstore is not installed", INSTALL)

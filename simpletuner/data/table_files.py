@@ -23,7 +23,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
-from simpletuner.data.dataset_kinds import LARGEST_PIXELS, ImageDataset, S3Images
+from simpletuner.data.dataset_kinds import LARGEST_PIXELS, BucketImages, ImageDataset
 from simpletuner.data.storage import Storage, UnreadableFileError
 from simpletuner.data.tables import FORMATS, TableSettings
 from simpletuner.errors import DataError
@@ -69,7 +69,7 @@ class TableFile:
     @property
     def is_stored(self) -> bool:
         """Whether the store of the images holds it."""
-        return isinstance(self.dataset, S3Images) and not self.settings.path.is_absolute()
+        return isinstance(self.dataset, BucketImages) and not self.settings.path.is_absolute()
 
     def settings_id(self) -> str:
         """Return a checksum of all settings that decide what is taken from the table."""
@@ -104,7 +104,7 @@ class TableFile:
         try:
             yield self._open()
         except FileNotFoundError:
-            where = "below aws_data_prefix, or an absolute local one" if self.is_stored else "as it is seen from here"
+            where = "below the prefix, or an absolute local one" if self.is_stored else "as it is seen from here"
             raise self.error(
                 "does not exist", f"set {self.keys.get('path', 'parquet.path')} to its path, {where}"
             ) from None
