@@ -75,7 +75,8 @@ def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path 
     latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
     outputs = [settings.training.output_dir, *text_folders, *latents_folders]
     folder, rescan = scans_folder or default_folder(settings, "scan"), settings.data.rescan
-    scans = scan_datasets(datasets, outputs, folder, session.world, session.report, session.stop.check, rescan)
+    world, report, stop = session.world, session.report, session.stop.check
+    scans = scan_datasets(datasets, outputs, folder, world, report, stop, rescan, session.background)
     found = discover(scans, alignment_px, settings.training.seed, version)
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, alignment_px):

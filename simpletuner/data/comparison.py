@@ -24,6 +24,7 @@ from simpletuner.data.bucket_places import MACHINE_KEYS
 from simpletuner.data.captions import read_caption_file
 from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.file_list import CAPTION_VERSION, FileList
+from simpletuner.data.samples import hash_texts
 from simpletuner.data.storage import Storage, UnreadableFileError
 from simpletuner.data.tables import BLOCK
 
@@ -76,9 +77,11 @@ def digest_of(tables: Iterable[pa.Table]) -> str:
     for table in tables:
         for column in table.columns:
             digest.update(f"{len(table)} {column.type}".encode())
+            if pa.types.is_large_string(column.type):
+                hash_texts(digest, column)
+                continue
             for chunk in column.chunks:
-                for buffer in pa.concat_arrays([chunk]).buffers():
-                    digest.update(buffer or b"")
+                digest.update(chunk.to_numpy())
     return digest.hexdigest()
 
 
