@@ -56,7 +56,7 @@ def forget_folder_times(folder: Path, storage: Storage) -> None:
 
 def unchanged_files(folder: Path, storage: Storage, scan: Path) -> FileList | None:
     """Return the files of a kept scan if no folder has changed since they were listed; None where that is not known."""
-    if not isinstance(storage, LocalStorage):
+    if not isinstance(storage, LocalStorage) or not storage.folder.is_dir():
         return None
     for path in intact_files(folder, kind_of(storage)):
         times, place = open_table(path)
