@@ -89,7 +89,8 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
     latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
     outputs = [settings.training.output_dir, *text_folders, *latents_folders]
     folder, rescan = scans_folder or default_folder(settings, "scan"), settings.data.rescan
-    scans = scan_datasets(datasets, outputs, folder, session.world, session.report, session.stop.check, rescan)
+    world, report, stop = session.world, session.report, session.stop.check
+    scans = scan_datasets(datasets, outputs, folder, world, report, stop, rescan, session.background)
     return ScannedData(datasets, texts, scans)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -21,6 +22,8 @@ class Session:
     mesh: Mesh
     report: Report
     stop: StopRequest
+    background: ExitStack | None = None
+    """Ends what runs beside training, with the rank."""
 
     @property
     def settings(self) -> Settings:

@@ -76,7 +76,7 @@ def run_rank(loaded: Loaded) -> None:
         verify_same_config(
             messages, Group("rank", world.rank, world.size), node_info(loaded), stop.check, STALL_SECONDS
         )
-        session = Session(loaded, build_mesh(loaded.settings, world), Report(quiet=not world.is_first), stop)
+        session = Session(loaded, build_mesh(loaded.settings, world), Report(quiet=not world.is_first), stop, stack)
         open_output_dir(session, stack)
         set_float32_precision(loaded.settings.training.allow_tf32)
         training = loaded.settings.training

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from simpletuner.caches.records import RecordLocation
 from simpletuner.caches.shard_index import read_index
 from simpletuner.caches.shards import ShardWriter, read_from_file
-from simpletuner.data.dataset_kinds import Embeds, S3Embeds
+from simpletuner.data.dataset_kinds import BucketEmbeds, Embeds
 from simpletuner.data.storage import MAX_BYTES, check_obstore
 from simpletuner.system.cache_files import OURS, SHARD_SUFFIX, disk_bytes, index_of
 from simpletuner.system.files import unfinished_path, write_file
@@ -151,7 +151,7 @@ class Mirror:
 
 def open_mirror(embeds: Embeds | None, folder: Path) -> Mirror | None:
     """Return the local copy of a cache; None if it is not in a bucket. Nothing is asked of the server yet."""
-    if not isinstance(embeds, S3Embeds):
+    if not isinstance(embeds, BucketEmbeds):
         return None
     check_obstore(embeds)
     from simpletuner.data.object_storage import open_bucket

@@ -17,6 +17,7 @@ from simpletuner.caches.jobs import CacheJob, CacheRequest
 from simpletuner.caches.keys import folder_fingerprint, short_hash, text_parts
 from simpletuner.caches.mirror import Mirror
 from simpletuner.caches.shards import ShardReader
+from simpletuner.data.caption_column import different_captions
 from simpletuner.data.samples import DatasetSamples
 from simpletuner.models.diffusers_io import text_folders
 from simpletuner.models.family import ModelFamily
@@ -49,9 +50,9 @@ class TextCache:
         self.growing: GrowingCache[str, str] | None = None
 
     @cached_property
-    def captions(self) -> list[str]:
-        """All texts. Made only where some may be missing: those of ten million images take gigabytes."""
-        return sorted({*self.prompts, *(text for part in self.samples for each in part for text in each.captions)})
+    def captions(self) -> Sequence[str]:
+        """All texts. Made only where some may be missing."""
+        return different_captions(self.samples, self.prompts)
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> None:
         """Collective: encode what is missing, unless it is encoded while training."""

@@ -100,18 +100,18 @@ def check_named_files(loaded: Loaded) -> None:
 
 
 def check_buckets(places: Iterable[object]) -> None:
-    """Raise EnvironmentNotReady where S3 needs a package, for images or for caches."""
-    from simpletuner.data.s3_place import S3Place
+    """Raise EnvironmentNotReady where a bucket needs a package, for images or for caches."""
+    from simpletuner.data.bucket_places import BucketPlace
     from simpletuner.data.storage import check_obstore
 
     for place in places:
-        if isinstance(place, S3Place):
+        if isinstance(place, BucketPlace):
             check_obstore(place)
 
 
 def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
     """Raise DataError for an image folder or a table that does not exist. `file` is the one that names the datasets."""
-    from simpletuner.data.dataset_kinds import LocalImages, S3Images, SnapshotImages, UrlImages
+    from simpletuner.data.dataset_kinds import BucketImages, LocalImages, SnapshotImages, UrlImages
 
     for dataset in datasets:
         folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) else None
@@ -123,7 +123,7 @@ def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> 
                 f"set {'dataset_name' if isinstance(dataset, SnapshotImages) else 'instance_data_dir'} to your images",
             )
         table = dataset.csv_file if isinstance(dataset, UrlImages) else dataset.parquet and dataset.parquet.path
-        is_local = table and (table.is_absolute() or not isinstance(dataset, S3Images))
+        is_local = table and (table.is_absolute() or not isinstance(dataset, BucketImages))
         if table and is_local and not table.is_file():
             place = f"{shown_path(file)}: " if file else ""
             raise DataError(

@@ -12,7 +12,7 @@ from configparser import Error as ConfigError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletuner.data.s3_place import S3Place
+from simpletuner.data.bucket_places import S3Place
 from simpletuner.errors import EnvironmentNotReady
 
 if TYPE_CHECKING:

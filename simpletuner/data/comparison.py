@@ -20,9 +20,11 @@ from typing import Any
 import pyarrow as pa
 import xxhash
 
+from simpletuner.data.bucket_places import MACHINE_KEYS
 from simpletuner.data.captions import read_caption_file
 from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.file_list import CAPTION_VERSION, FileList
+from simpletuner.data.samples import hash_texts
 from simpletuner.data.storage import Storage, UnreadableFileError
 from simpletuner.data.tables import BLOCK
 
@@ -31,8 +33,7 @@ CHUNKS = 1024
 BLOCK_BYTES = 4096
 SHOWN_LETTERS = 60
 
-ACCESS_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "aws_max_pool_connections")
-LOCAL_KEYS = ("instance_data_dir", "dataset_name", "cache_dir_vae", "aws_endpoint_url", *ACCESS_KEYS)
+LOCAL_KEYS = ("instance_data_dir", "dataset_name", "cache_dir_vae", *sorted(MACHINE_KEYS))
 """Settings of a dataset that may differ: machines may keep the same data under other paths, or reach it otherwise."""
 
 
@@ -76,9 +77,11 @@ def digest_of(tables: Iterable[pa.Table]) -> str:
     for table in tables:
         for column in table.columns:
             digest.update(f"{len(table)} {column.type}".encode())
+            if pa.types.is_large_string(column.type):
+                hash_texts(digest, column)
+                continue
             for chunk in column.chunks:
-                for buffer in pa.concat_arrays([chunk]).buffers():
-                    digest.update(buffer or b"")
+                digest.update(chunk.to_numpy())
     return digest.hexdigest()
 
 

@@ -5,12 +5,13 @@ The other keys are the fields of a dataset (`datasets.py`), which check their va
 
 from __future__ import annotations
 
+from simpletuner.data.bucket_places import ONLY_LISTS
 from simpletuner.settings.key_table import Ignores, Refuses, Rule
 
 LATER = "not supported by this version"
 ONE_FOR_ALL = "one value holds for all datasets: set --{}"
 GONE = "your images are never deleted"
-LOCAL = LATER + ": only folders (local), S3-compatible stores (aws) and lists of addresses (csv)"
+LOCAL = LATER + ": only folders (local), buckets (aws, gcs, azure) and lists of addresses (csv)"
 DOWNLOADED = "a dataset of the hub is read from the folder that it was downloaded to, which is dataset_name"
 ONLY_SNAPSHOTS = "it is for images of type huggingface"
 BY_READING = "files that are new or changed are read at every start"
@@ -62,7 +63,7 @@ RULES: dict[str, Rule] = {
 }
 
 VALUES: dict[str, dict[str, str]] = {
-    "type": dict.fromkeys(("memory", "webshart"), LOCAL),
+    "type": {**dict.fromkeys(("memory", "webshart"), LOCAL), **dict.fromkeys(("http", "https"), ONLY_LISTS)},
     "dataset_type": {
         **dict.fromkeys(("video", "audio"), LATER + ": only images"),
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
+from simpletuner.data.bucket_places import AzurePlace, BucketPlace, GcsPlace, S3Place, no_address
 from simpletuner.data.caption_rules import CaptionKeys
 from simpletuner.data.crops import CropKeys
 from simpletuner.data.folders import check_id
 from simpletuner.data.participation import ParticipationKeys
-from simpletuner.data.s3_place import S3Place
 from simpletuner.data.tables import (
     BLOCK,
     TABLE_STRATEGIES,
@@ -33,7 +33,7 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     """Images, wherever they are, and how they are captioned, resized and cropped."""
 
     id: Annotated[str, AfterValidator(check_id)]
-    type: Literal["local", "aws", "csv", "huggingface"] = "local"
+    type: Literal["local", "aws", "gcs", "azure", "csv", "huggingface"] = "local"
     dataset_type: Literal["image", "eval"] = "image"
     text_embeds: str | None = None
     image_embeds: str | None = None
@@ -51,9 +51,9 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
     _embeds: ImageEmbeds | None = PrivateAttr(None)
 
     @property
-    def latents_bucket(self) -> S3ImageEmbeds | None:
+    def latents_bucket(self) -> BucketImageEmbeds | None:
         """The cache in a bucket that `image_embeds` names, once the whole file is read."""
-        return self._embeds if isinstance(self._embeds, S3ImageEmbeds) else None
+        return self._embeds if isinstance(self._embeds, BucketImageEmbeds) else None
 
     def cached_in(self, embeds: ImageEmbeds) -> ImageDataset:
         """Return this dataset with its latents in a cache that `image_embeds` names."""
@@ -100,11 +100,23 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
 class LocalImages(ImageDataset):
     """A folder of images."""
 
-    instance_data_dir: Path
+    instance_data_dir: Annotated[Path, AfterValidator(no_address)]
 
 
-class S3Images(S3Place, ImageDataset):
+class BucketImages(BucketPlace, ImageDataset):
+    """Images in a bucket."""
+
+
+class S3Images(S3Place, BucketImages):
     """Images in a bucket of an S3-compatible store."""
+
+
+class GcsImages(GcsPlace, BucketImages):
+    """Images in a bucket of Google Cloud Storage."""
+
+
+class AzureImages(AzurePlace, BucketImages):
+    """Images in a container of Azure Blob Storage."""
 
 
 class UrlImages(ImageDataset):
@@ -167,6 +179,8 @@ class SnapshotImages(ImageDataset):
 PLACES: dict[str, type[ImageDataset]] = {
     "local": LocalImages,
     "aws": S3Images,
+    "gcs": GcsImages,
+    "azure": AzureImages,
     "csv": UrlImages,
     "huggingface": SnapshotImages,
 }
@@ -177,7 +191,7 @@ class Embeds(Section):
     """A cache folder that datasets name: an entry of the dataset file."""
 
     id: str
-    type: Literal["local", "aws"] = "local"
+    type: Literal["local", "aws", "gcs", "azure"] = "local"
     disabled: bool = False
     cache_dir: Annotated[Path, AfterValidator(only_placeholders(*OF_A_DATASET))]
 
@@ -196,26 +210,50 @@ class ImageEmbeds(Embeds):
     dataset_type: Literal["image_embeds"]
 
 
-class S3Embeds(S3Place):
+class BucketEmbeds(BucketPlace):
     """A cache in a bucket. Its local copy is below output_dir, which a run has for itself, and of bounded size."""
 
     cache_size_limit_gb: float = Field(100, gt=0)
 
 
-class S3TextEmbeds(S3Embeds, TextEmbeds):
+class BucketTextEmbeds(BucketEmbeds, TextEmbeds):
     """Text embeddings cached in a bucket."""
 
     cache_dir: Path = Path("{output_dir}/cache/text_embeds/{id}")
 
 
-class S3ImageEmbeds(S3Embeds, ImageEmbeds):
+class BucketImageEmbeds(BucketEmbeds, ImageEmbeds):
     """Latents cached in a bucket."""
 
     cache_dir: Path = Path("{output_dir}/cache/image_embeds/{id}")
 
 
+class S3TextEmbeds(S3Place, BucketTextEmbeds):
+    """Text embeddings cached in S3."""
+
+
+class GcsTextEmbeds(GcsPlace, BucketTextEmbeds):
+    """Text embeddings cached in Google Cloud Storage."""
+
+
+class AzureTextEmbeds(AzurePlace, BucketTextEmbeds):
+    """Text embeddings cached in Azure Blob Storage."""
+
+
+class S3ImageEmbeds(S3Place, BucketImageEmbeds):
+    """Latents cached in S3."""
+
+
+class GcsImageEmbeds(GcsPlace, BucketImageEmbeds):
+    """Latents cached in Google Cloud Storage."""
+
+
+class AzureImageEmbeds(AzurePlace, BucketImageEmbeds):
+    """Latents cached in Azure Blob Storage."""
+
+
 EMBEDS: dict[str, dict[str, type[Embeds]]] = {
-    "text_embeds": {"local": TextEmbeds, "aws": S3TextEmbeds},
-    "image_embeds": {"local": ImageEmbeds, "aws": S3ImageEmbeds},
+    "text_embeds": {"local": TextEmbeds, "aws": S3TextEmbeds, "gcs": GcsTextEmbeds, "azure": AzureTextEmbeds},
+    "image_embeds": {"local": ImageEmbeds, "aws": S3ImageEmbeds, "gcs": GcsImageEmbeds, "azure": AzureImageEmbeds},
 }
 """Caches by `dataset_type` and `type`."""

@@ -15,11 +15,11 @@ from simpletuner.data.dataset_keys import RULES, VALUES
 from simpletuner.data.dataset_kinds import (
     EMBEDS,
     PLACES,
+    BucketEmbeds,
     Embeds,
     ImageDataset,
     ImageEmbeds,
     LocalImages,
-    S3Embeds,
     TextEmbeds,
 )
 from simpletuner.data.folders import find_nested_ids, id_of_folder
@@ -64,8 +64,11 @@ def load_datasets(data: Data, model_type: str = "lora") -> tuple[list[ImageDatas
         try:
             return [LocalImages(**{**inherited(data), **values})], [default_texts(data)]
         except ValidationError as error:
-            problems = [item["msg"] for item in error.errors()]
-            raise SettingsError("\n  ".join(problems), "docs/data.md says what resolution_type means") from None
+            problems = [" ".join([*map(str, item["loc"]), reason_of(item)]) for item in error.errors()]
+            raise SettingsError(
+                "\n  ".join(problems),
+                "docs/data.md says what they mean",
+            ) from None
     parsed = parse_file(data.data_backend_config, data)
     if model_type == "full":
         parsed.mistakes += regularisation_mistakes(parsed)
@@ -216,7 +219,7 @@ def fields_with_blocks(kind: type[Section]) -> dict[str, FieldInfo]:
     fields = dict(kind.model_fields)
     if fields.pop(BLOCK, None):
         fields |= {f"{BLOCK}.{name}": field for name, field in TableSettings.model_fields.items()}
-    if issubclass(kind, S3Embeds):
+    if issubclass(kind, BucketEmbeds):
         del fields["cache_dir"]
     return fields
 
@@ -234,8 +237,9 @@ def keys_of_other_places(kind: type[ImageDataset | Embeds]) -> dict[str, Rule]:
         if places is PLACES or kind in places.values():
             keys = {place: fields_with_blocks(other).keys() for place, other in places.items()}
             common = frozenset.intersection(*map(frozenset, keys.values())) | own
-            reason = f"only {name} of type {{}} have it: change `type`, or leave it out"
-            rules |= {key: Refuses(reason.format(place)) for place in keys for key in keys[place] - common}
+            for key in frozenset.union(*map(frozenset, keys.values())) - common:
+                types = ", ".join(place for place in keys if key in keys[place])
+                rules[key] = Refuses(f"only {name} of type {types} have it: change `type`, or leave it out")
     return rules
 
 
@@ -246,11 +250,15 @@ def mistake_of(item: Any, fields: Mapping[str, FieldInfo], entry: DatasetEntry) 
     if item["type"] == "missing":
         return Mistake(key, "is missing", entry.place())
     if item["type"] == "value_error" or path not in fields:
-        return entry.mistake(key, str(item.get("ctx", {}).get("error", item["msg"])))
+        return entry.mistake(key, reason_of(item))
     value = item["input"]
     reason = VALUES.get(key, {}).get(normalize_name(value), "") if isinstance(value, str) else ""
     close = did_you_mean(str(value), map(str, choices_of(fields[key].annotation)))
     return entry.mistake(key, f"{f'{reason}; ' if reason else ''}use {allowed(fields[key])}", close)
+
+
+def reason_of(item: Any) -> str:
+    return str(item.get("ctx", {}).get("error", item["msg"]))
 
 
 def duplicates(names: list[str]) -> list[str]:

@@ -23,7 +23,10 @@ from simpletuner.data.name_hashes import choose_by_name, hash_names
 from simpletuner.data.samples import DatasetSamples, Samples, Sizes
 from simpletuner.data.scan import NO_ROW, Scan
 from simpletuner.errors import DataError
+from simpletuner.system.threads import map_in_threads
 
+BLOCK_SIZES = 1 << 15
+"""Sizes for which a bucket is computed at once, within the caches of a core: twice as fast as all together."""
 MAX_NAMES = 20
 """How many files a message names."""
 WORDLESS = r"(^|/)[_\s\p{Z}\x0b\x1c-\x1f\x{85}]+\.[^./]*$"
@@ -133,18 +136,42 @@ def sizes_of(
 ) -> Sizes:
     """Find the bucket of each size that occurs; there are far fewer sizes than images."""
     width, height = (table[side].to_numpy()[rows].astype(np.int64) for side in ("width", "height"))
-    encoded = pa.array(width << 32 | height).dictionary_encode()
-    codes, index, choices = encoded.dictionary.to_numpy(), encoded.indices.to_numpy(), None
+    codes, index = different_sizes(width, height)
+    choices = None
     if dataset.crop and dataset.crop_aspect == "random":
         count = np.uint64(len(dataset.aspects))
         drawn = hash_names(table["name"], seed, dataset.id, "aspect")[rows] % count
         of_both, index = np.unique(index.astype(np.uint64) * count + drawn, return_inverse=True)
         codes, choices, index = codes[of_both // count], of_both % count, index.astype(np.int32)
-    originals = np.stack([codes >> 32, codes & 0xFFFFFFFF], axis=1)
-    targets = bucket_sizes(dataset, originals, alignment_px, version, choices)
-    resized = resized_sizes(dataset, originals, targets)
-    originals, resized, targets = (each.astype(np.int32) for each in (originals, resized, targets))
+
+    def block(start: int) -> tuple[np.ndarray, ...]:
+        part = slice(start, start + BLOCK_SIZES)
+        originals = np.stack([codes[part] >> 32, codes[part] & 0xFFFFFFFF], axis=1)
+        targets = bucket_sizes(dataset, originals, alignment_px, version, None if choices is None else choices[part])
+        resized = resized_sizes(dataset, originals, targets)
+        return tuple(each.astype(np.int32) for each in (originals, resized, targets))
+
+    blocks = map_in_threads(block, range(0, max(len(codes), 1), BLOCK_SIZES))
+    originals, resized, targets = map(np.concatenate, zip(*blocks, strict=True))
     return Sizes(originals, resized, targets, index)
+
+
+def different_sizes(width: np.ndarray, height: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sizes that occur, as width << 32 | height, and which of them each image has."""
+    if not len(width):
+        return np.zeros(0, np.int64), np.zeros(0, np.int32)
+    first, last = (np.array([f(width), f(height)]) for f in (np.min, np.max))
+    columns, rows = (last - first + 1).tolist()
+    if columns * rows > max(len(width), BLOCK_SIZES):
+        encoded = pa.array(width << 32 | height).dictionary_encode()
+        return encoded.dictionary.to_numpy(), encoded.indices.to_numpy()
+    # A flag for each possible size takes a quarter of the time of hashing where there are fewer of them than images.
+    place = (width - first[0]) * rows + (height - first[1])
+    occurs = np.zeros(columns * rows, bool)
+    occurs[place] = True
+    found = np.flatnonzero(occurs)
+    numbers = np.cumsum(occurs, dtype=np.int32) - 1
+    return (found // rows + first[0]) << 32 | (found % rows + first[1]), numbers[place]
 
 
 def find_caption_problems(dataset: ImageDataset, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:

@@ -59,6 +59,8 @@ class FileList:
     """FILE, and the version of what else decides the row: the caption file, or the table that sizes come from; empty
     where there is none."""
     others: OtherFiles
+    folders: dict[str, int] = field(default_factory=dict)
+    """As in `Listing`."""
 
 
 def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None]) -> FileList:
@@ -82,7 +84,8 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
         captions.append(batch_of(decodable([file for file in block if file.suffix in own], [])))
     others.written += map(storage.describe, listing.left_out)
     listed, texts = (pa.Table.from_batches(batches, FILE) for batches in (images, captions))
-    return FileList(with_caption_versions(listed, texts, others.table if dataset.sizes_from_table else ""), others)
+    versions = others.table if dataset.sizes_from_table else ""
+    return FileList(with_caption_versions(listed, texts, versions), others, listing.folders)
 
 
 def decodable(files: list[StoredFile], undecodable: list[str]) -> Iterator[StoredFile]:

@@ -1,4 +1,4 @@
-"""Image and caption files in an S3-compatible bucket, by obstore, which retries failed requests.
+"""Image and caption files in a bucket, by obstore, which retries failed requests.
 
 What is wrong with one object makes one broken image: it is gone, archived, or its body ends too early although the
 store answers. All else (no such bucket, credentials, a network that fails) ends the run, since a bad hour of the
@@ -13,33 +13,24 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
-from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import BaseError, InvalidPathError
-from obstore.store import S3Store
 
-from simpletuner.data.aws_credentials import credential_provider, read_profile
+from simpletuner.data.bucket_places import BucketPlace, Service
+from simpletuner.data.bucket_stores import Store, open_store
 from simpletuner.data.object_errors import BUCKET_GONE, DAMAGED_OBJECTS, code_of, run_error
-from simpletuner.data.s3_place import S3Place
 from simpletuner.data.storage import MAX_BYTES, Listing, StoredFile, UnreadableFileError
 from simpletuner.errors import DataError
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
-    from obstore.store import ClientConfig, RetryConfig, S3Config
 
 HEADER_BYTES = 64 << 10
 """What is read of an image at first; headers are longer only where cameras write large thumbnails into them."""
-RETRIES: RetryConfig = {
-    "max_retries": 100,  # obstore's 10 are over in 2 s, which no throttled store is happy with
-    "retry_timeout": timedelta(seconds=30),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
-}
 BELOW_SLASH = re.compile("[\0-.]")
 
 
@@ -47,8 +38,9 @@ BELOW_SLASH = re.compile("[\0-.]")
 class ObjectStorage:
     """The objects of a bucket below a prefix; `owner` is the dataset, the bucket and the endpoint, for messages."""
 
-    store: S3Store = field(repr=False, compare=False)
+    store: Store = field(repr=False, compare=False)
     address: str
+    service: Service
     owner: str
     concurrent_reads: int
 
@@ -117,14 +109,14 @@ class ObjectStorage:
         except (FileNotFoundError, BaseError) as error:
             # Nothing of obstore's text goes into a message: answers of a server may quote what was signed.
             text = str(error)
-            if name and isinstance(error, FileNotFoundError) and code_of(text) != BUCKET_GONE:
+            if name and isinstance(error, FileNotFoundError) and code_of(text) not in BUCKET_GONE:
                 raise FileNotFoundError("is not in the bucket any more") from None
             if name and (reason := DAMAGED_OBJECTS.get(code_of(text))):
                 raise UnreadableFileError(reason) from None
             if name and "kind: Interrupted" in text:
                 self._check_answers(name)
                 raise UnreadableFileError("its content ends too early") from None
-            raise run_error(text, self.owner) from None
+            raise run_error(text, self.owner, self.service) from None
 
     def _check_answers(self, name: str) -> None:
         """Raise what ends the run if the store does not answer: then it is not this object that is damaged."""
@@ -168,7 +160,7 @@ class RangeReader(io.RawIOBase):
 
 
 def sort_by_parts(files: Iterable[StoredFile]) -> Iterator[StoredFile]:
-    """Sort what S3 lists by whole key, in which "a-b/c" and "a.png" come before "a/z", by the parts of names.
+    """Sort what a bucket lists by whole key, in which "a-b/c" and "a.png" come before "a/z", by the parts of names.
 
     A file is held back only while a folder may follow that comes before it: "a.png" until the listing has passed "a/".
     """
@@ -182,33 +174,8 @@ def sort_by_parts(files: Iterable[StoredFile]) -> Iterator[StoredFile]:
         yield heappop(held)[2]
 
 
-def open_bucket(place: S3Place) -> ObjectStorage:
+def open_bucket(place: BucketPlace) -> ObjectStorage:
     """Return the store of a dataset or of a cache; nothing is asked of the server yet. Raises EnvironmentNotReady."""
-    profile = read_profile()
-    given = place.aws_endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    # obstore's `endpoint` would lose against AWS_ENDPOINT_URL_S3 of the environment.
-    config: S3Config = {"aws_endpoint_url_s3": given} if given else {}
-    if region := place.aws_region_name or (profile.get("region") if not NAMES_REGION & {*os.environ} else None):
-        config["region"] = region
-    client: ClientConfig = {
-        "allow_http": (given or "").startswith("http:"),
-        "connect_timeout": "5s",
-        "read_timeout": "30s",
-        "timeout": "1h",  # of a whole body, which may be 1 GiB on a slow line; `read_timeout` ends what stalls
-        "pool_max_idle_per_host": str(place.aws_max_pool_connections),
-    }
-    prefix = place.aws_data_prefix.strip("/")
-    store = S3Store(
-        place.aws_bucket_name,
-        prefix=prefix or None,
-        config=config,
-        client_options=client,
-        retry_config=RETRIES,
-        credential_provider=credential_provider(place, profile),
-    )
-    host = urlsplit(given).netloc.rpartition("@")[2] if given else "AWS"
-    owner = f"dataset `{place.id}`: bucket `{place.aws_bucket_name}` at {host}"
-    return ObjectStorage(store, place.address, owner, place.aws_max_pool_connections)
-
-
-NAMES_REGION = {"AWS_REGION", "AWS_DEFAULT_REGION"}
+    store, host = open_store(place)
+    owner = f"dataset `{place.id}`: {place.service.bucket} `{place.bucket}` at {host}"
+    return ObjectStorage(store, place.address, place.service, owner, place.concurrent_reads)

@@ -28,12 +28,16 @@ ESSENTIAL = (
     "dataset_type",
     "instance_data_dir",
     "aws_bucket_name",
+    "gcs_bucket_name",
+    "azure_container_name",
     "csv_file",
     "csv_cache_dir",
     "instance_prompt",
     "resolution",
 )
 """Keys without which an entry would be another dataset."""
+BUCKETS = ("aws", "gcs", "azure")
+"""Values of `type` with which the path of a table is that of an object."""
 NOT_COPIED = "a secret is not copied: write it into the new file, or use the environment or a profile in ~/.aws"
 HARMLESS = ("image_embeds", "vae_cache_clear_each_epoch", "default", "cache_dir", *NO_EFFECT)
 """Keys that change nothing here, besides those whose setting of the same name has no effect."""
@@ -80,7 +84,7 @@ def import_entry(
             new[key] = relocated(fill_in(new[key], {**names, **texts_of(old)}), root)
     if isinstance(block := new.get(BLOCK), dict):
         new[BLOCK] = dict(block)
-        if isinstance(path := block.get("path"), str) and normalize_name(new.get("type")) != "aws":
+        if isinstance(path := block.get("path"), str) and normalize_name(new.get("type")) not in BUCKETS:
             new[BLOCK]["path"] = relocated(fill_in(path, {**names, **texts_of(old)}), root)
     idle = {key: rule for key in new if isinstance(rule := RULES.get(name_of_key(key)), Ignores)}
     left_out += [LeftOut(key, new.pop(key), place, rule.reason, asks(key)) for key, rule in idle.items()]

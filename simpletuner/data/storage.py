@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
-from simpletuner.data.dataset_kinds import ImageDataset, LocalImages, S3Images, SnapshotImages
-from simpletuner.data.s3_place import S3Place
+from simpletuner.data.bucket_places import BucketPlace
+from simpletuner.data.dataset_kinds import BucketImages, ImageDataset, LocalImages, SnapshotImages
 from simpletuner.errors import DataError, EnvironmentNotReady
 
 INSTALL = "pip install 'simpletuner[s3]'"
@@ -25,6 +26,8 @@ EXPORTED = {f"{name}{end}" for name in ("pipeline", "pipeline_lora_weights") for
 OUTPUT_NAMES = frozenset({"cache", "checkpoints", "validation", "logs", "loss.png", *EXPORTED})
 """What a run writes into output_dir, for users who keep images in the same folder."""
 
+SETTLED_SECONDS = 10
+NOT_SETTLED = -1
 FolderId = tuple[int, int]
 """Device and inode of a folder: the same one whatever path or link leads to it."""
 
@@ -54,6 +57,8 @@ class Listing:
 
     files: Iterable[StoredFile] = ()
     left_out: list[str] = field(default_factory=list)
+    folders: dict[str, int] = field(default_factory=dict)
+    """The time of change of each folder that was listed, in ns; NOT_SETTLED where another change may have the same."""
 
 
 class Storage(Protocol):
@@ -102,7 +107,7 @@ class LocalStorage:
             raise FileNotFoundError(self.folder)
         listing = Listing()
         outputs = frozenset(filter(None, map(folder_id, self.outputs)))
-        listing.files = self._walk(self.folder, "", suffixes, frozenset(), outputs, listing.left_out)
+        listing.files = self._walk(self.folder, "", suffixes, frozenset(), outputs, listing)
         return listing
 
     def open(self, name: str) -> BinaryIO:
@@ -135,14 +140,15 @@ class LocalStorage:
         suffixes: Collection[str],
         parents: frozenset[FolderId],
         outputs: frozenset[FolderId],
-        left_out: list[str],
+        listing: Listing,
     ) -> Iterator[StoredFile]:
         this = folder_id(folder)
         if this is None or this in parents:  # a link to a folder above would be walked endlessly
             return
         if this in outputs and parents:
-            left_out.append(prefix.removesuffix("/"))
+            listing.left_out.append(prefix.removesuffix("/"))
             return
+        listing.folders[prefix] = settled_time(folder)
         # output_dir may be the image folder itself; then only what a run writes into it is left out.
         output_names = OUTPUT_NAMES if this in outputs else frozenset()
         # Folder by folder sorts by parts, not by the whole name: sample indices follow this order, and with it every
@@ -152,24 +158,34 @@ class LocalStorage:
             if entry.name.startswith("."):
                 continue
             if entry.name in output_names:
-                left_out.append(name)
+                listing.left_out.append(name)
             elif is_folder(entry):
-                yield from self._walk(Path(entry.path), f"{name}/", suffixes, parents | {this}, outputs, left_out)
+                yield from self._walk(Path(entry.path), f"{name}/", suffixes, parents | {this}, outputs, listing)
             elif PurePosixPath(name).suffix.lower() in suffixes:
-                yield stored_file(entry, name)
+                yield stored_file(name, entry.stat)
 
 
-def stored_file(entry: os.DirEntry[str], name: str) -> StoredFile:
+def stored_file(name: str, ask: Callable[[], os.stat_result]) -> StoredFile:
     """Describe a file of a folder. Its version is its size and time of change, as with `make`: hashing the content of
     every image would read the whole dataset at every start."""
     try:
-        found = entry.stat()
+        found = ask()
     except OSError as error:
         return StoredFile(name, problem=str(error))
     if not stat.S_ISREG(found.st_mode):
         return StoredFile(name, problem="is not a regular file")
     # Caches and the digests that ranks compare depend on these bytes.
     return StoredFile(name, found.st_size, f"{found.st_size}-{found.st_mtime_ns}")
+
+
+def settled_time(folder: Path) -> int:
+    """Return a folder's time of change, before it is listed. Times of file systems are as coarse as 2 s, and clocks of
+    servers differ, so of two changes that follow each other the second may not show."""
+    try:
+        changed = folder.stat().st_mtime_ns
+    except OSError:
+        return NOT_SETTLED
+    return changed if time.time_ns() - changed > SETTLED_SECONDS * 1e9 else NOT_SETTLED
 
 
 def folder_id(folder: Path) -> FolderId | None:
@@ -202,7 +218,7 @@ def open_storage(dataset: ImageDataset, outputs: Sequence[Path]) -> Storage:
 
     Raises EnvironmentNotReady where what the store needs is not installed.
     """
-    if isinstance(dataset, S3Images):
+    if isinstance(dataset, BucketImages):
         check_obstore(dataset)
         from simpletuner.data.object_storage import open_bucket
 
@@ -215,7 +231,8 @@ def open_storage(dataset: ImageDataset, outputs: Sequence[Path]) -> Storage:
     return LocalStorage(dataset.instance_data_dir, tuple(outputs))
 
 
-def check_obstore(dataset: S3Place) -> None:
+def check_obstore(place: BucketPlace) -> None:
     """Raise EnvironmentNotReady where obstore is not installed."""
     if find_spec("obstore") is None:
-        raise EnvironmentNotReady(f"dataset `{dataset.id}` is in S3, and obstore is not installed", INSTALL)
+        where = f"dataset `{place.id}` is in {place.service.name}"
+        raise EnvironmentNotReady(f"{where}, and obstore is not installed", INSTALL)

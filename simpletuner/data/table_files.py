@@ -1,6 +1,6 @@
 """Read a table of images: its columns, whatever its format, as identifiers, captions and sizes.
 
-Arrow's threads are never used: now and then they abort a process at its exit.
+Arrow's threads are never used: now and then they abort a process at its exit. Parts of a table are read in our own.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +23,13 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
-from simpletuner.data.dataset_kinds import LARGEST_PIXELS, ImageDataset, S3Images
+from simpletuner.data.dataset_kinds import LARGEST_PIXELS, BucketImages, ImageDataset
 from simpletuner.data.storage import Storage, UnreadableFileError
 from simpletuner.data.tables import FORMATS, TableSettings
 from simpletuner.errors import DataError
 from simpletuner.settings.errors import nearest
 from simpletuner.system.checksums import stream_checksum, value_checksum
+from simpletuner.system.threads import map_in_threads
 
 ROWS = 65_536
 JSON_BLOCK_BYTES = 16 << 20
@@ -69,7 +70,7 @@ class TableFile:
     @property
     def is_stored(self) -> bool:
         """Whether the store of the images holds it."""
-        return isinstance(self.dataset, S3Images) and not self.settings.path.is_absolute()
+        return isinstance(self.dataset, BucketImages) and not self.settings.path.is_absolute()
 
     def settings_id(self) -> str:
         """Return a checksum of all settings that decide what is taken from the table."""
@@ -91,7 +92,10 @@ class TableFile:
         """Read the table (ROW). Raises DataError."""
         read = READERS[FORMATS[self.settings.path.suffix.lower()]]
         with self._opened() as file:
-            return pa.Table.from_batches(map(self._row_batch, read(file, self.settings, self._require)), ROW)
+            parts = map_in_threads(
+                lambda part: [self._row_batch(each) for each in part], read(file, self.settings, self._require)
+            )
+            return pa.Table.from_batches([batch for part in parts for batch in part], ROW)
 
     def error(self, why: str, hint: str = "") -> DataError:
         return DataError(
@@ -104,7 +108,7 @@ class TableFile:
         try:
             yield self._open()
         except FileNotFoundError:
-            where = "below aws_data_prefix, or an absolute local one" if self.is_stored else "as it is seen from here"
+            where = "below the prefix, or an absolute local one" if self.is_stored else "as it is seen from here"
             raise self.error(
                 "does not exist", f"set {self.keys.get('path', 'parquet.path')} to its path, {where}"
             ) from None
@@ -191,14 +195,20 @@ def wanted_columns(settings: TableSettings) -> list[tuple[str, str]]:
 Require = Callable[[Sequence[str]], list[str]]
 
 
-def read_parquet(file: pa.NativeFile, settings: TableSettings, require: Require) -> Iterator[pa.RecordBatch]:
+Parts = Iterator[Iterable[pa.RecordBatch]]
+"""The batches of a table, in parts that may be read at the same time."""
+
+
+def read_parquet(file: pa.NativeFile, settings: TableSettings, require: Require) -> Parts:
     opened = pq.ParquetFile(file, pre_buffer=False)
     columns = require(opened.schema_arrow.names)
-    # In batches: memory that is used again costs less than what is new, of which the whole table takes gigabytes.
-    yield from opened.iter_batches(ROWS, columns=columns, use_threads=False)
+    for group in range(opened.num_row_groups):
+        reader = pq.ParquetFile(file, metadata=opened.metadata, pre_buffer=False)  # one is for one thread
+        # In batches: memory that is used again costs less than what is new, of which the whole table takes gigabytes.
+        yield reader.iter_batches(ROWS, row_groups=[group], columns=columns, use_threads=False)
 
 
-def read_csv(file: pa.NativeFile, settings: TableSettings, require: Require) -> Iterator[pa.RecordBatch]:
+def read_csv(file: pa.NativeFile, settings: TableSettings, require: Require) -> Parts:
     """Read texts as they are written: `0001` is a name, not a number."""
     texts = dict.fromkeys([settings.filename_column, *settings.caption_columns], pa.string())
     return with_columns(
@@ -212,15 +222,15 @@ def read_csv(file: pa.NativeFile, settings: TableSettings, require: Require) -> 
     )
 
 
-def read_json(file: pa.NativeFile, settings: TableSettings, require: Require) -> Iterator[pa.RecordBatch]:
+def read_json(file: pa.NativeFile, settings: TableSettings, require: Require) -> Parts:
     return with_columns(pa_json.read_json(file, pa_json.ReadOptions(False, JSON_BLOCK_BYTES)), require)
 
 
-def with_columns(table: pa.Table, require: Require) -> Iterator[pa.RecordBatch]:
-    return iter(table.select(require(table.column_names)).to_batches(ROWS))
+def with_columns(table: pa.Table, require: Require) -> Parts:
+    return ([each] for each in table.select(require(table.column_names)).to_batches(ROWS))
 
 
-READERS: Mapping[str, Callable[[pa.NativeFile, TableSettings, Require], Iterator[pa.RecordBatch]]] = {
+READERS: Mapping[str, Callable[[pa.NativeFile, TableSettings, Require], Parts]] = {
     "Parquet": read_parquet,
     "CSV": read_csv,
     "JSON lines": read_json,
@@ -247,9 +257,10 @@ def is_list(kind: pa.DataType) -> bool:
 
 def captions_by_row(texts: pa.Array, parents: np.ndarray, rows: int) -> pa.LargeListArray:
     """Return those texts that are not empty, as one list per row; `parents` (texts,) are the rows, in order."""
-    filled = pc.not_equal(texts, "")
-    counts = np.bincount(parents[filled.to_numpy(zero_copy_only=False)], minlength=rows)
-    return pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(counts)]), texts.filter(filled))
+    filled = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)
+    counts = np.bincount(parents[filled], minlength=rows)
+    texts = texts if filled.all() else texts.filter(pa.array(filled))
+    return pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(counts)]), texts)
 
 
 def first_captions(columns: Sequence[pa.LargeListArray], rows: int) -> pa.LargeListArray:

@@ -7,18 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from simpletuner.data.dataset_kinds import ImageDataset
+from simpletuner.data.image_formats import BY_PILLOW, BY_PLUGIN
 from simpletuner.data.scan import NO_ROW, SCANNED
 from simpletuner.data.storage import MAX_BYTES
 from simpletuner.data.table_files import TableFile
 from simpletuner.data.tables import BLOCK, TABLE_STRATEGIES
+from simpletuner.system.threads import map_in_threads
 
 MAX_NAMES = 20
+
+SUFFIXES_OF_FIVE = sorted(suffix for suffix in BY_PILLOW | BY_PLUGIN if len(suffix) == 5)
+"""All others that an image may have are of 4 letters, the dot included."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def take(column: pa.ChunkedArray, found: pa.Array, has_row: np.ndarray) -> pa.Ch
 def find_rows(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extension: bool) -> pa.Array:
     """Return the first row of each file, or null: by its path below the dataset's folder, or by its name alone."""
     keys = names if with_extension else without_suffix(names)
-    if len(keys) == len(identifiers) and pc.all(pc.equal(keys, identifiers)).as_py():
+    if len(keys) == len(identifiers) and keys.equals(identifiers):
         return pa.array(np.arange(len(keys), dtype=np.int32))  # written in the order of the files, as most tables are
     found = pc.index_in(keys, value_set=identifiers)
     in_folders = pc.match_substring(keys, "/")
@@ -72,10 +78,20 @@ def find_rows(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extensi
 
 
 def without_suffix(names: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Remove the suffixes of images, of 4 or 5 letters, in a tenth of the time of a regular expression."""
-    dots = (pc.equal(pc.utf8_slice_codeunits(names, place, place + 1), ".") for place in (-5, -4))
-    of_five = pc.and_not(*dots)
-    return pc.if_else(of_five, pc.utf8_slice_codeunits(names, 0, -5), pc.utf8_slice_codeunits(names, 0, -4))
+    """Remove the suffixes of images, of 4 or 5 letters, in a fraction of the time of a regular expression."""
+    return pa.chunked_array(map_in_threads(without_suffix_of, names.chunks), names.type)
+
+
+def without_suffix_of(names: pa.Array) -> pa.Array:
+    of_five = reduce(pc.or_, (pc.ends_with(names, suffix, ignore_case=True) for suffix in SUFFIXES_OF_FIVE))
+    # Suffixes have one byte per letter, and bytes are sliced without looking for the letters of a name.
+    content = names.view(pa.large_binary())
+    if not of_five.true_count:
+        return pc.binary_slice(content, 0, -4).view(names.type)
+    without = pc.binary_slice(content, 0, -5)
+    if of_five.true_count < len(names):
+        without = pc.if_else(of_five, without, pc.binary_slice(content, 0, -4))
+    return without.view(names.type)
 
 
 def base_names(names: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -10,10 +10,12 @@ or a killed one has left, is not read again. The result is an Arrow file in outp
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,13 @@ import pyarrow.compute as pc
 
 from simpletuner.data.comparison import DatasetFiles
 from simpletuner.data.dataset_kinds import ImageDataset
+from simpletuner.data.discovery import count_noun
+from simpletuner.data.file_check import FileCheck
 from simpletuner.data.file_list import FileList, OtherFiles, list_images
+from simpletuner.data.folder_times import forget_folder_times, unchanged_files, write_folder_times
 from simpletuner.data.kept_scan import IDENTITY, intact_files, match_rows, open_table, remove_all_but, write_table
 from simpletuner.data.scan import SCANNED, Scan, scan_files
-from simpletuner.data.storage import Storage, open_storage
+from simpletuner.data.storage import LocalStorage, Storage, open_storage
 from simpletuner.data.table_files import table_of
 from simpletuner.data.table_join import Described, describe_files, files_to_read, with_described
 from simpletuner.errors import DataError, EnvironmentNotReady
@@ -51,11 +56,13 @@ def scan_datasets(
     report: Report,
     stop: Callable[[], None],
     rescan: bool = False,
+    checks: ExitStack | None = None,
 ) -> list[Scan]:
     """Find the images of all datasets; results are kept below `folder`, and forgotten with `rescan`. Collective.
 
-    Nothing in `outputs`, the folders that the run writes into, is found. Raises DataError on all ranks when a folder is
-    missing, or when machines have other files, and what a store raises that does not answer.
+    Nothing in `outputs`, the folders that the run writes into, is found. Where no folder has changed since a kept scan,
+    its files count; what looks in the background for rewritten ones is stopped by `checks`. Raises DataError on all
+    ranks when a folder is missing, or when machines have other files, and what a store raises that does not answer.
     """
     world.activity.begin("finding images")
     if rescan and world.is_first:
@@ -66,23 +73,29 @@ def scan_datasets(
     ]
     kept = [scan.preserved() for scan in scans]
     new = [scan for scan, name in zip(scans, kept, strict=True) if not name]
-    listed = list_all(new, stop) if world.local_rank == 0 else Listed()
+    listed = list_all(new, stop, rescan) if world.local_rank == 0 else Listed()
     verify_same_data(listed, datasets, world, stop)
     files = (each.list for each in listed.datasets)
     found = [
         scan.open(name) if name else scan.run(next(files, NOT_LISTED), report)
         for scan, name in zip(scans, kept, strict=True)
     ]
+    if checks is not None and world.local_rank == 0:
+        host = "" if world.is_first else f" on {socket.gethostname()}"
+        for scan, files in zip(new, listed.datasets, strict=True):
+            if isinstance(scan.storage, LocalStorage) and not files.list.folders:
+                scan.check_files(checks, host)
     world.barrier()  # what is wrong with the data ends all ranks alike, none while another still asks its store
     return found
 
 
-def list_all(scans: Sequence[SharedScan], stop: Callable[[], None]) -> Listed:
+def list_all(scans: Sequence[SharedScan], stop: Callable[[], None], rescan: bool) -> Listed:
     """List the files of datasets; an error is kept, so that all ranks can raise it."""
     listed = Listed()
     try:
         for scan in scans:
-            files = list_images(scan.dataset, scan.storage, stop)
+            known = None if rescan else scan.unchanged()
+            files = known or list_images(scan.dataset, scan.storage, stop)
             listed.datasets.append(DatasetFiles(scan.dataset, scan.storage, files))
     except (DataError, EnvironmentNotReady) as error:
         listed.error = error
@@ -112,7 +125,34 @@ class SharedScan:
         if not (name := task["kept"]):
             ranks = self.world.size if task["rows"] else 0
             name = self._from_first("result", lambda: self._merge(files, described, ranks))
+        if files.folders:
+            write_folder_times(self.folder, self.storage, files, name)
         return self.open(name)
+
+    def unchanged(self) -> FileList | None:
+        """Return the files of a kept scan where no folder has changed since; None where all files must be listed."""
+        table = table_of(self.dataset, self.storage)
+        for path in self._kept():
+            files = unchanged_files(self.folder, self.storage, path)
+            if files and files.others.table == (table.version() if table else ""):
+                return files
+        return None
+
+    def check_files(self, checks: ExitStack, host: str) -> None:
+        """Look in the background for files that were rewritten since the kept scan, and warn of them."""
+        assert isinstance(self.storage, LocalStorage)
+        for path in self._kept()[:1]:
+            captions = self.dataset.caption_strategy == "textfile"
+            checks.callback(FileCheck(path, self.storage.folder, captions, partial(self._warn, host)).stop)
+
+    def _warn(self, host: str, changed: int, first: str) -> None:
+        forget_folder_times(self.folder, self.storage)
+        # Its own report: that of a rank above 0 is quiet, and other machines may have other files.
+        Report().warn(
+            f"dataset `{self.dataset.id}`: {count_noun(changed, 'file')}{host} changed in place since the scan that "
+            f"this run uses, the first is {self.storage.describe(first)}",
+            "stop and start again to train on what is there now: the next start finds them; --rescan reads all files",
+        )
 
     def preserved(self) -> str:
         """Return the name of a kept scan that is to be used without a look at the files; empty for none. Collective."""

@@ -1,10 +1,14 @@
-"""Work in threads whose results are wanted as they come, few at a time, so that a stop takes a moment."""
+"""Work in threads: a stream of items, few at a time, or blocks of columns side by side."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
+
+MOST_THREADS = 8
+"""More gain little for blocks of columns, which wait for memory."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -25,3 +29,13 @@ def run_bounded(
             finished, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
             for future in finished:
                 yield running.pop(future), future
+
+
+def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return the results in order. The first error is raised once running work has ended."""
+    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="block") as pool:
+        try:
+            return list(pool.map(work, items))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -289,7 +289,14 @@ def test_every_value_of_the_original_is_answered_with_a_reason(tmp_path, key, va
     [
         (
             {"type": "locl"},
-            "type = 'locl' (d, dataset `one`): use one of local, aws, csv, huggingface; did you mean `local`?",
+            "type = 'locl' (d, dataset `one`): use one of local, aws, gcs, azure, csv, huggingface; did you mean `loc",
+        ),
+        ({"instance_data_dir": "gs://b/x"}, "is no folder: use type gcs, gcs_bucket_name and gcs_data_prefix"),
+        ({"instance_data_dir": "az://b/x"}, "is no folder: use type azure, azure_container_name and azure_data_prefix"),
+        ({"instance_data_dir": "https://b/x"}, "a web server lists no files: write the addresses of its images into"),
+        (
+            {"type": "https"},
+            "a web server lists no files: write the addresses of its images into a table",
         ),
         ({"repeats": "often"}, "repeats = 'often' (d, dataset `one`): use a whole number of at least 0"),
         ({"resolution": 1e9}, "resolution=1e+09 (pixel_area) is too large: at most 16384x16384 px"),
@@ -387,7 +394,7 @@ def test_caches_in_a_bucket_have_a_local_copy_below_output_dir_each(tmp_path):
     assert (one.latents_bucket.cache_size_limit_gb, one.latents_bucket.address) == (2.5, "s3://b/cache")
     for said, entry in (
         ("only text_embeds of type local have it", {**text, "cache_dir": "here"}),
-        ("only image_embeds of type aws have it", {**latents, "type": "local", "cache_dir": "here"}),
+        ("only image_embeds of type aws, gcs, azure have it", {**latents, "type": "local", "cache_dir": "here"}),
         ("aws_bucket_name (", {**text, "aws_bucket_name": None}),
         ("its cache would not be in a folder of its own", {**text, "id": "../out"}),
         ("cache_size_limit_gb = 0 (", {**latents, "cache_size_limit_gb": 0}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import downloading
 import pytest
 from PIL import Image
 from tabled import scan_table, write_rows
@@ -149,6 +151,38 @@ def test_what_is_lost_is_named_and_what_may_come_back_is_not_given_up(server, tm
     again = fetched(dataset)
     assert again.count == 2 and again.unreachable == {} and server.asked["/a.png"] == asked
     assert [path.suffix for path in (tmp_path / "cache").iterdir() if path.name != downloads.INDEX] == [".png", ".png"]
+
+
+def test_two_machines_download_a_shared_folder_once_and_only_what_their_own_lacks(server, starter, tmp_path):
+    contents = {"a.png": image("PNG"), "b.jpg": image("JPEG", 80), "c.webp": image("WEBP", 96)}
+    cases = tmp_path / "cases"
+    hashed: dict[str, Path] = {}
+    for case in ("shared", "apart", "partly", "left", "unequal"):
+        paths = [f"/{case}/{name}" for name in contents]
+        server.content |= dict(zip(paths, contents.values(), strict=True))
+        (cases / case).mkdir(parents=True)
+        urls(cases / case, server, *paths)
+        hashed |= {path: Path(downloads.name_of(server.address + path) + Path(path).suffix) for path in paths}
+    for case in ("shared", "left"):
+        (cases / case / "shared").mkdir()
+    for rank, name in enumerate(("a.png", "b.jpg")):  # each machine has another one
+        (cases / "partly" / f"rank{rank}").mkdir()
+        (cases / "partly" / f"rank{rank}" / hashed[f"/partly/{name}"]).write_bytes(contents[name])
+    half = cases / "left" / "shared" / f".{hashed['/left/a.png']}.unfinished"
+    half.write_bytes(contents["a.png"][:9])  # a killed start has left it
+    server.faults = {"/shared/a.png": [0], "/unequal/b.jpg": [200, 404]}
+
+    run = starter.start(downloading.download_cases, 2, str(cases), str(tmp_path / "report.json"))
+    assert run.wait() == [0, 0], run.said
+    said = json.loads((tmp_path / "report.json").read_text())
+    asked = {case: [server.asked[f"/{case}/{name}"] for name in contents] for case in said}
+    assert asked == {"shared": [2, 1, 1], "apart": [2] * 3, "partly": [1, 1, 2], "left": [1] * 3, "unequal": [2] * 3}
+    assert all(one == two for one, two in said.values()), "both machines say the same"
+    assert said.pop("unequal")[0].startswith("4: the table of dataset `d` has other content on rank 1 ")
+    assert all(f"of /{case}/{name}" in one for case, (one, _) in said.items() for name in contents)
+    files = [path for path in cases.glob("*/*/*.*") if path.suffix in (".png", ".jpg", ".webp")]
+    assert len(files) == 3 + 3 + 6 + 6 + 5 and all(path.read_bytes() in contents.values() for path in files)
+    assert not [*cases.rglob(".*.unfinished")]
 
 
 def test_a_stop_is_answered_and_the_rest_comes_later(server, tmp_path):

@@ -15,7 +15,7 @@ from PIL import Image
 from s3_server import BUCKET, Fault, Proxy, put, s3_proxy, s3_server, upload
 
 from simpletuner.caches.latents import decode_image
-from simpletuner.data import object_storage
+from simpletuner.data import bucket_stores
 from simpletuner.data.comparison import hash_ends
 from simpletuner.data.dataset_kinds import LocalImages, S3Images
 from simpletuner.data.discovery import discover
@@ -42,7 +42,7 @@ def proxy(server, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     short = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=9), "base": 2}
     monkeypatch.setattr(
-        object_storage, "RETRIES", {"max_retries": 3, "retry_timeout": timedelta(seconds=9), "backoff": short}
+        bucket_stores, "RETRIES", {"max_retries": 3, "retry_timeout": timedelta(seconds=9), "backoff": short}
     )
     with s3_proxy(server) as proxy:
         yield proxy

@@ -95,7 +95,7 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     Raises SettingsError for mistakes in the dataset file.
     """
     # Imported here: `cache list` must know the kinds for its help, but needs datasets only now.
-    from simpletuner.data.dataset_kinds import S3TextEmbeds
+    from simpletuner.data.dataset_kinds import BucketTextEmbeds
     from simpletuner.data.datasets import default_texts, load_datasets
     from simpletuner.data.folders import default_folder, latents_folder, latents_root, text_folder
 
@@ -107,7 +107,7 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     folders = {dataset.id: latents_folder(dataset, settings) for dataset in datasets}
     latents = find_shards(CacheKind.LATENTS, folders.values(), roots, not_in=text_folders.values())
     buckets = {folders[each.id]: each.latents_bucket.address for each in datasets if each.latents_bucket}
-    buckets |= {text_folders[each.id]: each.address for each in texts if isinstance(each, S3TextEmbeds)}
+    buckets |= {text_folders[each.id]: each.address for each in texts if isinstance(each, BucketTextEmbeds)}
     return (
         [with_names(item, folders, buckets) for item in latents],
         [with_names(item, of_texts, buckets) for item in find_shards(CacheKind.TEXT, text_folders.values())],
