@@ -278,7 +278,8 @@ def test_arguments_in_config_env_are_settings_with_the_place_of_their_variable(t
 def test_beside_a_named_file_config_env_stops_a_run_only_where_its_value_counts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config").mkdir()
-    refused = "PUSH_CHECKPOINTS_TO_HUB=true\nSEDE=1\nOPTIMIZER=bnb-adamw8bit\nDEEPSPEED_CONFIG=gone.json\nSEED=x\nHF_TOKEN=y\n"
+    refused = "PUSH_CHECKPOINTS_TO_HUB=true\nSEDE=1\nOPTIMIZER=bnb-adamw8bit\n"
+    refused += "DEEPSPEED_CONFIG=gone.json\nSEED=x\nHF_TOKEN=y\n"
     Path("config/config.env").write_text(refused)
     Path("run.toml").write_text("optimizer = 'lion'\ndeepspeed_config = 'none'\n")
     loaded = load({"seed": "5"}, Path("run.toml"), complete=False, environment={})
