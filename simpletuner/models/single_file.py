@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.malformed import read_json
-from simpletuner.models.weights import PICKLE_SUFFIXES
 from simpletuner.settings.sections import Model
 
 MARKER = "single_file.json"
@@ -21,6 +19,8 @@ def named_file(model: Model) -> Path | None:
     path = Path(model.pretrained_model_name_or_path).expanduser()
     if not path.is_file():
         return None
+    from simpletuner.models.weights import PICKLE_SUFFIXES  # which imports the hub's library
+
     if path.suffix.lower() in PICKLE_SUFFIXES:
         raise SettingsError(
             f"{path} is a pickle: loading it can run any code, so it is refused",
@@ -58,4 +58,6 @@ def source_of(path: Path, config: Path) -> dict[str, Any]:
 
 
 def is_converted(folder: Path, source: Mapping[str, Any]) -> bool:
+    from simpletuner.models.malformed import read_json
+
     return (folder / MARKER).is_file() and read_json(folder / MARKER) == source

@@ -130,7 +130,7 @@ def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
     axes = figure.add_axes((0.09, 0.12, 0.89, 0.8))  # `layout="constrained"` draws everything twice
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="each step")
     if len(steps) >= window:
-        label = f"mean of {window} steps around each"
+        label = f"mean of {window:,} steps around each"
         axes.plot(steps, running_mean(losses, window), color="#08519c", linewidth=1.8, label=label)
     for name, (label, colour) in HELD_OUT_LINES.items():
         if measured := [(row["step"], row[name]) for row in rows if name in row]:

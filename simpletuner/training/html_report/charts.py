@@ -80,7 +80,7 @@ def with_mean(rows: Sequence[Mapping[str, Any]], name: str) -> list[Curve]:
     window = window_of(len(steps))
     if len(steps) < window:
         return [raw]
-    return [raw, Curve(f"mean of {window} steps around each", "smooth", steps, running_mean(values, window))]
+    return [raw, Curve(f"mean of {window:,} steps around each", "smooth", steps, running_mean(values, window))]
 
 
 def make_chart(title: str, curves: Sequence[Curve], log: bool) -> Chart | None:
