@@ -23,7 +23,8 @@ demo: install demo/pictures
 
 # Completion is tested in the real shells, launching in network namespaces (ip), offloading to files with what DeepSpeed
 # compiles. Root, as in CI, gets what is missing.
-TOOLS := zsh:zsh fish:fish ip:iproute2 c++:g++ ccache:ccache /usr/include/libaio.h:libaio-dev
+TOOLS := zsh:zsh fish:fish ip:iproute2 c++:g++ ccache:ccache /usr/include/libaio.h:libaio-dev \
+  /usr/share/fonts-droid-fallback:fonts-droid-fallback /usr/share/fonts/truetype/noto/NotoColorEmoji.ttf:fonts-noto-color-emoji chromium:chromium
 tools:
 	@is_there() { command -v $$1 >/dev/null || test -e $$1; }; \
 	missing=$$(for tool in $(TOOLS); do is_there $${tool%%:*} || echo $${tool##*:}; done); \

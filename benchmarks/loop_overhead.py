@@ -79,7 +79,7 @@ def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
     buckets = {"one": Bucket({1: np.arange(SAMPLES)})}
     sampler = GlobalBatchSampler(buckets, settings.training.seed)
     plan = Plan([], [], Samples(), buckets, sampler, "", DATA_VERSION, np.zeros(0, int))
-    return Prepared(plan, source, cast(TextSource, None))  # only validation asks for more text
+    return Prepared(plan, source, [], cast(TextSource, None))  # only validation asks for more text
 
 
 class Nowhere(Checkpointer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,14 +29,17 @@ from simpletuner.data.participation import NO_LIMIT, BucketSchedule, Window
 from simpletuner.data.prefetch import THREADS, SampleReader
 from simpletuner.data.samples import Samples
 from simpletuner.data.scan import Scan
+from simpletuner.data.validation_prompts import ValidationPrompt, load_prompts
 from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
+from simpletuner.models.support import check_prompt_sizes
 from simpletuner.parallel.shared_arrays import share_arrays
 from simpletuner.parallel.shared_download import download_datasets
 from simpletuner.parallel.shared_scan import scan_datasets
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
+from simpletuner.settings.formats import read_text
 from simpletuner.system.files import replace_file
 
 UNCAPTIONED = "uncaptioned.txt"
@@ -65,7 +69,9 @@ class Prepared:
 
     plan: Plan
     reader: SampleReader
+    validation: list[ValidationPrompt]
     prompts: TextSource
+    """Holds the embeddings of validation prompts, negative ones included, and of the empty caption."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +202,9 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
     Caches that grow while training are written until `writers` is closed.
     """
     settings, report, stop = session.settings, session.report, session.stop.check
-    sources = open_sources(settings, plan.samples, plan.texts, family, session.world, writers)
+    validation = shared_prompts(session)
+    prompts = texts_of(validation, settings.validation.validation_negative_prompt)
+    sources = open_sources(settings, plan.samples, plan.texts, prompts, family, session.world, writers)
     for each in sources.all_texts:
         each.fill(settings.data.text_encoder_batch_size, report, stop)
     sources.encoder.free()
@@ -223,7 +231,23 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
         threads=max([THREADS, *on_demand]),
         map_samples=ThreadPoolExecutor(at_once, thread_name_prefix="samples").map if at_once > 1 else map,
     )
-    return Prepared(plan, reader, sources.prompts)
+    return Prepared(plan, reader, validation, sources.prompts)
+
+
+def shared_prompts(session: Session) -> list[ValidationPrompt]:
+    """Return the prompts of validation, as rank 0 reads them: all ranks must sample the same images. Collective."""
+    world, stop = session.world, session.stop.check
+    prompts = load_prompts(
+        session.settings.validation, lambda path: world.from_first("prompt file", lambda: read_text(path), stop)
+    )
+    check_prompt_sizes(session.settings, prompts)
+    return prompts
+
+
+def texts_of(validation: Sequence[ValidationPrompt], negative: str) -> list[str]:
+    """Return the texts to encode for validation, and the empty caption, by which dropped captions are replaced."""
+    own = [text for each in validation for text in (each.prompt, each.negative_prompt) if text is not None]
+    return [*own, negative, ""]
 
 
 def report_left_out(found: Discovery, report: Report) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -39,10 +39,20 @@ from simpletuner.training.data_position import data_version, resume_point, warn_
 from simpletuner.training.ema import EMA
 from simpletuner.training.engines import check_engine, open_engine
 from simpletuner.training.held_out import open_held_out_loss
+from simpletuner.training.html_report.page import open_html_report
 from simpletuner.training.metrics import Metrics, open_metrics
 from simpletuner.training.optimizers import LearningRate
-from simpletuner.training.output_dir import export, exported_steps, open_output_dir, pipelines_of
+from simpletuner.training.output_dir import (
+    export,
+    export_single_files,
+    exported_steps,
+    open_output_dir,
+    pipelines_of,
+)
 from simpletuner.training.profiling import open_profiler
+from simpletuner.training.publishing.hub import push_to_hub
+from simpletuner.training.publishing.model_card import write_cards
+from simpletuner.training.publishing.notifier import Notifier, open_notifier
 from simpletuner.training.recomputation_choice import with_recomputation_chosen
 from simpletuner.training.resuming import (
     base_fingerprints,
@@ -52,10 +62,12 @@ from simpletuner.training.resuming import (
     set_later_aside,
     warn_of_changed_base,
 )
+from simpletuner.training.rounds import at_round_ends
+from simpletuner.training.run_facts import facts_of
 from simpletuner.training.settings_record import record_settings
 from simpletuner.training.state import TrainingState
 from simpletuner.training.step_logger import StepLogger, StopVote
-from simpletuner.training.summary import print_datasets, print_plan, print_result
+from simpletuner.training.summary import describe_run, print_datasets, print_result
 from simpletuner.training.throughput import open_throughput
 from simpletuner.training.trainer import Evaluation, Trainer
 from simpletuner.training.validation import open_validator
@@ -81,11 +93,11 @@ def run_rank(loaded: Loaded) -> None:
         set_float32_precision(loaded.settings.training.allow_tf32)
         training = loaded.settings.training
         stack.enter_context(attention_by(training.attention_backend, world.device, compute_dtype(loaded.settings)))
-        with explain_out_of_memory(loaded.settings, world.device):
-            fine_tune(session)
+        with open_notifier(session) as notifier, explain_out_of_memory(loaded.settings, world.device):
+            fine_tune(session, notifier)
 
 
-def fine_tune(session: Session) -> None:
+def fine_tune(session: Session, notifier: Notifier) -> None:
     """Train from the newest checkpoint that is not damaged, or from the base model."""
     silence_libraries()
     for warning in session.loaded.warnings:
@@ -95,15 +107,17 @@ def fine_tune(session: Session) -> None:
     damaged: dict[Path, str] = {}
     while True:
         try:
-            fine_tune_from(session, checkpoint_to_resume(session, damaged))
+            fine_tune_from(session, checkpoint_to_resume(session, damaged), notifier)
             break
         except CheckpointDamaged as error:  # known before the engine is built; what was encoded is in the caches
             damaged[error.folder] = error.message
             session = session.restarted()
+    export_single_files(session)
     print_result(output, pipelines_of(session.settings)[0], session.report)
+    push_to_hub(session)
 
 
-def fine_tune_from(session: Session, checkpoint: Checkpoint | None) -> None:
+def fine_tune_from(session: Session, checkpoint: Checkpoint | None, notifier: Notifier) -> None:
     """Find the data and train on it, or say that nothing is left to do. Raises CheckpointDamaged on all ranks."""
     settings, world, stop = session.settings, session.world, session.stop.check
     verification = Verification(checkpoint, world) if checkpoint else None
@@ -117,7 +131,7 @@ def fine_tune_from(session: Session, checkpoint: Checkpoint | None) -> None:
         caches = folders_of(settings, plan)
         with shared_lock(caches), ExitStack() as writers:  # `cache clear` must not remove what this run reads
             verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
-            fine_tune_on(session, plan, checkpoint, verification, writers)
+            fine_tune_on(session, plan, checkpoint, verification, writers, notifier)
 
 
 def fine_tune_on(
@@ -126,6 +140,7 @@ def fine_tune_on(
     checkpoint: Checkpoint | None,
     verification: Verification | None,
     writers: ExitStack,
+    notifier: Notifier,
 ) -> None:
     """Encode the data, build the engine, train, export."""
     family = load_family(session.settings, session.world, session.stop.check)
@@ -148,11 +163,16 @@ def fine_tune_on(
         state = open_state(session, family, engine, prepared, checkpoint)
         state.base_checksums = wait_for_base_checksums()
         set_later_aside(session, state.step)
-        print_plan(chosen, family, state, prepared.plan, compiled, counted)
+        rows = describe_run(chosen, family, state, prepared.plan, compiled, counted)
+        session.report.table("simpletuner train", rows)
         record_settings(session, state.step)
-        with open_metrics(session.settings, state.step, session.world) as metrics, compiler_explained():
-            build_trainer(session, family, prepared, state, metrics).train()
-        export(session, family, state)
+        facts = facts_of(session.loaded, rows, prepared.plan)
+        with open_html_report(session, facts, state.schedule.max_steps) as page:
+            after_rounds = [page.renew, notifier.send_round] if page is not None else []
+            with open_metrics(session.settings, state.step, session.world) as metrics, compiler_explained():
+                build_trainer(session, family, prepared, state, metrics, after_rounds).train()
+            export(session, family, state)
+            write_cards(session, facts)
 
 
 def start_base_checksums(
@@ -190,7 +210,12 @@ def open_state(
 
 
 def build_trainer(
-    session: Session, family: ModelFamily, prepared: Prepared, state: TrainingState, metrics: Metrics | None
+    session: Session,
+    family: ModelFamily,
+    prepared: Prepared,
+    state: TrainingState,
+    metrics: Metrics | None,
+    after_rounds: Sequence[Callable[[int], None]],
 ) -> Trainer:
     """Connect what the training loop works with."""
     settings, mesh, training = session.settings, session.mesh, session.settings.training
@@ -213,7 +238,10 @@ def build_trainer(
         ema=state.ema,
         logger=StepLogger(mesh, stop_vote, metrics, open_throughput(session, family), settings.effective_batch_size),
         checkpointer=checkpointer,
-        evaluations=open_evaluations(session, family, state, prepared, metrics),
+        evaluations=[
+            *open_evaluations(session, family, state, prepared, metrics),
+            at_round_ends(settings, after_rounds),
+        ],
         device=mesh.world.device,
         activity=mesh.world.activity,
         stop=session.stop,

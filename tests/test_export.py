@@ -87,7 +87,7 @@ def test_only_what_the_index_names_is_exported_and_nothing_from_outside(sdxl, sh
     index = json.loads((sdxl / "model_index.json").read_text())
     assert exported == {name for name in index if not name.startswith("_")} - {
         name for name, value in index.items() if not isinstance(value, list) or not any(value)
-    } | {"model_index.json", "simpletuner.json"}
+    } | {"model_index.json", "simpletuner.json", "README.md"}
     assert not list((output / "pipeline").rglob("*.pickle"))
     assert_opened_by_its_own_classes(output / "pipeline")
     for name, problem in (("x.txt", "links to"), ("pipe.json", "not a regular file"), ("gone.txt", "leads nowhere")):

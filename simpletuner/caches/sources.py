@@ -57,11 +57,12 @@ def open_sources(
     settings: Settings,
     samples: Samples,
     texts: Sequence[TextEmbeds],
+    prompts: Sequence[str],
     family: ModelFamily,
     world: World,
     writers: ExitStack,
 ) -> Sources:
-    """Return the sources of a run, before they are filled; the default of `texts` comes first.
+    """Return the sources of a run, before they are filled; the default of `texts` comes first, and holds `prompts`.
 
     Those that store what is encoded while training are written until `writers` is closed.
     """
@@ -81,10 +82,10 @@ def open_sources(
         embeds = texts[number]
         using = [part for part in samples.parts if uses(part.dataset, embeds, texts)]
         own = [part for part in using if part.dataset.text_cache_ondemand == grows]
-        prompts = all_prompts(settings) if number == 0 and holds_prompts(settings, grows) else []
+        own_prompts = prompts if number == 0 and holds_prompts(settings, grows) else []
         folder, compress = text_folder(embeds, settings), embeds.compress_cache
         mirror, stack = open_mirror(embeds, folder), writers if grows else None
-        return TextCache(folder, own, prompts, encoder, family, world, dtype, compress, mirror, stack)
+        return TextCache(folder, own, own_prompts, encoder, family, world, dtype, compress, mirror, stack)
 
     def text_of(given: ImageDataset | Data) -> TextSource:
         if given.text_cache_disable:
@@ -122,8 +123,3 @@ def used_texts(texts: Sequence[TextEmbeds], datasets: Sequence[ImageDataset], se
 def uses(dataset: ImageDataset, embeds: TextEmbeds, texts: Sequence[TextEmbeds]) -> bool:
     """Whether a dataset's captions are cached there: where it says, else in the first one."""
     return not dataset.text_cache_disable and (dataset.text_embeds or texts[0].id) == embeds.id
-
-
-def all_prompts(settings: Settings) -> list[str]:
-    """Return the prompts of validation, and the empty caption, by which dropped captions are replaced."""
-    return [*settings.validation.validation_prompt, settings.validation.validation_negative_prompt, ""]

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletuner.errors import DataError, SettingsError, collect_error, join_errors
-from simpletuner.settings import Loaded
+from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError, collect_error, join_errors
+from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.errors import InvalidSettings, shorten
 from simpletuner.settings.loading import resolve
 from simpletuner.settings.places import naming_places
@@ -82,13 +82,19 @@ def check_run(loaded: Loaded) -> Loaded:
 
 
 def check_named_files(loaded: Loaded) -> None:
-    """Raise SettingsError for a secret, or a checkpoint to start from, that is not there or cannot be used."""
+    """Raise SettingsError for a secret, a checkpoint to start from or a file of prompts that cannot be used."""
     from simpletuner.checkpoints.layout import find_resume_folders, list_checkpoints
+    from simpletuner.data.validation_prompts import load_prompts
     from simpletuner.launch.store import message_signer
+    from simpletuner.models.support import check_prompt_sizes
 
     settings = loaded.settings
     with naming_places(loaded.origins, "run_secret_file"):
         message_signer(settings.launch.run_secret_file)
+    with naming_places(loaded.origins, "validation_prompt_file"):
+        check_prompt_sizes(settings, load_prompts(settings.validation))
+    with naming_places(loaded.origins, "push_to_hub"):
+        check_hub_token(settings)
     root, wanted = settings.training.output_dir / "checkpoints", settings.checkpoints
     with naming_places(loaded.origins, "output_dir", "resume_from_checkpoint"):
         find_resume_folders(root, wanted.resume_from_checkpoint)
@@ -97,6 +103,15 @@ def check_named_files(loaded: Loaded) -> None:
         message = f"import_deepspeed_checkpoint = {source}: there is no such folder"
         with naming_places(loaded.origins, "import_deepspeed_checkpoint"):
             raise SettingsError(message, "name the folder that DeepSpeed's save_checkpoint was given")
+
+
+def check_hub_token(settings: Settings) -> None:
+    """Raise EnvironmentNotReady for an upload without a token, which would fail when all is done."""
+    if settings.hub.push_to_hub:
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            raise EnvironmentNotReady("push_to_hub needs a token of the hub", "`hf auth login`, or set HF_TOKEN")
 
 
 def check_buckets(places: Iterable[object]) -> None:

@@ -11,11 +11,13 @@ from simpletuner.models.completeness import check_complete
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.malformed import opening, read_json
 from simpletuner.models.registry import TINY, check_pipeline, family_class, flavour_of
+from simpletuner.models.single_file import check_single_file, is_converted, named_file, source_of
+from simpletuner.models.single_file_conversion import convert
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.models.weights import COMPONENT_SUFFIXES, refuse_pickles, refuse_special_files
 from simpletuner.parallel.world import World
 from simpletuner.settings.sections import Model, Settings
-from simpletuner.system.files import replace_folder, unfinished_path
+from simpletuner.system.files import remove, replace_folder, unfinished_path
 
 DOWNLOAD_SECONDS = 12 * 3600
 """How long the other ranks wait while the first downloads a model."""
@@ -38,6 +40,11 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> M
             with explain_system_errors(folder):
                 build_tiny(cls, unfinished_path(folder))
                 replace_folder(unfinished_path(folder), folder)
+    elif (path := named_file(model)) is not None:
+        check_single_file(model)
+        folder = settings.training.output_dir / f"base-{path.stem}"
+        if world.is_first:
+            convert_once(path, model, cls, folder)
     else:
         folder = local_folder(model) or (download(model) if world.is_first else None)
     world.store_barrier("base model", stop, DOWNLOAD_SECONDS)
@@ -52,6 +59,19 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> M
         # Not collective, but on every rank: all find the same within a second, so none begins to encode.
         check_complete(family)
     return family
+
+
+def convert_once(path: Path, model: Model, cls: type[ModelFamily], folder: Path) -> None:
+    """Make a pipeline folder of a model in one file, unless an earlier start has done so."""
+    config = model.single_file_config
+    assert config is not None
+    refuse_other_family(config, cls, model)
+    if not is_converted(folder, source_of(path, config)):
+        hidden = unfinished_path(folder)
+        remove(hidden)
+        with explain_system_errors(folder), opening(path):
+            convert(path, config, hidden)
+        replace_folder(hidden, folder)
 
 
 def folder_at_hand(settings: Settings) -> Path | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from simpletuner.data.validation_prompts import ValidationPrompt
 from simpletuner.errors import SettingsError
 from simpletuner.models.architecture import architecture_in_folder, is_path
 from simpletuner.models.registry import (
@@ -19,8 +20,9 @@ from simpletuner.models.registry import (
     load_preset,
     presets,
 )
+from simpletuner.models.single_file import check_single_file, named_file
 from simpletuner.settings import Loaded
-from simpletuner.settings.errors import broken
+from simpletuner.settings.errors import broken, shorten
 from simpletuner.settings.places import naming_places, with_places
 from simpletuner.settings.sections import SECTION_OF, Model, Settings, setting_fields
 
@@ -54,8 +56,6 @@ SCOPES = {
 }
 """The settings that do not have an effect in every family."""
 
-SINGLE_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
-
 
 def check_runnable(loaded: Loaded) -> Loaded:
     """Add a warning to the settings for each that has no effect in its family.
@@ -68,7 +68,7 @@ def check_runnable(loaded: Loaded) -> Loaded:
         check_lora(settings)
     with naming_places(loaded.origins, "model_family", "model_flavour", "context_parallel_size"):
         check_context_parallel(settings)
-    with naming_places(loaded.origins, "pretrained_model_name_or_path"):
+    with naming_places(loaded.origins, "pretrained_model_name_or_path", "single_file_config"):
         check_path(settings.model)
         check_folder(settings.model)
         check_sizes(settings)
@@ -121,9 +121,7 @@ def check_sizes(settings: Settings) -> None:
     """Raise SettingsError for sizes of buckets or of validation images that the family cannot train or sample."""
     size, family = settings.validation.validation_resolution, settings.model.model_family
     alignment = settings.data.aspect_bucket_alignment
-    preset = load_preset(family)
-    # Of a user's own family only what its VAE does is known, which makes 1 of 8 px in all that are published.
-    multiple = preset.image_multiple if preset and family not in (settings.model.model_families or {}) else 8
+    multiple = image_multiple(settings.model)
     if alignment % multiple:
         message = (
             f"aspect_bucket_alignment = {alignment}: with model_family={family} both sides of an image must be "
@@ -131,12 +129,30 @@ def check_sizes(settings: Settings) -> None:
         )
         hint = f"set aspect_bucket_alignment={max(1, round(alignment / multiple)) * multiple}"
         raise SettingsError(mistakes=[broken(message, "aspect_bucket_alignment")], hint=hint)
+    check_sides("validation_resolution", size, "validation_resolution", family, multiple)
+
+
+def check_prompt_sizes(settings: Settings, prompts: Iterable[ValidationPrompt]) -> None:
+    """Raise SettingsError for sizes in a file of prompts that the family cannot sample."""
+    family = settings.model.model_family
+    for each in prompts:
+        name = f"resolution of the prompt {shorten(each.prompt)}"
+        check_sides(name, each.resolution, "validation_prompt_file", family, image_multiple(settings.model))
+
+
+def check_sides(name: str, size: str, setting: str, family: str, multiple: int) -> None:
     sides = [int(side) for side in re.findall(r"\d+", size)]
     if any(side % multiple for side in sides):
         nearest = re.sub(r"\d+", lambda side: str(max(1, round(int(side[0]) / multiple)) * multiple), size)
         needed = f"all sides must be multiples of {multiple} px with model_family={family}"
-        message = f"validation_resolution = {size}: {needed}"
-        raise SettingsError(mistakes=[broken(message, "validation_resolution")], hint=f"the nearest is {nearest}")
+        raise SettingsError(mistakes=[broken(f"{name} = {size}: {needed}", setting)], hint=f"the nearest is {nearest}")
+
+
+def image_multiple(model: Model) -> int:
+    """Return what the sides of images must be multiples of, in px."""
+    preset = load_preset(model.model_family)
+    # Of a user's own family only what its VAE does is known, which makes 1 of 8 px in all that are published.
+    return preset.image_multiple if preset and model.model_family not in (model.model_families or {}) else 8
 
 
 def settings_without_effect(loaded: Loaded) -> Iterator[tuple[str, bool]]:
@@ -154,19 +170,17 @@ def settings_without_effect(loaded: Loaded) -> Iterator[tuple[str, bool]]:
 
 
 def check_path(model: Model) -> None:
-    """Raise SettingsError for a path that is a file, or that does not exist."""
+    """Raise SettingsError for a path that does not exist, or that is a file which cannot be read."""
     name = model.pretrained_model_name_or_path
     path = Path(name).expanduser()
     if not name or path.is_dir():
         return
-    if path.is_file() and path.suffix.lower() in SINGLE_FILES:
+    if named_file(model) is not None:
+        check_single_file(model)
+    elif path.is_file() or is_path(name):
         raise SettingsError(
-            f"{name} is a single-file checkpoint, which this version does not read: it wants a pipeline's folder",
-            "convert it once by the pipeline's class in diffusers and name that folder, such as "
-            f"StableDiffusionXLPipeline.from_single_file({name!r}).save_pretrained({path.stem!r})",
+            f"{name} is no folder", "pretrained_model_name_or_path is a folder, a .safetensors file or a hub id"
         )
-    if path.is_file() or is_path(name):
-        raise SettingsError(f"{name} is no folder", "pretrained_model_name_or_path is a folder or a hub id")
 
 
 def check_folder(model: Model) -> None:

@@ -39,7 +39,7 @@ REASONS = {
 }
 """Values that users of other tools have in their files, and why they are refused."""
 
-SECRET = re.compile(r"token|secret|access_key|password|webhook", re.IGNORECASE)
+SECRET = re.compile(r"token|secret|access_key|password|webhook|notify_url", re.IGNORECASE)
 """Names of what is never shown."""
 MAX_LENGTH = 80
 """Characters of a value that are shown."""

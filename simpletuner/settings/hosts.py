@@ -1,9 +1,11 @@
-"""What can be the address of a machine: an IP address or a host name, without port or scheme."""
+"""What can be the address of a machine (an IP address or a host name, without port or scheme), of a page, of a
+repository on the hub."""
 
 from __future__ import annotations
 
 import re
 from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
 LONGEST = 253
@@ -23,6 +25,25 @@ def check_host(host: str) -> str:
     if len(host) > LONGEST or not all(map(is_label, labels)):
         raise ValueError("use an IP address or a host name")
     return host
+
+
+def check_url(url: str) -> str:
+    """Return the address of a page as it came. Raises ValueError for one that nothing can be posted to."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if url and not (usable and url.isascii() and url.isprintable() and " " not in url):
+        raise ValueError("use an address such as https://example.org/hook")
+    return url
+
+
+def check_repository(name: str) -> str:
+    """Return the id of a repository on the hub as it came. Raises ValueError for what cannot be one."""
+    if name and not (re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII) and len(name) <= 96):
+        raise ValueError("use OWNER/NAME or NAME, of letters, digits, `-`, `_` and `.`")
+    return name
 
 
 def is_ip(host: str) -> bool:

@@ -42,8 +42,7 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     # Names and labels.
     "the folder output_dir names a run": "tracker_run_name tracker_project_name tracker_image_layout",
     "used only with push_to_hub": (
-        "hub_model_id hub_model_name push_to_hub_background model_card_private model_card_safe_for_work "
-        "model_card_note modelspec_comment"
+        "hub_model_name push_to_hub_background model_card_safe_for_work model_card_note modelspec_comment"
     ),
     "used only with webhook_config": "webhook_reporting_interval",
     "the file is named with --config": "configs_dir merge_environment_config",

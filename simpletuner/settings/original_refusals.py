@@ -86,7 +86,9 @@ REFUSED: dict[str, str] = {
         "validation_epoch_interval validate_after_step validate_after_epoch"
     ),
     "leave validation_prompt out: without prompts nothing is drawn": "validation_disable",
-    "write the prompts as the list validation_prompt": "validation_prompt_library user_prompt_library",
+    "write the prompts as the list validation_prompt, or as lines of validation_prompt_file": (
+        "validation_prompt_library user_prompt_library"
+    ),
     "one PNG image is drawn per prompt; leave it out": "num_validation_images=1 validation_image_format=png",
     "images are written when they are finished; leave it out": "validation_preview",
     "validation draws from text alone; leave it out": "validation_input validation_using_datasets",
@@ -100,9 +102,10 @@ REFUSED: dict[str, str] = {
     ),
     "images are not scored; leave it out, and look at validation_prompt's": "evaluation_type eval_dataset_id",
     # Publishing.
-    "nothing is uploaded: leave it out, and upload the folder pipeline in output_dir when the run has ended, with "
-    "`hf upload`": "push_to_hub push_checkpoints_to_hub push_checkpoints publishing_config",
-    "nothing is posted: leave it out, and follow metrics.jsonl in output_dir": "webhook_config",
+    "checkpoints are not uploaded: set push_to_hub, which uploads the pipeline when the run has ended": (
+        "push_checkpoints_to_hub push_checkpoints publishing_config"
+    ),
+    "set notify_url to one address, which gets JSON": "webhook_config",
     "no program is run by a run: leave it out": "post_checkpoint_script post_upload_script",
     "trackers of your own are not loaded; report_to=tensorboard writes files": "custom_tracker",
     "set gpu_ids, use_cpu or an accelerate file": "accelerate_extra_args",

@@ -173,6 +173,20 @@ def pickles_are_trusted(settings: Settings) -> Iterator[BrokenRule]:
         yield broken(message, "allow_pickle", "import_deepspeed_checkpoint")
 
 
+def single_files_have_a_known_layout(settings: Settings) -> Iterator[BrokenRule]:
+    model, name = settings.model, "export_single_file"
+    if not settings.checkpoints.export_single_file:
+        return
+    if model.model_type == "lora":
+        message = "export_single_file is for whole models: a LoRA is one file already; leave it out"
+        yield broken(message, name, "model_type")
+    elif model.model_family and model.model_family != "sdxl":
+        message = (
+            f"export_single_file is for model_family=sdxl: the original layout of {model.model_family} is not written"
+        )
+        yield broken(message, name, "model_family")
+
+
 def profile_begins_in_time(settings: Settings) -> Iterator[BrokenRule]:
     steps, traced = settings.training.max_train_steps, settings.logging.profile_steps
     if traced and steps is not None and parse_step_range(traced)[1] > steps:
@@ -201,5 +215,6 @@ RULES: tuple[Rule, ...] = (
     pickles_are_trusted,
     wrap_policy_is_known,
     warmup_ends,
+    single_files_have_a_known_layout,
     profile_begins_in_time,
 )

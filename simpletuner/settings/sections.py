@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, JsonValue
 from pydantic.fields import FieldInfo
 
-from simpletuner.settings.hosts import check_host
+from simpletuner.settings.hosts import check_host, check_repository, check_url
 from simpletuner.settings.image_sizes import normalize_sizes
 from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.placeholders import OF_A_RUN, only_placeholders
@@ -53,7 +53,8 @@ class Model(Section):
     model_flavour: str = knob("", "Which published checkpoint of the family; `tiny` is built locally with random weights.")
     model_families: Annotated[dict[str, str] | None, AfterValidator(paths_by_name)] = knob(None, "Families of your own: name=package.module:ClassName, or a table of such.")
     model_type: Literal["full", "lora"] = knob("full", "Train all weights, or a LoRA adapter over frozen ones.")
-    pretrained_model_name_or_path: Annotated[str, AfterValidator(in_home)] = knob("", "A diffusers folder or hub id to start from; empty: the flavour's own.", aliases=("model_name",))
+    pretrained_model_name_or_path: Annotated[str, AfterValidator(in_home)] = knob("", "A diffusers folder, hub id or single .safetensors file to start from; empty: the flavour's own.", aliases=("model_name",))
+    single_file_config: Path | None = knob(None, "With a model in one .safetensors file: a diffusers folder of the same architecture, for configs, tokenizers and what the file lacks.")
     revision: str | None = knob(None, "Hub revision: a branch, tag or commit.")
     variant: str | None = knob(None, "Weights variant in the folder, such as fp16.")
     prediction_type: Literal["epsilon", "v_prediction"] | None = knob(None, "What a DDPM model predicts; empty: as its scheduler says.")  # fmt: skip
@@ -234,6 +235,7 @@ class Checkpoints(Section):
     checkpoint_step_interval: int = knob(500, "Optimizer steps between checkpoints.", ge=1, aliases=("checkpointing_steps",))
     async_checkpointing: bool | None = knob(None, "Write checkpoints while training goes on, from a copy in the machine's memory; auto: where the copies take at most half of what is available.")  # fmt: skip
     checkpoints_total_limit: int = knob(5, "Keep this many of the newest checkpoints.", ge=1)
+    export_single_file: bool = knob(False, "Also export what is trained as one .safetensors file in the original layout, for other tools (SDXL).")
     resume_from_checkpoint: Annotated[str, AfterValidator(in_home)] = knob("latest", "`latest`, a checkpoint folder, or `none`.")
     import_deepspeed_checkpoint: Path | None = knob(None, "A folder with DeepSpeed's own checkpoint to start from, where this run has none; needs allow_pickle.")  # fmt: skip
     allow_pickle: bool = knob(False, "Read the pickles of import_deepspeed_checkpoint: whoever made them can run any program here.")
@@ -243,6 +245,7 @@ class Validation(Section):
     """Validation"""
 
     validation_prompt: list[str] = knob([], "Prompt of a validation image; give it several times for several images.")
+    validation_prompt_file: Path | None = knob(None, "JSON lines of further prompts, each with a seed, resolution, guidance and negative prompt of its own where it gives them (docs/validation.md).")
     validation_negative_prompt: str = knob("", "What guidance moves away from; empty: the family's unconditional input.")
     validation_step_interval: int = knob(100, "Optimizer steps between validations; 0: only before the first step and after the last.", ge=0, aliases=("validation_steps",))  # fmt: skip
     validation_num_inference_steps: int = knob(30, "Denoising steps per image.", ge=1)
@@ -254,6 +257,10 @@ class Validation(Section):
     eval_timesteps: int = knob(4, "Noise levels at which each held-out image is measured, one from each equal part of their range.", ge=1, le=1000)  # fmt: skip
     ema_validation: Literal["none", "ema_only", "comparison"] = knob("comparison", "Which weights validation images and the held-out loss use when EMA is on: the trained, the averaged, or both.")  # fmt: skip
 
+    @property
+    def samples_images(self) -> bool:
+        return bool(self.validation_prompt) or self.validation_prompt_file is not None
+
 
 class Logging(Section):
     """Logging"""
@@ -262,6 +269,15 @@ class Logging(Section):
     logging_dir: Path | None = knob(None, "Folder for the tracker; empty: output_dir/logs.")
     device_peak_tflops: float | None = knob(None, "What each device computes at most, for MFU; empty: dense bf16 of the GPUs that docs/performance.md lists.", unit="TFLOP/s", gt=0)
     profile_steps: Annotated[str, AfterValidator(normalize_step_range)] = knob("", "Optimizer steps FIRST:LAST that rank 0 traces with torch's profiler into output_dir/profile.")
+    notify_url: Annotated[str, AfterValidator(check_url)] = knob("", "Address that gets a POST of JSON after each round of validation and when the run ends or fails.")
+
+
+class Hub(Section):
+    """Hugging Face Hub"""
+
+    push_to_hub: bool = knob(False, "Upload what the run exports, with its model card, when it has ended.")
+    hub_model_id: Annotated[str, AfterValidator(check_repository)] = knob("", "Repository to upload to, as OWNER/NAME or NAME; empty: the name of output_dir.")
+    model_card_private: bool = knob(False, "Create the repository as a private one.")
 
 
 class Settings(Section):
@@ -280,6 +296,7 @@ class Settings(Section):
     checkpoints: Checkpoints = Checkpoints()
     validation: Validation = Validation()
     logging: Logging = Logging()
+    hub: Hub = Hub()
 
     @property
     def effective_batch_size(self) -> int:

@@ -14,11 +14,14 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
 from simpletuner.settings import Settings
 from simpletuner.system.files import APPEND, read_file, write_file
+from simpletuner.training.curves import curve_of, running_mean, window_of
 
 METRICS, CURVE = "metrics.jsonl", "loss.png"
 
 LOSSES = ("loss", "eval_loss", "eval_loss_ema")
 """Every row of the metrics has a step, and at least one of these."""
+
+TAIL_BYTES = 64 << 10
 
 HELD_OUT_LINES = {"eval_loss": ("held-out images", "#d94801"), "eval_loss_ema": ("held-out images, EMA", "#238b45")}
 
@@ -67,6 +70,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows_in(read_file(path)) if path.exists() else []
 
 
+def last_row(path: Path) -> dict[str, Any]:
+    """Return the last row of an optimizer step; empty where there is none. Reads the end of the file alone."""
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        rows = [row for row in rows_in(file.read()) if "loss" in row]
+    return rows[-1] if rows else {}
+
+
 def rows_in(content: bytes) -> list[dict[str, Any]]:
     """Return the rows in the content of a metrics file."""
     rows = []
@@ -104,28 +117,21 @@ def tensorboard_writer(folder: Path, step: int) -> Any:
     return SummaryWriter(str(folder), purge_step=step + 1)
 
 
-def smoothed(values: list[float], share: float) -> list[float]:
-    """Return the exponential moving average of values, corrected for its start (as Adam corrects its moments)."""
-    means, total, weight = [], 0.0, 0.0
-    for value in values:
-        total, weight = (1 - share) * total + share * value, (1 - share) * weight + share
-        means.append(total / weight)
-    return means
-
-
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
     """Plot the loss by step: each value pale, and a running mean over it; and the held-out losses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    trained = [row for row in rows if "loss" in row]
-    if not trained:
+    steps, losses = curve_of(rows, "loss")
+    if not len(steps):
         return
-    steps, losses = [row["step"] for row in trained], [row["loss"] for row in trained]
+    window = window_of(len(steps))
     figure = Figure(figsize=(8, 4.5), dpi=110)
     axes = figure.add_axes((0.09, 0.12, 0.89, 0.8))  # `layout="constrained"` draws everything twice
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="each step")
-    axes.plot(steps, smoothed(losses, 0.05), color="#08519c", linewidth=1.8, label="running mean")
+    if len(steps) >= window:
+        label = f"mean of {window:,} steps around each"
+        axes.plot(steps, running_mean(losses, window), color="#08519c", linewidth=1.8, label=label)
     for name, (label, colour) in HELD_OUT_LINES.items():
         if measured := [(row["step"], row[name]) for row in rows if name in row]:
             axes.plot(*zip(*measured, strict=True), color=colour, marker="o", markersize=3.5, label=label)

@@ -6,8 +6,9 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
-from simpletuner.checkpoints.export import check_targets, export_lora, export_pipeline, finished_steps
+from simpletuner.checkpoints.export import FINISHED, check_targets, export_lora, export_pipeline, finished_steps
 from simpletuner.checkpoints.layout import clear_unfinished
+from simpletuner.checkpoints.single_file import export_single_file
 from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
 from simpletuner.models.family import ModelFamily
 from simpletuner.session import Session
@@ -63,6 +64,22 @@ def exported_steps(session: Session) -> int:
     if session.settings.checkpoints.resume_from_checkpoint != "latest":
         return 0
     return finished_steps(pipelines_of(session.settings)[0], session.world)
+
+
+def export_single_files(session: Session) -> None:
+    """Write each exported pipeline as one file, too, if it is wanted and not there yet; on rank 0."""
+    if not (session.settings.checkpoints.export_single_file and session.world.is_first):
+        return
+    session.world.activity.begin("writing one file in the original layout", watched=False)
+    for pipeline in pipelines_of(session.settings):
+        path, written = single_file_of(pipeline), (pipeline / FINISHED).stat().st_mtime_ns
+        if not path.exists() or path.stat().st_mtime_ns < written:
+            session.report.say(f"writing {path}")
+            export_single_file(pipeline, path)
+
+
+def single_file_of(pipeline: Path) -> Path:
+    return pipeline.with_name(f"{pipeline.name}.safetensors")
 
 
 def export(session: Session, family: ModelFamily, state: TrainingState) -> None:

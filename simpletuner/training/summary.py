@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.data.dataset_summary import MUCH_ENLARGED, summarize
@@ -18,14 +16,16 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings, provenance
 from simpletuner.settings.deepspeed.config import deepspeed_options
+from simpletuner.training.html_report.page import PAGE
 from simpletuner.training.metrics import CURVE, METRICS, read_metrics
+from simpletuner.training.run_facts import Rows, describe_result
 from simpletuner.training.state import TrainingState
 
 
-def print_plan(
+def describe_run(
     session: Session, family: ModelFamily, state: TrainingState, plan: Plan, compiled: str, counted: str
-) -> None:
-    """Print what is about to run."""
+) -> Rows:
+    """Return what is about to run, as names and values."""
     settings, world = session.settings, session.world
     parallel, training = settings.parallel, settings.training
     engine = format_engine(settings, world.size)
@@ -33,7 +33,7 @@ def print_plan(
     ranks = "ranks" if session.mesh.cp == 1 else f"ranks / context_parallel_size = {session.mesh.cp}"
     batch = f"{training.train_batch_size} x {session.mesh.data_size} x {training.gradient_accumulation_steps}"
     float8 = ", linear layers of blocks in float8" if training.float8 else ""
-    rows: list[tuple[str, Any]] = [
+    return [
         ("model", f"{settings.model.model_family}, {count}, mixed precision: {training.mixed_precision}{float8}"),
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)}"),
         ("device", describe_device(world.device)),
@@ -46,7 +46,6 @@ def print_plan(
         ("output", training.output_dir),
         ("settings", provenance(session.loaded)),
     ]
-    session.report.table("simpletuner train", rows)
 
 
 def print_datasets(plan: Plan, report: Report) -> None:
@@ -94,26 +93,16 @@ def format_engine(settings: Settings, world_size: int) -> str:
 def print_result(output: Path, exported: Path, report: Report) -> None:
     """Print how the run went and where everything is."""
     written = read_metrics(output / METRICS) if not report.quiet else []
-    rows = [row for row in written if "loss" in row]
-    if not rows:
+    numbers = describe_result(written)
+    if not numbers:
         return
     grids = sorted((output / "validation").glob("grid-*.png"))
     checkpoints = list_checkpoints(output / "checkpoints")
     places = [
         ("checkpoint", checkpoints[0] if checkpoints else "-"),
         ("images", grids[-1] if grids else "none: give --validation_prompt"),
+        ("report", output / PAGE),
         ("loss curve", output / CURVE),
         ("pipeline" if exported.name == "pipeline" else "LoRA", exported),
     ]
-    numbers = [
-        ("steps", rows[-1]["step"]),
-        ("loss", f"{mean_loss(rows[:20]):.4f} at first, {mean_loss(rows[-20:]):.4f} at last (means of up to 20 steps)"),
-        ("samples/s", f"{median(row.get('samples_per_second', 0) for row in rows):.1f}"),
-    ]
-    measured = [row["eval_loss"] for row in written if "eval_loss" in row]
-    held_out = [("held-out loss", f"{measured[0]:.4f} at first, {measured[-1]:.4f} at last")] if measured else []
-    report.table("finished", [*numbers, *held_out, *places])
-
-
-def mean_loss(rows: list[dict[str, Any]]) -> float:
-    return sum(row["loss"] for row in rows) / len(rows)
+    report.table("finished", [*numbers, *places])

@@ -32,7 +32,11 @@ HANG_SECONDS = 60
 AT_ONCE = 2
 STEPS = 4
 ALLOWED_CODES = (0, 2, 3, 4)
-NOT_READ = (re.compile(r"run/validation/"), re.compile(r"run/loss\.png"), re.compile(r"run/metrics\.jsonl"))
+NOT_READ = (
+    re.compile(r"run/validation/"),
+    re.compile(r"run/(loss\.png|report\.html|metrics\.jsonl)"),
+    re.compile(r"run/pipeline(-ema)?/(README\.md|samples/)"),
+)
 """What a run writes for people and does not read again: it cannot notice damage in it, and no weight depends on it."""
 
 

@@ -216,6 +216,8 @@ READERS: dict[str, Callable[[Path], str]] = {
     "metrics.jsonl": rows_without_times,
     "settings.json": settings_without_folder,
     "settings_history.jsonl": lambda path: "",
+    "report.html": lambda path: "",
+    "README.md": lambda path: "",  # a model card, with samples per second
     "state.json": without_checksums,
     "simpletuner.json": without_checksums,
 }

@@ -86,7 +86,9 @@ def test_the_imported_file_trains_unchanged(run, family, pipelines, shapes, star
 
 
 def test_every_name_is_a_line_or_a_remark_and_changes_say_why(run):
-    write_example("flux", optimizer="optimi-lion", push_to_hub=True, nonsense=1, report_to="wandb", hf_token="abc")
+    write_example(
+        "flux", optimizer="optimi-lion", push_checkpoints_to_hub=True, nonsense=1, report_to="wandb", hf_token="abc"
+    )
     code, out, err = run("config", "import", "config/config.json")
     assert code == 0 and "6 need a look" in err
     text = out.replace("\n", " ")
@@ -96,7 +98,7 @@ def test_every_name_is_a_line_or_a_remark_and_changes_say_why(run):
         "# gradients are clipped by their total norm; the original clips each value\nmax_grad_norm = 0.01\n",
         "# flow_schedule_shift = 0.0 there\nflow_schedule_shift = 1.0\n",
         '# not set there: the original\'s default\nvae_dtype = "bf16"\n',
-        "# push_to_hub = true (config/config.json:",
+        "# push_checkpoints_to_hub = true (config/config.json:",
         "# report_to = 'wandb' (config/config.json:",
         "# nonsense = 1 (config/config.json:",
         "type = 'memory' (config/multidatabackend.json:23, dataset `far`): not supported",
@@ -172,7 +174,7 @@ HUB_MODEL_NAME=''
 USE_XFORMERS=true
 MIN_SNR_GAMMA=5
 TRAINING_NUM_PROCESSES=2
-TRAINER_EXTRA_ARGS="--use_ema --lr_end=1e-7 --push_to_hub"
+TRAINER_EXTRA_ARGS="--use_ema --lr_end=1e-7 --push_checkpoints_to_hub"
 """
 
 
@@ -183,7 +185,10 @@ def test_config_env_with_its_extra_arguments_is_imported(run):
     made = tomllib.loads(out)
     assert (code, made["use_ema"], made["lr_end"], made["num_processes"]) == (0, True, 1e-7, 2)
     assert (made["snr_gamma"], made["max_train_steps"]) == (5.0, 10)
-    assert "push_to_hub = 'true' (config/foo/config.env:15 TRAINER_EXTRA_ARGS): nothing is uploaded" in err
+    assert (
+        "push_checkpoints_to_hub = 'true' (config/foo/config.env:15 TRAINER_EXTRA_ARGS): checkpoints are not uploaded"
+        in err
+    )
     assert "# HF_TOKEN, NCCL_DEBUG: set them in the shell" in out and "geheim" not in out + err
 
 

@@ -106,8 +106,8 @@ def test_a_single_file_and_a_path_to_nothing_are_called_what_they_are(tmp_path):
     single.write_bytes(bytes(8))
     with pytest.raises(SettingsError) as caught:
         checked("sdxl", pretrained_model_name_or_path=str(single))
-    assert "is a single-file checkpoint" in caught.value.message
-    assert "from_single_file" in caught.value.hint
+    assert "is a model in one file" in caught.value.message
+    assert "single_file_config" in caught.value.hint
     for path in (tmp_path / "nothing", tmp_path / "notes.md"):
         (tmp_path / "notes.md").touch()
         with pytest.raises(SettingsError, match="is no folder"):

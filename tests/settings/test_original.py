@@ -56,7 +56,7 @@ def test_every_key_of_the_original_is_answered_as_the_table_says(tmp_path, key, 
 
 def test_each_name_has_one_answer_and_is_not_one_of_our_own():
     names = [name for texts in (RENAMED, ASKS_FOR_NOTHING, REFUSED) for _, name, _ in names_of(texts)]
-    assert len(names) == len(set(names)) > 490
+    assert len(names) == len(set(names)) > 485
     assert [name for name in names if canonical_name(name)] == []
     assert set(RENAMED) <= {*SECTION_OF, "accelerate_config"}
     assert all(len(reason) > 10 for reason in (*ASKS_FOR_NOTHING, *REFUSED))
@@ -75,7 +75,12 @@ def test_the_page_is_up_to_date_and_has_every_name():
     assert [name for name in TABLE.rules if f"`{name}`" not in page] == []
 
 
-ASKS_FOR_NOTHING_HERE = {"push_to_hub": False, "hub_model_id": "x", "lora_format": "diffusers", "loss_type": "l2"}
+ASKS_FOR_NOTHING_HERE = {
+    "push_checkpoints_to_hub": False,
+    "hub_model_name": "x",
+    "lora_format": "diffusers",
+    "loss_type": "l2",
+}
 
 
 def test_one_line_counts_what_asks_for_nothing(tmp_path):
@@ -87,7 +92,7 @@ def test_one_line_counts_what_asks_for_nothing(tmp_path):
 def test_zero_and_null_mean_not_set(tmp_path):
     zeros = dict.fromkeys(("num_train_epochs", "max_train_steps", "minimum_image_size", "snr_gamma"), 0)
     zeros |= {"tokenizer_max_length": 0.0, "validation_step_interval": 0, "flow_schedule_shift": 0, "seed": None}
-    made = settings_as_json(load_file(tmp_path, {**zeros, "lr_scheduler": None, "hub_model_id": None}))
+    made = settings_as_json(load_file(tmp_path, {**zeros, "lr_scheduler": None, "hub_model_name": None}))
     assert (made["num_train_epochs"], made["seed"], made["lr_scheduler"]) == (0, 42, "constant")
     assert made["max_train_steps"] is made["minimum_image_size"] is made["snr_gamma"] is None
     assert made["tokenizer_max_length"] is None
@@ -130,7 +135,7 @@ def test_an_optimizer_without_a_counterpart_is_refused_with_the_nearest(tmp_path
 def test_what_means_something_else_is_told_for_files_of_the_original_alone(tmp_path):
     values = {"max_grad_norm": 0.1, "lr_scheduler": "constant", "lr_warmup_steps": 10}
     assert load_file(tmp_path, values).warnings == ()
-    told = load_file(tmp_path, {**values, "push_to_hub": False, "seed": 1}).warnings
+    told = load_file(tmp_path, {**values, "push_checkpoints_to_hub": False, "seed": 1}).warnings
     assert [line for line in told if line.startswith("max_grad_norm = 0.1") and "c.json:2)" in line]
     assert [line for line in told if line.startswith("lr_warmup_steps = 10") and "c.json:4)" in line]
     [defaults] = [line for line in told if "another default" in line]
@@ -159,9 +164,13 @@ def test_settings_of_lora_have_no_effect_on_a_full_run(tmp_path):
 
 
 def test_a_flag_of_the_original_is_answered_too():
-    assert load({"--push_to_hub": "false"}, complete=False, environment={}).warnings[0].startswith("flag: 1 setting")
-    with pytest.raises(SettingsError, match="push_to_hub = 'true' .flag.: nothing is uploaded"):
-        load({"--push_to_hub": "true"}, complete=False, environment={})
+    assert (
+        load({"--push_checkpoints_to_hub": "false"}, complete=False, environment={})
+        .warnings[0]
+        .startswith("flag: 1 setting")
+    )
+    with pytest.raises(SettingsError, match="push_checkpoints_to_hub = 'true' .flag.: checkpoints are not uploaded"):
+        load({"--push_checkpoints_to_hub": "true"}, complete=False, environment={})
 
 
 def test_flags_of_the_original_reach_the_ranks_as_they_were_typed(tmp_path, monkeypatch, capsys):
@@ -179,8 +188,8 @@ def test_flags_of_the_original_reach_the_ranks_as_they_were_typed(tmp_path, monk
     plan = capsys.readouterr().out
     assert caught.value.code == 0 and " --loss_type=l2" in plan and " --configs_dir=x" in plan
     with pytest.raises(SystemExit):
-        main(["train", *flags, "--push_to_hub"])
-    assert "push_to_hub = 'true' (flag): nothing is uploaded" in capsys.readouterr().err
+        main(["train", *flags, "--push_checkpoints_to_hub"])
+    assert "push_checkpoints_to_hub = 'true' (flag): checkpoints are not uploaded" in capsys.readouterr().err
 
 
 ENV = """\
@@ -241,7 +250,7 @@ def test_a_name_in_config_env_that_is_no_variable_of_a_program_is_a_slip(tmp_pat
 def test_arguments_in_config_env_are_settings_with_the_place_of_their_variable(tmp_path):
     path = tmp_path / "config.env"
     lines = ["LR_WARMUP_STEPS=7", "TRAINER_EXTRA_ARGS='--use_ema --lr-end=1e-7'", "DEBUG_EXTRA_ARGS='--snr_gamma 5'"]
-    path.write_text("\n".join([*lines, 'TRAINER_EXTRA_ARGS+=" --push_to_hub=$WHETHER --ema_decay $DECAY"']))
+    path.write_text("\n".join([*lines, 'TRAINER_EXTRA_ARGS+=" --push_checkpoints_to_hub=$WHETHER --ema_decay $DECAY"']))
     environment = {"WHETHER": "no", "DECAY": "0.5", "SIMPLETUNER_TRAINER_EXTRA_ARGS": "--seed 5"}
     loaded = load({}, path, complete=False, environment=environment)
     made = settings_as_json(loaded)
@@ -254,7 +263,10 @@ def test_arguments_in_config_env_are_settings_with_the_place_of_their_variable(t
     assert not any("EXTRA_ARGS" in warning for warning in loaded.warnings)
     with pytest.raises(SettingsError) as caught:
         load({}, path, complete=False, environment={"WHETHER": "secret", "DECAY": "secret"})
-    assert f"push_to_hub = '$WHETHER' ({path}:4 TRAINER_EXTRA_ARGS): nothing is uploaded" in caught.value.message
+    assert (
+        f"push_checkpoints_to_hub = '$WHETHER' ({path}:4 TRAINER_EXTRA_ARGS): checkpoints are not uploaded"
+        in caught.value.message
+    )
     assert f"ema_decay = '$DECAY' ({path}:4 TRAINER_EXTRA_ARGS): use a number" in caught.value.message
     assert "secret" not in caught.value.message
     path.write_text('TRAINER_EXTRA_ARGS="--instance_prompt=\'a"\nLR_END=1\nTRAINER_EXTRA_ARGS=--lr_end=2\n')
@@ -266,7 +278,8 @@ def test_arguments_in_config_env_are_settings_with_the_place_of_their_variable(t
 def test_beside_a_named_file_config_env_stops_a_run_only_where_its_value_counts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config").mkdir()
-    refused = "PUSH_TO_HUB=true\nSEDE=1\nOPTIMIZER=bnb-adamw8bit\nDEEPSPEED_CONFIG=gone.json\nSEED=x\nHF_TOKEN=y\n"
+    refused = "PUSH_CHECKPOINTS_TO_HUB=true\nSEDE=1\nOPTIMIZER=bnb-adamw8bit\n"
+    refused += "DEEPSPEED_CONFIG=gone.json\nSEED=x\nHF_TOKEN=y\n"
     Path("config/config.env").write_text(refused)
     Path("run.toml").write_text("optimizer = 'lion'\ndeepspeed_config = 'none'\n")
     loaded = load({"seed": "5"}, Path("run.toml"), complete=False, environment={})
@@ -282,7 +295,9 @@ def test_beside_a_named_file_config_env_stops_a_run_only_where_its_value_counts(
     with pytest.raises(SettingsError) as caught:  # what nothing else sets still counts
         load({}, Path("run.toml"), complete=False, environment={})
     assert [mistake.setting for mistake in caught.value.mistakes] == ["optimizer", "deepspeed_config", "seed"]
-    with pytest.raises(SettingsError, match="push_to_hub = 'true' .config/config.env:1.: nothing is uploaded"):
+    with pytest.raises(
+        SettingsError, match="push_checkpoints_to_hub = 'true' .config/config.env:1.: checkpoints are not uploaded"
+    ):
         load({"seed": "5", "optimizer": "lion"}, complete=False, environment={})
 
 

@@ -48,6 +48,14 @@ REFUSED = [
         "LoRA: set model_type=lora, or leave it out and share weights out over the ranks with fsdp_enable",
     ),
     (
+        {"export_single_file": True, "model_type": "lora"},
+        "export_single_file is for whole models: a LoRA is one file already; leave it out",
+    ),
+    (
+        {"export_single_file": True, "model_family": "flux"},
+        "export_single_file is for model_family=sdxl: the original layout of flux is not written",
+    ),
+    (
         {"state_layout": "split", "optimizer": "lion"},
         "state_layout = split holds the moments of AdamW: set optimizer=adamw, or state_layout=fp32 for lion",
     ),

@@ -1,7 +1,8 @@
-"""A hub of models on loopback: the few questions that huggingface_hub asks, answered from folders."""
+"""A hub of models on loopback: the few questions that huggingface_hub asks, answered from folders, and uploads."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -21,6 +22,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.root = root
         self.fetched: list[str] = []
+        self.created: list[dict] = []
+        self.tokens: set[str] = set()
 
     @property
     def address(self) -> str:
@@ -38,6 +41,34 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.answer(with_body=True)
+
+    def do_POST(self) -> None:
+        """Answers /api/repos/create, /api/validate-yaml, and /api/models/ID/{preupload,commit}/R, with every file."""
+        self.server.tokens.add(self.headers.get("Authorization", ""))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        words = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if words == ["api", "repos", "create"]:
+            self.server.created.append(asked := json.loads(body))
+            name = "/".join(filter(None, (asked.get("organization") or "me", asked["name"])))
+            (self.server.root / name).mkdir(parents=True, exist_ok=True)
+            self.reply(200, json.dumps({"url": f"{self.server.address}/{name}", "id": name}).encode(), {})
+        elif words == ["api", "validate-yaml"]:  # of a model card
+            self.reply(200, b'{"errors": [], "warnings": []}', {})
+        elif words[4:5] == ["preupload"]:
+            files = [{"path": each["path"], "uploadMode": "regular"} for each in json.loads(body)["files"]]
+            self.reply(200, json.dumps({"files": [each | {"shouldIgnore": False} for each in files]}).encode(), {})
+        elif words[4:5] == ["commit"]:
+            self.commit("/".join(words[2:4]), [json.loads(line) for line in body.splitlines()])
+        else:
+            self.refuse("EntryNotFound")
+
+    def commit(self, name: str, lines: list[dict]) -> None:
+        for value in (line["value"] for line in lines if line["key"] == "file"):
+            path = self.server.root / name / value["path"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(base64.b64decode(value["content"]))
+        done = {"success": True, "commitOid": COMMIT, "commitUrl": f"{self.server.address}/{name}/commit/{COMMIT}"}
+        self.reply(200, json.dumps(done).encode(), {})
 
     def answer(self, with_body: bool) -> None:
         words = unquote(urlsplit(self.path).path).strip("/").split("/")

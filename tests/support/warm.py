@@ -19,8 +19,12 @@ warnings.filterwarnings("ignore")
 
 import diffusers
 import diffusers.guiders
+import fontTools.ttLib
+import huggingface_hub.repocard
+import jinja2
 import matplotlib.backends.backend_agg
 import matplotlib.figure
+import matplotlib.ticker
 import PIL.Image
 import rich.console
 import rich.progress
@@ -34,6 +38,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import simpletuner.app
 import simpletuner.models.families.flux
 import simpletuner.models.families.sdxl
+import simpletuner.training.fonts
+import simpletuner.training.html_report.page
 import simpletuner.worker
 
 with suppress(ImportError):
@@ -51,6 +57,8 @@ figure = matplotlib.figure.Figure()
 figure.subplots().set_title("fonts are found and kept")
 matplotlib.backends.backend_agg.FigureCanvasAgg(figure).draw()
 del figure
+simpletuner.training.html_report.page.template()
+simpletuner.training.fonts.fonts_for(frozenset("plain"))
 
 gc.collect()
 gc.freeze()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletuner.training.metrics import CURVE, METRICS, Metrics, plot_loss, read_metrics, smoothed
+from simpletuner.training.metrics import CURVE, METRICS, Metrics, last_row, plot_loss, read_metrics
 
 
 def row(step: int, loss: float = 0.5) -> dict:
@@ -61,10 +61,17 @@ def test_a_torn_last_line_is_left_out_wherever_it_is_torn(tmp_path):
 
 
 def test_a_missing_file_has_no_rows(tmp_path):
-    assert read_metrics(tmp_path / METRICS) == []
+    assert read_metrics(tmp_path / METRICS) == [] and last_row(tmp_path / METRICS) == {}
 
 
-@pytest.mark.parametrize("steps", [1, 2, 200])
+def test_the_last_row_is_found_at_the_end_of_a_long_file(tmp_path):
+    run_of(tmp_path, range(1, 3000), after=0)
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 2999, "eval_loss": 1.0}\n{"step": 3000, "lo')
+    assert last_row(tmp_path / METRICS)["step"] == 2999
+
+
+@pytest.mark.parametrize("steps", [3, 4, 200])
 def test_the_loss_curve_is_a_real_picture_with_both_lines(tmp_path, steps):
     plot_loss([row(step, 1 / step) for step in range(1, steps + 1)], tmp_path / CURVE)
     with Image.open(tmp_path / CURVE) as picture:
@@ -89,10 +96,3 @@ def test_a_loss_that_is_not_a_number_does_not_stop_the_curve(tmp_path):
         metrics.write(row(step, loss))
     metrics.close()
     assert (tmp_path / CURVE).exists()
-
-
-def test_the_running_mean_by_hand():
-    # weights 1/2, 1/4, 1/8 of the newest to the oldest, divided by their sum
-    assert smoothed([4.0, 0.0, 8.0], 0.5) == pytest.approx([4.0, (0.5 * 0 + 0.25 * 4) / 0.75, 4.5 / 0.875])
-    assert smoothed([], 0.5) == []
-    assert smoothed([3.0] * 5, 0.05) == pytest.approx([3.0] * 5)

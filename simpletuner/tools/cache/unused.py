@@ -62,7 +62,7 @@ def needed_by(loaded: Loaded) -> Needed:
     from simpletuner.models.loading import load_family
     from simpletuner.parallel.mesh import Mesh
     from simpletuner.parallel.world import joined_world
-    from simpletuner.preparation import plan_data
+    from simpletuner.preparation import plan_data, shared_prompts, texts_of
     from simpletuner.report import Report
     from simpletuner.session import Session
     from simpletuner.system.signals import StopRequest
@@ -77,7 +77,8 @@ def needed_by(loaded: Loaded) -> Needed:
             shutil.copytree(kept, scans)
         plan = plan_data(session, data_version(checkpoint_to_resume(session, {})), scans)
         family = load_family(session.settings, world, session.stop.check)
-        sources = open_sources(session.settings, plan.samples, plan.texts, family, world, ExitStack())
+        prompts = texts_of(shared_prompts(session), loaded.settings.validation.validation_negative_prompt)
+        sources = open_sources(session.settings, plan.samples, plan.texts, prompts, family, world, ExitStack())
     needed: dict[Path, Iterable[CacheRequest]] = {}
     for cache in sources.caches:
         needed[cache.folder.resolve()] = chain(needed.get(cache.folder.resolve(), ()), cache.requests())

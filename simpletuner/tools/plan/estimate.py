@@ -77,7 +77,7 @@ def estimate_run(
         "encoding images": workload.vae_bytes(settings, settings.data.vae_batch_size, decodes=False),
         "training": memory.gpu_bytes,
     }
-    if settings.validation.validation_prompt:
+    if settings.validation.samples_images:
         decoding = workload.vae_bytes(settings, 1, decodes=True)
         phases["validating"] = decoding and round(at_rest) + decoding
     trained, _ = workload.trained_parameters

@@ -1,0 +1,57 @@
+"""Curves of metrics: a running mean that does not lag, and as few points as a screen can show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+WINDOW_SHARE = 0.05
+"""Of all steps: how many the running mean is over."""
+
+
+def curve_of(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps and the values of a metric, both (points,) float64; values that are not finite are left out."""
+    found = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+    steps, values = np.array(found, np.float64).reshape(-1, 2).T
+    kept = np.isfinite(values)
+    return steps[kept], values[kept]
+
+
+def window_of(points: int) -> int:
+    """Return how many points the running mean of a curve is over: an odd number."""
+    return 2 * max(1, round(points * WINDOW_SHARE / 2)) + 1
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Return the mean of the `window` values around each; at the ends, where fewer are there, the line through those.
+
+    A mean of what is there would be that of a point further inside: of a falling loss, too low at first and too high
+    at last. An exponential mean lags everywhere.
+    """
+    count, half, position = len(values), window // 2, np.arange(len(values), dtype=np.float64)
+    first, last = np.maximum(position - half, 0).astype(int), np.minimum(position + half + 1, count).astype(int)
+
+    def window_mean(each: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([[0.0], np.cumsum(each)])
+        return (sums[last] - sums[first]) / (last - first)
+
+    # Least squares within each window; in the middle the slope has no influence.
+    mean_value, mean_position = window_mean(values), window_mean(position)
+    spread = window_mean(position**2) - mean_position**2
+    slope = (window_mean(position * values) - mean_position * mean_value) / np.maximum(spread, 1e-9)
+    return mean_value + slope * (position - mean_position)
+
+
+def thin_out(steps: np.ndarray, values: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lowest and the highest point of each of `columns` equal parts of a curve, so that no peak is lost."""
+    if len(steps) <= 2 * columns:
+        return steps, values
+    edges = np.linspace(0, len(steps), columns + 1).astype(int)
+    pairs = [
+        sorted({start + int(values[start:end].argmin()), start + int(values[start:end].argmax())})
+        for start, end in zip(edges, edges[1:], strict=False)
+    ]
+    kept = np.array([index for pair in pairs for index in pair])
+    return steps[kept], values[kept]

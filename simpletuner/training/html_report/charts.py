@@ -1,0 +1,165 @@
+"""Charts as inline SVG. Lines are scaled by the browser, labels are HTML above them, so both fit any width."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from simpletuner.training.curves import curve_of, running_mean, thin_out, window_of
+
+WIDTH, HEIGHT = 600, 200
+"""Of the coordinates of a chart, not of the screen."""
+
+Style = Literal["raw", "smooth", "held-out", "held-out-ema"]
+Scale = Literal["linear", "log"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart: what it shows, and (points,) steps and values."""
+
+    label: str
+    style: Style
+    steps: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A label beside an axis, and where it stands: percent of the axis from its lower end."""
+
+    label: str
+    percent: float
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A chart on one scale: ticks of its vertical axis, and the SVG path of each curve."""
+
+    scale: Scale
+    ticks: list[Tick]
+    paths: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart on one scale or on two; `readout` is (percent of the width, text) of points to point at."""
+
+    title: str
+    legend: list[tuple[str, str]]
+    steps: list[Tick]
+    plots: list[Plot]
+    readout: list[tuple[float, str]]
+
+
+def make_charts(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Return a chart for each metric that a run has written."""
+    held_out = [
+        Curve("held-out images", "held-out", *curve_of(rows, "eval_loss")),
+        Curve("held-out images, EMA", "held-out-ema", *curve_of(rows, "eval_loss_ema")),
+    ]
+    wanted = [
+        ("Loss", with_mean(rows, "loss"), True),
+        ("Loss on held-out images", held_out, True),
+        ("Learning rate", [Curve("learning rate", "smooth", *curve_of(rows, "learning_rate"))], False),
+        ("Gradient norm, before clipping", with_mean(rows, "grad_norm"), True),
+        ("Samples per second", with_mean(rows, "samples_per_second"), False),
+    ]
+    charts = [make_chart(title, [curve for curve in curves if len(curve.steps)], log) for title, curves, log in wanted]
+    return [chart for chart in charts if chart is not None]
+
+
+def with_mean(rows: Sequence[Mapping[str, Any]], name: str) -> list[Curve]:
+    """Return a metric of each step and its running mean."""
+    steps, values = curve_of(rows, name)
+    raw = Curve("each step", "raw", steps, values)
+    window = window_of(len(steps))
+    if len(steps) < window:
+        return [raw]
+    return [raw, Curve(f"mean of {window:,} steps around each", "smooth", steps, running_mean(values, window))]
+
+
+def make_chart(title: str, curves: Sequence[Curve], log: bool) -> Chart | None:
+    """Return a chart; None where there is nothing to show."""
+    if not curves:
+        return None
+    low, high = (extreme([bound(curve.steps) for curve in curves]) for bound, extreme in ((np.min, min), (np.max, max)))
+    across = scaled(float(low), float(high), WIDTH)
+    plots = [make_plot("linear", curves, across)]
+    if log and all((curve.values > 0).all() for curve in curves if curve.style != "smooth"):
+        plots.append(make_plot("log", curves, across))
+    steps = [
+        Tick(f"{value:,.0f}", across(value) / WIDTH * 100)
+        for value in tick_values(float(low), float(high))
+        if low <= value <= high and value == round(value)
+    ]
+    legend = [(curve.label, curve.style) for curve in curves]
+    return Chart(title, legend, steps, plots, read_out(curves, across))
+
+
+def scaled(low: float, high: float, length: float) -> Callable[[Any], Any]:
+    """Return what maps values from low to high to 0 to length."""
+    return lambda value: (value - low) / (high - low or 1.0) * length
+
+
+def make_plot(scale: Scale, curves: Sequence[Curve], across: Callable[[Any], Any]) -> Plot:
+    shown = [(curve, *thin_out(curve.steps, curve.values, WIDTH)) for curve in curves]
+    if scale == "log":  # the line at the end of a running mean may end below 0
+        shown = [(curve, steps[values > 0], np.log10(values[values > 0])) for curve, steps, values in shown]
+    low, high = padded(min(values.min() for _, _, values in shown), max(values.max() for _, _, values in shown))
+    up = scaled(low, high, 100)
+    values = log_ticks(10**low, 10**high) if scale == "log" else tick_values(low, high)
+    ticks = [Tick(f"{value:g}", up(math.log10(value) if scale == "log" else value)) for value in values]
+    paths = [
+        path for curve, steps, at in shown for path in paths_of(across(steps), HEIGHT * (1 - up(at) / 100), curve.style)
+    ]
+    return Plot(scale, [tick for tick in ticks if 0 <= tick.percent <= 100], paths)
+
+
+def padded(low: float, high: float) -> tuple[float, float]:
+    """Return a range with some room around it; one of no height is opened."""
+    room = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    return low - room, high + room
+
+
+def tick_values(low: float, high: float) -> list[float]:
+    from matplotlib.ticker import MaxNLocator
+
+    return [float(value) for value in MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return powers of ten, or where that are few, 1, 2 and 5 times these, or round values between."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1,), (1, 2, 5)):
+        ticks = [factor * 10.0**power for power in powers for factor in factors]
+        if len(inside := [tick for tick in ticks if low <= tick <= high]) >= 3:
+            return inside[:: math.ceil(len(inside) / 6)]
+    return [tick for tick in tick_values(low, high) if tick > 0]
+
+
+def paths_of(across: np.ndarray, down: np.ndarray, style: Style) -> Iterator[tuple[str, str]]:
+    """Yield the `d` of SVG paths with their classes: a line, and dots (lines of no length) where points are few."""
+    points = [f"{x:.1f} {y:.1f}" for x, y in zip(across.tolist(), down.tolist(), strict=True)]
+    yield "M" + "L".join(points), style
+    if style.startswith("held-out") or len(points) == 1:
+        yield "".join(f"M{point}h0" for point in points), f"{style} dot"
+
+
+def read_out(curves: Sequence[Curve], across: Callable[[Any], Any], points: int = 200) -> list[tuple[float, str]]:
+    """Return evenly chosen points as (percent of the width, what each curve is there)."""
+    steps = np.unique(np.concatenate([curve.steps for curve in curves]))
+    chosen = steps[np.unique(np.linspace(0, len(steps) - 1, points).round().astype(int))]
+    texts = [[f"step {step:,.0f}"] for step in chosen]
+    for curve in curves:
+        index = np.clip(np.searchsorted(curve.steps, chosen), 0, len(curve.steps) - 1)
+        for text, step, at in zip(texts, chosen, index, strict=True):
+            if curve.steps[at] == step:
+                text.append(f"{curve.label}: {curve.values[at]:.4g}")
+    return [
+        (round(float(across(step)) / WIDTH * 100, 2), ", ".join(text)) for step, text in zip(chosen, texts, strict=True)
+    ]

@@ -1,0 +1,138 @@
+"""The page itself: what it shows is read from output_dir, and written beside training, so that no step waits for it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from simpletuner.checkpoints.layout import file_sizes, list_checkpoints, parse_step
+from simpletuner.errors import SimpleTunerError, Stopped
+from simpletuner.report import Report
+from simpletuner.session import Session
+from simpletuner.settings.spelling import as_text
+from simpletuner.system.files import write_file
+from simpletuner.system.numbers import format_gb
+from simpletuner.training.html_report.charts import make_charts
+from simpletuner.training.html_report.thumbnails import Gallery
+from simpletuner.training.metrics import METRICS, read_metrics
+from simpletuner.training.run_facts import RunFacts, describe_result
+
+PAGE = "report.html"
+TEMPLATES = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """A checkpoint as the page lists it."""
+
+    name: str
+    step: int
+    size: str
+    time: str
+
+
+class HtmlReport:
+    """Write the page in a thread, at most one at a time: what is asked for meanwhile is what the next one shows."""
+
+    def __init__(self, output: Path, facts: RunFacts, max_steps: int, report: Report) -> None:
+        self.output, self.facts, self.max_steps, self.report = output, facts, max_steps, report
+        self.gallery = Gallery(output)
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="report.html")
+        self.pending: Future[None] | None = None
+        self.warned = False
+
+    def renew(self, step: int) -> None:
+        """Have the page written after a step, without waiting for it; not while an earlier one waits to be begun."""
+        if self.pending is None or self.pending.running() or self.pending.done():
+            self._check()
+            self.pending = self.pool.submit(self.write, f"running: step {step:,} of {self.max_steps:,}")
+
+    def finish(self, status: str) -> None:
+        """Write the page for the last time, and wait for it."""
+        self.pending = self.pool.submit(self.write, status)
+        self.pool.shutdown()
+        self._check()
+
+    def _check(self) -> None:
+        """Warn once of a page that could not be written: it must not end a run."""
+        error = self.pending.exception() if self.pending is not None and self.pending.done() else None
+        if error is not None and not self.warned:
+            self.warned = True
+            self.report.warn(f"{self.output / PAGE} could not be written: {error}")
+
+    def write(self, status: str) -> None:
+        write_file(self.output / PAGE, self.render(status).encode("utf-8", "replace"))
+
+    def render(self, status: str) -> str:
+        rows = read_metrics(self.output / METRICS)
+        prompts, note = self.gallery.collect()
+        return template().render(
+            facts=self.facts,
+            status=status,
+            time=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            numbers=describe_result(rows),
+            charts=make_charts(rows),
+            prompts=prompts,
+            note=note,
+            checkpoints=list(checkpoint_rows(self.output)),
+            script=script(),
+            script_hash=base64.b64encode(hashlib.sha256(script().encode()).digest()).decode(),
+            style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
+        )
+
+
+@cache
+def template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    settings = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, **settings)
+    environment.filters["as_text"] = as_text
+    return environment.get_template("page.html.jinja")
+
+
+@cache
+def script() -> str:
+    return (TEMPLATES / "script.js").read_text(encoding="utf-8")
+
+
+def checkpoint_rows(output: Path) -> Iterator[CheckpointRow]:
+    """Yield the checkpoints, newest first; one that is being removed is left out."""
+    for folder in list_checkpoints(output / "checkpoints"):
+        try:
+            size, written = sum(file_sizes(folder).values()), folder.stat().st_mtime
+        except OSError:
+            continue
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
+        shown = format_gb(size) if size >= 10**9 else f"{size / 10**6:,.1f} MB"
+        yield CheckpointRow(folder.name, parse_step(folder), shown, when)
+
+
+@contextmanager
+def open_html_report(session: Session, facts: RunFacts, max_steps: int) -> Iterator[HtmlReport | None]:
+    """Write the page for the last time when the block ends, however it does; None on ranks above 0."""
+    if not session.world.is_first:
+        yield None
+        return
+    page = HtmlReport(session.settings.training.output_dir, facts, max_steps, session.report)
+    status = "failed"
+    try:
+        yield page
+        status = "finished"
+    except Stopped:
+        status = "stopped; the same command goes on"
+        raise
+    except SimpleTunerError as error:
+        status = f"failed: {error.message}"
+        raise
+    finally:
+        page.finish(status)

@@ -1,0 +1,172 @@
+"""Validation images of all rounds by prompt, as small pictures that are embedded in the report."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image
+
+from simpletuner.training.image_files import ImageInfo, read_info
+
+MAX_IMAGES = 600
+"""In the report. Of more rounds some evenly chosen ones are shown, the first and the last among them."""
+MAX_BYTES = 12 << 20
+"""Of all thumbnails, which base64 makes a third larger."""
+EDGES_PX = (384, 256, 160, 96)
+"""Longer sides of thumbnails: the first at which all together are within MAX_BYTES."""
+WEIGHTS = ("base", "trained", "ema")
+FILE = re.compile(rf"(?P<weights>{'|'.join(WEIGHTS)})-(?P<name>\d+(-\d+x\d+)?)\.png")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image of a round: its file below output_dir, how it was made, and as a thumbnail."""
+
+    path: Path
+    href: str
+    info: ImageInfo
+    data: str = ""
+    """`data:` URI."""
+    size: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class PromptRounds:
+    """The images of one prompt, seed and size: the one before training, and by step those of each set of weights."""
+
+    prompt: str
+    negative_prompt: str
+    note: str
+    before: Shown | None
+    rounds: list[tuple[int, list[Shown]]]
+
+
+class Gallery:
+    """Collect the images of a run, again and again as rounds are added; thumbnails are kept in memory."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.infos: dict[Path, ImageInfo] = {}
+        self.encoded: dict[tuple[Path, int], tuple[bytes, tuple[int, int]]] = {}
+
+    def collect(self) -> tuple[list[PromptRounds], str]:
+        """Return the prompts, and a sentence about what is left out, if anything is."""
+        prompts = self._group()
+        kept, note = limit(prompts)
+        return self._with_thumbnails(kept), note
+
+    def _group(self) -> list[PromptRounds]:
+        """Group images by what they are made from: a start may have changed prompts, which keep their numbers."""
+        groups: dict[tuple[object, ...], dict[int, dict[str, Shown]]] = {}
+        for step, path in self._files():
+            info = self._info(path, step)
+            key = (info.prompt, info.negative_prompt, info.seed, info.size, info.guidance, info.num_inference_steps)
+            shown = Shown(path, path.relative_to(self.output).as_posix(), info)
+            groups.setdefault(key, {}).setdefault(step, {})[info.weights] = shown
+        return [prompt_rounds(rounds) for rounds in groups.values()]
+
+    def _files(self) -> Iterator[tuple[int, Path]]:
+        folders = [path for path in (self.output / "validation").glob("step-*") if path.name[5:].isdecimal()]
+        for folder in sorted(folders, key=lambda path: int(path.name[5:])):
+            files = {path: found for path in folder.iterdir() if (found := FILE.fullmatch(path.name))}
+            yield from ((int(folder.name[5:]), path) for path in sorted(files, key=lambda path: order(files[path])))
+
+    def _info(self, path: Path, step: int) -> ImageInfo:
+        """Return how an image was made; of one without metadata what its name says."""
+        if path not in self.infos:
+            with Image.open(path) as image:
+                width, height = image.size
+            weights, _, name = path.stem.partition("-")
+            unknown = ImageInfo(f"prompt {int(name[:2])}", "", 0, 0, 0, width, height, step, weights)
+            self.infos[path] = read_info(path) or unknown
+        return self.infos[path]
+
+    def _with_thumbnails(self, prompts: Sequence[PromptRounds]) -> list[PromptRounds]:
+        images = [image for prompt in prompts for image in images_of(prompt)]
+        shown = {image.path for image in images}
+        self.encoded = {key: made for key, made in self.encoded.items() if key[0] in shown}
+        edge = next((edge for edge in EDGES_PX if self._bytes_at(images, edge) <= MAX_BYTES), EDGES_PX[-1])
+        return [
+            replace(
+                prompt,
+                before=prompt.before and self._embedded(prompt.before, edge),
+                rounds=[(step, [self._embedded(image, edge) for image in shown]) for step, shown in prompt.rounds],
+            )
+            for prompt in prompts
+        ]
+
+    def _bytes_at(self, images: Sequence[Shown], edge: int) -> int:
+        total = 0
+        for image in images:
+            total += len(self._thumbnail(image.path, edge)[0])
+            if total > MAX_BYTES:  # do not encode the others for nothing
+                break
+        return total
+
+    def _embedded(self, image: Shown, edge: int) -> Shown:
+        content, size = self._thumbnail(image.path, edge)
+        return replace(image, data=f"data:image/webp;base64,{base64.b64encode(content).decode()}", size=size)
+
+    def _thumbnail(self, path: Path, edge: int) -> tuple[bytes, tuple[int, int]]:
+        if (path, edge) not in self.encoded:
+            content = BytesIO()
+            with Image.open(path) as image:
+                small = image.convert("RGB")
+                small.thumbnail((edge, edge))
+                small.save(content, "WEBP", quality=82)
+            self.encoded[path, edge] = content.getvalue(), small.size
+        return self.encoded[path, edge]
+
+
+def order(found: re.Match[str]) -> tuple[str, int]:
+    """Sort by prompt, and then as in the grids."""
+    return found["name"], WEIGHTS.index(found["weights"])
+
+
+def prompt_rounds(rounds: dict[int, dict[str, Shown]]) -> PromptRounds:
+    """Return the images of one prompt; before training are those without the LoRA, or else those of step 0."""
+    [*_, last] = rounds.values()
+    info = next(iter(last.values())).info
+    before = last.get("base") or rounds.get(0, {}).get("trained")
+    made = f"seed {info.seed} · guidance {info.guidance:g} · {info.num_inference_steps} denoising steps"
+    known = info.num_inference_steps > 0
+    trained = [
+        (step, [image for weights, image in images.items() if weights != "base"]) for step, images in rounds.items()
+    ]
+    size = f"{info.width}×{info.height}"
+    return PromptRounds(info.prompt, info.negative_prompt, f"{made} · {size}" if known else size, before, trained)
+
+
+def images_of(prompt: PromptRounds) -> list[Shown]:
+    return [*([prompt.before] if prompt.before else []), *(image for _, shown in prompt.rounds for image in shown)]
+
+
+def limit(prompts: list[PromptRounds]) -> tuple[list[PromptRounds], str]:
+    """Leave out rounds, and where that is not enough prompts, until there are at most MAX_IMAGES images."""
+    if sum(len(images_of(prompt)) for prompt in prompts) <= MAX_IMAGES:
+        return prompts, ""
+    kept = prompts[: MAX_IMAGES // 8]
+    per_prompt = MAX_IMAGES // len(kept)
+    rounds = max(len(prompt.rounds) for prompt in kept)
+    fewer = [replace(prompt, rounds=evenly(prompt.rounds, per_prompt)) for prompt in kept]
+    shown = max(len(prompt.rounds) for prompt in fewer)
+    notes = [f"{shown} of {rounds:,} rounds"] if shown < rounds else []
+    notes += [f"the first {len(kept)} of {len(prompts):,} prompts"] if len(kept) < len(prompts) else []
+    return fewer, f"Shown are {' and '.join(notes)}; all images are in validation/."
+
+
+def evenly(rounds: list[tuple[int, list[Shown]]], images: int) -> list[tuple[int, list[Shown]]]:
+    """Choose rounds with at most so many images: every second, fourth, ... and the last.
+
+    So most of those that are chosen stay so while rounds are added, and few thumbnails are made again.
+    """
+    most = max(2, (images - 1) // max(1, *(len(shown) for _, shown in rounds)))
+    stride = 1
+    while len(chosen := rounds[:-1:stride]) + 1 > most:
+        stride *= 2
+    return [*chosen, *rounds[-1:]]

@@ -1,0 +1,53 @@
+"""Uploading what a run has exported, by the hub's own command line: what failed can be repeated as it is printed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from simpletuner.session import Session
+from simpletuner.settings import Settings
+from simpletuner.training.output_dir import pipelines_of
+
+HF = [sys.executable, "-m", "huggingface_hub.cli.hf"]
+"""The command `hf`, whatever PATH is."""
+
+
+def push_to_hub(session: Session) -> None:
+    """Upload the exported folders on rank 0. A failure is a warning: all that was trained is in output_dir."""
+    if not (session.settings.hub.push_to_hub and session.world.is_first):
+        return
+    repository = repository_of(session.settings)
+    for words in uploads(session.settings):
+        session.world.activity.begin(f"uploading to {repository}", watched=False)
+        session.report.say(f"uploading {words[3]} to {repository}")
+        done = subprocess.run(
+            [*HF, *words[1:]], stdin=subprocess.DEVNULL, capture_output=True, env=os.environ | {"NO_COLOR": "1"}
+        )
+        if done.returncode:
+            session.report.warn(
+                f"{words[3]} was not uploaded to {repository}: {reason_in(done.stderr)}",
+                f"nothing is lost; upload it with: {shlex.join(words)}",
+            )
+
+
+def reason_in(said: bytes) -> str:
+    """Return the line with the error of what the command printed, or else the last one that is no hint."""
+    lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("Error")]
+    return next((line for line in [*errors, *reversed(lines)] if not line.startswith("Hint")), "it does not say why")
+
+
+def repository_of(settings: Settings) -> str:
+    return settings.hub.hub_model_id or settings.training.output_dir.absolute().name
+
+
+def uploads(settings: Settings) -> Iterator[list[str]]:
+    """Yield a command for each exported folder; that of the average goes below `ema/`."""
+    private = ["--private"] if settings.hub.model_card_private else []
+    for folder in pipelines_of(settings):
+        place = "ema" if folder.name.endswith("-ema") else "."
+        yield ["hf", "upload", repository_of(settings), str(folder), place, *private]

@@ -1,0 +1,87 @@
+"""Messages to an address: one POST of JSON after each round of validation, and one at the end of a run."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.error import HTTPError
+
+from simpletuner.errors import SimpleTunerError, Stopped
+from simpletuner.report import Report
+from simpletuner.session import Session
+from simpletuner.training.metrics import METRICS, last_row
+
+SECONDS = 5.0
+"""For one POST. At the end of a run a message may have to wait for the one before."""
+
+
+class Notifier:
+    """Post from a thread; a failed POST is one warning and never stops a run. Without an address, do nothing."""
+
+    def __init__(self, url: str, output: Path, report: Report) -> None:
+        self.url, self.output, self.report = url, output, report
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="notify")
+        self.pending: Future[None] | None = None
+        self.warned = False
+
+    def send_round(self, step: int) -> None:
+        """Post after a round, unless an earlier message is still under way."""
+        if self.pending is None or self.pending.done():
+            self._send("round", f"step {step:,}")
+
+    def __enter__(self) -> Notifier:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self._send("finished", "finished")
+        elif isinstance(error, Stopped):
+            self._send("stopped", error.message)
+        else:
+            reason = error.message if isinstance(error, SimpleTunerError) else f"{kind.__name__}: {error}"
+            self._send("failed", f"failed: {reason}")
+        self.pool.shutdown()
+        self._check()
+
+    def _send(self, event: str, message: str) -> None:
+        if self.url:
+            self._check()
+            self.pending = self.pool.submit(self._post, event, message)
+
+    def _check(self) -> None:
+        """Warn once of a message that could not be sent. The address is not shown: who knows it may post there."""
+        error = self.pending.exception() if self.pending is not None and self.pending.done() else None
+        if error is not None and not self.warned:
+            self.warned = True
+            self.report.warn(f"no message could be sent to notify_url: {error}")
+
+    def _post(self, event: str, message: str) -> None:
+        body = json.dumps(self._content(event, message)).encode()
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                answer.read(1 << 16)
+        except HTTPError as error:
+            error.close()  # it holds the connection
+            raise
+
+    def _content(self, event: str, message: str) -> Mapping[str, Any]:
+        row = last_row(self.output / METRICS)
+        known = {name: row[name] for name in ("step", "epoch", "loss", "learning_rate") if name in row}
+        run = self.output.absolute().name
+        loss = f", loss {row['loss']:.4f} at step {row['step']:,}" if "loss" in row else ""
+        text = f"{run}: {message}{loss}"
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        # `text` and `content` are the names under which chat services expect a message.
+        return {"event": event, "run": run, "message": message, "time": time, **known, "text": text, "content": text}
+
+
+def open_notifier(session: Session) -> Notifier:
+    url = session.settings.logging.notify_url if session.world.is_first else ""
+    return Notifier(url, session.settings.training.output_dir, session.report)

@@ -1,0 +1,101 @@
+"""What a run is, for people who look at it later: the report and the model card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+from simpletuner.data.dataset_kinds import ImageDataset, LocalImages
+from simpletuner.preparation import Plan
+from simpletuner.settings import Loaded
+from simpletuner.settings.errors import SECRET
+from simpletuner.settings.explain import ExplainedSetting, explain_settings
+from simpletuner.settings.export import as_flags, format_command
+
+Rows = list[tuple[str, Any]]
+"""Of a table of names and values."""
+
+LOSS_STEPS = 20
+"""How many steps, at most, the first and the last loss are means of; they never overlap."""
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """A dataset as it takes part in a run."""
+
+    id: str
+    images: int
+    repeats: int
+    resolution: str
+    captions: str
+    place: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run as it began: the rows of its first table, data, settings that are not at their default, the command."""
+
+    name: str
+    rows: Rows
+    datasets: Sequence[DatasetFacts]
+    buckets: Sequence[tuple[str, int, int]]
+    """Name, images, and how often an epoch shows one of them."""
+    held_out: int
+    settings: Sequence[ExplainedSetting]
+    command: str
+
+
+def facts_of(loaded: Loaded, rows: Rows, plan: Plan) -> RunFacts:
+    """Return the facts of a run; `rows` are those of its first table."""
+    settings = list(changed_settings(loaded))
+    words = ["simpletuner", "train", *as_flags({each.name: each.value for each in settings})]
+    return RunFacts(
+        name=loaded.settings.training.output_dir.absolute().name,
+        rows=rows,
+        datasets=[dataset_facts(part.dataset, len(part)) for part in plan.samples.parts],
+        buckets=[(name, bucket.num_samples, len(bucket)) for name, bucket in plan.buckets.items()],
+        held_out=len(plan.held_out),
+        settings=settings,
+        command=format_command(words),
+    )
+
+
+def changed_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
+    """Yield the settings that are not at their default; of secrets, such as an address to post to, no value."""
+    for setting in explain_settings(loaded):
+        if setting.value != setting.default:
+            yield replace(setting, value="...") if SECRET.search(setting.name) else setting
+
+
+def dataset_facts(dataset: ImageDataset, images: int) -> DatasetFacts:
+    unit = {"pixel": "px short edge", "area": "megapixels", "pixel_area": "px, by area"}[dataset.resolution_type]
+    captions = dataset.caption_strategy
+    if dataset.instance_prompt and (captions == "instanceprompt" or dataset.prepend_instance_prompt):
+        captions = f"{captions}: {dataset.instance_prompt}"
+    kind = " (held out)" if dataset.dataset_type == "eval" else ""
+    place = str(dataset.instance_data_dir) if isinstance(dataset, LocalImages) else dataset.type
+    resolution = f"{dataset.resolution:g} {unit}"
+    return DatasetFacts(f"{dataset.id}{kind}", images, dataset.repeats, resolution, captions, place)
+
+
+def describe_result(written: Sequence[Mapping[str, Any]]) -> Rows:
+    """Return how a run went by its metrics, as names and values; nothing of a run without a step."""
+    rows = [row for row in written if "loss" in row]
+    if not rows:
+        return []
+    numbers: Rows = [("steps", rows[-1]["step"]), ("loss", describe_losses([row["loss"] for row in rows]))]
+    numbers.append(("samples/s", f"{median(row.get('samples_per_second', 0) for row in rows):.1f}"))
+    if measured := [row["eval_loss"] for row in written if "eval_loss" in row]:
+        numbers.append(("held-out loss", f"{measured[0]:.4f} at first, {measured[-1]:.4f} at last"))
+    return numbers
+
+
+def describe_losses(losses: Sequence[float]) -> str:
+    """Compare the first with the last steps, as many of each as fit without overlap."""
+    count = min(LOSS_STEPS, len(losses) // 2)
+    if not count:
+        return f"{losses[0]:.4f} at the only step"
+    steps = f"means of {count} steps each" if count > 1 else "one step each"
+    return f"{fmean(losses[:count]):.4f} at first, {fmean(losses[-count:]):.4f} at last ({steps})"

@@ -1,0 +1,76 @@
+"""What a run makes known of itself: report, model card, upload to a hub on loopback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import yaml
+from conftest import ROOT, SMALL
+from hub import serving
+
+from simpletuner.training.image_files import read_info
+
+PROMPT = "a red | circle </td> `x` 猫"
+
+
+def test_a_run_leaves_a_report_and_a_card_and_uploads_them_with_its_pipeline(sdxl_flags, tmp_path):
+    output, hooks = tmp_path / "run", tmp_path / "hooks"
+    flags = (*sdxl_flags, *SMALL, f"--output_dir={output}", f"--validation_prompt={PROMPT}", "--use_ema")
+    flags = (*flags, "--validation_num_inference_steps=1", "--max_train_steps=2", "--train_batch_size=2")
+    flags = (*flags, "--push_to_hub", "--hub_model_id=me/shapes", "--model_card_private", "--eval_split=0.1")
+    flags = (*flags, "--notify_url=http://127.0.0.1:9/secret", "--validation_step_interval=1")
+    (tmp_path / "hub").mkdir()
+    with serving(tmp_path / "hub") as hub:
+        own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(hooks), "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-m", "simpletuner", "train", *flags]
+
+        def run(**more: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(command, env=os.environ | own | more, capture_output=True, text=True)
+
+        refused = run()
+        assert refused.returncode == 3 and "push_to_hub needs a token" in refused.stderr and not output.exists()
+        lost = run(HF_TOKEN="hf_x", HF_ENDPOINT="http://127.0.0.1:9")
+        assert lost.returncode == 0, lost.stderr
+        assert lost.stderr.count("was not uploaded to me/shapes") == 2 and "Connection refused" in lost.stderr
+        said = " ".join(lost.stderr.split())
+        assert f"upload it with: hf upload me/shapes {output}/pipeline . --private uploading" in said
+        assert lost.stderr.count("no message could be sent to notify_url") == 1
+        again = run(HF_TOKEN="hf_x")
+        assert again.returncode == 0 and "finished already" in again.stderr, again.stderr
+        assert "warning" not in again.stderr.replace("warning: no message", ""), again.stderr
+        assert hub.created[0]["name"] == "shapes" and "private" in (hub.created[0].get("visibility"), *hub.created[0])
+        assert hub.tokens == {"Bearer hf_x"}
+    uploaded = tmp_path / "hub" / "me" / "shapes"
+    for folder, place in ((output / "pipeline", uploaded), (output / "pipeline-ema", uploaded / "ema")):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert len(files) > 10
+        for path in files:
+            assert (place / path.relative_to(folder)).read_bytes() == path.read_bytes()
+    card = (output / "pipeline" / "README.md").read_text()
+    _, front, text = card.split("---\n", 2)
+    facts = yaml.safe_load(front)
+    assert facts["library_name"] == "diffusers" and facts["pipeline_tag"] == "text-to-image"
+    assert "sdxl" in facts["tags"] and "base_model" not in facts
+    assert str(tmp_path) not in card and "secret" not in card, "paths of a machine and addresses are not published"
+    assert "| samples/00.png" not in text and "![sample](samples/00.png)" in text
+    assert r"| a red \| circle &lt;/td&gt; \`x\` 猫 |" in text
+    assert "at first" in text and "--max_train_steps=2" in text and "| held-out loss |" in text
+    info = read_info(output / "pipeline-ema" / "samples" / "00.png")
+    assert info is not None and (info.weights, info.step, info.prompt) == ("ema", 2, PROMPT)
+    page = (output / "report.html").read_text()
+    assert 'class="status">finished<' in page and "127.0.0.1:9" not in page
+
+
+def test_a_later_run_renews_the_card_unless_somebody_has_made_it_theirs(sdxl_flags, train, tmp_path):
+    flags = (*sdxl_flags, "--train_batch_size=4")
+    card = tmp_path / "run" / "pipeline" / "README.md"
+    train(tmp_path / "run", *flags, "--max_train_steps=1")
+    assert "| steps | 1 |" in card.read_text()
+    train(tmp_path / "run", *flags, "--max_train_steps=2")
+    assert "| steps | 2 |" in card.read_text()
+    card.write_text("# mine")
+    train(tmp_path / "run", *flags, "--max_train_steps=3")
+    assert card.read_text() == "# mine"
+    assert "finished already" in train(tmp_path / "run", *flags, "--max_train_steps=3").said

@@ -1,0 +1,122 @@
+"""report.html as text: what it shows, what it escapes, how large it may become."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+from run_pages import EVIL, FACTS, write_round, write_rows
+
+from simpletuner.errors import Stopped, TrainingError
+from simpletuner.report import Report
+from simpletuner.training.html_report import thumbnails
+from simpletuner.training.html_report.page import PAGE, HtmlReport, open_html_report
+
+
+class Elements(HTMLParser):
+    """What a browser makes of the page: tags, attributes and text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def of(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def rendered(folder: Path) -> tuple[str, Elements]:
+    page = HtmlReport(folder, FACTS, 100, Report()).render(f"failed: {EVIL}")
+    return page, Elements(page)
+
+
+def test_nothing_that_a_run_brings_becomes_markup_and_nothing_is_fetched(tmp_path):
+    write_rows(tmp_path, 40)
+    for step in (0, 10, 20):
+        write_round(tmp_path, step, [EVIL, ""])
+    page, elements = rendered(tmp_path)
+    assert len(elements.of("script")) == 1 and not any("onerror" in attributes for _, attributes in elements.tags)
+    assert all(each["src"].startswith("data:image/webp;base64,") for each in elements.of("img"))
+    assert not elements.of("link") and "http:" not in page and "https:" not in page
+    assert "default-src 'none'" in page
+    assert elements.text.count(EVIL) >= 6 and "(empty prompt)" in elements.text
+    hrefs = [each["href"] for each in elements.of("a")]
+    assert len(hrefs) == 2 * (1 + 3 * 2), "of each prompt the image before training and three rounds of two"
+    assert all((tmp_path / href).is_file() for href in hrefs)
+    assert "seed 1 · guidance 3 · 4 denoising steps · 32×32" in elements.text
+    assert "step 10" in elements.text and "mean of 3 steps around each" in elements.text
+    assert "2 images are held out" in elements.text and "None yet." in elements.text
+
+
+def test_a_page_of_a_long_run_stays_small_and_an_empty_one_is_a_page(tmp_path):
+    _, elements = rendered(tmp_path)
+    assert not elements.of("svg") and not elements.of("img") and "failed" in elements.text
+    write_rows(tmp_path, 100_000)
+    page, elements = rendered(tmp_path)
+    assert len(page) < 400_000
+    paths = [each["d"] for each in elements.of("path") if each["class"] == "raw"]
+    assert len(paths) == 4 and all(path.count("L") < 1200 for path in paths), "loss and norm, on both scales"
+    assert "nan" not in " ".join(each["d"] for each in elements.of("path"))
+
+
+def test_many_images_are_thinned_out_and_made_smaller_until_the_page_is_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(thumbnails, "MAX_IMAGES", 24)
+    monkeypatch.setattr(thumbnails, "MAX_BYTES", 24 * 5_000)
+    for step in range(12):
+        write_round(tmp_path, step * 10, ["one", "two", "three", "four"], 256, step)
+    page, elements = rendered(tmp_path)
+    assert "Shown are 3 of 12 rounds and the first 3 of 4 prompts" in elements.text
+    steps = [each["data-step"] for each in elements.of("div") if "data-step" in each]
+    assert steps == ["0", "80", "110"] * 3
+    assert {each["width"] for each in elements.of("img")} == {"96"} and len(page) < 250_000
+
+
+def test_a_page_that_cannot_be_written_is_one_warning_and_images_without_metadata_are_shown(tmp_path, capsys):
+    folder = tmp_path / "validation" / "step-000005"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(folder / "trained-00.png")
+    (folder / "notes.txt").touch()
+    page = HtmlReport(tmp_path, FACTS, 100, Report())
+    page.renew(5)
+    page.finish("finished")
+    written = (tmp_path / PAGE).read_text()
+    assert "<h3>prompt 0</h3>" in written and re.search(r'<strong class="status">finished<', written)
+    broken = HtmlReport(tmp_path, FACTS, 100, Report())
+    (folder / "trained-00.png").write_bytes(b"torn")
+    broken.renew(6)
+    broken.finish("finished")
+    assert capsys.readouterr().err.count("report.html could not be written") == 1
+    assert (tmp_path / PAGE).read_text() == written
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, "finished"),
+        (Stopped(15, "stopped at step 3"), "stopped; the same command goes on"),
+        (TrainingError("step 3: loss is <nan>"), "failed: step 3: loss is &lt;nan&gt;"),
+        (ZeroDivisionError(), "failed"),
+    ],
+)
+def test_the_page_says_how_its_run_ended(error, said, tmp_path):
+    settings = SimpleNamespace(training=SimpleNamespace(output_dir=tmp_path))
+    session: Any = SimpleNamespace(world=SimpleNamespace(is_first=True), settings=settings, report=Report())
+    with suppress(Stopped, TrainingError, ZeroDivisionError), open_html_report(session, FACTS, 100) as page:
+        assert page is not None
+        page.renew(3)
+        if error is not None:
+            raise error
+    assert f'<strong class="status">{said}</strong>' in (tmp_path / PAGE).read_text()
