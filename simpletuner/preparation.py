@@ -19,7 +19,7 @@ from simpletuner.data.buckets import Buckets, digest_buckets, fill_buckets, make
 from simpletuner.data.dataset_kinds import ImageDataset, TextEmbeds
 from simpletuner.data.dataset_warnings import dataset_warnings
 from simpletuner.data.datasets import load_datasets
-from simpletuner.data.discovery import Discovery, count_noun, discover, format_names
+from simpletuner.data.discovery import Discovery, discover, format_names
 from simpletuner.data.folders import default_folder, latents_folder, text_folder
 from simpletuner.data.held_out import held_out_indices
 from simpletuner.data.participation import NO_LIMIT, BucketSchedule, Window
@@ -33,6 +33,7 @@ from simpletuner.parallel.shared_scan import scan_datasets
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
+from simpletuner.system.numbers import count_noun
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from simpletuner.settings.errors import InvalidSettings, shorten
 from simpletuner.settings.loading import resolve
 from simpletuner.settings.places import naming_places
 from simpletuner.settings.raw_values import Source
+from simpletuner.settings.trackers import check_installed
 from simpletuner.system.paths import shown_path
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def check_named_files(loaded: Loaded) -> None:
     from simpletuner.launch.store import message_signer
 
     settings = loaded.settings
+    with naming_places(loaded.origins, "report_to"):
+        check_installed(settings.logging.report_to)
     with naming_places(loaded.origins, "run_secret_file"):
         message_signer(settings.launch.run_secret_file)
     root, wanted = settings.training.output_dir / "checkpoints", settings.checkpoints

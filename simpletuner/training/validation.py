@@ -58,13 +58,19 @@ class Validator:
     base_samples: list[tuple[str, Tensor]] = field(default_factory=list)
     """What the base model samples, which never changes, so it does so once."""
 
-    def run(self, step: int) -> None:
+    @property
+    def count(self) -> int:
+        """How many images the next round samples."""
+        variants = [variant for variant in self.variants if variant != BASE or not self.base_samples]
+        return len(variants) * len(self.sampling) * len(self.prompts)
+
+    def run(self, step: int, advance: Callable[[int], None]) -> None:
         """Write every image, and on rank 0 a grid of them. Collective."""
         folder = self.folder / f"step-{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         for variant in self.variants:
             with self._weights(variant), self.vae.on(self.mesh.world.device):
-                for name, latents_1CHW in self._samples_of(variant):
+                for name, latents_1CHW in self._samples_of(variant, advance):
                     write_png(folder / f"{variant}-{name}.png", to_image(self.vae.decode(latents_1CHW)))
         self.mesh.world.barrier()
         if self.mesh.world.is_first:
@@ -94,18 +100,18 @@ class Validator:
             for sampling in self.sampling
         }
 
-    def _samples_of(self, variant: str) -> Iterable[tuple[str, Tensor]]:
+    def _samples_of(self, variant: str, advance: Callable[[int], None]) -> Iterable[tuple[str, Tensor]]:
         if variant != BASE:
-            return self._samples()
+            return self._samples(advance)
         if not self.base_samples:
-            self.base_samples.extend(self._samples())
+            self.base_samples.extend(self._samples(advance))
         return self.base_samples
 
     def _name(self, number: int, sampling: SamplingParams) -> str:
         """What tells images of one step and set of weights apart: by name, those of a prompt follow one another."""
         return f"{number:02d}" + (f"-{size_name(sampling)}" if len(self.sampling) > 1 else "")
 
-    def _samples(self) -> Iterator[tuple[str, Tensor]]:
+    def _samples(self, advance: Callable[[int], None]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, latents 1CHW) of this rank's images."""
         # Prompts are the inner loop: so ranks mostly work on images of one size, and wait little for one another.
         images = [(number, sampling) for sampling in self.sampling for number in range(len(self.prompts))]
@@ -117,6 +123,7 @@ class Validator:
                 latents = self._sample(number, sampling)
             if index < len(images) and self.mesh.cp_rank == 0:  # the others of its group have sampled the same
                 yield self._name(number, sampling), latents
+            advance(min(self.mesh.data_size, len(images) - first))
 
     def _sample(self, number: int, sampling: SamplingParams) -> Tensor:
         """Run the pipeline for one prompt. Each prompt has a seed of its own, whichever rank it falls to."""
