@@ -90,6 +90,7 @@ def test_without_a_terminal_a_line_a_minute_says_what_is_running_and_how_long_th
         time.sleep(0.3)
         with report.progress("generating images", 3) as inner:
             inner.update(1)
+            time.sleep(0.3)
         report.status.begin("saving")
         time.sleep(0.3)
         report.status.begin("training")

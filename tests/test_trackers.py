@@ -25,6 +25,7 @@ def records_of(folder: Path) -> list:
         store.open_for_scan(str(path))
         while (data := store.scan_data()) is not None:
             records.append(Record.FromString(data))
+        store._fp.close()
     return records
 
 

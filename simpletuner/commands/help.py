@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 OWN = "Options"
 DEBUG = ("--debug", "Show the whole traceback of an error.")
@@ -36,7 +36,7 @@ def show_all(context: typer.Context, wanted: bool) -> None:
     """Print the help with all settings, and exit."""
     if wanted:
         for parameter in context.command.params:
-            if isinstance(parameter, typer.core.TyperOption):
+            if isinstance(parameter, TyperOption):
                 parameter.hidden = False
         typer.echo(context.get_help())
         raise typer.Exit

@@ -83,19 +83,23 @@ class WeightsAndBiases:
     def _run_process(self) -> None:
         """Run the process to its end, and report what it says."""
         command = [sys.executable, "-P", "-m", "simpletuner.training.wandb_process"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipe = subprocess.PIPE
         # A session of its own: Ctrl-C is for the run, which ends the process by its input.
-        with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as self.process:
-            assert self.process.stdin is not None and self.process.stdout is not None
-            noise = threading.Thread(target=log_lines, args=(self.process.stderr,), name="wandb log", daemon=True)
+        with subprocess.Popen(
+            command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            noise = threading.Thread(target=log_lines, args=(process.stderr,), name="wandb log", daemon=True)
             noise.start()
             with suppress(OSError):
-                self.process.stdin.write(json.dumps(self.options) + "\n")
-                self.process.stdin.flush()
+                process.stdin.write(json.dumps(self.options) + "\n")
+                process.stdin.flush()
+            self.process = process  # only now may `close` end its input
             if self.closing.is_set():
                 self._end_input()
-            for line in self.process.stdout:
+            for line in process.stdout:
                 self._handle(json.loads(line))
+            noise.join(1)  # not for ever: a process that wandb started may have inherited the pipe
         if not self.is_sent and not self.closing.is_set():
             self._warn("wandb ended unexpectedly")
 
@@ -120,5 +124,6 @@ class WeightsAndBiases:
 
 
 def log_lines(stream: IO[str] | None) -> None:
-    for line in stream or ():
-        LOGGER.info(f"wandb: {line.rstrip()}")
+    with suppress(ValueError):  # it was closed meanwhile
+        for line in stream or ():
+            LOGGER.info(f"wandb: {line.rstrip()}")

@@ -72,7 +72,7 @@ class Follower:
     """Hands over the rows of metrics.jsonl and the images that are new, and keeps in mind how far it came."""
 
     def __init__(self, output: Path, run: Any) -> None:
-        self.output, self.run, self.offset = output, run, 0
+        self.output, self.run, self.offset, self.last_step = output, run, 0, 0
         self.state = read_state(output)
         self.sent: dict[str, int] = self.state.setdefault("sent", {})
 
@@ -80,6 +80,7 @@ class Follower:
         """Hand over what is new."""
         before = dict(self.sent)
         for row in self._new_rows():
+            self.last_step = max(self.last_step, row["step"])
             group = "train" if "loss" in row else "eval"
             self._log(group, row["step"], {f"{group}/{name}": value for name, value in row.items()})
         for step, path in self._grids():
@@ -109,7 +110,8 @@ class Follower:
     def _grids(self) -> list[tuple[int, Path]]:
         found = [(GRID.fullmatch(path.name), path) for path in (self.output / "validation").glob("grid-*.png")]
         grids = sorted((int(name[1]), path) for name, path in found if name)
-        return [(step, path) for step, path in grids if step > self.sent.get("validation", -1)]
+        # Later grids are from before the run went back to an earlier checkpoint.
+        return [(step, path) for step, path in grids if self.sent.get("validation", -1) < step <= self.last_step]
 
 
 def read_state(output: Path) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class Terminal:
         self.drawn, self.read_until = "", 0
         self.end, inside = pty.openpty()
         self.resize(columns)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": kind, "HOME": str(folder)}
+        inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}  # it outranks a resize
+        environment = {**inherited, "PYTHONPATH": str(ROOT), "TERM": kind, "HOME": str(folder)}
         command = [sys.executable, "-m", "simpletuner", *arguments]
         ends = {"stdin": inside, "stdout": inside, "stderr": inside}
         self.process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **ends)
