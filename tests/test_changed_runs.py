@@ -40,12 +40,9 @@ def test_another_optimizer_starts_without_state_and_the_rest_goes_on(engine, sdx
         assert {path.name for path in checkpoint.iterdir() if path.is_dir()} == {"model", *moments}
         assert state_of(output)["optimizer"] == {"steps": 1, "moments": sorted(moments)}
         assert state_of(output)["position"]["batch"] == steps
-    table = (
-        (output / "log.txt").read_text().rpartition("settings changed since the last start (")[2]
-    )  # not folded there
-    assert re.search(r"\n +optimizer +adamw +adagrad +starts without state; weights, EMA and data go on\n", table), (
-        table
-    )
+    table = (output / "log.txt").read_text().rpartition("settings changed since the last start (")[2]
+    effect = "starts without state; weights, EMA and data go on"
+    assert re.search(rf"\n +optimizer +adamw +adagrad +{effect}\n", table), table
     assert run.said.index("settings changed since") < run.said.index("another optimizer")
     same = train(output, *flags, "--optimizer=adagrad", "--max_train_steps=4", world=world)
     assert "another optimizer" not in same.said and state_of(output)["optimizer"]["steps"] == 2

@@ -114,8 +114,11 @@ class Ranks:
         self.lost_contact = self.lost_contact or "lost_contact" in message
 
     def unsaved(self) -> int:
-        """Return the step that the ranks finish and save before they exit; 0 where a checkpoint has all steps."""
-        return max((status.unsaved for status in list(self.statuses.values())), default=0)
+        """Return -1 if any rank has trained steps that are not in a checkpoint yet, else 0: see StopRequest.unsaved.
+
+        The number of the step in a heartbeat is up to a second old.
+        """
+        return -any(status.unsaved for status in list(self.statuses.values()))
 
     def first_failure(self) -> ProcessExit | None:
         """Return a failed rank, if there is one; a killed one first, since others fail because they miss it."""

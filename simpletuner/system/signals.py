@@ -30,7 +30,8 @@ class StopRequest:
     def __init__(self, unsaved: Callable[[], int] | None = None) -> None:
         self.signal_number, self.requested_at = 0, 0.0
         self.unsaved = unsaved
-        """The step that is saved before exit, 0 for none; None where another process prints the confirmation."""
+        """The step that is finished and saved before exit, 0 for none and -1 for one whose number is not known; None
+        where another process prints the confirmation."""
         self.before_exit: Callable[[], None] = lambda: None
         self.may_exit = True
         """Whether a second signal exits this process. Not in ranks: their launcher kills them."""
@@ -62,7 +63,9 @@ class StopRequest:
             return
         again = "press Ctrl-C again" if number == signal.SIGINT else "signal again"
         if step := self.unsaved():
-            print_line(f"stopping: finishing step {step}, then saving a checkpoint; {again} to leave without saving")
+            # Or the one after it, since the wish to stop is read with the loss, one step late (step_logger.py).
+            name = f"step {step}" if step > 0 else "this step"
+            print_line(f"stopping: finishing {name}, then saving a checkpoint; {again} to leave without saving")
         else:
             print_line(f"stopping: what was prepared is kept; {again} to leave at once")
 
