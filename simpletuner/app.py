@@ -95,6 +95,8 @@ def run(program: str, arguments: Sequence[str]) -> None:
         raise SettingsError(
             text[0].lower() + " ".join(text[1:].rstrip(".").split()), "`--help` after any command explains it"
         ) from None
+    if code == ExitCode.INTERRUPTED:  # Typer has caught it, and says nothing
+        raise KeyboardInterrupt
     raise SystemExit(code or int(ExitCode.OK))
 
 

@@ -45,6 +45,12 @@ def test_a_terminal_shows_what_is_running_answers_ctrl_c_at_once_and_hides_libra
     model = ("--model_families=own=own:Own", "--model_family=own", f"--pretrained_model_name_or_path={sdxl}")
     validation = ("--validation_prompt=a circle", "--validation_num_inference_steps=1", "--validation_step_interval=8")
     flags = (*SMALL, *model, *validation, f"--instance_data_dir={shapes}", "--max_train_steps=1000", "--output_dir=run")
+    interrupted = Terminal(tmp_path, "train", *flags, kind="xterm")
+    opened(interrupted)
+    interrupted.wait_for(" importing torch")
+    interrupted.press("\x03")
+    interrupted.wait_for("stopped by SIGINT")
+    assert interrupted.ended() == 130
     terminal = Terminal(tmp_path, "train", *flags, "--train_batch_size=4", kind="xterm", columns=80)
     opened(terminal)
     terminal.wait_for(" importing torch")
