@@ -98,9 +98,9 @@ def test_without_a_terminal_a_line_a_minute_says_what_is_running_and_how_long_th
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "training: 2/8" and said[-1] == "training: 8/8"
     assert re.fullmatch(r"training: 4/8  0:0(4:00|3:59) left  loss 1  1 s/step", said[1]), said
-    assert re.fullmatch(r"generating images: 1/3  0:0\d:\d\d left  training: 4/8", said[-3]), said
-    assert re.fullmatch(r"saving  0:0\d:\d\d left  training: 4/8", said[-2]), said
-    assert len(said) <= 6
+    for shown in ("generating images: 1/3", "saving"):
+        assert [line for line in said if re.fullmatch(rf"{shown}  0:0\d:\d\d left  training: 4/8", line)], said
+    assert len(said) <= 8
 
 
 def test_a_status_line_fits_its_terminal_by_leaving_out_what_is_less_important():

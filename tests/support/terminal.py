@@ -30,7 +30,9 @@ class Terminal:
         environment = {**inherited, "PYTHONPATH": str(ROOT), "TERM": kind, "HOME": str(folder)}
         command = [sys.executable, "-m", "simpletuner", *arguments]
         ends = {"stdin": inside, "stdout": inside, "stderr": inside}
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **ends)
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, start_new_session=True, preexec_fn=control_terminal, **ends
+        )
         os.close(inside)
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
@@ -74,3 +76,8 @@ class Terminal:
         self.process.wait()
         self.reader.join(SECONDS)
         os.close(self.end)
+
+
+def control_terminal() -> None:
+    """Make stdin the controlling terminal of this session, so that Ctrl-C is a signal."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
