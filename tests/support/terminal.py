@@ -30,9 +30,8 @@ class Terminal:
         environment = {**inherited, "PYTHONPATH": str(ROOT), "TERM": kind, "HOME": str(folder)}
         command = [sys.executable, "-m", "simpletuner", *arguments]
         ends = {"stdin": inside, "stdout": inside, "stderr": inside}
-        self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, start_new_session=True, preexec_fn=control_terminal, **ends
-        )
+        in_session = {"start_new_session": True, "preexec_fn": control_terminal}
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, **in_session, **ends)
         os.close(inside)
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
