@@ -71,9 +71,10 @@ class StopRequest:
 
     def exit_now(self, number: int) -> NoReturn:
         """Exit without saving, even while the main thread is blocked in a library."""
+        lost = self.unsaved is not None and self.unsaved()
         self.before_exit()
         if self.unsaved is not None:
-            print_line("stopped without saving")
+            print_line("stopped without saving" if lost else "stopped")
         os._exit(128 + number)  # sys.exit in this thread would only end the thread
 
 

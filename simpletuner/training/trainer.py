@@ -193,6 +193,7 @@ class Trainer:
             if not save_due:
                 self.save(batch)
             self.checkpointer.wait()
+            self.activity.begin("stopping")  # nothing is unsaved any more, should Ctrl-C be pressed again
             raise self.stop.stopped(f"at step {self.step}; its checkpoint is saved")
         self.logger.restart_clock()  # what happened since the step is no training time
 
