@@ -61,6 +61,7 @@ def test_wandb_and_tensorboard_get_the_same_metrics_and_what_was_missed_later(sd
     flags = (*sdxl_flags, *trackers, *validation, "--report_to=wandb,tensorboard", "--train_batch_size=4")
     run = train(output, UNREACHABLE, *flags, "--max_train_steps=2")
     assert run.said.count("warning: wandb does not take the metrics of this run: no answer") == 1, run.said
+    assert "wandb has not received all of this run" in run.said
     assert run.said.count("warning: wandb") == 1 and json.loads((output / STATE).read_text())["sent"] == {}
 
     # the next start goes on in the same run, and sends what was missed

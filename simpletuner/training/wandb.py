@@ -65,7 +65,7 @@ class WeightsAndBiases:
             self.process.kill()
             self.thread.join()
         if not self.is_sent:
-            self._warn("wandb has not received all metrics", "run the same command again, which sends the rest")
+            self.report.say("wandb has not received all of this run: the same command, run again, sends the rest")
 
     def _end_input(self) -> None:
         if self.process is not None and self.process.stdin is not None:
@@ -114,11 +114,11 @@ class WeightsAndBiases:
             case _:
                 pass
 
-    def _warn(self, text: str, hint: str = "training goes on; what wandb misses is sent once it answers") -> None:
+    def _warn(self, text: str) -> None:
         """Warn once: a tracker that stays away is no news."""
         if not self.has_warned:
             self.has_warned = True
-            self.report.warn(text, hint)
+            self.report.warn(text, "training goes on; what wandb misses is sent once it answers")
         else:
             LOGGER.info(text)
 
