@@ -18,6 +18,7 @@ from simpletuner.commands.config import build_config
 from simpletuner.commands.dataset import build_dataset
 from simpletuner.commands.deepspeed import build_deepspeed
 from simpletuner.commands.detect_blocks import SHOWN, detect_blocks
+from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.models import models
 from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, with_settings
@@ -26,6 +27,7 @@ from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
 from simpletuner.errors import SIGNAL_CODES, ExitCode, SettingsError, SimpleTunerError, explain_system_errors
 from simpletuner.report import Report
+from simpletuner.run_log import LOGGER, stop_run_log
 
 DEBUG = "SIMPLETUNER_DEBUG"
 """Set it, or pass --debug, to see the whole traceback of an error."""
@@ -50,10 +52,10 @@ def build_app() -> typer.Typer:
         debug: bool = typer.Option(False, "--debug", help="Show the whole traceback of an error; after any command."),
     ) -> None: ...
 
-    app.command("train", context_settings=UNKNOWN_FLAGS)(with_settings(train))
-    detect = with_settings(detect_blocks, SHOWN)
-    app.command("detect-blocks", context_settings=UNKNOWN_FLAGS)(detect)
-    app.command("plan", context_settings=UNKNOWN_FLAGS)(with_settings(plan))
+    settings = {"cls": SettingsCommand, "context_settings": UNKNOWN_FLAGS}
+    app.command("train", **settings)(with_settings(train))
+    app.command("detect-blocks", **settings)(with_settings(detect_blocks, SHOWN))
+    app.command("plan", **settings)(with_settings(plan))
     app.command("models")(models)
     app.add_typer(build_config(), name="config")
     app.add_typer(build_dataset(), name="dataset")
@@ -95,7 +97,7 @@ def run(program: str, arguments: Sequence[str]) -> None:
         raise SettingsError(
             text[0].lower() + " ".join(text[1:].rstrip(".").split()), "`--help` after any command explains it"
         ) from None
-    if code == ExitCode.INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
+    if code == ExitCode.INTERRUPTED:  # Typer has caught it, and says nothing
         raise KeyboardInterrupt
     raise SystemExit(code or int(ExitCode.OK))
 
@@ -122,11 +124,14 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
     except Exception as error:
         if debug:
             raise
+        LOGGER.info("traceback", exc_info=error)
         bug = SimpleTunerError(
             f"{type(error).__name__}: {error}", "this is a bug in simpletuner; `--debug` shows where"
         )
         Report().error(bug)
         raise SystemExit(int(ExitCode.BUG)) from None
+    finally:
+        stop_run_log()
 
 
 def print_error(error: SimpleTunerError) -> None:

@@ -21,7 +21,7 @@ from simpletuner.data.buckets import Buckets, digest_buckets, fill_buckets, make
 from simpletuner.data.dataset_kinds import ImageDataset, TextEmbeds
 from simpletuner.data.dataset_warnings import dataset_warnings
 from simpletuner.data.datasets import load_datasets
-from simpletuner.data.discovery import Discovery, count_noun, discover, format_names
+from simpletuner.data.discovery import Discovery, discover, format_names
 from simpletuner.data.folders import default_folder, latents_folder, text_folder
 from simpletuner.data.geometry import Size
 from simpletuner.data.held_out import held_out_indices
@@ -41,6 +41,7 @@ from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.settings.formats import read_text
 from simpletuner.system.files import replace_file
+from simpletuner.system.numbers import count_noun
 
 UNCAPTIONED = "uncaptioned.txt"
 """The list of images without a caption in output_dir."""

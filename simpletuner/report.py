@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 import textwrap
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+
+from simpletuner.run_log import LOGGER
+from simpletuner.status_line import Erase, Progress, StatusLine, is_animated
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,11 +50,24 @@ class Report:
         self.talk = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
         width = None if sys.stdout.isatty() else UNFOLDED
         self.data = Console(highlight=False, soft_wrap=True, emoji=False, width=width)
+        self.status = StatusLine(self.talk, self.say, LOGGER.info, quiet)
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a message to stderr."""
+        """Print a message to stderr, and keep it in the log of a run."""
         if not self.quiet:
-            self.talk.print(printable(text), style=style, markup=False)
+            self._print(printable(text), style)
+
+    def _print(self, text: str, style: str) -> None:
+        LOGGER.info(text)
+        self.talk.print(*self._erase(), text, style=style, markup=False)
+
+    def _erase(self) -> list[Erase]:
+        """What removes a status line, of this process or of another one, before something else is printed."""
+        return [Erase()] if is_animated(self.talk) else []
+
+    def confirm_stop(self, text: str) -> None:
+        """Answer Ctrl-C, which the terminal has shown as `^C` where the cursor was."""
+        self.say(f"\n{text}" if self.talk.is_terminal and not is_animated(self.talk) else text)
 
     def warn(self, text: str, hint: str = "") -> None:
         """Print a warning, and what to do about it."""
@@ -65,9 +81,9 @@ class Report:
 
     def error(self, error: SimpleTunerError) -> None:
         """Print why a command failed, on any rank, even if quiet: only the rank that knows the reason calls this."""
-        self.talk.print(printable(f"error: {error.message}"), style="bold red", markup=False)
+        self._print(printable(f"error: {error.message}"), "bold red")
         if error.hint:
-            self.talk.print(printable(f"hint: {error.hint}"), style="dim", markup=False)
+            self._print(printable(f"hint: {error.hint}"), "dim")
 
     def json(self, value: Any) -> None:
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
@@ -79,7 +95,10 @@ class Report:
     def table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str] = ()) -> None:
         """Print rows as a table to stderr; without `columns`, as name and value pairs."""
         if not self.quiet:
-            self.talk.print(table_of(title, rows, columns), markup=False)
+            table = table_of(title, rows, columns)
+            if LOGGER.isEnabledFor(logging.INFO):
+                LOGGER.info(as_text(table))
+            self.talk.print(*self._erase(), table, markup=False)
 
     def data_table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str]) -> None:
         """Print rows as a table to stdout."""
@@ -123,9 +142,16 @@ class Report:
         """Print a line to stdout."""
         self.data.print(printable(text), style=style, markup=False)
 
-    def progress(self, title: str, total: int, done: int = 0) -> Progress:
-        """Start a progress display: a bar on a terminal, otherwise a line every 10 seconds."""
-        return Progress(self, title, total, done)
+    def progress(
+        self, title: str, total: int, done: int = 0, left: Callable[[int], float | None] | None = None
+    ) -> Progress:
+        """Return a context that shows how much of a job is done; see Progress for `left`."""
+        return Progress(self.status, title, total, done, left)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that shows what is running."""
+        self.status.begin(name)
+        return self.status.running()
 
 
 def table_of(title: str, rows: Iterable[Sequence[object]], columns: Sequence[str]) -> Table:
@@ -143,46 +169,12 @@ def table_of(title: str, rows: Iterable[Sequence[object]], columns: Sequence[str
     return table
 
 
-class Progress:
-    """Progress of a long job; `line_seconds` is the interval between lines where there is no terminal."""
+def as_text(table: Table) -> str:
+    """Render a table as the log keeps it."""
+    from io import StringIO
 
-    def __init__(self, report: Report, title: str, total: int, done: int, line_seconds: float = 10.0) -> None:
-        self.report, self.title, self.total, self.done = report, title, total, done
-        self.line_seconds, self.next_line, self.said = line_seconds, 0.0, False
-        self.began, self.done_before = time.monotonic(), done
-        self.bar: Any = None
-        if report.talk.is_terminal and not report.quiet:
-            self.bar = self._start_bar()
+    from rich.console import Console
 
-    def _start_bar(self) -> Any:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.report.talk, refresh_per_second=2)
-        bar.add_task(self.title, total=self.total, completed=self.done, note="")
-        bar.start()
-        return bar
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def update(self, done: int, note: str = "") -> None:
-        """Set the number done, with a short note such as the loss."""
-        again, self.done = self.said and done == self.done, done
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=done, note=note)
-        elif not again and (time.monotonic() >= self.next_line or done == self.total):
-            self.said = True
-            self.next_line = time.monotonic() + self.line_seconds
-            self.report.say(f"{self.title}: {done}/{self.total}{'  ' + note if note else ''}{self.time_left()}")
-
-    def time_left(self) -> str:
-        """Format how long the rest takes at the mean speed so far; empty where nothing is done, or nothing is left."""
-        done_now, left = self.done - self.done_before, self.total - self.done
-        if done_now <= 0 or left <= 0:
-            return ""
-        return f"  {timedelta(seconds=round(left * (time.monotonic() - self.began) / done_now))} left"
+    text = StringIO()
+    Console(file=text, width=UNFOLDED, highlight=False, emoji=False).print(table, markup=False)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())

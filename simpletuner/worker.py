@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 from simpletuner.checkpoints.export import base_files, check_export
@@ -28,10 +29,12 @@ from simpletuner.parallel.same_folder import verify_same_folders
 from simpletuner.parallel.world import STALL_SECONDS, joined_world, report_first_failure
 from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare
 from simpletuner.report import Report
+from simpletuner.run_log import take_over
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
 from simpletuner.system.activity import Activity
 from simpletuner.system.locks import shared_lock
+from simpletuner.system.numbers import count_noun
 from simpletuner.system.signals import handle_stop_signals
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.compiler_choice import with_compiler_chosen
@@ -64,11 +67,12 @@ from simpletuner.training.resuming import (
 )
 from simpletuner.training.rounds import at_round_ends
 from simpletuner.training.run_facts import facts_of
-from simpletuner.training.settings_record import record_settings
+from simpletuner.training.settings_record import record_settings, report_changes
 from simpletuner.training.state import TrainingState
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.summary import describe_run, print_datasets, print_result
 from simpletuner.training.throughput import open_throughput
+from simpletuner.training.trackers import open_trackers, send_missed
 from simpletuner.training.trainer import Evaluation, Trainer
 from simpletuner.training.validation import open_validator
 
@@ -89,6 +93,8 @@ def run_rank(loaded: Loaded) -> None:
             messages, Group("rank", world.rank, world.size), node_info(loaded), stop.check, STALL_SECONDS
         )
         session = Session(loaded, build_mesh(loaded.settings, world), Report(quiet=not world.is_first), stop, stack)
+        stack.enter_context(session.report.phase("starting"))
+        activity.show = session.report.status.begin
         open_output_dir(session, stack)
         set_float32_precision(loaded.settings.training.allow_tf32)
         training = loaded.settings.training
@@ -120,12 +126,15 @@ def fine_tune(session: Session, notifier: Notifier) -> None:
 def fine_tune_from(session: Session, checkpoint: Checkpoint | None, notifier: Notifier) -> None:
     """Find the data and train on it, or say that nothing is left to do. Raises CheckpointDamaged on all ranks."""
     settings, world, stop = session.settings, session.world, session.stop.check
+    report_changes(session, checkpoint)
     verification = Verification(checkpoint, world) if checkpoint else None
     plan = plan_data(session, data_version(checkpoint))
     schedule, _ = resume_point(settings, plan, checkpoint)
     done = exported_steps(session)
     if done >= schedule.max_steps:
-        session.report.say(f"finished already, after {done} steps; raise max_train_steps or num_train_epochs to go on")
+        steps = count_noun(done, "step")
+        session.report.say(f"finished already, after {steps}; raise max_train_steps or num_train_epochs to go on")
+        send_missed(session, done)
     else:
         print_datasets(plan, session.report)
         caches = folders_of(settings, plan)
@@ -143,6 +152,7 @@ def fine_tune_on(
     notifier: Notifier,
 ) -> None:
     """Encode the data, build the engine, train, export."""
+    session.world.activity.begin("reading the base model", watched=False)
     family = load_family(session.settings, session.world, session.stop.check)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     check_export(family, pipelines_of(session.settings))
@@ -169,7 +179,8 @@ def fine_tune_on(
         facts = facts_of(session.loaded, rows, prepared.plan)
         with open_html_report(session, facts, state.schedule.max_steps) as page:
             after_rounds = [page.renew, notifier.send_round] if page is not None else []
-            with open_metrics(session.settings, state.step, session.world) as metrics, compiler_explained():
+            trackers = partial(open_trackers, session)
+            with open_metrics(session.settings, state.step, session.world, trackers) as metrics, compiler_explained():
                 build_trainer(session, family, prepared, state, metrics, after_rounds).train()
             export(session, family, state)
             write_cards(session, facts)
@@ -268,12 +279,14 @@ def open_evaluations(
 
 
 def silence_libraries() -> None:
-    """Keep progress bars and remarks of libraries off the terminal; their errors stay."""
+    """Keep progress bars of libraries off the terminal, and their remarks in the log."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    for logging in (diffusers_logging, transformers_logging):
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+    for library in (diffusers_logging, transformers_logging):
+        library.set_verbosity_warning()
+        library.disable_progress_bar()
+    for name in ("diffusers", "transformers"):
+        take_over(name)
     # Flux returns a view, which FSDP2 warns about at each forward; nothing here writes into it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

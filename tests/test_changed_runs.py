@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -39,7 +40,10 @@ def test_another_optimizer_starts_without_state_and_the_rest_goes_on(engine, sdx
         assert {path.name for path in checkpoint.iterdir() if path.is_dir()} == {"model", *moments}
         assert state_of(output)["optimizer"] == {"steps": 1, "moments": sorted(moments)}
         assert state_of(output)["position"]["batch"] == steps
-    assert "settings changed since the last start" in run.said and 'optimizer "adamw" -> "adagrad"' in run.said
+    table = (output / "log.txt").read_text().rpartition("settings changed since the last start (")[2]
+    effect = "starts without state; weights, EMA and data go on"
+    assert re.search(rf"\n +optimizer +adamw +adagrad +{effect}\n", table), table
+    assert run.said.index("settings changed since") < run.said.index("another optimizer")
     same = train(output, *flags, "--optimizer=adagrad", "--max_train_steps=4", world=world)
     assert "another optimizer" not in same.said and state_of(output)["optimizer"]["steps"] == 2
 
@@ -70,6 +74,7 @@ def test_ema_that_is_left_out_or_added_is_said(sdxl_flags, train, tmp_path):
     train(output, *flags, "--max_train_steps=1", "--use_ema")
     without = train(output, *flags, "--max_train_steps=2")
     assert "use_ema is off: the EMA in checkpoint-000001 is not continued" in without.said
+    assert re.search(r"use_ema +true +false +the EMA is not continued", without.said)
     again = train(output, *flags, "--max_train_steps=3", "--use_ema")
     assert "checkpoint-000002 holds no EMA: it starts from the weights of step 2" in again.said
     assert state_of(output)["ema_updates"] == 1
@@ -79,7 +84,8 @@ def test_a_wrong_start_overwrites_nothing_and_settings_have_a_history(pipelines,
     output = tmp_path / "run"
     flags = (*base("sdxl", sdxl, shapes), "--train_batch_size=4")
     train(output, *flags, "--max_train_steps=2", "--checkpoint_step_interval=1")
-    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file() and path.name != ".lock"}
+    files = [path for path in output.rglob("*") if path.is_file() and path.name not in (".lock", "log.txt")]
+    before = {path: path.read_bytes() for path in files}
     other = train(output, *base("flux", pipelines("flux"), shapes), "--train_batch_size=4", code=2)
     assert "is of model_family sdxl, but model_family = flux" in other.said and "making" not in other.said
     from diffusers import UNet2DConditionModel
@@ -97,6 +103,9 @@ def test_a_wrong_start_overwrites_nothing_and_settings_have_a_history(pipelines,
     history = [json.loads(line) for line in (output / "settings_history.jsonl").read_text().splitlines()]
     assert [(row["step"], set(row["changed"])) for row in history[:1]] == [(0, set())]
     assert history[1]["step"] == 2 and history[1]["changed"]["learning_rate"] == [1e-3, 5e-4]
+    train(output, *flags, "--max_train_steps=3", "--learning_rate=5e-4", "--resume_from_checkpoint=none")
+    history = (output / "settings_history.jsonl").read_text().splitlines()
+    assert len(history) == 3, "each start has a line, changed or not"
     assert json.loads((output / "settings.json").read_text())["learning_rate"] == 5e-4
 
 
@@ -232,7 +241,7 @@ def test_full_and_read_only_disks_and_things_in_the_way_are_sentences(sdxl, shap
     in_the_way.write_text("a file")
     refused = train(in_the_way, *flags, code=3)
     assert str(in_the_way) in refused.said and "bug" not in refused.said
-    for name in ("metrics.jsonl", "settings.json", "validation", "checkpoints", "cache", "loss.png"):
+    for name in ("metrics.jsonl", "settings.json", "log.txt", "validation", "checkpoints", "cache", "loss.png"):
         output = tmp_path / f"with-{name}"
         output.mkdir()
         if "." in name:

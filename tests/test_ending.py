@@ -107,11 +107,14 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     process = trained(3, program="simpletuner-train")
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(0.5)
-    assert said(output).count("stopping: saving a checkpoint after this step; press Ctrl-C again") == 1
+    confirmed = "stopping: finishing this step, then saving a checkpoint; press Ctrl-C again to leave without saving"
+    assert said(output).count(confirmed) == 1
     assert process.wait(60) == 130, said(output)
     assert len(list_checkpoints(output / "checkpoints")) == 2
     assert said(output).count("stopped by SIGINT at step") == 1
     assert "error:" not in said(output), "it is what was asked for"
+    log = (output / "log.txt").read_text()
+    assert re.search(r"\d \[launcher 0\] stopping: finishing this step", log) and "\n     engine " in log
 
     # a rank that is killed, while checkpoints are written in the background
     process = trained(2, "--checkpoint_step_interval=1")

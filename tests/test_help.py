@@ -24,6 +24,8 @@ COMMANDS = (
     "deepspeed build --help",
     "deepspeed validate --help",
     "deepspeed templates --help",
+    "cache list --help",
+    "nfs check --help",
     "train --help",
 )
 
@@ -34,11 +36,7 @@ def render(command: str) -> str:
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         main(command.split())
     text = "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip()
-    shown = (
-        text.partition("  --model_family TEXT")[0] + "  ...\n"
-        if "export" in command or "build" in command
-        else text + "\n"
-    )
+    shown = text.partition("Model:\n")[0] + "...\n" if "export" in command or "build" in command else text + "\n"
     return f"$ simpletuner {command}\n{shown}"
 
 

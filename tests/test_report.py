@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 import scanning
@@ -11,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from simpletuner import status_line
 from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.errors import SimpleTunerError
 from simpletuner.preparation import report_left_out
 from simpletuner.report import Report, printable
+from simpletuner.status_line import fitting
+from simpletuner.training.pace import Pace
 
 BAD = "x\x1b[2J\x07\x9b1m\u202ey\r\nerror: forged\ud800.png"
 SHOWN = "x\\x1b[2J\\x07\\x9b1m\\u202ey\\r\n  error: forged\\ud800.png"
@@ -75,13 +79,49 @@ def test_a_broken_picture_cannot_forge_a_line(tmp_path, capsys):
     assert "warning: 1 broken image left out:\n  d/a\n  error: no disk\\x1b[2J.png: " in said
 
 
-def test_a_line_of_progress_says_how_long_the_rest_takes_once_something_is_done(capsys):
-    progress = Report().progress("training", total=8, done=2)
-    progress.line_seconds = 0
-    progress.update(2)
-    progress.began -= 120  # for two steps, so four more take twice as long
-    progress.update(4, "loss 1")
-    progress.update(8)
+def test_without_a_terminal_a_line_a_minute_says_what_is_running_and_how_long_the_rest_takes(capsys, monkeypatch):
+    monkeypatch.setattr(status_line, "DRAW_SECONDS", 0.01)
+    report = Report()
+    report.status.line_seconds = 0.2
+    with report.phase("loading weights"), report.progress("training", total=8, done=2) as progress:
+        progress.update(2)
+        progress.began -= 120  # for two steps, so four more take twice as long
+        progress.update(4, "loss 1", "1 s/step")
+        time.sleep(0.3)
+        with report.progress("generating images", 3) as inner:
+            inner.update(1)
+            time.sleep(0.3)
+        report.status.begin("saving")
+        time.sleep(0.3)
+        report.status.begin("training")
+        progress.update(8)
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "training: 2/8" and said[2] == "training: 8/8"
-    assert re.fullmatch(r"training: 4/8  loss 1  0:04:0\d left", said[1]), said
+    assert said[0] == "training: 2/8" and said[-1] == "training: 8/8"
+    assert re.fullmatch(r"training: 4/8  0:0(4:00|3:59) left  loss 1  1 s/step", said[1]), said
+    for shown in ("generating images: 1/3", "saving"):
+        assert [line for line in said if re.fullmatch(rf"{shown}  0:0\d:\d\d left  training: 4/8", line)], said
+    assert len(said) <= 8
+
+
+def test_a_status_line_fits_its_terminal_by_leaving_out_what_is_less_important():
+    parts = ["training: 1/8", "0:04:00 left", "loss 1", "1 s/step"]
+    assert [fitting(parts, width) for width in (100, 36, 30, 3)] == [
+        *("training: 1/8  0:04:00 left  loss 1  1 s/step", "training: 1/8  0:04:00 left  loss 1"),
+        *("training: 1/8  0:04:00 left", "training: 1/8"),
+    ]
+
+
+def test_time_left_counts_what_runs_between_the_steps():
+    pace = Pace(100, {"saving": 30, "validation": 0})
+    assert pace.seconds_left(0) is None
+    for seconds in (50.0, 1.0, 3.0):  # the first step is not like the others
+        pace.add_step(seconds, seconds / 4)
+    assert (pace.step_seconds, pace.data_share, pace.seconds_left(10)) == (2.0, 0.25, 180.0)
+    pace.durations |= {"saving": [4.0, 6.0], "validation": [60.0]}
+    assert pace.seconds_left(10) == 180 + 4 * 5 + 60  # at 30, 60, 90 and 100
+    assert pace.seconds_left(90) == 20 + 5 + 60
+    pace.expect(["saving"])
+    assert pace.seconds_left(90) == 20 + 5 + 5 + 60
+    with pace.timed("saving"):
+        pass
+    assert pace.seconds_left(100) == 0

@@ -37,7 +37,7 @@ def make_missing(
     """Take chunks and write what is missing of them, until all ranks together have written all of it."""
     world.activity.begin(f"making {job.title}")
     chunks, count = chunks_to_make(job, missing), int(missing.sum())
-    with report.progress(job.title, count) as progress:
+    with report.progress(f"encoding {job.title}", count) as progress:
         with open_writer(job, world.rank) as writer:
             for positions, loaded in load_ahead(job, chunks, place, world, stop):
                 made = zip(positions, job.make(loaded), strict=True)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, Settings, load
+from simpletuner.system.numbers import count_noun
 from simpletuner.tools.cache.contents import CacheKind
 
 if TYPE_CHECKING:
@@ -22,17 +24,22 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 KINDS = "blocks, deepspeed, latents, text or all"
 NAMED_AT_MOST = 5
+SHOWN = (
+    *("model_family", "instance_data_dir", "data_backend_config", "cache_dir_vae", "cache_dir_text", "output_dir"),
+    "offload_param_path",
+)
+"""The settings that say where caches are."""
 
 
 def build_cache() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List and clear what runs cache.")
-    app.command("list", context_settings=UNKNOWN_FLAGS)(with_settings(show))
-    app.command("clear")(with_settings(clear))
+    app.command("list", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(show, SHOWN))
+    app.command("clear", cls=SettingsCommand)(with_settings(clear, SHOWN))
     return app
 
 
 def show(flags: Mapping[str, Any], config: Path | None, as_json: AsJson = False) -> None:
-    """List caches: kind, where, entries, bytes, use by a run, datasets. Settings say where to look."""
+    """List caches: kind, where, entries, size, use by a run, datasets. Settings say where to look."""
     report = Report()
     items = find_items(load(flags, config, complete=False).settings, list(CacheKind), report)
     if as_json:
@@ -40,10 +47,17 @@ def show(flags: Mapping[str, Any], config: Path | None, as_json: AsJson = False)
     elif items:
         use = {True: "yes", False: "no", None: "unknown"}
         rows = [
-            (item.kind.value, item.path, item.entries, item.bytes, use[item.in_use], ", ".join(item.datasets))
+            (
+                item.kind.value,
+                item.path,
+                f"{item.entries:,}",
+                size(item.bytes),
+                use[item.in_use],
+                ", ".join(item.datasets),
+            )
             for item in items
         ]
-        report.data_table("", rows, ("kind", "where", "entries", "bytes", "in use", "datasets"))
+        report.data_table("", rows, ("kind", "where", "entries", "size", "in use", "datasets"))
     report_buckets(report, items)
     report.say(format_total(items) if items else "there is nothing cached")
 
@@ -109,9 +123,10 @@ def clear_unused(
     if as_json:
         report.json([each.as_json() for each in found])
     elif found:
-        rows = [(each.item.kind.value, each.item.path, each.records, each.bytes) for each in found]
-        report.data_table("", rows, ("kind", "where", "unused", "bytes"))
-    total = f"{sum(each.records for each in found):,} unused records, {format_bytes(sum(each.bytes for each in found))}"
+        rows = [(each.item.kind.value, each.item.path, f"{each.records:,}", size(each.bytes)) for each in found]
+        report.data_table("", rows, ("kind", "where", "unused", "size"))
+    records, freed = sum(each.records for each in found), sum(each.bytes for each in found)
+    total = f"{count_noun(records, 'unused record')}, {format_bytes(freed)}"
     if not found:
         report.say("there is nothing to remove")
     elif dry_run:
@@ -153,8 +168,8 @@ def show_removable(report: Report, items: Sequence[CacheItem], as_json: bool) ->
     if as_json:
         report.json([item.as_json() for item in items])
     elif items:
-        rows = [(item.kind.value, item.path, item.entries, item.bytes) for item in items]
-        report.data_table("", rows, ("kind", "where", "entries", "bytes"))
+        rows = [(item.kind.value, item.path, f"{item.entries:,}", size(item.bytes)) for item in items]
+        report.data_table("", rows, ("kind", "where", "entries", "size"))
 
 
 def report_buckets(report: Report, items: Sequence[CacheItem]) -> None:
@@ -177,11 +192,16 @@ def report_foreign(report: Report, paths: Sequence[Path]) -> None:
 
 
 def format_total(items: Sequence[CacheItem]) -> str:
-    return f"{len(items)} cache{'s' * (len(items) != 1)}, {format_bytes(sum(item.bytes for item in items))}"
+    return f"{count_noun(len(items), 'cache')}, {format_bytes(sum(item.bytes for item in items))}"
+
+
+def size(count: int) -> str:
+    """Return a readable size, for a table."""
+    from rich.filesize import decimal
+
+    return decimal(count)
 
 
 def format_bytes(count: int) -> str:
     """Return a readable size with the exact number of bytes."""
-    from rich.filesize import decimal
-
-    return f"{count:,} bytes" if count < 1000 else f"{decimal(count)} ({count:,} bytes)"
+    return f"{count:,} bytes" if count < 1000 else f"{size(count)} ({count:,} bytes)"

@@ -9,11 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.output_file import refuse_overwriting, save
 from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.report import Report
 from simpletuner.settings import load
+from simpletuner.system.numbers import count_noun
 
 
 class Format(StrEnum):
@@ -35,13 +37,13 @@ Output = Annotated[Path | None, path_option("--output", "Write to this file inst
 
 def build_config() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show, check, start and export settings.")
-    app.command("show", context_settings=UNKNOWN_FLAGS)(with_settings(show))
+    app.command("show", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(show))
     app.command("validate")(validate)
     app.command("schema")(schema)
     app.command("docs")(docs)
     app.command("init")(init)
     app.command("import")(import_original)
-    app.command("export", context_settings=UNKNOWN_FLAGS)(with_settings(export))
+    app.command("export", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(export))
     return app
 
 
@@ -71,7 +73,7 @@ def validate(file: Annotated[Path, path_argument("JSON, TOML, YAML or .env file 
 
     loaded = check_run(load_run(collect_from_file(file)))
     Report().warn_all(loaded.warnings)
-    Report().say(f"{file}: {len(loaded.origins)} settings, all valid")
+    Report().say(f"{file}: {count_noun(len(loaded.origins), 'setting')}, all valid")
 
 
 def schema() -> None:

@@ -30,6 +30,7 @@ from simpletuner.settings.original_toml import MARK, sources_of, write_toml
 from simpletuner.settings.sections import SECTION_OF, Data
 from simpletuner.settings.sources import ACCELERATE_CONFIG, from_accelerate
 from simpletuner.settings.variables import from_env_file
+from simpletuner.system.numbers import count_noun
 
 DATASETS = "data_backend_config"
 OPTIONAL = ("validation", "logging")
@@ -86,7 +87,7 @@ def import_run(path: Path, output: Path | None, force: bool) -> None:
         write(beside, as_json(datasets))
         written.insert(0, beside)
     write(output, text)
-    report_left_out(f"{original.file}: {count} settings, {changed} with a remark", original.left_out)
+    report_left_out(f"{original.file}: {count_noun(count, 'setting')}, {changed} with a remark", original.left_out)
     if Path(CONFIG_ENV).is_file() and from_env_file(Path(CONFIG_ENV)).values:
         Report().warn(f"{CONFIG_ENV} is read by every run in this folder: leave only variables of other programs in it")
     if output is not None:

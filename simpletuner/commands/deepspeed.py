@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.output_file import refuse_overwriting, save
 from simpletuner.commands.paths import path_argument, path_option
@@ -36,7 +37,7 @@ class StageOption(StrEnum):
 def build_deepspeed() -> typer.Typer:
     help_text = "Build and check configurations of DeepSpeed ZeRO."
     app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help_text)
-    app.command("build", context_settings=UNKNOWN_FLAGS)(with_settings(build))
+    app.command("build", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(build))
     app.command("validate")(validate)
     app.command("templates")(list_templates)
     return app

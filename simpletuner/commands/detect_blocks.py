@@ -152,7 +152,7 @@ def summary(found: Detection, hidden: int) -> Iterator[tuple[str, str]]:
     yield "outside", f"{format_count(outside)} ({outside / total:.1%}): {', '.join(named + more)}"
     yield "from", f"{found.source}, {'cached' if found.cached else 'detected'} {found.detected_at}"
     if hidden:
-        yield "not shown", f"{hidden} classes that are no blocks: --json has them"
+        yield "not shown", f"{hidden} class{'es' * (hidden != 1)} without blocks: --json has them"
 
 
 def bar(share: float, width: int) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.paths import path_option
 from simpletuner.errors import ExitCode, SettingsError
@@ -20,13 +21,20 @@ if TYPE_CHECKING:
     from simpletuner.tools.nfs.rendezvous import Node
     from simpletuner.tools.nfs.resources import DiskUsage
 
+SHOWN = (
+    *("model_family", "model_flavour", "model_type", "pretrained_model_name_or_path", "output_dir", "max_train_steps"),
+    *("optimizer", "use_ema", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
+    *("checkpoint_step_interval", "checkpoints_total_limit"),
+)
+"""The settings that say which machines there are, and how much the run will write."""
+
 WORDS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
 STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red", "-": "dim"}
 
 
 def build_nfs() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look after the folder that all nodes share.")
-    app.command("check", context_settings=UNKNOWN_FLAGS)(with_settings(nfs_check))
+    app.command("check", cls=SettingsCommand, context_settings=UNKNOWN_FLAGS)(with_settings(nfs_check, SHOWN))
     return app
 
 

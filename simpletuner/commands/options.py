@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 import typer
 from typer.models import OptionInfo
 
+from simpletuner.commands.help import help_all
 from simpletuner.commands.paths import parse_path
 from simpletuner.errors import SettingsError
 from simpletuner.settings.errors import closest
@@ -28,7 +29,7 @@ UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 def with_settings(command: Callable[..., None], shown: Iterable[str] | None = None) -> Callable[..., None]:
     """Give `command(flags, config, **own)` one flag per setting; only flags that were typed reach `flags`.
 
-    Help shows all settings, or only those `shown`: with UNKNOWN_FLAGS the others are understood as well.
+    `--help` shows all settings, or only those `shown`; `--help-all` shows all.
     """
     signature = inspect.signature(command, eval_str=True).parameters
     own = [
@@ -38,6 +39,7 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
     ]
 
     def run(context: typer.Context, config: Path | None = None, **given: Any) -> None:
+        given.pop("help_all", None)  # its callback has answered it
         extra = {parameter.name: given.pop(parameter.name) for parameter in own}
         flags = {name: value for name, value in given.items() if value not in (None, [])}
         unknown = dict(parse_arguments(context.args))  # the settings layer will refuse them
@@ -45,7 +47,15 @@ def with_settings(command: Callable[..., None], shown: Iterable[str] | None = No
         command(flags=flags | unknown, config=config, **extra)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    parameters = [context, *file_parameters(), *own, *map(parameter_of, setting_fields() if shown is None else shown)]
+    visible = frozenset(setting_fields() if shown is None else shown)
+    settings = [parameter_of(name, hidden=name not in visible) for name in setting_fields()]
+    parameters = [
+        context,
+        *file_parameters(),
+        *own,
+        keyword("help_all", help_all(hidden=shown is None), bool),
+        *settings,
+    ]
     # Typer reads the signature to make its options; help shows the docstring.
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -82,7 +92,7 @@ def file_parameters() -> list[inspect.Parameter]:
     ]
 
 
-def parameter_of(name: str) -> inspect.Parameter:
+def parameter_of(name: str, hidden: bool = False) -> inspect.Parameter:
     """The option of a setting: text to Typer, so that flags and files meet the same spelling and validation."""
     field = setting_fields()[name]
     unit, default = extra_of(field, "unit"), shown_default(field)
@@ -93,6 +103,7 @@ def parameter_of(name: str) -> inspect.Parameter:
         help=f"{field.description}{f' [{unit}]' if unit else ''}{f' [default: {default}]' if default else ''}",
         metavar=metavar(field.annotation),
         show_default=False,
+        hidden=hidden,
         rich_help_panel=SECTIONS[SECTION_OF[name]].__doc__,
     )
     return keyword(name, option, list[str] | None if is_list else str | None)

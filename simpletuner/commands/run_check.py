@@ -16,6 +16,7 @@ from simpletuner.settings.errors import InvalidSettings, shorten
 from simpletuner.settings.loading import resolve
 from simpletuner.settings.places import naming_places
 from simpletuner.settings.raw_values import Source
+from simpletuner.settings.trackers import check_installed
 from simpletuner.system.paths import shown_path
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def check_named_files(loaded: Loaded) -> None:
     from simpletuner.models.support import check_prompt_sizes
 
     settings = loaded.settings
+    with naming_places(loaded.origins, "report_to"):
+        check_installed(settings.logging.report_to)
     with naming_places(loaded.origins, "run_secret_file"):
         message_signer(settings.launch.run_secret_file)
     with naming_places(loaded.origins, "validation_prompt_file"):

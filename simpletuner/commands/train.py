@@ -13,7 +13,9 @@ import typer
 from simpletuner.commands.options import as_arguments
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
+from simpletuner.run_log import start_run_log
 from simpletuner.settings import Loaded, Settings
+from simpletuner.settings.sections import Launch
 from simpletuner.system.paths import descriptor_of
 
 DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each machine would start, without starting it.")
@@ -42,7 +44,9 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
         return
     if loaded.settings.parallel.zero_stage is not None and not is_rank(os.environ):
         check_deepspeed(loaded.settings)
-    if loaded.settings.launch.num_processes > 1 and not is_rank(os.environ):
+    launches = loaded.settings.launch.num_processes > 1 and not is_rank(os.environ)
+    start_run_log(source_of(loaded.settings.launch, launches))
+    if launches:
         launch_ranks(loaded, ["train", *as_arguments(flags, config)])
         return
     check_world_size(loaded, os.environ)
@@ -52,7 +56,9 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
         exit_if_launcher_died(os.environ)
     read_checkpoint_ahead(loaded.settings)
     # torch is imported from here on: launchers and --dry_run answer without it.
-    import_rank()(loaded)
+    with Report(quiet=os.environ.get("RANK", "0") != "0").phase("importing torch"):
+        run_rank = import_rank()
+    run_rank(loaded)
 
 
 def import_rank() -> Callable[[Loaded], None]:
@@ -68,6 +74,14 @@ def import_rank() -> Callable[[Loaded], None]:
         gc.enable()
     gc.freeze()
     return run_rank
+
+
+def source_of(launch: Launch, launches: bool) -> str:
+    """Return what the log calls this process; empty for rank 0."""
+    if launches:
+        return f"[launcher {launch.machine_rank}]"
+    rank = os.environ.get("RANK", "0")
+    return f"[rank {rank}]" if rank != "0" else ""
 
 
 def read_checkpoint_ahead(settings: Settings) -> None:

@@ -12,10 +12,11 @@ import numpy as np
 import pyarrow.compute as pc
 
 from simpletuner.data.captions import captions_of
-from simpletuner.data.discovery import Discovery, count_noun
+from simpletuner.data.discovery import Discovery
 from simpletuner.data.geometry import shapes_of, target_areas
 from simpletuner.data.image_formats import BY_PLUGIN, INSTALL, READ
 from simpletuner.data.samples import DatasetSamples, Sample, Samples, Sizes
+from simpletuner.system.numbers import count_noun
 
 MIN_ENLARGEMENT = 1.1
 """Enlarging up to this factor is what rounding to buckets does, and is not mentioned."""

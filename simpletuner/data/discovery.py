@@ -23,6 +23,7 @@ from simpletuner.data.name_hashes import choose_by_name, hash_names
 from simpletuner.data.samples import DatasetSamples, Samples, Sizes
 from simpletuner.data.scan import NO_ROW, Scan
 from simpletuner.errors import DataError
+from simpletuner.system.numbers import count_noun
 from simpletuner.system.threads import map_in_threads
 
 BLOCK_SIZES = 1 << 15
@@ -227,8 +228,3 @@ def format_names(names: Sequence[str]) -> str:
     """Return names on lines of their own, only the first ones if there are many."""
     more = [f"and {len(names) - MAX_NAMES:,} more"] * (len(names) > MAX_NAMES)
     return "".join(f"\n  {name}" for name in [*names[:MAX_NAMES], *more])
-
-
-def count_noun(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 image` or `2 images`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -6,11 +6,9 @@ This happens before anything is encoded, so that a failure costs seconds, not ho
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from torch.utils import cpp_extension
 from simpletuner.deepspeed.requirements import cannot_compile, check_compiler, check_installed
 from simpletuner.deepspeed.swap_files import remove_dead_swap_folders
 from simpletuner.parallel.world import World
+from simpletuner.run_log import take_over
 from simpletuner.settings.deepspeed.config import DeepSpeedOptions
 from simpletuner.system.locks import exclusive_lock
 
@@ -30,8 +29,6 @@ COMPILE_WAIT_SECONDS = 1800
 STALE_LOCK_SECONDS = 120
 """A compilation counts as killed if no process of this machine has its lock open and it has written nothing for so
 long: it could belong to another machine or container that shares the home folder. One source takes 20 to 40 s."""
-
-DEPRECATED_COLLECTIVES = r"`torch\.distributed\.\w+` is deprecated"
 
 
 def start_deepspeed(
@@ -58,16 +55,12 @@ def import_deepspeed(world: World) -> None:
     os.environ["DS_ACCELERATOR"] = (
         world.device.type
     )  # else it looks for accelerators, and takes CUDA where there is one
-    # 0.19.8 still calls collectives by names that torch deprecated (comm/torch.py), several times in each process.
-    warnings.filterwarnings("ignore", message=DEPRECATED_COLLECTIVES, category=FutureWarning)
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # zero.Init reads it without a default
     with contextlib.redirect_stdout(sys.stderr):
         import deepspeed
         import deepspeed.ops
 
-        # utils/logging.py binds its handler to the stdout of the time of import; stdout is for data alone.
-        for handler in logging.getLogger("DeepSpeed").handlers:
-            handler.setStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
+        take_over("DeepSpeed")  # utils/logging.py binds its handler to the stdout of the time of import
         if world.device.type == "cpu":
             # comm/torch.py, build_shm_op: on CPUs it would compile a shared-memory all-reduce that only inference uses.
             deepspeed.ops.__dict__["__compatible_ops__"] = {}

@@ -43,7 +43,7 @@ class RankStatus:
     received: float
     phase: int = 0
     doing: str = ""
-    unsaved: bool = False
+    unsaved: int = 0
     watched: bool = False
 
 
@@ -113,9 +113,12 @@ class Ranks:
             self.reason, self.failed_at = {"rank": rank, **message["reason"]}, time.monotonic()
         self.lost_contact = self.lost_contact or "lost_contact" in message
 
-    def unsaved(self) -> bool:
-        """Return whether any rank has trained steps that are not in a checkpoint yet."""
-        return any(status.unsaved for status in list(self.statuses.values()))
+    def unsaved(self) -> int:
+        """Return -1 if any rank has trained steps that are not in a checkpoint yet, else 0: see StopRequest.unsaved.
+
+        The number of the step in a heartbeat is up to a second old.
+        """
+        return -any(status.unsaved for status in list(self.statuses.values()))
 
     def first_failure(self) -> ProcessExit | None:
         """Return a failed rank, if there is one; a killed one first, since others fail because they miss it."""

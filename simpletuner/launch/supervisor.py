@@ -29,6 +29,7 @@ from simpletuner.launch.termination import (
     rank_stalled,
 )
 from simpletuner.report import Report
+from simpletuner.run_log import LOG, write_log_to
 from simpletuner.settings import Loaded
 from simpletuner.system.signals import StopRequest, handle_stop_signals
 
@@ -72,6 +73,7 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
         infos = rendezvous(store, loaded, stop.check, signer)
         names = [f"machine {number} ({info.host})" for number, info in enumerate(infos)]
         plan = plan_of(launch.machine_rank, launch, arguments, store.port)
+        write_log_to(loaded.settings.training.output_dir / LOG, create=False)  # the first rank makes it
         log_ranks(launch.machine_rank, names, plan.ranks)
         # from here on messages of another run with the same secret are rejected, even recorded ones
         messages = MessageStore(TorchStore(store), signer.for_run(infos[0].nonce))

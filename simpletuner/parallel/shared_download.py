@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 
 from simpletuner.data.dataset_kinds import ImageDataset, UrlImages
-from simpletuner.data.discovery import count_noun, format_names
+from simpletuner.data.discovery import format_names
 from simpletuner.data.downloads import as_folder, download, read_urls
 from simpletuner.errors import DataError, EnvironmentNotReady, RemoteFailure
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
+from simpletuner.system.numbers import count_noun
 
 
 def download_datasets(

@@ -31,11 +31,9 @@ TYPES = {
     dict: "a JSON object",
 }
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
-ONLINE = "this version has no online trackers; tensorboard writes files that `tensorboard --logdir` shows"
 REASONS = {
     ("lr_scheduler", "sine"): "no schedule rises again",
     ("lr_scheduler", "cosine_with_restarts"): "no schedule rises again: cosine falls once",
-    **{("report_to", name): ONLINE for name in ("wandb", "comet_ml", "mlflow", "swanlab", "all")},
 }
 """Values that users of other tools have in their files, and why they are refused."""
 

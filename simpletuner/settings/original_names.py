@@ -40,7 +40,7 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     "used only with a family that this version does not train": "acestep_lora_target",
     "lora_rank is the rank": "network_rank",
     # Names and labels.
-    "the folder output_dir names a run": "tracker_run_name tracker_project_name tracker_image_layout",
+    "a tracker is given whole grids of images": "tracker_image_layout",
     "used only with push_to_hub": (
         "hub_model_name push_to_hub_background model_card_safe_for_work model_card_note modelspec_comment"
     ),

@@ -107,7 +107,7 @@ REFUSED: dict[str, str] = {
     ),
     "set notify_url to one address, which gets JSON": "webhook_config",
     "no program is run by a run: leave it out": "post_checkpoint_script post_upload_script",
-    "trackers of your own are not loaded; report_to=tensorboard writes files": "custom_tracker",
+    "trackers of your own are not loaded; metrics.jsonl in output_dir has all metrics": "custom_tracker",
     "set gpu_ids, use_cpu or an accelerate file": "accelerate_extra_args",
     "write each argument as a setting": "trainer_extra_args",
 }

@@ -18,6 +18,7 @@ from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.placeholders import OF_A_RUN, only_placeholders
 from simpletuner.settings.spelling import normalize_name
 from simpletuner.settings.step_ranges import normalize_step_range
+from simpletuner.settings.trackers import normalize_trackers
 from simpletuner.system.paths import ENVIRONMENT, expand_path
 
 
@@ -265,8 +266,10 @@ class Validation(Section):
 class Logging(Section):
     """Logging"""
 
-    report_to: Literal["none", "tensorboard"] = knob("none", "Also write metrics for this tracker.")
-    logging_dir: Path | None = knob(None, "Folder for the tracker; empty: output_dir/logs.")
+    report_to: Annotated[str, AfterValidator(normalize_trackers)] = knob("none", "Trackers that metrics, validation images and settings go to as well: none, tensorboard, wandb, or tensorboard,wandb.")
+    tracker_project_name: str = knob("", "Project at the online tracker; empty: WANDB_PROJECT, or simpletuner.")
+    tracker_run_name: str = knob("", "Name of the run there, and of its folder in logging_dir; empty: that of output_dir, and no folder.")
+    logging_dir: Path | None = knob(None, "Folder for what trackers write on this machine; empty: output_dir/logs.")
     device_peak_tflops: float | None = knob(None, "What each device computes at most, for MFU; empty: dense bf16 of the GPUs that docs/performance.md lists.", unit="TFLOP/s", gt=0)
     profile_steps: Annotated[str, AfterValidator(normalize_step_range)] = knob("", "Optimizer steps FIRST:LAST that rank 0 traces with torch's profiler into output_dir/profile.")
     notify_url: Annotated[str, AfterValidator(check_url)] = knob("", "Address that gets a POST of JSON after each round of validation and when the run ends or fails.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -15,17 +16,23 @@ class Activity:
 
     phase: int = 0
     doing: str = ""
-    unsaved: bool = False
-    """Whether there are trained steps that are not in a checkpoint yet."""
+    unsaved: int = 0
+    """The step that a stop would finish and save; 0 where there are no trained steps that a checkpoint lacks."""
     watched: bool = False
     """Whether this phase always uses CPU or disk unless it hangs. False for a flush to a slow disk, which may not."""
 
     changed: threading.Event = field(default_factory=threading.Event, repr=False)
     """Set when the answer to Ctrl-C changes (`unsaved`), so that the launcher learns of it at once."""
+    show: Callable[[str], None] = field(default=lambda phase: None, repr=False)
+    """Called with each phase, for the status line."""
 
-    def begin(self, doing: str, unsaved: bool = False, watched: bool = True) -> None:
-        """Enter a phase. All ranks enter the same phases in the same order."""
-        is_other_kind = (unsaved, watched) != (self.unsaved, self.watched)
+    def begin(self, doing: str, unsaved: int = 0, watched: bool = True, shown_as: str = "") -> None:
+        """Enter a phase. All ranks enter the same phases in the same order.
+
+        `shown_as` is what the status line shows of several short phases that follow one another.
+        """
+        is_other_kind = (bool(unsaved), watched) != (bool(self.unsaved), self.watched)
+        self.show(shown_as or doing)
         self.doing, self.unsaved, self.watched = doing, unsaved, watched
         self.phase += 1
         if is_other_kind:  # not at every step: steps may take milliseconds

@@ -1,4 +1,4 @@
-"""Parse and format byte sizes and parameter counts."""
+"""Parse and format byte sizes, parameter counts and other numbers."""
 
 from __future__ import annotations
 
@@ -45,3 +45,8 @@ def format_count(count: int) -> str:
         if count >= 0.9995 * size:
             return f"{count / size:#.3g}".rstrip(".") + f" {letter}"
     return str(count)
+
+
+def count_noun(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 image` or `2 images`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -27,10 +27,11 @@ REPEAT_SECONDS = 1.0
 class StopRequest:
     """The signal that asked this process to stop; `signal_number` is 0 while there is none."""
 
-    def __init__(self, unsaved: Callable[[], bool] | None = None) -> None:
+    def __init__(self, unsaved: Callable[[], int] | None = None) -> None:
         self.signal_number, self.requested_at = 0, 0.0
         self.unsaved = unsaved
-        """Whether a checkpoint is saved before exit; None where another process prints the confirmation."""
+        """The step that is finished and saved before exit, 0 for none and -1 for one whose number is not known; None
+        where another process prints the confirmation."""
         self.before_exit: Callable[[], None] = lambda: None
         self.may_exit = True
         """Whether a second signal exits this process. Not in ranks: their launcher kills them."""
@@ -61,30 +62,30 @@ class StopRequest:
         if self.unsaved is None:
             return
         again = "press Ctrl-C again" if number == signal.SIGINT else "signal again"
-        if self.unsaved():
-            print_line(f"stopping: saving a checkpoint after this step; {again} to stop without saving")
+        if step := self.unsaved():
+            # Or the one after it, since the wish to stop is read with the loss, one step late (step_logger.py).
+            name = f"step {step}" if step > 0 else "this step"
+            print_line(f"stopping: finishing {name}, then saving a checkpoint; {again} to leave without saving")
         else:
-            print_line(f"stopping: what was prepared is kept; {again} to stop at once")
+            print_line(f"stopping: what was prepared is kept; {again} to leave at once")
 
     def exit_now(self, number: int) -> NoReturn:
         """Exit without saving, even while the main thread is blocked in a library."""
+        lost = self.unsaved is not None and self.unsaved()
         self.before_exit()
         if self.unsaved is not None:
-            print_line("stopped without saving")
-        if sys.stderr.isatty():
-            with suppress(OSError):
-                os.write(2, b"\x1b[?25h")  # the progress bar hides the cursor
+            print_line("stopped without saving" if lost else "stopped")
         os._exit(128 + number)  # sys.exit in this thread would only end the thread
 
 
 def print_line(text: str) -> None:
-    """Print from the signal thread; on a terminal on a new line, below `^C` or the progress bar."""
+    """Print from the signal thread."""
     with suppress(OSError):
-        Report().say(f"\n{text}" if sys.stderr.isatty() else text)
+        Report().confirm_stop(text)
 
 
 @contextmanager
-def handle_stop_signals(unsaved: Callable[[], bool] | None = None) -> Iterator[StopRequest]:
+def handle_stop_signals(unsaved: Callable[[], int] | None = None) -> Iterator[StopRequest]:
     """Turn SIGINT, SIGTERM and SIGHUP into a StopRequest, except SIGHUP where it is ignored, as under `nohup`.
 
     `unsaved`: see StopRequest.

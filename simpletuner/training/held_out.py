@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,12 +50,17 @@ class HeldOutLoss:
     metrics: Metrics | None
     title: str = "measuring the loss on held-out images"
 
-    def run(self, step: int) -> None:
+    @property
+    def count(self) -> int:
+        """How many batches are measured."""
+        return len(self.variants) * len(self.batches) * self.timesteps
+
+    def run(self, step: int, advance: Callable[[int], None]) -> None:
         """Measure, and on rank 0 write a row of metrics. Collective."""
         losses = {}
         for variant in self.variants:
             with weights_of(self.ema, variant):
-                losses[NAMES[variant]] = self.measure()
+                losses[NAMES[variant]] = self.measure(advance)
         if self.metrics is not None:
             self.metrics.write({"step": step, **losses}, "eval")
 
@@ -64,7 +69,7 @@ class HeldOutLoss:
         last = self.metrics.last_step("eval_loss") if self.metrics is not None else -1
         return int(self.mesh.world.gather_texts(str(last))[0]) >= step
 
-    def measure(self) -> float:
+    def measure(self, advance: Callable[[int], None]) -> float:
         """Return the mean loss over all images and timesteps. Collective."""
         device = self.mesh.world.device
         total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -72,6 +77,7 @@ class HeldOutLoss:
             for batch, weight in self._own_batches():
                 losses = self._losses(denoiser, batch.to(device, self.family.host_inputs))
                 total += weight * torch.stack([losses.double().sum(), losses.new_tensor(len(losses)).double()])
+                advance(self.mesh.data_size)
         loss, count = self.mesh.data_mean(total).tolist()
         return loss / count
 

@@ -1,20 +1,22 @@
-"""Metrics of a run: `metrics.jsonl`, a loss curve, and a tracker's files. Only rank 0 writes."""
+"""Metrics of a run: `metrics.jsonl`, a loss curve, and trackers. Only rank 0 writes."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.parallel.world import World
-from simpletuner.settings import Settings
 from simpletuner.system.files import APPEND, read_file, write_file
 from simpletuner.training.curves import curve_of, running_mean, window_of
+
+if TYPE_CHECKING:  # the process that sends metrics to wandb imports this module, and needs no torch
+    from simpletuner.parallel.world import World
+    from simpletuner.settings import Settings
 
 METRICS, CURVE = "metrics.jsonl", "loss.png"
 
@@ -26,32 +28,41 @@ TAIL_BYTES = 64 << 10
 HELD_OUT_LINES = {"eval_loss": ("held-out images", "#d94801"), "eval_loss_ema": ("held-out images, EMA", "#238b45")}
 
 
+class Tracker(Protocol):
+    """Where metrics and images are shown; values are named `group/name`. A tracker that fails must not raise."""
+
+    def write(self, row: Mapping[str, Any], group: str) -> None: ...
+
+    def add_image(self, path: Path, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+OpenTrackers = Callable[[int], Sequence[Tracker]]
+"""Opens trackers for a run that goes on after a step."""
+
+
 class Metrics:
     """Append a JSON object per optimizer step and per evaluation; rows after the checkpoint that a run resumes from are
     dropped."""
 
-    def __init__(self, folder: Path, step: int, tracker_folder: Path | None) -> None:
+    def __init__(self, folder: Path, step: int, open_trackers: OpenTrackers | None = None) -> None:
         self.path, self.curve = folder / METRICS, folder / CURVE
         drop_rows_after(self.path, step)
         self.file = os.fdopen(os.open(self.path, APPEND, 0o666), "a", encoding="utf-8")
-        self.tracker = tensorboard_writer(tracker_folder, step) if tracker_folder else None
+        self.trackers = open_trackers(step) if open_trackers is not None else ()
 
     def write(self, row: Mapping[str, Any], group: str = "train") -> None:
-        """Add a row; a tracker shows its values as `group/name`."""
+        """Add a row; trackers show its values as `group/name`."""
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
-        if self.tracker is not None:
-            for name, value in row.items():
-                self.tracker.add_scalar(f"{group}/{name}", value, row["step"])
+        for tracker in self.trackers:
+            tracker.write(row, group)
 
     def add_image(self, path: Path, step: int) -> None:
-        """Show a validation grid in the tracker."""
-        if self.tracker is not None:
-            import numpy as np
-            from PIL import Image
-
-            with Image.open(path) as image:
-                self.tracker.add_image("validation", np.asarray(image.convert("RGB")), step, dataformats="HWC")
+        """Show a validation grid in the trackers."""
+        for tracker in self.trackers:
+            tracker.add_image(path, step)
 
     def last_step(self, name: str) -> int:
         """Return the last step for which a value was written; -1 for none."""
@@ -61,8 +72,8 @@ class Metrics:
         """Plot the loss and close the files."""
         self.file.close()
         plot_loss(read_metrics(self.path), self.curve)
-        if self.tracker is not None:
-            self.tracker.close()
+        for tracker in self.trackers:
+            tracker.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -108,15 +119,6 @@ def drop_rows_after(path: Path, step: int) -> None:
         write_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
 
-def tensorboard_writer(folder: Path, step: int) -> Any:
-    """Open a TensorBoard writer that hides what an earlier run wrote after this step."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise EnvironmentNotReady("report_to=tensorboard needs tensorboard", "pip install tensorboard") from None
-    return SummaryWriter(str(folder), purge_step=step + 1)
-
-
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
     """Plot the loss by step: each value pale, and a running mean over it; and the held-out losses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -144,13 +146,14 @@ def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 @contextmanager
-def open_metrics(settings: Settings, step: int, world: World) -> Iterator[Metrics | None]:
-    """Open the files on rank 0, and close them however the run ends; None on other ranks."""
+def open_metrics(
+    settings: Settings, step: int, world: World, open_trackers: OpenTrackers | None = None
+) -> Iterator[Metrics | None]:
+    """Open the files and trackers on rank 0, and close them however the run ends; None on other ranks."""
     if not world.is_first:
         yield None
         return
-    output, tracked = settings.training.output_dir, settings.logging.report_to == "tensorboard"
-    metrics = Metrics(output, step, (settings.logging.logging_dir or output / "logs") if tracked else None)
+    metrics = Metrics(settings.training.output_dir, step, open_trackers)
     try:
         yield metrics
     finally:

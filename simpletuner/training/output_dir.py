@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import socket
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from simpletuner import __version__
 from simpletuner.checkpoints.export import FINISHED, check_targets, export_lora, export_pipeline, finished_steps
 from simpletuner.checkpoints.layout import clear_unfinished
 from simpletuner.checkpoints.single_file import export_single_file
-from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
+from simpletuner.errors import EnvironmentNotReady, RemoteFailure, SimpleTunerError, explain_system_errors
 from simpletuner.models.family import ModelFamily
+from simpletuner.run_log import LOG, LOGGER, write_log_to
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.system.files import remove, restore_replaced
@@ -28,6 +34,7 @@ def open_output_dir(session: Session, stack: ExitStack) -> None:
         try:
             with explain_system_errors():
                 stack.enter_context(lock_output_dir(output, session.stop.check, session.report.say))
+                open_log(output, create=True)
                 remove_leftovers(output)
                 check_targets(pipelines_of(session.settings))
         except SimpleTunerError as caught:
@@ -37,6 +44,19 @@ def open_output_dir(session: Session, stack: ExitStack) -> None:
         raise error
     if failure:
         raise RemoteFailure(*json.loads(failure))
+    if not session.world.is_first:
+        open_log(output, create=False)  # once it is known to be the folder of this run
+
+
+def open_log(output: Path, create: bool) -> None:
+    """Keep what is said in this process in a run's log. Raises EnvironmentNotReady where it cannot be written."""
+    path = output / LOG
+    if path.is_symlink():
+        raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
+    write_log_to(path, create)
+    if create:
+        command = shlex.join(["simpletuner", *sys.argv[1:]])
+        LOGGER.info(f"started: {command} (simpletuner {__version__}, {socket.gethostname()}, pid {os.getpid()})")
 
 
 def remove_leftovers(output: Path) -> None:

@@ -16,10 +16,12 @@ class RoundEnd:
     """Empty on ranks above 0."""
     interval: int
     title: str = "reporting"
+    count: int = 1
 
-    def run(self, step: int) -> None:
+    def run(self, step: int, advance: Callable[[int], None]) -> None:
         for action in self.actions:
             action(step)
+        advance(1)
 
     def is_complete(self, step: int) -> bool:
         return True

@@ -18,10 +18,16 @@ from torch import Tensor
 from simpletuner.data.prefetch import StepBatch
 from simpletuner.errors import TrainingError
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.report import Progress, Report
+from simpletuner.parallel.world import World
+from simpletuner.report import Report
+from simpletuner.status_line import Progress
 from simpletuner.system.signals import StopRequest
 from simpletuner.training.metrics import Metrics
+from simpletuner.training.pace import Pace
 from simpletuner.training.throughput import Throughput, format_throughput
+
+TRAINING = "training"
+"""What the status line calls the steps."""
 
 
 class StopVote:
@@ -39,6 +45,11 @@ class StopVote:
     def count(self, mean: float) -> None:
         """Take the mean of all wishes: one rank is enough."""
         self.passed = self.passed or mean > 0
+
+    def take(self, world: World) -> bool:
+        """Vote now, where no step is under way, and return whether to stop. Collective."""
+        self.count(world.all_mean(self.wish(torch.device("cpu"))).item())
+        return self.passed
 
 
 @dataclass(frozen=True)
@@ -75,12 +86,14 @@ class StepLogger:
         self.throughput = throughput
         self.pending: PendingStep | None = None
         self.shown: Progress | None = None
+        self.pace = Pace(0, {})
         self.clock = time.perf_counter()
 
     @contextmanager
-    def progress(self, report: Report, max_steps: int, step: int) -> Iterator[None]:
-        """Show progress within."""
-        with report.progress("training", max_steps, step) as self.shown:
+    def progress(self, report: Report, pace: Pace, step: int) -> Iterator[None]:
+        """Show progress within, from a step on; `pace` says how much time is left."""
+        self.pace = pace
+        with report.progress(TRAINING, pace.max_steps, step, pace.seconds_left) as self.shown:
             self.restart_clock()
             yield
 
@@ -119,8 +132,14 @@ class StepLogger:
             )
         speed = {"samples_per_second": self.batch_size / seconds, "seconds": seconds}
         measured = self.throughput.measure(pending.flops, seconds) if self.throughput is not None else {}
+        self.pace.add_step(seconds, pending.row["data_seconds"])
         if self.shown is not None:
-            rate = f"{speed['samples_per_second']:.1f} samples/s"
-            self.shown.update(step, f"loss {loss:.4f}  {rate}{format_throughput(measured)}")
+            self.shown.update(step, *self.notes(loss, measured))
         if self.metrics is not None:
             self.metrics.write({**pending.row, "loss": loss, "grad_norm": grad_norm, **speed, **measured})
+
+    def notes(self, loss: float, measured: dict[str, float]) -> list[str]:
+        """Return what the status line shows of the last steps, the most important first."""
+        seconds, waited = self.pace.step_seconds, self.pace.data_share
+        speed = [f"{seconds:.3g} s/step", f"{self.batch_size / seconds:.3g} samples/s"]
+        return [f"loss {loss:.4f}", *speed, f"data wait {waited:.0%}", *format_throughput(measured)]

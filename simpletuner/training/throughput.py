@@ -16,6 +16,7 @@ from simpletuner.models.flops import FlopCounter
 from simpletuner.parallel.devices import device_by_driver_name
 from simpletuner.report import Report
 from simpletuner.session import Session
+from simpletuner.system.numbers import format_gib
 
 
 @dataclass
@@ -59,12 +60,12 @@ class Throughput:
         return measured
 
 
-def format_throughput(measured: dict[str, float]) -> str:
-    """Format what the progress line shows; empty where nothing was counted."""
-    if "tflops_per_second" not in measured:
-        return ""
-    speed = f"  {measured['tflops_per_second']:.3g} TFLOP/s"
-    return f"{speed}  MFU {measured['mfu']:.1%}" if "mfu" in measured else speed
+def format_throughput(measured: dict[str, float]) -> list[str]:
+    """Format what the status line shows of what was measured: memory and MFU, or TFLOP/s where there is no peak."""
+    memory = [format_gib(measured["peak_memory_bytes"])] if "peak_memory_bytes" in measured else []
+    if "mfu" in measured:
+        return [*memory, f"MFU {measured['mfu']:.1%}"]
+    return [*memory, *(f"{measured[name]:.3g} TFLOP/s" for name in ("tflops_per_second",) if name in measured)]
 
 
 def open_throughput(session: Session, family: ModelFamily) -> Throughput | None:

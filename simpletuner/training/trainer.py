@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -17,13 +18,21 @@ from simpletuner.models.lora import without_adapter
 from simpletuner.models.objectives import NoisedLatents, Objective, per_sample, sample_losses
 from simpletuner.parallel.engine import Engine
 from simpletuner.report import Report
+from simpletuner.status_line import Progress
 from simpletuner.system.activity import Activity
 from simpletuner.system.signals import StopRequest
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import LearningRate
+from simpletuner.training.pace import Pace
 from simpletuner.training.profiling import StepProfiler
-from simpletuner.training.step_logger import StepLogger, StepOutput
+from simpletuner.training.step_logger import TRAINING, StepLogger, StepOutput
+
+SAVING = "saving"
+
+
+class EvaluationStopped(Exception):
+    """A stop was asked for while an evaluation was running; it is made up for at the next start."""
 
 
 class Evaluation(Protocol):
@@ -35,8 +44,16 @@ class Evaluation(Protocol):
     @property
     def title(self) -> str: ...
 
-    def run(self, step: int) -> None:
-        """Collective."""
+    @property
+    def count(self) -> int:
+        """How much the next `run` does, in the unit of `advance`."""
+        ...
+
+    def run(self, step: int, advance: Callable[[int], None]) -> None:
+        """Call `advance` after each piece of work, with how much all ranks have done of it together. Collective.
+
+        All ranks must call it equally often: it raises EvaluationStopped on all of them when a stop is asked for.
+        """
         ...
 
     def is_complete(self, step: int) -> bool:
@@ -81,11 +98,9 @@ class Trainer:
 
         Raises Stopped, after saving, when a signal asked for it; TrainingError when the loss is not finite.
         """
-        for evaluation in self.evaluations:
-            if self.step == 0 or (self.is_due(evaluation) and not evaluation.is_complete(self.step)):
-                self.evaluate(evaluation)
         traced = self.profiler.opened() if self.profiler is not None else nullcontext()
-        with self.logger.progress(self.report, self.max_steps, self.step), traced, closing(self.checkpointer):
+        with self.logger.progress(self.report, self.pace, self.step), traced, closing(self.checkpointer):
+            self.evaluate_before()
             while self.step < self.max_steps:
                 if self.profiler is not None:
                     self.profiler.begin(self.step + 1)
@@ -98,12 +113,27 @@ class Trainer:
                 if self.profiler is not None and self.profiler.end(self.step, data_seconds):
                     self.logger.restart_clock()
                 self.save_and_evaluate(batch)
-            self.activity.begin(f"writing the checkpoint of step {self.step}", unsaved=True, watched=False)
+            self.activity.begin(f"writing the checkpoint of step {self.step}", unsaved=self.step, watched=False)
             self.checkpointer.wait()
+
+    @cached_property
+    def pace(self) -> Pace:
+        intervals = {SAVING: self.checkpoint_every, **{each.title: each.interval for each in self.evaluations}}
+        return Pace(self.max_steps, intervals)
+
+    def evaluate_before(self) -> None:
+        """Do what is due before the first step, or is missing at the one that a run resumes from."""
+        for evaluation in self.evaluations:
+            if self.step == 0 or (self.is_due(evaluation) and not evaluation.is_complete(self.step)):
+                self.evaluate(evaluation)
+        if self.logger.stop_vote.passed:
+            raise self.stop.stopped(f"at step {self.step}; nothing is lost")
+        self.logger.restart_clock()
 
     def next_batch(self) -> tuple[StepBatch, float]:
         """Return this rank's micro-batches, which a thread prepares, and how long the wait for them was in seconds."""
-        self.activity.begin(f"reading the batch of step {self.step + 1}", unsaved=True)
+        step = self.step + 1
+        self.activity.begin(f"reading the batch of step {step}", unsaved=step, shown_as=TRAINING)
         began = time.perf_counter()
         batch = next(self.batches)
         return batch, time.perf_counter() - began
@@ -113,7 +143,7 @@ class Trainer:
 
         Nothing here waits for the device: kernels are queued while the GPU still computes earlier ones.
         """
-        self.activity.begin(f"step {self.step + 1}", unsaved=True)
+        self.activity.begin(f"step {self.step + 1}", unsaved=self.step + 1, shown_as=TRAINING)
         seed_dropout(self.seed + self.step)
         self.engine.set_learning_rate(learning_rate := self.learning_rate.at(self.step))
         losses = []
@@ -153,25 +183,47 @@ class Trainer:
         evaluations = [each for each in self.evaluations if self.is_due(each)]
         if not (save_due or evaluations):
             return
+        self.pace.expect([SAVING] * save_due + [each.title for each in evaluations])
         self.logger.flush()  # a loss that is not finite must end the run before it is saved
         if save_due:
-            self.activity.begin(f"saving step {self.step}", unsaved=True, watched=False)
-            self.checkpointer.save(self.step, batch.next_state)
-        if save_due and self.logger.stop_vote.passed:
-            self.checkpointer.wait()
-            raise self.stop.stopped(f"at step {self.step}; its checkpoint is saved")
+            self.save(batch)
         for evaluation in evaluations:
-            self.evaluate(evaluation, unsaved=not save_due)
+            self.evaluate(evaluation, unsaved=0 if save_due else self.step)
+        if self.logger.stop_vote.passed:
+            if not save_due:
+                self.save(batch)
+            self.checkpointer.wait()
+            self.activity.begin("stopping")  # nothing is unsaved any more, should Ctrl-C be pressed again
+            raise self.stop.stopped(f"at step {self.step}; its checkpoint is saved")
         self.logger.restart_clock()  # what happened since the step is no training time
+
+    def save(self, batch: StepBatch) -> None:
+        self.activity.begin(f"saving step {self.step}", unsaved=self.step, watched=False)
+        with self.pace.timed(SAVING):
+            self.checkpointer.save(self.step, batch.next_state)
 
     def is_due(self, evaluation: Evaluation) -> bool:
         every = evaluation.interval
         return self.step == self.max_steps or bool(every and self.step % every == 0)
 
-    def evaluate(self, evaluation: Evaluation, unsaved: bool = False) -> None:
-        """Run an evaluation at this step. Collective."""
-        self.activity.begin(f"{evaluation.title} at step {self.step}", unsaved=unsaved, watched=False)
-        evaluation.run(self.step)
+    def evaluate(self, evaluation: Evaluation, unsaved: int = 0) -> None:
+        """Run an evaluation at this step, unless the run is to stop. Collective."""
+        stop_vote, title = self.logger.stop_vote, f"{evaluation.title} at step {self.step}"
+        if stop_vote.passed:
+            return
+        self.activity.begin(title, unsaved=unsaved, watched=False)
+        with (
+            suppress(EvaluationStopped),
+            self.report.progress(title, evaluation.count) as progress,
+            self.pace.timed(evaluation.title),
+        ):
+            evaluation.run(self.step, partial(self.advance, progress))
+
+    def advance(self, progress: Progress, done: int) -> None:
+        """Show that an evaluation has done more. Raises EvaluationStopped when the run is to stop. Collective."""
+        progress.update(min(progress.done + done, progress.total))
+        if self.logger.stop_vote.take(self.logger.mesh.world):
+            raise EvaluationStopped
 
 
 def seed_dropout(seed: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -83,13 +83,19 @@ class Validator:
     base_samples: list[tuple[PlannedImage, Tensor]] = field(default_factory=list)
     """What the base model samples, which never changes, so it does so once."""
 
-    def run(self, step: int) -> None:
+    @property
+    def count(self) -> int:
+        """How many images the next round samples."""
+        variants = [variant for variant in self.variants if variant != BASE or not self.base_samples]
+        return len(variants) * len(self.images)
+
+    def run(self, step: int, advance: Callable[[int], None]) -> None:
         """Write every image, and on rank 0 a grid of them. Collective."""
         folder = round_folder(self.folder, step)
         folder.mkdir(parents=True, exist_ok=True)
         for variant in self.variants:
             with self._weights(variant), self.vae.on(self.mesh.world.device):
-                for planned, latents_1CHW in self._samples_of(variant):
+                for planned, latents_1CHW in self._samples_of(variant, advance):
                     path, image = self._path(folder, variant, planned), to_image(self.vae.decode(latents_1CHW))
                     write_image(path, image, planned.info(variant, step))
         self.mesh.world.barrier()
@@ -122,14 +128,14 @@ class Validator:
             return without_adapter(self.engine.module)
         return weights_of(self.ema, variant)
 
-    def _samples_of(self, variant: str) -> Iterable[tuple[PlannedImage, Tensor]]:
+    def _samples_of(self, variant: str, advance: Callable[[int], None]) -> Iterable[tuple[PlannedImage, Tensor]]:
         if variant != BASE:
-            return self._samples()
+            return self._samples(advance)
         if not self.base_samples:
-            self.base_samples.extend(self._samples())
+            self.base_samples.extend(self._samples(advance))
         return self.base_samples
 
-    def _samples(self) -> Iterator[tuple[PlannedImage, Tensor]]:
+    def _samples(self, advance: Callable[[int], None]) -> Iterator[tuple[PlannedImage, Tensor]]:
         """Yield this rank's images with their latents (1CHW)."""
         for images in in_lockstep(self.images):
             for first in range(0, len(images), self.mesh.data_size):
@@ -140,6 +146,7 @@ class Validator:
                     latents = self._sample(planned)
                 if index < len(images) and self.mesh.cp_rank == 0:  # the others of its group have sampled the same
                     yield planned, latents
+                advance(min(self.mesh.data_size, len(images) - first))
 
     def _sample(self, planned: PlannedImage) -> Tensor:
         """Run the pipeline for one image."""

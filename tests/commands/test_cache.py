@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import SMALL
 from holders import holder
+from rich.filesize import decimal
 
 from simpletuner.caches.shards import ShardReader, ShardWriter
 from simpletuner.system.cache_files import block_cache_paths, lock_of
@@ -82,7 +83,7 @@ def test_list_finds_all_that_settings_name_and_counts_it(cache, home):
     }
     table = cache("list", f"--cache_dir_text={text}")
     row = next(line for line in table.stdout.splitlines() if "pictures" in line)
-    assert row.split() == ["latents", "output/cache/latents/pictures", "3", str(size(latents)), "no"]
+    assert row.split() == ["latents", "output/cache/latents/pictures", "3", *decimal(size(latents)).split(), "no"]
     assert "3 caches" in table.stderr
 
 

@@ -87,7 +87,7 @@ def test_the_imported_file_trains_unchanged(run, family, pipelines, shapes, star
 
 def test_every_name_is_a_line_or_a_remark_and_changes_say_why(run):
     write_example(
-        "flux", optimizer="optimi-lion", push_checkpoints_to_hub=True, nonsense=1, report_to="wandb", hf_token="abc"
+        "flux", optimizer="optimi-lion", push_checkpoints_to_hub=True, nonsense=1, report_to="comet_ml", hf_token="abc"
     )
     code, out, err = run("config", "import", "config/config.json")
     assert code == 0 and "6 need a look" in err
@@ -99,7 +99,7 @@ def test_every_name_is_a_line_or_a_remark_and_changes_say_why(run):
         "# flow_schedule_shift = 0.0 there\nflow_schedule_shift = 1.0\n",
         '# not set there: the original\'s default\nvae_dtype = "bf16"\n',
         "# push_checkpoints_to_hub = true (config/config.json:",
-        "# report_to = 'wandb' (config/config.json:",
+        "# report_to = 'comet_ml' (config/config.json:",
         "# nonsense = 1 (config/config.json:",
         "type = 'memory' (config/multidatabackend.json:23, dataset `far`): not supported",
         "dataset `far` is left out",

@@ -62,6 +62,7 @@ def test_a_command_gets_one_flag_per_setting_and_only_what_was_typed():
         "config",
         "accelerate_config",
         "own",
+        "help_all",
         *setting_fields(),
     ]
     assert wrapped.__doc__ == "Do something."

@@ -146,7 +146,7 @@ def test_two_machines_train_as_one_and_end_together(machines, sdxl_flags, train,
     assert load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step >= 4
     for command in run:
         assert errors(command) == [] and command.said.count("stopped by SIGTERM at step") == 1
-    assert "stopping: saving a checkpoint after this step; signal again to stop without saving" in run[1].said
+    assert ", then saving a checkpoint; signal again to leave without saving" in run[1].said
     assert f"machine 1 ({machines[1].name}) was asked to stop" in run[0].said
     assert f"progress is shown on machine 0 ({machines[0].name})" in run[1].said
 

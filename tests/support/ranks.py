@@ -45,6 +45,12 @@ def command_line(arguments: list[str]) -> None:
     simpletuner.app.main(arguments)
 
 
+def command_line_with(variables: dict[str, str], arguments: list[str]) -> None:
+    """Run the command line with more environment variables, which the fork server does not know."""
+    os.environ.update(variables)
+    command_line(arguments)
+
+
 def build_pipeline(family: str, folder: str) -> None:
     """Write the tiny pipeline of a family; of SDXL a smaller one, since nearly every test trains it."""
     from simpletuner.models.registry import family_class

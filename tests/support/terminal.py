@@ -22,17 +22,22 @@ SECONDS = 60
 class Terminal:
     """A started command whose stdin, stdout and stderr are one terminal."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, kind: str = "dumb", columns: int = 120) -> None:
         self.drawn, self.read_until = "", 0
         self.end, inside = pty.openpty()
-        fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 120, 0, 0))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "HOME": str(folder)}
+        self.resize(columns)
+        inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}  # it outranks a resize
+        environment = {**inherited, "PYTHONPATH": str(ROOT), "TERM": kind, "HOME": str(folder)}
         command = [sys.executable, "-m", "simpletuner", *arguments]
         ends = {"stdin": inside, "stdout": inside, "stderr": inside}
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **ends)
+        in_session = {"start_new_session": True, "preexec_fn": control_terminal}
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, **in_session, **ends)
         os.close(inside)
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self.end, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
 
     def read(self) -> None:
         """Take what is drawn, or the command would wait for somebody to look."""
@@ -70,3 +75,8 @@ class Terminal:
         self.process.wait()
         self.reader.join(SECONDS)
         os.close(self.end)
+
+
+def control_terminal() -> None:
+    """Make stdin the controlling terminal of this session, so that Ctrl-C is a signal."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

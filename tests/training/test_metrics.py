@@ -16,7 +16,7 @@ def row(step: int, loss: float = 0.5) -> dict:
 
 def run_of(folder: Path, steps: range, after: int) -> None:
     """Write the metrics of a run that goes on after a step."""
-    metrics = Metrics(folder, after, None)
+    metrics = Metrics(folder, after)
     for step in steps:
         metrics.write(row(step, 1 / step))
     metrics.close()
@@ -27,7 +27,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def test_there_is_one_json_object_per_step_as_soon_as_it_is_written(tmp_path):
-    metrics = Metrics(tmp_path, 0, None)
+    metrics = Metrics(tmp_path, 0)
     metrics.write(row(1, 0.25))
     assert read_metrics(tmp_path / METRICS) == [row(1, 0.25)]
     metrics.write(row(2))
@@ -91,7 +91,7 @@ def test_closing_draws_the_curve_and_nothing_is_drawn_of_nothing(tmp_path):
 
 
 def test_a_loss_that_is_not_a_number_does_not_stop_the_curve(tmp_path):
-    metrics = Metrics(tmp_path, 0, None)
+    metrics = Metrics(tmp_path, 0)
     for step, loss in enumerate([0.5, float("nan"), float("inf"), 0.4], start=1):
         metrics.write(row(step, loss))
     metrics.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_a_run_measures_its_throughput_and_traces_the_steps_that_were_asked_for(
         assert row["tflops_per_second"] * row["seconds"] == pytest.approx(flops / 1e12)
         assert row["mfu"] == pytest.approx(row["tflops_per_second"] / 0.5)
         assert not {"peak_memory_bytes", "reserved_memory_bytes"} & row.keys(), "a CPU has no allocator that counts"
-    assert " TFLOP/s  MFU " in run.said
+    assert re.search(r"training: 4/4  loss .* samples/s  data wait \d+%  MFU ", run.said)
     trace = run.output / "profile" / "steps-2-3.json"
     events = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     steps = {name for name in events if name and name.startswith("ProfilerStep")}
@@ -77,8 +78,10 @@ def test_counting_a_known_shape_reads_nothing_and_makes_nothing(flux):
     # two micro-batches, each shared by two ranks
     assert first == FlopCounter(family).count(latents, conditioning)
     assert measured == {"tflops_per_second": first / 2e12, "mfu": first / 4e12}
-    assert format_throughput({"tflops_per_second": 412.31, "mfu": 0.4167}) == "  412 TFLOP/s  MFU 41.7%"
-    assert format_throughput({}) == ""
+    measured = {"tflops_per_second": 412.31, "mfu": 0.4167, "peak_memory_bytes": 3 << 30}
+    assert format_throughput(measured) == ["3.0 GiB", "MFU 41.7%"]
+    assert format_throughput({"tflops_per_second": 412.31}) == ["412 TFLOP/s"]
+    assert format_throughput({}) == []
 
 
 class ReadsLatents(SDXL):

@@ -68,10 +68,12 @@ class FakeModel:
 class Noted:
     """A checkpointer and an evaluation in one."""
 
-    title = "looking"
+    title, count = "looking", 2
 
     def __init__(self, calls: list[str], interval: int) -> None:
         self.calls, self.interval, self.complete = calls, interval, True
+        self.between = None
+        """Called between the two pieces of work of an evaluation."""
 
     def save(self, step: int, sampler_state: SamplerState) -> None:
         assert sampler_state.batch == step, "the state after the step, from which a resumed run takes the next batch"
@@ -83,8 +85,13 @@ class Noted:
     def close(self) -> None:
         pass
 
-    def run(self, step: int) -> None:
+    def run(self, step: int, advance) -> None:
         self.calls.append(f"validate {step}")
+        if self.between is not None:
+            advance(1)
+            self.between(step)
+            advance(1)
+            self.calls.append("validated")
 
     def is_complete(self, step: int) -> bool:
         return self.complete
@@ -112,7 +119,7 @@ def build(world, tmp_path):
     def build(losses=(1.0,), micro_batches: int = 1, step: int = 0, **changes: Any) -> Trainer:
         calls: list[str] = []
         stop, noted = changes.pop("stop", StopRequest()), Noted(calls, changes.pop("validate_every", 100))
-        metrics = Metrics(tmp_path, step, None)
+        metrics = Metrics(tmp_path, step)
         opened.append(metrics)
         values = {
             "engine": FakeEngine(calls),
@@ -193,6 +200,20 @@ def test_a_run_that_is_asked_to_stop_saves_first(build, tmp_path):
         trainer.train()  # the wish is read one step late, as the loss is
     assert trainer.calls[-2:] == ["save 2", "wait"], "it ends when the checkpoint is written"
     assert [row["step"] for row in rows_in(tmp_path)] == [1, 2]
+
+
+def test_a_stop_that_is_asked_for_during_an_evaluation_does_not_wait_for_its_end(build):
+    for stopped_at, saves in ((0, []), (1, ["save 1"]), (2, ["save 2"])):  # before training; before and after a save
+        stop = StopRequest()
+        trainer = build(stop=stop, validate_every=1)
+        trainer.evaluations[0].between = lambda step, at=stopped_at, stop=stop: setattr(
+            stop, "signal_number", signal.SIGINT if step == at else 0
+        )
+        with pytest.raises(Stopped, match=f"stopped by SIGINT at step {stopped_at}; "):
+            trainer.train()
+        assert [call for call in trainer.calls if call.startswith("save")] == saves
+        begun, ended = trainer.calls.count("validated"), [c for c in trainer.calls if c.startswith("validate ")]
+        assert (begun, len(ended)) == (stopped_at, stopped_at + 1)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(build, tmp_path):

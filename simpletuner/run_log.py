@@ -1,0 +1,97 @@
+"""`output_dir/log.txt`: all that a run says, with times, and what libraries say, which goes nowhere else.
+
+It is a handler of Python's logging, since that is where libraries log. Each record is one append to the file, so
+several processes can write to it: the ranks and their launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+LOGGER = logging.getLogger("simpletuner")
+"""What `Report` says. It does not propagate: a library that configures the root logger would print it again."""
+
+MOST_KEPT = 1000
+"""Records that are kept before it is known where to write."""
+
+LOG = "log.txt"
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+
+
+class RunLog(logging.Handler):
+    """Append records to a file; those that come before `write_to` are kept for it."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source, self.flags = source, APPEND
+        self.path: Path | None = None
+        self.kept: list[logging.LogRecord] = []
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def write_to(self, path: Path, create: bool) -> None:
+        """Write to a file from now on. Raises OSError where that cannot be; without `create`, only where it exists."""
+        self.path, self.flags = path, APPEND if create else APPEND & ~os.O_CREAT
+        if create:
+            os.close(os.open(path, self.flags, 0o666))
+        kept, self.kept = self.kept, []
+        for record in kept:
+            self.emit(record)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.path is None:
+            self.kept = [*self.kept[-MOST_KEPT:], record]
+            return
+        with suppress(OSError):  # a full disk must not end a run because of its log
+            descriptor = os.open(self.path, self.flags, 0o666)
+            try:
+                os.write(descriptor, self.line_of(record).encode(errors="backslashreplace"))
+            finally:
+                os.close(descriptor)
+
+    def line_of(self, record: logging.LogRecord) -> str:
+        """Return time, source where it is not rank 0's report, and text, whose further lines are indented."""
+        time = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
+        names = [self.source, "" if record.name == LOGGER.name else f"{record.name}:"]
+        text = self.format(record).strip("\n").replace("\n", "\n    ")
+        return " ".join([time, *filter(None, names), text]) + "\n"
+
+
+def start_run_log(source: str) -> None:
+    """Take what is logged from now on, Python's warnings included, off the terminal.
+
+    `source` names this process in the log, where it is not the first rank.
+    """
+    log = RunLog(source)
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
+    for logger in (LOGGER, logging.getLogger()):
+        logger.addHandler(log)
+    logging.captureWarnings(True)
+
+
+def write_log_to(path: Path, create: bool) -> None:
+    """Write what was logged so far, and what will be, to a file. Raises OSError."""
+    for log in logs_of(LOGGER):
+        log.write_to(path, create)
+
+
+def take_over(logger_name: str) -> None:
+    """Have a library's messages go to the log alone."""
+    logger = logging.getLogger(logger_name)
+    logger.handlers.clear()
+    logger.propagate = True
+
+
+def stop_run_log() -> None:
+    """Undo `start_run_log`."""
+    for logger in (LOGGER, logging.getLogger()):
+        for log in logs_of(logger):
+            logger.removeHandler(log)
+    logging.captureWarnings(False)
+
+
+def logs_of(logger: logging.Logger) -> list[RunLog]:
+    return [handler for handler in logger.handlers if isinstance(handler, RunLog)]
