@@ -30,7 +30,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     from simpletuner.launch.supervisor import launch_ranks
     from simpletuner.models.support import check_runnable
     from simpletuner.settings.sources import collect_sources
-    from simpletuner.system.signals import terminate_with_parent
+    from simpletuner.system.signals import exit_on_interrupt, terminate_with_parent
 
     loaded = load_run(collect_sources(flags, config, os.environ))
     loaded.pass_on_variables(os.environ)  # first: CUDA_VISIBLE_DEVICES decides which GPUs there are
@@ -56,7 +56,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
         exit_if_launcher_died(os.environ)
     read_checkpoint_ahead(loaded.settings)
     # torch is imported from here on: launchers and --dry_run answer without it.
-    with Report(quiet=os.environ.get("RANK", "0") != "0").phase("importing torch"):
+    with Report(quiet=os.environ.get("RANK", "0") != "0").phase("importing torch"), exit_on_interrupt():
         run_rank = import_rank()
     run_rank(loaded)
 

@@ -78,6 +78,23 @@ class StopRequest:
         os._exit(128 + number)  # sys.exit in this thread would only end the thread
 
 
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """Exit at once on Ctrl-C, while there is nothing to lose: KeyboardInterrupt aborts the process where an extension
+    module such as torch's is being initialized (`terminate called after throwing an instance of ...`)."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        if "RANK" not in os.environ:  # for ranks, their launcher prints it
+            print_line("stopped by SIGINT")
+        os._exit(128 + number)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def print_line(text: str) -> None:
     """Print from the signal thread."""
     with suppress(OSError):
