@@ -52,6 +52,10 @@ def train(starter):
     return run
 
 
+def read(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
 def test_wandb_and_tensorboard_get_the_same_metrics_and_what_was_missed_later(sdxl_flags, train, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -59,6 +63,7 @@ def test_wandb_and_tensorboard_get_the_same_metrics_and_what_was_missed_later(sd
     trackers = (f"--logging_dir={logs}", "--tracker_run_name=mine", "--tracker_project_name=shapes")
     validation = ("--validation_prompt=a red circle", "--validation_num_inference_steps=1", "--eval_split=0.2")
     flags = (*sdxl_flags, *trackers, *validation, "--report_to=wandb,tensorboard", "--train_batch_size=4")
+    flags = (*flags, "--notify_url=http://127.0.0.1:9/whoever-knows-this-may-post")
     run = train(output, UNREACHABLE, *flags, "--max_train_steps=2")
     assert run.said.count("warning: wandb does not take the metrics of this run: no answer") == 1, run.said
     assert "wandb has not received all of this run" in run.said
@@ -71,6 +76,9 @@ def test_wandb_and_tensorboard_get_the_same_metrics_and_what_was_missed_later(sd
     assert (begun.run_id, begun.display_name, begun.project) == (state["id"], "mine", "shapes")
     settings = {each.key: json.loads(each.value_json) for each in begun.config.update if each.key}
     assert settings["max_train_steps"] == 3 and settings["model_family"] == "sdxl"
+    assert settings["notify_url"] == "..."
+    kept = [path for folder in (logs, output) for path in folder.rglob("*") if b"may-post" in read(path)]
+    assert [path.name for path in kept] == ["settings.json"], "by which --config starts the run again"
     rows = histories(records)
     assert [row["train/step"] for row in rows if "train/loss" in row] == [1, 2, 3]
     assert [row["eval/step"] for row in rows if "eval/eval_loss" in row] == [0, 2, 3]

@@ -13,7 +13,7 @@ from simpletuner.data.dataset_keys import NO_EFFECT, RULES
 from simpletuner.data.datasets import DatasetFile, is_disabled, parse_datasets, parse_entry
 from simpletuner.data.tables import BLOCK
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.settings.errors import SECRET
+from simpletuner.settings.errors import is_secret
 from simpletuner.settings.key_table import Ignores
 from simpletuner.settings.original import TABLE, is_off
 from simpletuner.settings.original_import import LeftOut, relocated
@@ -100,7 +100,7 @@ def import_entry(
             holder.pop(name, None)
         if fatal:
             return None
-    left_out += [LeftOut(key, new.pop(key), place, NOT_COPIED) for key in [*new] if SECRET.search(key)]
+    left_out += [LeftOut(key, new.pop(key), place, NOT_COPIED) for key in [*new] if is_secret(key)]
     return new
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 NamedTensors = Mapping[str, Tensor]
 
@@ -31,6 +32,34 @@ class ShardOptimizer(torch.optim.Optimizer):
     """
 
     def new_moments(self, parameter: Tensor) -> NewMoments:
+        raise NotImplementedError
+
+
+class ShardAdamW(ShardOptimizer):
+    """What variants of AdamW share: its arguments, and parameters that are updated one by one.
+
+    The foreach functions of torch would need the temporary tensors of all parameters at once.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer
+from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW
 from simpletuner.parallel.torch_engine import TorchEngine
 
 
-class ScheduleFreeAdamW(ShardOptimizer):
+class ScheduleFreeAdamW(ShardAdamW):
     """AdamW by Defazio et al. 2024 (arXiv:2405.15682, algorithm 1).
 
     A parameter holds y, where gradients are taken; its state has z, which AdamW's steps move, and follows from both x,
@@ -21,16 +21,6 @@ class ScheduleFreeAdamW(ShardOptimizer):
     at once, and computes y anew from x after each evaluation: then a run that evaluates or saves is not bit for bit one
     that does not.
     """
-
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-    ) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def new_moments(self, parameter: Tensor) -> NewMoments:
         y = parameter.detach()
@@ -42,15 +32,8 @@ class ScheduleFreeAdamW(ShardOptimizer):
             "weight_sum": lambda: torch.zeros((), dtype=torch.float64),
         }
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient; one by one, as foreach would need a denominator of all."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-
-    def _update(self, y: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        y = parameter
         state, rate, (beta1, beta2) = self.state[y], group["lr"], group["betas"]
         if not state:
             state |= {"step": torch.tensor(0.0), **{name: new() for name, new in self.new_moments(y).items()}}

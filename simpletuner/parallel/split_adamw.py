@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
-from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
+from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW, zero_moments
 from simpletuner.parallel.split_state import BLOCK, QuantizedMoment, join_float32, write_float32
 
 CHUNK = 32768 * BLOCK
 """Values that are float32 at once: each temporary tensor of a step has 16 MiB at most."""
 
 
-class SplitAdamW(ShardOptimizer):
+class SplitAdamW(ShardAdamW):
     """Take the steps of torch's AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), computed in float32."""
 
     remainders: dict[Tensor, Tensor]
@@ -24,25 +22,13 @@ class SplitAdamW(ShardOptimizer):
     gradient_scale: Tensor | float = 1.0
     """Factor of all gradients of the next step. Clipped in place, bf16 gradients would be rounded once more."""
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-    ) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
         self.remainders = {}
         self.numbers = {each: number for number, each in enumerate(self.param_groups[0]["params"])}
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+    def step(self, closure: None = None) -> None:
+        super().step()
         self.gradient_scale = 1.0
 
     def new_moments(self, parameter: Tensor) -> NewMoments:

@@ -37,7 +37,7 @@ REASONS = {
 }
 """Values that users of other tools have in their files, and why they are refused."""
 
-SECRET = re.compile(r"token|secret|access_key|password|webhook|notify_url", re.IGNORECASE)
+SECRET = re.compile(r"token(?!izer)|secret|access_key|password|webhook|notify_url", re.IGNORECASE)
 """Names of what is never shown."""
 MAX_LENGTH = 80
 """Characters of a value that are shown."""
@@ -80,7 +80,7 @@ def to_mistake(item: Any, field: FieldInfo, origin: Origin) -> Mistake:
 
 def shown_value(name: str, value: Any) -> str:
     """Return a value as it was written, shortened, or dots in the place of a secret."""
-    return "..." if SECRET.search(name) else shorten(value)
+    return "..." if is_secret(name) else shorten(value)
 
 
 def shorten(value: Any) -> str:
@@ -88,6 +88,10 @@ def shorten(value: Any) -> str:
     is_json = isinstance(value, dict | list | bool | int | float | None)
     text = repr(value) if isinstance(value, str) else json.dumps(value, default=str) if is_json else str(value)
     return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]}...{text[-MAX_LENGTH // 4 :]}"
+
+
+def is_secret(name: str) -> bool:
+    return SECRET.search(name) is not None
 
 
 def allowed(field: FieldInfo) -> str:

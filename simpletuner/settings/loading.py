@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from simpletuner.errors import MAX_MISTAKES, Mistake
 from simpletuner.settings.accelerate_messages import missing_ranks
 from simpletuner.settings.deepspeed.source import apply_deepspeed_config
-from simpletuner.settings.errors import InvalidSettings, did_you_mean, shorten, to_mistake
+from simpletuner.settings.errors import InvalidSettings, did_you_mean, is_secret, shorten, to_mistake
 from simpletuner.settings.file_entries import TOO_DEEP, check_depth, reason_of
 from simpletuner.settings.formats import read_text
 from simpletuner.settings.key_table import Maps
@@ -265,3 +265,8 @@ def settings_as_json(loaded: Loaded) -> dict[str, Any]:
     """Return every setting by name, as `settings.json` holds them: a file that `--config` reads again."""
     dumped = loaded.settings.model_dump(mode="json")
     return {name: dumped[section][name] for name, section in SECTION_OF.items()}
+
+
+def settings_to_share(loaded: Loaded) -> dict[str, Any]:
+    """Return what others may see of them: of secrets, such as an address to post to, no value."""
+    return {name: "..." if value and is_secret(name) else value for name, value in settings_as_json(loaded).items()}

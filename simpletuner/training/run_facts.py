@@ -10,7 +10,7 @@ from typing import Any
 from simpletuner.data.dataset_kinds import ImageDataset, LocalImages
 from simpletuner.preparation import Plan
 from simpletuner.settings import Loaded
-from simpletuner.settings.errors import SECRET
+from simpletuner.settings.errors import is_secret
 from simpletuner.settings.explain import ExplainedSetting, explain_settings
 from simpletuner.settings.export import as_flags, format_command
 
@@ -66,7 +66,7 @@ def changed_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
     """Yield the settings that are not at their default; of secrets, such as an address to post to, no value."""
     for setting in explain_settings(loaded):
         if setting.value != setting.default:
-            yield replace(setting, value="...") if SECRET.search(setting.name) else setting
+            yield replace(setting, value="...") if is_secret(setting.name) else setting
 
 
 def dataset_facts(dataset: ImageDataset, images: int) -> DatasetFacts:
