@@ -226,7 +226,7 @@ def build_trainer(
     prepared: Prepared,
     state: TrainingState,
     metrics: Metrics | None,
-    after_rounds: Sequence[Callable[[int], None]],
+    after_rounds: Sequence[Callable[[int], None]] = (),
 ) -> Trainer:
     """Connect what the training loop works with."""
     settings, mesh, training = session.settings, session.mesh, session.settings.training

@@ -99,7 +99,7 @@ def folder_of(case: Case) -> Iterator[None]:
     before = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         os.environ.clear()
-        os.environ.update({"PATH": before["PATH"], "HOME": folder, "COLUMNS": "100"})
+        os.environ.update({"PATH": before["PATH"], "HOME": folder, "COLUMNS": "100", "HF_TOKEN": "hf_x"})
         alarm = signal.signal(signal.SIGALRM, interrupt)
         try:
             case.write()

@@ -217,6 +217,7 @@ READERS: dict[str, Callable[[Path], str]] = {
     "settings.json": settings_without_folder,
     "settings_history.jsonl": lambda path: "",
     "report.html": lambda path: "",
+    "log.txt": lambda path: "",
     "README.md": lambda path: "",  # a model card, with samples per second
     "state.json": without_checksums,
     "simpletuner.json": without_checksums,
