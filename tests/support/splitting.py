@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation import Prepared
+from simpletuner.training.validation import Validator
 
 LIMITS = {"losses": 1e-5, "gradients": 1e-5, "latents": 1e-4}
 """What a split run may differ by from a whole one in float32, relative."""
@@ -66,8 +67,9 @@ def computed(world: World, settings: Any, prepared: Prepared, steps: int) -> Res
         taken = steps_of(trainer, world, 1)
         moment = state.engine.optimizer_state().tensors["exp_avg"]()
         gradients = {name: whole(tensor).clone() for name, tensor in moment.items()}
-        samples = trainer.evaluations[0]._samples() if trainer.evaluations else ()
-        latents = {name: tensor.clone() for name, tensor in samples}
+        validators = [each for each in trainer.evaluations if isinstance(each, Validator)]
+        samples = [sample for each in validators for sample in each._samples(lambda done: None)]
+        latents = {planned.name: tensor.clone() for planned, tensor in samples}
         return Result(taken + steps_of(trainer, world, steps - 1), gradients, latents, compiled_graphs())
 
 
