@@ -80,13 +80,16 @@ class Validator:
     """Where the grid is shown to a tracker; None on ranks that do not write."""
     interval: int
     title: str = "generating validation images"
-    base_samples: list[tuple[PlannedImage, Tensor]] = field(default_factory=list)
-    """What the base model samples, which never changes, so it does so once."""
+    kept: dict[str, list[tuple[PlannedImage, Tensor]]] = field(default_factory=dict)
+    """This rank's samples of the base model, by its name: they never change, so it samples once.
+
+    Not a list alone: that of a rank without an image is empty afterwards, too, and it would sample again, by itself.
+    """
 
     @property
     def count(self) -> int:
         """How many images the next round samples."""
-        variants = [variant for variant in self.variants if variant != BASE or not self.base_samples]
+        variants = [variant for variant in self.variants if variant not in self.kept]
         return len(variants) * len(self.images)
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:
@@ -131,9 +134,9 @@ class Validator:
     def _samples_of(self, variant: str, advance: Callable[[int], None]) -> Iterable[tuple[PlannedImage, Tensor]]:
         if variant != BASE:
             return self._samples(advance)
-        if not self.base_samples:
-            self.base_samples.extend(self._samples(advance))
-        return self.base_samples
+        if variant not in self.kept:
+            self.kept[variant] = list(self._samples(advance))
+        return self.kept[variant]
 
     def _samples(self, advance: Callable[[int], None]) -> Iterator[tuple[PlannedImage, Tensor]]:
         """Yield this rank's images with their latents (1CHW)."""

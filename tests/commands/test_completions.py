@@ -116,7 +116,7 @@ def test_every_setting_is_offered_with_what_it_accepts(name):
         ("--fsdp_enable y --fsdp_v", ["--fsdp_version"]),
         ("--fsdp_enable n", []),
         ("--fsdp_enable f", ["false"]),
-        ("--validation_prompt a --validation_pr", ["--validation_prompt"]),
+        ("--validation_prompt a --validation_pr", ["--validation_prompt", "--validation_prompt_file"]),
         ("--seed -1 --mixed_p", ["--mixed_precision"]),
         ("--seed ", []),
         ("--no_such_flag x --mixed_p", ["--mixed_precision"]),

@@ -15,7 +15,7 @@ from simpletuner.settings.sections import setting_fields
 
 PATHS = ("instance_data_dir", "data_backend_config", "cache_dir_vae", "cache_dir_text", "output_dir", "logging_dir")
 PATHS += ("offload_param_path", "run_secret_file", "import_deepspeed_checkpoint", "pretrained_model_name_or_path")
-PATHS += ("resume_from_checkpoint", "lora_init")
+PATHS += ("resume_from_checkpoint", "lora_init", "single_file_config", "validation_prompt_file")
 
 
 @pytest.fixture
