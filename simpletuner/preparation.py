@@ -133,6 +133,8 @@ def list_uncaptioned(found: Discovery, session: Session) -> None:
 
     if addresses:  # all ranks wait for the file: what follows may end the run
         session.world.from_first("uncaptioned", write, session.stop.check)
+        if session.world.size > 1:
+            session.world.barrier()  # and none may end it while another still asks its store
         session.report.say(f"{count_noun(len(addresses), 'image')} without a caption: {path} lists them")
     elif session.world.is_first:
         path.unlink(missing_ok=True)
