@@ -272,13 +272,13 @@ def test_a_run_inside_its_own_pictures_never_trains_on_what_it_draws_and_draws_t
 ):
     pictures = tmp_path / "pictures"
     shutil.copytree(shapes, pictures)
-    (pictures / "phone.heic").touch()
+    (pictures / "phone.jxl").touch()
     output = pictures / "out"
     flags = (*base("sdxl", sdxl, pictures), "--train_batch_size=4", "--caption_strategy=instanceprompt")
     flags = (*flags, "--instance_prompt=a shape", "--validation_prompt=", "--validation_num_inference_steps=1")
     flags = (*flags, f"--cache_dir_vae={pictures / 'latents'}")
     first = train(output, *flags, "--max_train_steps=1")
-    assert "warning: 1 file not read: 1 .heic" in first.said
+    assert "warning: 1 file not read: 1 .jxl" in first.said
     assert "36 in 3 buckets (" in first.said
     assert (output / "validation" / "step-000001" / "trained-00.png").is_file() and (output / "loss.png").is_file()
     second = train(output, *flags, "--validation_prompt=a shape", "--max_train_steps=2")

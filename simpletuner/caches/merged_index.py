@@ -99,8 +99,9 @@ def open_index(folder: Path) -> MergedIndex:
 def list_sources(folder: Path) -> list[Source]:
     if not folder.is_dir():
         return []
-    with os.scandir(folder) as entries:
-        found = {entry.name: entry.stat() for entry in entries if entry.is_file(follow_symlinks=False)}
+    with os.scandir(folder) as entries:  # others are not looked at: a note that rank 0 writes may be gone meanwhile
+        sources = [entry for entry in entries if entry.name.endswith((SHARD_SUFFIX, INDEX_SUFFIX))]
+        found = {entry.name: entry.stat() for entry in sources if entry.is_file(follow_symlinks=False)}
     shards = sorted(name for name in found if name.endswith(SHARD_SUFFIX))
     indexes = {shard: found.get(shard.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX) for shard in shards}
     return [(name, s.st_size, s.st_mtime_ns, found[name].st_size) for name, s in indexes.items() if s is not None]

@@ -56,6 +56,7 @@ def test_config_validate_counts_the_weights_that_would_be_offloaded(tmp_path):
     header = json.dumps({"w": {"dtype": "BF16", "shape": [10**9, 10**6], "data_offsets": [0, 0]}}).encode()
     (tmp_path / "model" / "unet").mkdir(parents=True)
     (tmp_path / "model" / "unet" / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
     (tmp_path / "c.toml").write_text(
         'model_family = "sdxl"\npretrained_model_name_or_path = "model"\ninstance_data_dir = "x"\n'
         'zero_stage = 3\noffload_optimizer = "nvme"\noffload_param_path = "swap"\n'
