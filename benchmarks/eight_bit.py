@@ -11,7 +11,7 @@ import copy
 import torch
 from interleaved import print_table
 from torch import Tensor, nn
-from torchao.optim import AdamW8bit
+from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
 
 from simpletuner.parallel.split_adamw import SplitAdamW
 from simpletuner.parallel.split_state import write_float32
