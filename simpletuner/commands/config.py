@@ -68,8 +68,8 @@ def show(
 
 def validate(file: Annotated[Path, path_argument("JSON, TOML, YAML or .env file of settings.")]) -> None:
     """Check a config file as `train` would, without running anything."""
-    from simpletuner.commands.run_check import check_run, load_run
     from simpletuner.settings.sources import collect_from_file
+    from simpletuner.tools.run_check import check_run, load_run
 
     loaded = check_run(load_run(collect_from_file(file)))
     Report().warn_all(loaded.warnings)

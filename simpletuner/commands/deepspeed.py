@@ -20,7 +20,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 
 if TYPE_CHECKING:
-    from simpletuner.commands.deepspeed_builder import DeepSpeedBuilder
+    from simpletuner.deepspeed.builder import DeepSpeedBuilder
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
@@ -73,8 +73,8 @@ def build(
 
     Asks one question at a time in a terminal, or takes flags. What is not chosen stays `auto`: settings fill it in.
     """
-    from simpletuner.commands.deepspeed_builder import DeepSpeedBuilder
     from simpletuner.commands.wizard import DEFAULT_OUTPUT
+    from simpletuner.deepspeed.builder import DeepSpeedBuilder
     from simpletuner.deepspeed.requirements import check_platform
     from simpletuner.deepspeed.template_files import format_template, user_template_path
 

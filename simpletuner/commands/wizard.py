@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletuner.commands.deepspeed_builder import DeepSpeedBuilder
 from simpletuner.commands.paths import parse_path
+from simpletuner.deepspeed.builder import DeepSpeedBuilder
 from simpletuner.deepspeed.estimate import stage_candidates
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report

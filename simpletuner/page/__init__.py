@@ -1,0 +1,8 @@
+"""`simpletuner page`: settings, exports, caches and runs in a browser. HTML is made here, on the server.
+
+server.py        bind, print the address, serve
+application.py   all routes, and errors as pages
+guard.py         token, Host, CSRF, size of requests, and the headers of every response
+folders.py       the only way from a name in a request to a file
+rendering.py     templates, fragments, toasts
+"""

@@ -1,0 +1,34 @@
+"""The page in a real Chromium: entering, navigation, errors, and what assistive technology is told."""
+
+from __future__ import annotations
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from page_server import PageServer
+from playwright.sync_api import Page
+
+PAGES = ("/runs", "/nowhere")
+
+
+def test_entering_and_moving_about(page: Page, server: PageServer):
+    assert "token" not in page.url
+    page.get_by_role("link", name="Runs").click()
+    page.wait_for_url("**/runs")
+    assert page.locator("nav a[aria-current]").inner_text() == "Runs"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to content"
+    page.goto(server.origin + "/nowhere")
+    assert "There is no such page." in page.locator("main").inner_text()
+    page.go_back()
+    assert page.title().startswith("Runs")
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_axe_finds_nothing(page: Page, server: PageServer, path: str):
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.goto(server.origin + path)
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+    page.set_viewport_size({"width": 360, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
