@@ -14,10 +14,10 @@ import typer
 
 from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
-from simpletuner.commands.output_file import refuse_overwriting, save
 from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
+from simpletuner.system.output_file import refuse_overwriting, save
 
 if TYPE_CHECKING:
     from simpletuner.deepspeed.builder import DeepSpeedBuilder

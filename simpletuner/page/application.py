@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http
+import threading
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -14,7 +15,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from simpletuner.errors import SimpleTunerError, explain_os_error
-from simpletuner.page import configurations, runs
+from simpletuner.page import configurations, editor, runs
 from simpletuner.page.folders import Folders
 from simpletuner.page.guard import HEADERS, Guard, Secrets
 from simpletuner.page.rendering import HERE, render, respond_error
@@ -28,7 +29,7 @@ def build_application(folders: Folders, config: Path | None, secrets: Secrets, h
     guard = Middleware(Guard, secrets=secrets, host=host, refuse=refuse, enter=enter)
     # Handlers are plain functions: Starlette runs them in threads, so that one that reads files holds nobody up.
     application = Starlette(
-        routes=[Route("/", first_page), static, *configurations.ROUTES, *runs.ROUTES],
+        routes=[Route("/", first_page), static, *configurations.ROUTES, *editor.ROUTES, *runs.ROUTES],
         middleware=[guard],
         exception_handlers={
             SimpleTunerError: show_error,
@@ -38,6 +39,7 @@ def build_application(folders: Folders, config: Path | None, secrets: Secrets, h
         },
     )
     application.state.folders, application.state.config = folders, config
+    application.state.saving = threading.Lock()
     application.state.secrets, application.state.csrf = secrets, secrets.csrf
     return application
 

@@ -47,5 +47,5 @@ class Folders:
         return True
 
     def shown(self, path: Path) -> str:
-        """Format a path for people: below the first folder without it."""
+        """Format a path for people, and for addresses: below the first folder without it."""
         return str(path.relative_to(self.roots[0])) if path.is_relative_to(self.roots[0]) else str(path)

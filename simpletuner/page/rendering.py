@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
@@ -31,8 +32,16 @@ def environment() -> Environment:
     loader = FileSystemLoader(HERE / "templates")
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.globals |= {"navigation": NAVIGATION, "version": __version__}
-    made.filters["count"] = count_noun
+    made.filters |= {"count": count_noun, "code": as_code}
     return made
+
+
+def as_code(text: str) -> Markup:
+    """Show what stands between backticks, as messages have it, as code."""
+    parts = [escape(part) for part in text.split("`")]
+    if len(parts) % 2 == 0:  # one has no partner
+        return escape(text)
+    return Markup().join(Markup("<code>{}</code>").format(part) if n % 2 else part for n, part in enumerate(parts))
 
 
 def render(template: str, **values: Any) -> str:

@@ -47,10 +47,15 @@ def edit_text(path: Path, name: str, value: Any) -> str | None:
 
     Raises SettingsError for a file that cannot be read or edited safely.
     """
-    read_entries(path)  # refuses what cannot be read, with a sentence
-    old = path.read_bytes().decode("utf-8")
+    old = text_of(path)
     new = change_text(path, old, {name: value})
     return None if new == old else new
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a config file, its byte order mark included. Raises SettingsError where it does not parse."""
+    read_entries(path)
+    return path.read_bytes().decode("utf-8")
 
 
 def change_text(path: Path, text: str, changes: Mapping[str, Any]) -> str:

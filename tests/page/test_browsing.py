@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from page_server import PageServer
 from playwright.sync_api import Page
 
-PAGES = ("/runs", "/nowhere")
+EDITOR = "/configurations/edit?file=config/run.toml"
+PAGES = ("/configurations", EDITOR, EDITOR + "&view=accelerate", "/nowhere")
+
+
+@pytest.fixture(scope="module")
+def folder(folder: Path) -> Path:
+    """Files with every kind of mistake, since these are shown in colours of their own."""
+    (folder / "config").mkdir()
+    mistakes = 'learning_rate = "fast"\nsede = 1\nfsdp_enable = true\nzero_stage = 2\n'
+    (folder / "config" / "run.toml").write_text(f'model_family = "sdxl"\n{mistakes}')
+    return folder
 
 
 def test_entering_and_moving_about(page: Page, server: PageServer):

@@ -40,3 +40,137 @@ document.addEventListener("click", (event) => {
   if (closed instanceof HTMLDialogElement) closed.close();
   else closed.remove();
 });
+
+// Forms that send only what was changed. What a control had when the page was made, the browser itself remembers.
+function isChanged(control) {
+  if (control instanceof HTMLSelectElement) {
+    const before = [...control.options].find((option) => option.defaultSelected) ?? control.options[0];
+    return control.value !== before?.value;
+  }
+  return control.value !== control.defaultValue;
+}
+
+const controlsOf = (form) => [...form.querySelectorAll(".fields :is(input, select, textarea)")].filter((each) => each.name);
+
+document.addEventListener("htmx:configRequest", (event) => {
+  const form = document.querySelector("form[data-changes]");
+  if (!form) return;
+  for (const control of controlsOf(form)) if (!isChanged(control)) delete event.detail.parameters[control.name];
+});
+
+function countChanges() {
+  const form = document.querySelector("form[data-changes]");
+  const count = form ? controlsOf(form).filter(isChanged).length : 0;
+  const shown = document.getElementById("changed");
+  if (shown) {
+    shown.hidden = count === 0;
+    shown.textContent = count;
+    shown.title = `${count} not saved`;
+  }
+  return count;
+}
+
+document.addEventListener("input", (event) => {
+  if (event.target.closest("form[data-changes]")) countChanges();
+});
+
+let discards = false;
+document.addEventListener("click", (event) => {
+  if (event.target.closest("[data-discards]")) discards = true;
+});
+window.addEventListener("beforeunload", (event) => {
+  if (countChanges() > 0 && !discards) event.preventDefault();
+});
+
+// Mistakes are text beside a field; assistive technology wants to know which field they are about, too.
+document.addEventListener("htmx:afterSettle", () => {
+  for (const note of document.querySelectorAll(".note")) {
+    const control = document.getElementById(note.id.replace(/^note-/, "f-"));
+    if (control) control.setAttribute("aria-invalid", note.querySelector(".mistake") ? "true" : "false");
+  }
+  countChanges();
+  filterFields();
+});
+
+// Search: fields that do not have all words are hidden. The address keeps the words, for reload and back.
+function filterFields() {
+  const search = document.querySelector("[data-filter]");
+  if (!search) return;
+  const plain = (text) => text.toLowerCase().replaceAll(/[-_]/g, "");  // warm-up is lr_warmup_steps, too
+  const words = plain(search.value).split(/\s+/).filter(Boolean);
+  let found = 0;
+  for (const field of document.querySelectorAll(search.dataset.filter)) {
+    const text = plain(field.dataset.search);
+    field.hidden = !words.every((word) => text.includes(word));
+    found += !field.hidden;
+  }
+  for (const section of document.querySelectorAll(".fields > section")) {
+    section.hidden = !section.querySelector(`${search.dataset.filter}:not([hidden])`);
+  }
+  document.getElementById("nothing-found").hidden = found > 0;
+  const address = new URL(location.href);
+  if (search.value) address.searchParams.set("q", search.value);
+  else address.searchParams.delete("q");
+  if (address.href !== location.href) history.replaceState(history.state, "", address);
+}
+
+document.addEventListener("input", (event) => {
+  if (event.target.matches("[data-filter]")) filterFields();
+});
+document.addEventListener("keydown", (event) => {
+  const search = document.querySelector("[data-filter]");
+  if (!search) return;
+  if (event.target === search && event.key === "Enter") event.preventDefault();
+  if (event.key === "/" && !event.target.matches("input, select, textarea") && !document.querySelector("dialog[open]")) {
+    event.preventDefault();
+    search.focus();
+  }
+});
+
+// A link to a setting that the search hides shows all settings again.
+function showTarget() {
+  const target = document.getElementById(location.hash.slice(1));
+  const search = document.querySelector("[data-filter]");
+  if (!target || !search) return;
+  if (target.closest("[hidden]")) {
+    search.value = "";
+    filterFields();
+  }
+  target.scrollIntoView();
+  target.querySelector("input, select, textarea")?.focus({ preventScroll: true });
+}
+window.addEventListener("hashchange", showTarget);
+window.addEventListener("load", showTarget);
+filterFields();
+
+// Dialogs. Toasts move into the one that is open: everything outside of it is inert, and silent.
+const dialog = document.getElementById("dialog");
+if (dialog) {
+  const toasts = document.getElementById("toasts");
+  document.addEventListener("htmx:afterSwap", (event) => {
+    if (event.target !== dialog || dialog.open) return;
+    dialog.showModal();
+    dialog.append(toasts);
+  });
+  dialog.addEventListener("close", () => {
+    document.body.append(toasts);
+    dialog.replaceChildren();
+  });
+}
+
+// What a dialog has chosen goes into a field of the form, as if it had been typed.
+function fillField(name, value) {
+  const control = document.getElementById(`f-${name}`);
+  control.value = value;
+  control.dispatchEvent(new Event("input", { bubbles: true }));
+  dialog?.close();
+  control.focus();
+}
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("[data-fill]");
+  if (!button) return;
+  const chosen = [...dialog.querySelectorAll("input[name=selected]:checked")].map((box) => box.value).join(",");
+  fillField(button.dataset.fill, button.dataset.value ?? chosen);
+});
+document.addEventListener("fill", (event) => fillField(event.detail.name, event.detail.value));
