@@ -134,15 +134,11 @@ def export(
     output: Output = None,
 ) -> None:
     """Write settings in a format that replays them 1:1. The replay command goes to stderr."""
-    from simpletuner.models.support import check_context_parallel
-    from simpletuner.settings.export import export as export_settings
-    from simpletuner.settings.places import naming_places
+    from simpletuner.tools.exporting import export_checked
 
     report = Report()
     loaded = load(flags, config, complete=False)
-    with naming_places(loaded.origins, "model_family", "model_flavour", "context_parallel_size"):
-        check_context_parallel(loaded.settings)
-    result = export_settings(loaded, to.value, everything)
+    result = export_checked(loaded, to.value, everything)
     if output is None:
         report.text(result.text)
     else:

@@ -10,4 +10,8 @@ editor.py          one config file: show, check what is typed, save in place
 documents.py       a config file with what was typed over it, and what the settings layer says of both
 fields.py          the form, made of the declarations of settings
 hardware.py        Hardware -> Accelerate: labels, and what cannot be had
+blocks.py          the Detect Blocks dialog; a process of its own builds the model
+builder_dialog.py  the DeepSpeed Builder dialog
+exports.py         every format of `config export`, to copy or download
+preferences.py     cache maintenance
 """

@@ -15,11 +15,12 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from simpletuner.errors import SimpleTunerError, explain_os_error
-from simpletuner.page import configurations, editor, runs
+from simpletuner.page import blocks, builder_dialog, configurations, editor, exports, preferences, runs
 from simpletuner.page.folders import Folders
 from simpletuner.page.guard import HEADERS, Guard, Secrets
 from simpletuner.page.rendering import HERE, render, respond_error
 
+PAGES = (configurations, editor, blocks, builder_dialog, exports, runs, preferences)
 BUG = SimpleTunerError("This is a bug in simpletuner.", "the terminal where the page was started shows where")
 
 
@@ -29,7 +30,7 @@ def build_application(folders: Folders, config: Path | None, secrets: Secrets, h
     guard = Middleware(Guard, secrets=secrets, host=host, refuse=refuse, enter=enter)
     # Handlers are plain functions: Starlette runs them in threads, so that one that reads files holds nobody up.
     application = Starlette(
-        routes=[Route("/", first_page), static, *configurations.ROUTES, *editor.ROUTES, *runs.ROUTES],
+        routes=[Route("/", first_page), static, *(route for module in PAGES for route in module.ROUTES)],
         middleware=[guard],
         exception_handlers={
             SimpleTunerError: show_error,
@@ -39,7 +40,8 @@ def build_application(folders: Folders, config: Path | None, secrets: Secrets, h
         },
     )
     application.state.folders, application.state.config = folders, config
-    application.state.saving = threading.Lock()
+    # Locks of the server, not of a visitor: files are saved one after the other, and so are models built.
+    application.state.saving, application.state.detecting = threading.Lock(), threading.Lock()
     application.state.secrets, application.state.csrf = secrets, secrets.csrf
     return application
 

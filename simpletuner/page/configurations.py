@@ -41,7 +41,7 @@ class ConfigFile:
 
 def show_list(request: Request) -> Response:
     folders = folders_of(request)
-    files = [found for path in find_files(folders) if (found := describe(path, folders))]
+    files = list_files(folders)
     families = [name for name, preset in presets().items() if preset.family_class]
     opened = request.app.state.config and folders.shown(request.app.state.config)
     values = {"families": families, "flavours": trainable_flavours(families[0]), "roots": folders.roots}
@@ -50,6 +50,10 @@ def show_list(request: Request) -> Response:
 
 def show_flavours(request: Request) -> Response:
     return HTMLResponse(render("flavours", flavours=trainable_flavours(field(request, "model_family"))))
+
+
+def list_files(folders: Folders) -> list[ConfigFile]:
+    return [found for path in find_files(folders) if (found := describe(path, folders))]
 
 
 def find_files(folders: Folders) -> Iterator[Path]:

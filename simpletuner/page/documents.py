@@ -158,9 +158,7 @@ def examine(document: Document, folders: Folders, environment: Mapping[str, str]
 
     Raises SettingsError for a file that cannot be read at all.
     """
-    outside = dict(named_outside(document, folders))
-    if in_file := [error for name, error in outside.items() if name not in document.typed]:
-        raise in_file[0]  # the settings layer would read it
+    outside = find_outside(document, folders)
     allowed = replace(document, typed={name: text for name, text in document.typed.items() if name not in outside})
     errors: list[SimpleTunerError] = []
     warnings: Sequence[str] = ()
@@ -174,7 +172,7 @@ def examine(document: Document, folders: Folders, environment: Mapping[str, str]
         loaded = error
         errors += errors_around(error)
         invalid |= error.invalid
-    mistakes = [mistake for error in errors for mistake in mistakes_of(error)]
+    mistakes = [mistake for error in errors for mistake in mistakes_of(error, loaded.origins)]
     mistakes += [(name, f"{error.message}; {error.hint}") for name, error in outside.items()]
     known = setting_fields()
     by_setting = {name: [text for about, text in mistakes if about == name] for name, _ in mistakes if name in known}
@@ -192,11 +190,12 @@ def find_errors(loaded: Loaded) -> list[SimpleTunerError]:
     return []
 
 
-def mistakes_of(error: SimpleTunerError) -> Iterator[tuple[str, str]]:
+def mistakes_of(error: SimpleTunerError, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
     """Yield each sentence with the setting that it is shown beside, for each of its settings."""
     if not isinstance(error, SettingsError) or not error.mistakes:
         sentence = f"{error.message}; {error.hint}" if error.hint else error.message
-        for name in error.about[-1:] or ("",):
+        # Of the settings that a check looks at, those that somebody has set.
+        for name in [name for name in error.about if name in origins] or error.about[:1] or [""]:
             yield name, sentence
         return
     for mistake in error.mistakes:
@@ -216,6 +215,20 @@ def sentence_of(mistake: Mistake, is_beside: bool) -> str:
     inner = mistake.setting.partition(".")[2]
     sentence = f"{inner}: {mistake.message}" if inner else mistake.message
     return f"{sentence}; {mistake.hint}" if mistake.hint else sentence
+
+
+def load_document(document: Document, folders: Folders, environment: Mapping[str, str]) -> Loaded:
+    """Return the settings of a document, which may be incomplete. Raises SettingsError that lists every mistake."""
+    find_outside(document, folders)
+    return resolve(document.sources(environment), complete=False)
+
+
+def find_outside(document: Document, folders: Folders) -> dict[str, SettingsError]:
+    """Return what was typed that names a file outside the folders. Raises SettingsError where the file itself does."""
+    outside = dict(named_outside(document, folders))
+    if in_file := [error for name, error in outside.items() if name not in document.typed]:
+        raise in_file[0]  # the settings layer would read it
+    return outside
 
 
 def named_outside(document: Document, folders: Folders) -> Iterator[tuple[str, SettingsError]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +10,9 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from simpletuner.page.documents import Document, Examined, examine
-from simpletuner.page.fields import Group, sections_of
+from simpletuner.page.fields import FieldGroup, sections_of
 from simpletuner.page.hardware import accelerate_groups
-from simpletuner.page.rendering import field, folders_of, is_fragment, render, respond, toast
+from simpletuner.page.rendering import field, fields_of, folders_of, is_fragment, render, respond, toast
 from simpletuner.settings.editing import write
 from simpletuner.settings.sections import setting_fields
 from simpletuner.system.numbers import count_noun
@@ -31,14 +30,13 @@ def show(request: Request) -> Response:
 
 def read_document(request: Request) -> Document:
     """Read the file that a request names, with the fields that it brings."""
-    form: Mapping[str, Sequence[str]] = getattr(request.state, "form", {})
-    typed = {name: values[-1] for name, values in form.items() if name in setting_fields()}
+    typed = {name: field(request, name) for name in fields_of(request) if name in setting_fields()}
     return Document.read(folders_of(request), field(request, "file"), typed)
 
 
 def editor_values(request: Request, document: Document, examined: Examined) -> dict[str, Any]:
     view = field(request, "view", "all")
-    groups: list[Group] = list(VIEWS.get(view, sections_of)(document, examined))
+    groups: list[FieldGroup] = list(VIEWS.get(view, sections_of)(document, examined))
     return {
         "document": document,
         "examined": examined,

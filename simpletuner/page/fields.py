@@ -54,7 +54,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Group:
+class FieldGroup:
     """A section of the form, or of another view of it."""
 
     anchor: str
@@ -62,11 +62,11 @@ class Group:
     fields: Sequence[Field]
 
 
-def sections_of(document: Document, examined: Examined) -> Iterator[Group]:
+def sections_of(document: Document, examined: Examined) -> Iterator[FieldGroup]:
     """Yield all settings in their sections."""
     for name, section in SECTIONS.items():
         fields = [make_field(setting, document, examined) for setting in section.model_fields]
-        yield Group(name, section.__doc__ or name, fields)
+        yield FieldGroup(name, section.__doc__ or name, fields)
 
 
 def make_field(

@@ -13,7 +13,7 @@ from simpletuner.deepspeed.requirements import check_platform
 from simpletuner.errors import SimpleTunerError
 from simpletuner.models.support import check_context_parallel
 from simpletuner.page.documents import Document, Examined
-from simpletuner.page.fields import Group, make_field
+from simpletuner.page.fields import FieldGroup, make_field
 from simpletuner.settings import Settings
 from simpletuner.settings.rules import find_contradictions
 from simpletuner.settings.sections import SECTION_OF
@@ -80,12 +80,12 @@ CHOICES = {"fsdp_state_dict_type": {"SHARDED_STATE_DICT": "Sharded", "FULL_STATE
 """Words for choices that the form is known for."""
 
 
-def accelerate_groups(document: Document, examined: Examined) -> Iterator[Group]:
+def accelerate_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:
     reasons = {name: reason(examined.settings) for name, reason in REASONS.items()}
     for anchor, (title, labels) in GROUPS.items():
         why = reasons.get(anchor, "")
         fields = [make_field(name, document, examined, label, CHOICES.get(name), why) for name, label in labels.items()]
-        yield Group(anchor, title, fields)
+        yield FieldGroup(anchor, title, fields)
 
 
 def why_no_fsdp(settings: Settings) -> str:

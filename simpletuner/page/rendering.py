@@ -9,13 +9,14 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
+from rich.filesize import decimal
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from simpletuner import __version__
 from simpletuner.errors import SimpleTunerError
 from simpletuner.page.folders import Folders
-from simpletuner.system.numbers import count_noun
+from simpletuner.system.numbers import count_noun, format_count, format_gib
 
 HERE = Path(__file__).parent
 
@@ -32,7 +33,13 @@ def environment() -> Environment:
     loader = FileSystemLoader(HERE / "templates")
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.globals |= {"navigation": NAVIGATION, "version": __version__}
-    made.filters |= {"count": count_noun, "code": as_code}
+    made.filters |= {
+        "count": count_noun,
+        "code": as_code,
+        "bytes": decimal,
+        "parameters": format_count,
+        "gib": format_gib,
+    }
     return made
 
 
@@ -44,13 +51,13 @@ def as_code(text: str) -> Markup:
     return Markup().join(Markup("<code>{}</code>").format(part) if n % 2 else part for n, part in enumerate(parts))
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, /, **values: Any) -> str:
     """Return the text of a template; names end in `.html.jinja`, which is left out here."""
     return environment().get_template(f"{template}.html.jinja").render(values)
 
 
 def respond(
-    request: Request, template: str, code: int = 200, headers: Mapping[str, str] | None = None, **values: Any
+    request: Request, template: str, /, code: int = 200, headers: Mapping[str, str] | None = None, **values: Any
 ) -> HTMLResponse:
     """Return a whole page, or the fragment that a script of the page asked for."""
     values |= {"csrf": request.app.state.csrf, "path": request.url.path}
@@ -77,6 +84,11 @@ def respond_error(request: Request, error: SimpleTunerError, code: int = 400) ->
 
 def folders_of(request: Request) -> Folders:
     return request.app.state.folders
+
+
+def fields_of(request: Request) -> set[str]:
+    """The names of all fields of a request."""
+    return {*getattr(request.state, "form", {}), *request.query_params}
 
 
 def field(request: Request, name: str, default: str = "") -> str:

@@ -147,14 +147,16 @@ filterFields();
 const dialog = document.getElementById("dialog");
 if (dialog) {
   const toasts = document.getElementById("toasts");
+  const content = document.getElementById("dialog-content");
   document.addEventListener("htmx:afterSwap", (event) => {
-    if (event.target !== dialog || dialog.open) return;
+    // Nothing was swapped in where the answer is an error, which is a toast.
+    if (event.target !== content || dialog.open || !content.childElementCount) return;
     dialog.showModal();
     dialog.append(toasts);
   });
   dialog.addEventListener("close", () => {
     document.body.append(toasts);
-    dialog.replaceChildren();
+    content.replaceChildren();
   });
 }
 
@@ -174,3 +176,33 @@ document.addEventListener("click", (event) => {
   fillField(button.dataset.fill, button.dataset.value ?? chosen);
 });
 document.addEventListener("fill", (event) => fillField(event.detail.name, event.detail.value));
+
+// Forms that show something else as soon as a choice is made; without scripts their button does it.
+for (const form of document.querySelectorAll("form[data-sends-itself]")) {
+  form.addEventListener("change", () => form.requestSubmit());
+  form.querySelector("button").hidden = true;
+}
+
+document.addEventListener("click", async (event) => {
+  const button = event.target.closest("[data-copy]");
+  if (!button) return;
+  const source = document.querySelector(button.dataset.copy);
+  try {
+    await navigator.clipboard.writeText(source.textContent);
+    button.textContent = "Copied";
+  } catch {
+    // Without https, other machines' browsers have no clipboard for a page: the text is selected instead.
+    getSelection().selectAllChildren(source);
+    button.textContent = "Press Ctrl+C";
+  }
+  setTimeout(() => (button.textContent = "Copy"), 2000);
+});
+
+// How long something has been running that says nothing of its progress.
+setInterval(() => {
+  for (const clock of document.querySelectorAll("[data-clock]")) {
+    if (clock.offsetParent === null) delete clock.dataset.since;
+    else clock.dataset.since ??= Date.now();
+    clock.textContent = clock.dataset.since ? `· ${Math.round((Date.now() - clock.dataset.since) / 1000)} s` : "";
+  }
+}, 500);
