@@ -35,7 +35,7 @@ ASKED = (*QUESTIONS, OFFLOAD_FOLDER)
 
 
 @dataclass(frozen=True)
-class Question:
+class AskedSetting:
     """A question of the builder with the answer so far."""
 
     name: str
@@ -70,7 +70,11 @@ def builder_of(request: Request, answers: Mapping[str, str]) -> tuple[Document, 
     kept = {name: text for name, text in document.typed.items() if text.strip() and name != NAME}
     memory = [field(request, name).strip() or None for name in ("gpu_memory", "host_memory", "parameters")]
     template = field(request, "template") or None
-    builder = DeepSpeedBuilder.from_arguments({**kept, **answers}, None, template, document.path, *memory)
+    # The JSON is for DeepSpeed: FSDP2, which the configuration may have, gives way.
+    flags = {**kept, **answers, "fsdp_enable": "false"}
+    builder = DeepSpeedBuilder.from_arguments(flags, None, template, document.path, *memory)
+    if builder.load().settings.parallel.zero_stage is None:
+        builder.answers["zero_stage"] = next(each.default for each in QUESTIONS if each.setting == "zero_stage")
     return document, builder
 
 
@@ -80,14 +84,8 @@ def answers_of(request: Request) -> dict[str, str]:
     return {name: text for name, text in given.items() if text}
 
 
-def dialog_values(
-    request: Request, document: Document, builder: DeepSpeedBuilder, answers: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def dialog_values(request: Request, document: Document, builder: DeepSpeedBuilder) -> dict[str, Any]:
     loaded = builder.load()
-    if loaded.settings.parallel.zero_stage is None:
-        builder.answers.setdefault("zero_stage", "2")
-        builder.answers |= {"fsdp_enable": "false"}
-        loaded = builder.load()
     return {
         "questions": [ask(each.setting, each.text, loaded) for each in ASKED],
         "templates": load_templates(os.environ).values(),
@@ -99,27 +97,22 @@ def dialog_values(
     }
 
 
-def ask(name: str, text: str, loaded: Loaded) -> Question:
+def ask(name: str, text: str, loaded: Loaded) -> AskedSetting:
     """A question, with the value that counts so far: of the configuration, of the template, or by default."""
     declared = setting_fields()[name]
     value = shown_value(field_value(loaded.settings, name))
     choices = [str(choice) for choice in choices_of(declared.annotation)]
-    return Question(name, text, "" if value == "none" and not choices else value, choices)
+    return AskedSetting(name, text, "" if value == "none" and not choices else value, choices)
 
 
 def preview(request: Request) -> Response:
     """Refresh the JSON and the memory table."""
     try:
-        _, builder = builder_of(request, with_engine(answers_of(request)))
+        _, builder = builder_of(request, answers_of(request))
         made = preview_of(builder)
     except SimpleTunerError as error:
         made = Preview(error=error)
     return HTMLResponse(render("builder_preview", preview=made))
-
-
-def with_engine(answers: dict[str, str]) -> dict[str, str]:
-    """The builder builds for DeepSpeed: FSDP2, which the configuration may have, gives way."""
-    return answers | {"fsdp_enable": "false"}
 
 
 def preview_of(builder: DeepSpeedBuilder) -> Preview:
@@ -141,7 +134,7 @@ def recommend(request: Request) -> Response:
     """Choose the lowest stage and the least offloading that fit, and show why."""
     chosen = {"zero_stage", "offload_optimizer", "offload_param"}
     answers = {name: text for name, text in answers_of(request).items() if name not in chosen}
-    document, builder = builder_of(request, with_engine(answers))
+    document, builder = builder_of(request, answers)
     reason = builder.choose()
     return HTMLResponse(render("builder", **dialog_values(request, document, builder) | {"reason": reason}))
 
@@ -151,14 +144,14 @@ def save_template(request: Request) -> Response:
     path = user_template_path(field(request, "template_name"))
     if path.exists() and field(request, "replace") != "on":
         raise SettingsError(f"the template {path.stem} exists already", "give another name, or tick Replace")
-    _, builder = builder_of(request, with_engine(answers_of(request)))
+    _, builder = builder_of(request, answers_of(request))
     save(path, format_template(builder.result().json))
     return HTMLResponse(toast(f"saved as the template {path.stem}"), headers={"HX-Reswap": "none"})
 
 
 def apply(request: Request) -> Response:
     """Write the JSON beside the configuration, and put its name into the form."""
-    document, builder = builder_of(request, with_engine(answers_of(request)))
+    document, builder = builder_of(request, answers_of(request))
     target = folders_of(request).resolve(field(request, "target"))
     if target.suffix != ".json" or target == folders_of(request).resolve(document.path):
         raise SettingsError(

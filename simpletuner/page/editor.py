@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,8 @@ def save(request: Request) -> Response:
         if field(request, "checksum") != document.checksum:
             conflict = render("conflict", document=document, **conflict_of(document))
             warning = toast(f"{document.path} has changed on disk: nothing is saved", "choose above", "warning")
-            return HTMLResponse(conflict + warning, headers={"HX-Reswap": "none"})
+            attend = json.dumps({"attend": {"id": "conflict"}})
+            return HTMLResponse(conflict + warning, headers={"HX-Reswap": "none", "HX-Trigger-After-Settle": attend})
         refused = refuse_invalid(document, examine(document, folders_of(request)))
         if refused:
             return HTMLResponse(toast(*refused, "error"), headers={"HX-Reswap": "none"})

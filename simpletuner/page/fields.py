@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, get_origin
 
 from simpletuner.models.registry import presets, trainable_flavours
-from simpletuner.page.documents import Document, Examined, shown_value
+from simpletuner.page.documents import TYPED, Document, Examined, shown_value
 from simpletuner.settings import Settings
 from simpletuner.settings.errors import is_secret
 from simpletuner.settings.explain import because
@@ -169,4 +169,5 @@ def origin_of(name: str, examined: Examined) -> str:
         return ""
     value = field_value(examined.settings, name)
     reason = "" if is_secret(name) else because(value, origin)
-    return f"from {origin}; {reason}" if reason else f"from {origin}"
+    place = "not saved yet" if origin.place == TYPED else f"from {origin}"
+    return f"{place}; {reason}" if reason else place

@@ -47,7 +47,7 @@ def test_entering_and_moving_about(page: Page, server: PageServer):
 @pytest.mark.parametrize("path", PAGES)
 def test_axe_finds_nothing(page: Page, server: PageServer, path: str):
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         page.goto(server.origin + path)
         found = Axe().run(page)
         assert found.violations_count == 0, found.generate_report()
@@ -57,7 +57,7 @@ def test_axe_finds_nothing(page: Page, server: PageServer, path: str):
 
 def test_axe_finds_nothing_in_dialogs_and_toasts(page: Page, server: PageServer):
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         page.goto(f"{server.origin}/configurations/edit?file=good.toml&view=accelerate")
         page.get_by_role("button", name="DeepSpeed Builder").click()
         page.get_by_role("dialog").get_by_label("Template name").fill("/")

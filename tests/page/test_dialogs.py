@@ -74,7 +74,7 @@ def test_detecting_blocks_and_applying_them(page: Page, server: PageServer, fold
     page.goto(f"{server.origin}/configurations/edit?file=run.toml")
     page.locator("#f-model_family").fill("sdlx")
     page.get_by_role("button", name="Detect Blocks").click()
-    expect(page.locator("#toasts .error")).to_contain_text("did you mean `sdxl`")
+    expect(page.locator("#toasts .error")).to_contain_text("did you mean sdxl")
     page.locator("#f-model_family").fill("sdxl")
 
 

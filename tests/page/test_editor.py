@@ -197,7 +197,7 @@ def test_what_files_and_sources_say_is_shown(page: Page, server: PageServer, fol
     config.write_text(CONFIG + f"sede = 1\n'{EVIL}' = 1\nlora_rank = 8\nhub_model_id = 'a/b/c'\n")
     open_editor(page, server)
     summary = page.locator("#summary").inner_text()
-    assert "sede (config/run.toml:7): unknown setting; did you mean `seed`?" in summary
+    assert "sede (config/run.toml:7): unknown setting; did you mean seed?" in summary
     assert EVIL in summary and "hub_model_id" in summary
     config.write_text(f"{CONFIG}lora_rank = 8\n")
     page.reload()

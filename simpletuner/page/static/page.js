@@ -175,6 +175,11 @@ document.addEventListener("click", (event) => {
   const chosen = [...dialog.querySelectorAll("input[name=selected]:checked")].map((box) => box.value).join(",");
   fillField(button.dataset.fill, button.dataset.value ?? chosen);
 });
+document.addEventListener("attend", (event) => {
+  const target = document.getElementById(event.detail.id);
+  target.scrollIntoView();
+  target.focus({ preventScroll: true });
+});
 document.addEventListener("fill", (event) => fillField(event.detail.name, event.detail.value));
 
 // Forms that show something else as soon as a choice is made; without scripts their button does it.
