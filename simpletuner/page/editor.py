@@ -42,6 +42,7 @@ def editor_values(request: Request, document: Document, examined: Examined) -> d
         "document": document,
         "examined": examined,
         "groups": groups,
+        "names": {each.name for group in groups for each in group.fields},
         "view": view if view in VIEWS else "all",
         "query": field(request, "q"),
         "is_fragment": is_fragment(request),
@@ -53,8 +54,8 @@ def check(request: Request) -> Response:
     document = read_document(request)
     examined = examine(document, folders_of(request))
     groups = VIEWS.get(field(request, "view"), sections_of)(document, examined)
-    notes = [each.note for group in groups for each in group.fields]
-    parts = [render("notes", notes=notes, examined=examined, document=document)]
+    notes = {each.name: each.note for group in groups for each in group.fields}
+    parts = [render("notes", notes=notes.values(), names=notes, examined=examined, document=document)]
     if field(request, "checksum") != document.checksum:
         parts.append(render("conflict", document=document, **conflict_of(document)))
     return HTMLResponse("".join(parts), headers={"HX-Reswap": "none"})

@@ -186,8 +186,11 @@ def test_hardware_labels_and_what_cannot_be_had(page: Page, server: PageServer, 
         "FULL_STATE_DICT",
         2,
     )
-    config.write_text(CONFIG + 'model_type = "lora"\n')
+    config.write_text(CONFIG + 'model_type = "lora"\nlearning_rate = "fast"\n')
     open_editor(page, server, "accelerate")
+    page.locator("#summary").get_by_role("link", name="learning_rate").click()
+    assert page.evaluate("document.activeElement.name") == "learning_rate", "the mistake is in another view"
+    page.go_back()
     assert page.get_by_label("Enable FSDP v2").is_disabled() and page.get_by_label("ZeRO Stage").is_disabled()
     assert "model_type=lora cannot run with FSDP" in page.locator("#about-fsdp_enable").inner_text()
     assert "model_type=lora cannot run with DeepSpeed" in page.locator("#about-zero_stage").inner_text()
