@@ -24,6 +24,7 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PHOTOGRAPHS = Path(__file__).parent / "fixtures" / "photographs"
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import ranks  # noqa: E402
