@@ -44,18 +44,18 @@ def flat(steps: list[list[float]]) -> list[float]:
     return [number for step in steps for number in step]
 
 
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
-def test_ten_losses_and_norms_are_those_of_the_other_engines(family, run_on, arguments_of):
-    arguments = arguments_of(family)
+def test_ten_losses_and_norms_are_those_of_the_other_engines(run_on, arguments_of):
+    """Of a U-Net; those of a transformer are compared below."""
+    arguments = arguments_of("sdxl")
     expected = run_on(engines.losses_in_turn, 1, arguments, ["whole"], 10)["whole"]
     assert expected[-1][0] < expected[0][0]
-    taken = run_on(engines.losses_in_turn, 2, arguments, ["fsdp2", *ZEROS], 10)
+    taken = run_on(engines.losses_in_turn, 2, arguments, ZEROS, 10)
     for name, steps in taken.items():
         assert flat(steps) == pytest.approx(flat(expected), rel=1e-5), name
 
 
 def test_accumulated_and_clipped_gradients_are_those_of_one_pass(run_on, arguments_of):
-    names = ["fsdp2", "fsdp2-sync", "fsdp2-cpu", "hybrid", "zero1", "zero2", "zero2-cpu", "zero3", "zero3-cpu"]
+    names = ["fsdp2", "fsdp2-sync", "fsdp2-cpu", "hybrid", *ZEROS]
     one = run_on(engines.losses_in_turn, 2, arguments_of("flux", max_grad_norm=0.1), ["whole"], 4)["whole"]
     two = run_on(engines.losses_in_turn, 2, arguments_of("flux", max_grad_norm=0.1, passes=2), names, 4)
     for name, steps in two.items():

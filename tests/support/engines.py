@@ -60,6 +60,7 @@ def zero(stage: int, optimizer: str = "none", param: str = "none") -> dict[str, 
 ENGINES: dict[str, dict[str, Any]] = {
     "whole": {},
     "fsdp2": {"fsdp_enable": True},
+    "fsdp2-kept": {"fsdp_enable": True, "fsdp_reshard_after_forward": False},
     "fsdp2-sync": {"fsdp_enable": True, "fsdp_sync_each_batch": True},
     "fsdp2-cpu": {"fsdp_enable": True, "fsdp_offload_params": True},
     "hybrid": {"fsdp_enable": True, "dp_replicate_size": 2},
