@@ -20,7 +20,8 @@ from simpletuner.parallel.world import joined_world
 from simpletuner.report import Report
 from simpletuner.settings.sections import Optimizer
 from simpletuner.system.signals import StopRequest
-from simpletuner.training.metrics import METRICS, Metrics
+from simpletuner.training.metrics import Metrics
+from simpletuner.training.metrics_reader import METRICS
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.step_logger import StepLogger, StopVote

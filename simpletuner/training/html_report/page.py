@@ -23,7 +23,7 @@ from simpletuner.system.files import write_file
 from simpletuner.system.numbers import format_gb
 from simpletuner.training.html_report.charts import make_charts
 from simpletuner.training.html_report.thumbnails import Gallery
-from simpletuner.training.metrics import METRICS, read_metrics
+from simpletuner.training.metrics_reader import METRICS, MetricColumns
 from simpletuner.training.run_facts import RunFacts, describe_result
 
 PAGE = "report.html"
@@ -45,7 +45,7 @@ class HtmlReport:
 
     def __init__(self, output: Path, facts: RunFacts, max_steps: int, report: Report) -> None:
         self.output, self.facts, self.max_steps, self.report = output, facts, max_steps, report
-        self.gallery = Gallery(output)
+        self.columns, self.gallery = MetricColumns(output / METRICS), Gallery(output)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="report.html")
         self.pending: Future[None] | None = None
         self.warned = False
@@ -73,14 +73,14 @@ class HtmlReport:
         write_file(self.output / PAGE, self.render(status).encode("utf-8", "replace"))
 
     def render(self, status: str) -> str:
-        rows = read_metrics(self.output / METRICS)
+        columns = self.columns.update()
         prompts, note = self.gallery.collect()
         return template().render(
             facts=self.facts,
             status=status,
             time=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            numbers=describe_result(rows),
-            charts=make_charts(rows),
+            numbers=describe_result(columns),
+            charts=make_charts(columns),
             prompts=prompts,
             note=note,
             checkpoints=list(checkpoint_rows(self.output)),

@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 from simpletuner.errors import SimpleTunerError, Stopped
 from simpletuner.report import Report
 from simpletuner.session import Session
-from simpletuner.training.metrics import METRICS, last_row
+from simpletuner.training.metrics_reader import METRICS, last_row
 
 SECONDS = 5.0
 """For one POST. At the end of a run a message may have to wait for the one before."""
