@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from simpletuner.training.run_facts import RunFacts, describe_result
 
 PAGE = "report.html"
 TEMPLATES = Path(__file__).parent
+TIME = "%Y-%m-%d %H:%M UTC"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class HtmlReport:
         return template().render(
             facts=self.facts,
             status=status,
-            time=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            time=datetime.now(UTC).strftime(TIME),
             numbers=describe_result(columns),
             charts=make_charts(columns),
             prompts=prompts,
@@ -112,7 +112,7 @@ def checkpoint_rows(output: Path) -> Iterator[CheckpointRow]:
             size, written = sum(file_sizes(folder).values()), folder.stat().st_mtime
         except OSError:
             continue
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
+        when = datetime.fromtimestamp(written, UTC).strftime(TIME)
         shown = format_gb(size) if size >= 10**9 else f"{size / 10**6:,.1f} MB"
         yield CheckpointRow(folder.name, parse_step(folder), shown, when)
 
