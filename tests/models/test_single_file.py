@@ -94,7 +94,7 @@ def test_what_is_written_opens_in_diffusers_with_equal_tensors_attention_of_the_
 
 def test_a_run_from_one_file_equals_one_from_the_folder_and_leaves_such_a_file(sdxl, shapes, train, tmp_path):
     flags = ("--train_batch_size=4", "--max_train_steps=1", "--use_ema")
-    whole = train(tmp_path / "whole", *base("sdxl", sdxl, shapes), *flags, "--export_single_file")
+    whole = train(tmp_path / "whole", *base("sdxl", sdxl, shapes), *flags)
     start = tmp_path / "start.safetensors"
     export_single_file(sdxl, start, "sdxl")
     bare = tmp_path / "configs"
@@ -106,22 +106,33 @@ def test_a_run_from_one_file_equals_one_from_the_folder_and_leaves_such_a_file(s
     before = written.stat().st_mtime_ns
     assert train(tmp_path / "single", *given, "--max_train_steps=2").losses[0] == single.losses[0]
     assert written.stat().st_mtime_ns == before, "converted once"
+    finished = train(whole.output, *base("sdxl", sdxl, shapes), *flags, "--export_single_file").said
+    assert "finished already" in finished and finished.count("writing") == 2, "only the two files"
     unet = load_file(whole.output / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
     exported = load_file(whole.output / "pipeline.safetensors")
     assert torch.equal(exported["model.diffusion_model.out.2.weight"], unet["conv_out.weight"])
     average = load_file(whole.output / "pipeline-ema.safetensors")
     assert average.keys() == exported.keys()
-    assert train(tmp_path / "single", *given, "--max_train_steps=2", "--export_single_file").said.count("writing") == 2
 
-    tensors = load_file(start)
-    save_file({name: each for name, each in tensors.items() if "input_blocks.1." not in name}, start)
-    refused = train(tmp_path / "torn", *given, code=3).said
-    assert "lacks weights that" in refused and "single_file_config" in refused
-    save_file({name: each for name, each in tensors.items() if not name.startswith("first_stage")}, start)
-    refused = train(tmp_path / "torn", *given, code=3).said
-    assert "together are no whole StableDiffusionXLPipeline" in refused
+
+def test_a_file_that_is_not_whole_is_refused_unless_the_folder_has_what_it_lacks(sdxl, tmp_path):
+    file, bare = tmp_path / "model.safetensors", tmp_path / "configs"
+    export_single_file(sdxl, file, "sdxl")
+    shutil.copytree(sdxl, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_file(file)
+    save_file({name: each for name, each in tensors.items() if "input_blocks.1." not in name}, file)
+    with pytest.raises(EnvironmentNotReady, match="lacks weights that") as refused:
+        convert(file, bare, tmp_path / "made", "unet")
+    assert "single_file_config" in refused.value.hint
+    save_file({name: each for name, each in tensors.items() if not name.startswith("first_stage")}, file)
+    with pytest.raises(EnvironmentNotReady, match="together are no whole StableDiffusionXLPipeline"):
+        convert(file, bare, tmp_path / "made", "unet")
     shutil.copytree(sdxl / "vae", bare / "vae", dirs_exist_ok=True)
-    assert train(tmp_path / "vae", *given).losses == whole.losses
+    convert(file, bare, tmp_path / "made", "unet")
+    for component in ("unet", "vae", "text_encoder_2"):
+        [one], [other] = ((folder / component).glob("*.safetensors") for folder in (sdxl, tmp_path / "made"))
+        ours, theirs = load_file(one), load_file(other)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def without_fused_projections(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
