@@ -36,6 +36,7 @@ from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.measure import fill_with_noise, random_engine, random_inputs, timed_steps
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.optimizers import LearningRate
+from simpletuner.training.pace import Durations
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Trainer
@@ -142,7 +143,7 @@ def find_waits(case: Case) -> Record:
             learning_rate=LearningRate(Schedule(100), settings.optimizer), checkpointer=cast(Checkpointer, None),
             logger=StepLogger(Mesh(world), StopVote(stop), None, None, samples), device=world.device,
             activity=world.activity, stop=stop, report=Report(quiet=True), step=0, max_steps=100, checkpoint_every=100,
-            max_grad_norm=1.0, dtype=torch.bfloat16, seed=0, profiler=None,
+            max_grad_norm=1.0, dtype=torch.bfloat16, seed=0, profiler=None, durations=Durations(),
         )  # fmt: skip
         for number in range(1, WARM_UP + 1):
             trainer.logger.log(number, trainer.train_step(data), data, 0.0)

@@ -180,7 +180,7 @@ def test_photographs_are_found_again_after_compression_and_no_two_are_taken_for_
 
 
 def test_ctrl_c_is_answered_at_once(tmp_path, starter):
-    image = add(tmp_path, "0.png", (3000, 3000), None)
+    image = add(tmp_path, "0.png", (1200, 1200), None)
     for number in range(1, 1000):
         (tmp_path / f"{number}.png").hardlink_to(image)
     started = starter.start(
