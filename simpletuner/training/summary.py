@@ -51,6 +51,8 @@ def describe_run(
 
 def print_datasets(plan: Plan, report: Report) -> None:
     """Print what becomes of the images of each dataset, before hours are spent on encoding them."""
+    if report.quiet:  # another rank prints it
+        return
     rows = [
         (
             each.id,
