@@ -80,18 +80,20 @@ def test_detecting_blocks_and_applying_them(page: Page, server: PageServer, fold
     page.locator("#f-model_family").fill("sdxl")
 
 
+@pytest.fixture
+def training(folder: Path, sdxl: Path, shapes: Path) -> Path:
+    """A file that two ranks can train with."""
+    model = {"model_family": "sdxl", "pretrained_model_name_or_path": str(sdxl)}
+    run = {"instance_data_dir": str(shapes), "output_dir": str(folder / "out"), "max_train_steps": 1}
+    path = folder / "train.json"
+    path.write_text(json.dumps({**model, **run, "num_processes": 2}))
+    return path
+
+
 def test_a_run_trains_with_what_was_detected(
-    page: Page, server: PageServer, folder: Path, sdxl: Path, shapes: Path, starter: Starter
+    page: Page, server: PageServer, folder: Path, training: Path, starter: Starter
 ):
     """From the dialog to two ranks that shard the class that was chosen, by the file that the page has saved."""
-    flags = {
-        "pretrained_model_name_or_path": str(sdxl),
-        "instance_data_dir": str(shapes),
-        "output_dir": str(folder / "out"),
-    }
-    (folder / "train.json").write_text(
-        json.dumps({"model_family": "sdxl", "num_processes": 2, "max_train_steps": 1, **flags})
-    )
     page.goto(f"{server.origin}/configurations/edit?file=train.json&view=accelerate")
     page.get_by_label("Enable FSDP v2").select_option("true")
     page.get_by_role("button", name="Detect Blocks").click()
