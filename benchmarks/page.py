@@ -10,13 +10,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS / "support"), str(TESTS)]
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
-from browser import chromium  # noqa: E402
-from page_server import PageServer, page_server  # noqa: E402
+from browser import chromium  # pyright: ignore[reportMissingImports]
+from page_server import page_server  # pyright: ignore[reportMissingImports]
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -43,7 +42,7 @@ def start_seconds(folder: Path) -> float:
         return time.perf_counter() - begin
 
 
-def visit(page: Page, server: PageServer, path: str) -> tuple[float, float]:
+def visit(page: Page, server: Any, path: str) -> tuple[float, float]:
     """Return seconds until the first paint, and until the page and its scripts are loaded."""
     page.goto("about:blank")
     page.goto(server.origin + path)
@@ -51,7 +50,7 @@ def visit(page: Page, server: PageServer, path: str) -> tuple[float, float]:
     return page.evaluate(PAINTED) / 1000, page.evaluate(LOADED) / 1000
 
 
-def check_seconds(page: Page, server: PageServer) -> float:
+def check_seconds(page: Page, server: Any) -> float:
     """From a key in a field until its mistake is shown, without the 0.25 s in which more keys are waited for."""
     page.goto(server.origin + EDITOR)
     page.locator("#f-seed").press("x")
