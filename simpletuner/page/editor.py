@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from simpletuner.page.documents import Document, Examined, examine
+from simpletuner.page.documents import Document
+from simpletuner.page.examination import Examined, examine
 from simpletuner.page.fields import FieldGroup, sections_of
 from simpletuner.page.hardware import accelerate_groups
 from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast

@@ -267,3 +267,16 @@ def test_two_tabs_do_no_harm(page: Page, server: PageServer, config: Path):
     other.get_by_role("button", name="Save mine on top").click()
     expect(other.locator("#toasts .done")).to_be_visible()
     assert "seed = 7" in config.read_text() and "lr_end = 1e-06" in config.read_text()
+
+
+def test_weaker_and_stronger_sources_are_named(folder: Path, config: Path):
+    """accelerate's file gives what the config file does not say; a variable of the environment outranks both."""
+    (folder / "accelerate.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: 'no'\n")
+    config.write_text(CONFIG + 'mixed_precision = "bf16"\n')
+    variables = {"SIMPLETUNER_SEED": "9", "SIMPLETUNER_ACCELERATE_CONFIG": "accelerate.yaml"}
+    with page_server(folder, environment=variables) as other:
+        text = " ".join(other.get("/configurations/edit", file="config/run.toml").text.split())
+    assert "from environment SIMPLETUNER_SEED; outranks config/run.toml:5 (= 3)" in text
+    assert "from accelerate.yaml:2" in text, "of num_processes"
+    assert "from config/run.toml:7; outranks accelerate.yaml:3 (= no)" in text
+    assert "not set (no)" in text, "what counts if the field is emptied"
