@@ -22,6 +22,7 @@ from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.models import models
 from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, with_settings
+from simpletuner.commands.page import page
 from simpletuner.commands.plan import plan
 from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
@@ -57,6 +58,7 @@ def build_app() -> typer.Typer:
     app.command("detect-blocks", **settings)(with_settings(detect_blocks, SHOWN))
     app.command("plan", **settings)(with_settings(plan))
     app.command("models")(models)
+    app.command("page")(page)
     app.add_typer(build_config(), name="config")
     app.add_typer(build_dataset(), name="dataset")
     app.add_typer(build_deepspeed(), name="deepspeed")

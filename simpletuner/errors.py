@@ -39,6 +39,8 @@ class SimpleTunerError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.about: tuple[str, ...] = ()
+        """The settings that the error is about, where it lists no mistakes."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ COMMANDS = (
     "deepspeed templates --help",
     "cache list --help",
     "nfs check --help",
+    "page --help",
     "train --help",
 )
 

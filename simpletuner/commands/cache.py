@@ -15,7 +15,7 @@ from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, Settings, load
-from simpletuner.system.numbers import count_noun
+from simpletuner.system.numbers import count_noun, format_bytes
 from simpletuner.tools.cache.contents import CacheKind
 
 if TYPE_CHECKING:
@@ -138,30 +138,12 @@ def clear_unused(
 
 
 def find_items(settings: Settings, kinds: Sequence[CacheKind], report: Report) -> list[CacheItem]:
-    """Find the caches of some kinds. Raises SettingsError for a folder that holds more than what was asked for."""
-    from simpletuner.tools.cache.contents import find_blocks, find_run_shards, find_swap
+    """Find the caches of some kinds, and say which files that look like caches are not ours."""
+    from simpletuner.tools.cache.finding import find_caches
 
-    wanted = set(CacheKind) if CacheKind.ALL in kinds else set(kinds)
-    items = find_blocks() if CacheKind.BLOCKS in wanted else []
-    if CacheKind.DEEPSPEED in wanted:
-        swapped, foreign = find_swap(settings.parallel.offload_param_path)
-        items += swapped
-        report_foreign(report, foreign)
-    if wanted & {CacheKind.LATENTS, CacheKind.TEXT}:
-        items += select_shards(*find_run_shards(settings), wanted)
+    items, foreign = find_caches(settings, kinds)
+    report_foreign(report, foreign)
     return items
-
-
-def select_shards(latents: Sequence[CacheItem], text: Sequence[CacheItem], wanted: set[CacheKind]) -> list[CacheItem]:
-    """Return the items of the wanted kinds. A folder that holds both is one item, and needs both to be wanted."""
-    paths = {item.path.resolve() for item in latents}
-    shared = [item for item in text if item.path.resolve() in paths]
-    if shared and not {CacheKind.LATENTS, CacheKind.TEXT} <= wanted:
-        raise SettingsError(
-            f"{shared[0].path} caches latents and text in the same files: they can only be cleared together",
-            "name both: `simpletuner cache clear latents text`",
-        )
-    return [item for item in [*latents, *text] if item.kind in wanted and item not in shared]
 
 
 def show_removable(report: Report, items: Sequence[CacheItem], as_json: bool) -> None:
@@ -200,8 +182,3 @@ def size(count: int) -> str:
     from rich.filesize import decimal
 
     return decimal(count)
-
-
-def format_bytes(count: int) -> str:
-    """Return a readable size with the exact number of bytes."""
-    return f"{count:,} bytes" if count < 1000 else f"{size(count)} ({count:,} bytes)"

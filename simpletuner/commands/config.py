@@ -11,11 +11,11 @@ import typer
 
 from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
-from simpletuner.commands.output_file import refuse_overwriting, save
 from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.report import Report
 from simpletuner.settings import load
 from simpletuner.system.numbers import count_noun
+from simpletuner.system.output_file import refuse_overwriting, save
 
 
 class Format(StrEnum):
@@ -68,8 +68,8 @@ def show(
 
 def validate(file: Annotated[Path, path_argument("JSON, TOML, YAML or .env file of settings.")]) -> None:
     """Check a config file as `train` would, without running anything."""
-    from simpletuner.commands.run_check import check_run, load_run
     from simpletuner.settings.sources import collect_from_file
+    from simpletuner.tools.run_check import check_run, load_run
 
     loaded = check_run(load_run(collect_from_file(file)))
     Report().warn_all(loaded.warnings)
@@ -104,16 +104,11 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented config file to start from."""
-    from simpletuner.models.registry import check_trainable
-    from simpletuner.settings.loading import resolve
-    from simpletuner.settings.schema import scaffold_toml
-    from simpletuner.settings.sources import from_flags
+    from simpletuner.tools.new_config import new_config
 
-    flags = {"model_family": model_family, "model_flavour": model_flavour, "num_processes": num_processes}
-    settings = resolve([from_flags(flags)], complete=False).settings
-    check_trainable(settings.model)
+    text = new_config(model_family, model_flavour, num_processes)
     refuse_overwriting(output, force)
-    save(output, scaffold_toml(settings))
+    save(output, text)
     Report().say(f"{output} is written: set instance_data_dir in it, then `simpletuner train --config {output}`")
 
 
@@ -139,15 +134,11 @@ def export(
     output: Output = None,
 ) -> None:
     """Write settings in a format that replays them 1:1. The replay command goes to stderr."""
-    from simpletuner.models.support import check_context_parallel
-    from simpletuner.settings.export import export as export_settings
-    from simpletuner.settings.places import naming_places
+    from simpletuner.tools.exporting import export_checked
 
     report = Report()
     loaded = load(flags, config, complete=False)
-    with naming_places(loaded.origins, "model_family", "model_flavour", "context_parallel_size"):
-        check_context_parallel(loaded.settings)
-    result = export_settings(loaded, to.value, everything)
+    result = export_checked(loaded, to.value, everything)
     if output is None:
         report.text(result.text)
     else:

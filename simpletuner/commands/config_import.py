@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from simpletuner.commands.output_file import refuse_overwriting, save
 from simpletuner.data.dataset_file import read_entries
 from simpletuner.data.original_datasets import ImportedDatasets, import_datasets
 from simpletuner.errors import SettingsError
@@ -31,6 +30,7 @@ from simpletuner.settings.sections import SECTION_OF, Data
 from simpletuner.settings.sources import ACCELERATE_CONFIG, from_accelerate
 from simpletuner.settings.variables import from_env_file
 from simpletuner.system.numbers import count_noun
+from simpletuner.system.output_file import refuse_overwriting, save
 
 DATASETS = "data_backend_config"
 OPTIONAL = ("validation", "logging")

@@ -14,13 +14,13 @@ import typer
 
 from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
-from simpletuner.commands.output_file import refuse_overwriting, save
 from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
+from simpletuner.system.output_file import refuse_overwriting, save
 
 if TYPE_CHECKING:
-    from simpletuner.commands.deepspeed_builder import DeepSpeedBuilder
+    from simpletuner.deepspeed.builder import DeepSpeedBuilder
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
@@ -73,8 +73,8 @@ def build(
 
     Asks one question at a time in a terminal, or takes flags. What is not chosen stays `auto`: settings fill it in.
     """
-    from simpletuner.commands.deepspeed_builder import DeepSpeedBuilder
     from simpletuner.commands.wizard import DEFAULT_OUTPUT
+    from simpletuner.deepspeed.builder import DeepSpeedBuilder
     from simpletuner.deepspeed.requirements import check_platform
     from simpletuner.deepspeed.template_files import format_template, user_template_path
 

@@ -24,13 +24,13 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again to resume."""
-    from simpletuner.commands.run_check import check_run, load_run
     from simpletuner.launch.launcher_connection import exit_if_launcher_died
     from simpletuner.launch.plan import check_world_size, choose_gpus, is_rank
     from simpletuner.launch.supervisor import launch_ranks
     from simpletuner.models.support import check_runnable
     from simpletuner.settings.sources import collect_sources
     from simpletuner.system.signals import exit_on_interrupt, terminate_with_parent
+    from simpletuner.tools.run_check import check_run, load_run
 
     loaded = load_run(collect_sources(flags, config, os.environ))
     loaded.pass_on_variables(os.environ)  # first: CUDA_VISIBLE_DEVICES decides which GPUs there are

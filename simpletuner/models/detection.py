@@ -85,17 +85,14 @@ def detect(model: Model, refresh: bool, warn: Callable[[str], None]) -> Detectio
     Raises SettingsError or EnvironmentNotReady for a model that cannot be found or built.
     """
     architecture = architecture_of(model, warn)
-    fingerprint, folder = fingerprint_of(architecture), folder_of(model)
-    flavour = model.model_flavour or ("" if folder else next(iter(flavours_of(model.model_family)), ""))
-    key = " ".join((model.model_family or "-", flavour or "-", folder)).rstrip()
-    entry = None if refresh else look_up(key, fingerprint, warn)
-    if entry is not None and (cached := from_json(entry)) is not None:
+    if not refresh and (cached := find_cached(model, architecture, warn)) is not None:
         return cached
+    fingerprint = fingerprint_of(architecture)
     blocks, lora_targets = build_and_detect(architecture)
     detection = Detection(
         model_family=model.model_family,
-        model_flavour=flavour,
-        pretrained_model=folder,
+        model_flavour=flavour_detected(model),
+        pretrained_model=folder_of(model),
         denoiser=architecture.class_name,
         source=architecture.source,
         blocks=blocks,
@@ -103,8 +100,23 @@ def detect(model: Model, refresh: bool, warn: Callable[[str], None]) -> Detectio
         detected_at=datetime.now(UTC).isoformat(timespec="seconds"),
         fingerprint=fingerprint,
     )
-    put(key, detection.as_json(), warn)
+    put(key_of(model), detection.as_json(), warn)
     return detection
+
+
+def find_cached(model: Model, architecture: Architecture, warn: Callable[[str], None]) -> Detection | None:
+    """Return what was detected earlier of the same architecture, by the same version of diffusers; no torch."""
+    entry = look_up(key_of(model), fingerprint_of(architecture), warn)
+    return from_json(entry) if entry is not None else None
+
+
+def flavour_detected(model: Model) -> str:
+    """The flavour that the settings mean: the family's default one where they name neither that nor a folder."""
+    return model.model_flavour or ("" if folder_of(model) else next(iter(flavours_of(model.model_family)), ""))
+
+
+def key_of(model: Model) -> str:
+    return " ".join((model.model_family or "-", flavour_detected(model) or "-", folder_of(model))).rstrip()
 
 
 def fingerprint_of(architecture: Architecture) -> str:

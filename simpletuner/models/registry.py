@@ -128,6 +128,11 @@ def flavours_of(family: str) -> Mapping[str, Flavour]:
     return preset.flavours if preset else {}
 
 
+def trainable_flavours(family: str) -> list[str]:
+    """The published flavours of a family that can be trained, the default first, and the tiny one."""
+    return [*(name for name, flavour in flavours_of(family).items() if not flavour.untrainable), TINY]
+
+
 def flavour_of(model: Model) -> Flavour | None:
     """The chosen published flavour, or the family's default one; None for tiny and for a user's own family."""
     flavours = flavours_of(model.model_family)

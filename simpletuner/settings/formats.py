@@ -52,7 +52,15 @@ def read_entries(path: Path, environment: Mapping[str, str] = os.environ) -> lis
     Raises SettingsError where it cannot be read or does not parse.
     """
     with explain_parsing(path, "check the path", "correct that value"):
-        text = read_text(path)
+        return parse_entries(path, read_text(path), environment)
+
+
+def parse_entries(path: Path, text: str, environment: Mapping[str, str] = os.environ) -> list[FileEntry]:
+    """Parse the text of the file at `path`, which may not be there yet, or not any more.
+
+    Raises SettingsError where it does not parse.
+    """
+    with explain_parsing(path, "check the path", "correct that value"):
         entries = list(format_of(path, environment)(text))
         for entry in entries:
             check_depth(entry.value)

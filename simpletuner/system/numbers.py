@@ -39,6 +39,13 @@ def format_gb(count: float) -> str:
     return f"{count / 10**9:,.0f} GB" if count >= 10**10 else f"{count / 10**9:.2f} GB"
 
 
+def format_bytes(count: int) -> str:
+    """Return a readable size with the exact number of bytes."""
+    from rich.filesize import decimal
+
+    return f"{count:,} bytes" if count < 1000 else f"{decimal(count)} ({count:,} bytes)"
+
+
 def format_count(count: int) -> str:
     """Format a number of parameters: `11.9 B`, `5.00 B`, `860 M`, `512`."""
     for letter, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):

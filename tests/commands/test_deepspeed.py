@@ -286,9 +286,12 @@ def test_a_contradicting_config_file_is_kept_and_nothing_is_written(capsys, tmp_
     assert "cannot be both --output and --apply" in refusal(
         capsys, "build", "--stage=1", "--apply=run.toml", "--output=run.toml", "--force"
     )
-    kept = ("--apply=run.toml", "--output=a#b.json", "--save_template=mine")
-    assert 'deepspeed_config = "a#b.json"' in refusal(capsys, "build", "--stage=1", *kept)
-    assert Path("run.toml").read_text() == text and [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+    # In a file whose other lines use the setting, it cannot be changed alone.
+    Path("run.env").write_text("DEEPSPEED_CONFIG=none\nOUTPUT_DIR=$DEEPSPEED_CONFIG\n")
+    kept = ("--apply=run.env", "--output=b.json", "--save_template=mine")
+    assert 'deepspeed_config = "b.json"' in refusal(capsys, "build", "--stage=1", *kept)
+    assert Path("run.toml").read_text() == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.env", "run.toml"]
 
 
 INLINE = {

@@ -1,0 +1,90 @@
+"""The ASGI application: all routes, and errors as sentences."""
+
+from __future__ import annotations
+
+import http
+import threading
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from simpletuner.errors import SimpleTunerError, explain_os_error
+from simpletuner.page import blocks, builder_dialog, configurations, editor, exports, preferences, runs
+from simpletuner.page.folders import Folders
+from simpletuner.page.guard import HEADERS, Guard, Secrets
+from simpletuner.page.rendering import HERE, render, respond_error
+
+PAGES = (configurations, editor, blocks, builder_dialog, exports, runs, preferences)
+BUG = SimpleTunerError("This is a bug in simpletuner.", "the terminal where the page was started shows where")
+
+
+def build_application(folders: Folders, config: Path | None, secrets: Secrets, host: str) -> Starlette:
+    """Return the page. `config` is the file that opens first."""
+    static = Mount("/static", StaticFiles(directory=HERE / "static"))
+    guard = Middleware(Guard, secrets=secrets, host=host, refuse=refuse, enter=enter)
+    # Handlers are plain functions: Starlette runs them in threads, so that one that reads files holds nobody up.
+    application = Starlette(
+        routes=[Route("/", first_page), static, *(route for module in PAGES for route in module.ROUTES)],
+        middleware=[guard],
+        exception_handlers={
+            SimpleTunerError: show_error,
+            OSError: show_os_error,
+            HTTPException: show_http_error,
+            Exception: show_bug,
+        },
+    )
+    application.state.folders, application.state.config = folders, config
+    # Locks of the server, not of a visitor: files are saved one after the other, and so are models built.
+    application.state.saving, application.state.detecting = threading.Lock(), threading.Lock()
+    application.state.secrets, application.state.csrf = secrets, secrets.csrf
+    return application
+
+
+def first_page(request: Request) -> Response:
+    return RedirectResponse("/configurations", 303)
+
+
+def enter(request: Request) -> Response:
+    """Trade the token for a cookie, and go on without it in the address.
+
+    By a page instead of a redirect: where a link in another site led here, browsers would not send a SameSite=Strict
+    cookie with the redirected request.
+    """
+    secrets: Secrets = request.app.state.secrets
+    response = HTMLResponse(render("enter", path=request.url.path))
+    response.set_cookie(secrets.cookie, secrets.token, httponly=True, samesite="strict")
+    return response
+
+
+def refuse(request: Request, code: int, sentence: str) -> Response:
+    return respond_error(request, SimpleTunerError(sentence), code)
+
+
+def show_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SimpleTunerError)
+    return respond_error(request, error)
+
+
+def show_os_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OSError)
+    return respond_error(request, explain_os_error(error))
+
+
+def show_http_error(request: Request, error: Exception) -> Response:
+    """Unknown addresses and methods, as Starlette finds them."""
+    assert isinstance(error, HTTPException)
+    sentence = {404: "There is no such page.", 405: "This address is not asked in that way."}
+    message = sentence.get(error.status_code, http.HTTPStatus(error.status_code).description or error.detail)
+    return respond_error(request, SimpleTunerError(message, "the navigation leads to all pages"), error.status_code)
+
+
+def show_bug(request: Request, error: Exception) -> Response:
+    response = respond_error(request, BUG, 500)
+    response.headers.update(HEADERS)  # Starlette answers these outside of the guard
+    return response

@@ -1,0 +1,89 @@
+"""The Detect Blocks dialog: which classes FSDP should wrap. What is not cached, a process of its own detects."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.models.architecture import architecture_of
+from simpletuner.models.detection import Detection, find_cached, from_json
+from simpletuner.page.documents import Document, examine
+from simpletuner.page.editor import read_document
+from simpletuner.page.rendering import folders_of, render
+from simpletuner.settings import Settings
+from simpletuner.settings.export import as_flags
+from simpletuner.settings.sections import Model
+
+SETTING = "fsdp_transformer_layer_cls_to_wrap"
+NAMES_MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revision", "model_families")
+SECONDS = 300
+"""The largest published denoiser takes 20 s on two cores, most of it the import of torch and diffusers."""
+
+
+def open_dialog(request: Request) -> Response:
+    """Show what is cached, or begin to detect."""
+    document, model = model_of(request)
+    warnings: list[str] = []
+    architecture = architecture_of(model, warnings.append)
+    cached = find_cached(model, architecture, warnings.append)
+    values = {"found": cached, "chosen": chosen(document, cached), "warnings": warnings, "error": None}
+    return HTMLResponse(render("blocks", setting=SETTING, name=name_of(model), **values))
+
+
+def detect(request: Request) -> Response:
+    """Detect in a process of its own: building a model needs torch, which this server does without."""
+    document, model = model_of(request)
+    warnings: list[str] = []
+    found, error = None, None
+    with request.app.state.detecting:  # each such process takes a gigabyte and all cores
+        done = subprocess.run(command_for(model), capture_output=True, text=True, timeout=SECONDS)
+    if done.returncode == 0:
+        found = from_json(json.loads(done.stdout))
+    else:
+        error = error_in(done.stderr)
+    values = {"found": found, "chosen": chosen(document, found), "warnings": warnings, "error": error}
+    return HTMLResponse(render("blocks_found", setting=SETTING, name=name_of(model), **values))
+
+
+def model_of(request: Request) -> tuple[Document, Model]:
+    document = read_document(request)
+    return document, examine(document, folders_of(request)).settings.model
+
+
+def command_for(model: Model) -> list[str]:
+    """The command that detects this model, whatever else this folder's config files say."""
+    values: Mapping[str, Any] = Settings(model=model).model_dump(mode="json")["model"]
+    flags = as_flags({name: values[name] for name in NAMES_MODEL})
+    own = ["--json", "--refresh", f"--config={os.devnull}", "--accelerate_config=none"]
+    return [sys.executable, "-m", "simpletuner", "detect-blocks", *own, *flags]
+
+
+def error_in(said: str) -> EnvironmentNotReady:
+    """Return the error that the command printed, with its hint."""
+    lines = dict(line.split(": ", 1) for line in said.splitlines() if line.startswith(("error: ", "hint: ")))
+    return EnvironmentNotReady(
+        lines.get("error", "the process that detects ended without a result"), lines.get("hint", "")
+    )
+
+
+def chosen(document: Document, found: Detection | None) -> set[str]:
+    """The classes that are ticked: those that the form has, else those that are recommended."""
+    typed = document.typed.get(SETTING, str(document.values.get(SETTING, "")))
+    named = {name.strip() for name in typed.split(",") if name.strip()}
+    return named or set(found.blocks.recommended if found else ())
+
+
+def name_of(model: Model) -> str:
+    return " ".join(filter(None, (model.model_family, model.model_flavour))) or model.pretrained_model_name_or_path
+
+
+ROUTES = [Route("/blocks", open_dialog), Route("/blocks/detect", detect, methods=["POST"])]

@@ -1,0 +1,111 @@
+"""The editor of one config file: show it, check what is typed, save it in place, and notice who else changed it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from simpletuner.page.documents import Document, Examined, examine
+from simpletuner.page.fields import FieldGroup, sections_of
+from simpletuner.page.hardware import accelerate_groups
+from simpletuner.page.rendering import field, fields_of, folders_of, is_fragment, render, respond, toast
+from simpletuner.settings.editing import write
+from simpletuner.settings.sections import setting_fields
+from simpletuner.system.numbers import count_noun
+
+VIEWS = {"all": sections_of, "accelerate": accelerate_groups}
+"""All settings, and those of Hardware -> Accelerate."""
+
+
+def show(request: Request) -> Response:
+    """The editor. What was typed may come with the address of a form that was sent without scripts."""
+    document = read_document(request)
+    values = editor_values(request, document, examine(document, folders_of(request)))
+    return respond(request, "editor", title=document.path.name, **values)
+
+
+def read_document(request: Request) -> Document:
+    """Read the file that a request names, with the fields that it brings."""
+    typed = {name: field(request, name) for name in fields_of(request) if name in setting_fields()}
+    return Document.read(folders_of(request), field(request, "file"), typed)
+
+
+def editor_values(request: Request, document: Document, examined: Examined) -> dict[str, Any]:
+    view = field(request, "view", "all")
+    groups: list[FieldGroup] = list(VIEWS.get(view, sections_of)(document, examined))
+    return {
+        "document": document,
+        "examined": examined,
+        "groups": groups,
+        "names": {each.name for group in groups for each in group.fields},
+        "view": view if view in VIEWS else "all",
+        "query": field(request, "q"),
+        "is_fragment": is_fragment(request),
+    }
+
+
+def check(request: Request) -> Response:
+    """Say what is wrong as it is typed: the notes of all fields, the summary, and whether the file has changed."""
+    document = read_document(request)
+    examined = examine(document, folders_of(request))
+    groups = VIEWS.get(field(request, "view"), sections_of)(document, examined)
+    notes = {each.name: each.note for group in groups for each in group.fields}
+    parts = [render("notes", notes=notes.values(), names=notes, examined=examined, document=document)]
+    if field(request, "checksum") != document.checksum:
+        parts.append(render("conflict", document=document, **conflict_of(document)))
+    return HTMLResponse("".join(parts), headers={"HX-Reswap": "none"})
+
+
+def save(request: Request) -> Response:
+    """Write what was typed into the file; not over changes that somebody else has made meanwhile."""
+    document = read_document(request)
+    # Two tabs that save at the same time: the second one must see what the first has written.
+    with request.app.state.saving:
+        if field(request, "checksum") != document.checksum:
+            conflict = render("conflict", document=document, **conflict_of(document))
+            warning = toast(f"{document.path} has changed on disk: nothing is saved", "choose above", "warning")
+            attend = json.dumps({"attend": {"id": "conflict"}})
+            return HTMLResponse(conflict + warning, headers={"HX-Reswap": "none", "HX-Trigger-After-Settle": attend})
+        refused = refuse_invalid(document, examine(document, folders_of(request)))
+        if refused:
+            return HTMLResponse(toast(*refused, "error"), headers={"HX-Reswap": "none"})
+        new = document.changed_text()
+        if new != document.text:
+            write(folders_of(request).resolve(field(request, "file")), new)
+    saved = replace(document, text=new, typed={})
+    examined = examine(saved, folders_of(request))
+    editor = render("editor_form", csrf="", path=request.url.path, **editor_values(request, saved, examined))
+    return HTMLResponse(editor + saved_toast(document, examined))
+
+
+def refuse_invalid(document: Document, examined: Examined) -> tuple[str, str] | None:
+    """Say why something that was typed cannot be saved: it is no value of its setting."""
+    invalid = [name for name in document.typed if name in examined.invalid]
+    if not invalid:
+        return None
+    return f"nothing is saved: correct {', '.join(invalid)} first", "; ".join(examined.mistakes.get(invalid[0], ()))
+
+
+def saved_toast(document: Document, examined: Examined) -> str:
+    said = f"{document.path} is saved: {count_noun(len(document.typed), 'setting')} changed"
+    if not examined.count:
+        return toast(said)
+    return toast(said, f"{count_noun(examined.count, 'mistake')} in it: a run would not start", "warning")
+
+
+def conflict_of(document: Document) -> dict[str, Any]:
+    """Both versions: the file as it is now, and with what was typed on top of it."""
+    on_disk = {name: str(document.values.get(name, "not set")) for name in document.typed}
+    return {"on_disk": on_disk, "mine": document.typed, "merged": document.changed_text()}
+
+
+ROUTES = [
+    Route("/configurations/edit", show, name="edit"),
+    Route("/configurations/check", check, methods=["POST"]),
+    Route("/configurations/save", save, methods=["POST"]),
+]

@@ -1,0 +1,169 @@
+"""Who may talk to the page: token, Host header, CSRF, size of a request; and the headers of every response.
+
+A page on loopback can be reached by any site that is open in the same browser, so each check stands for one attack:
+Host for DNS rebinding, Origin and a header of our own for cross-site requests, the cookie for other users of this
+machine, and Content-Security-Policy for markup that came from a file, a prompt or a model folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from simpletuner.settings.formats import MAX_FILE_BYTES
+
+MAX_BODY_BYTES = 2 * MAX_FILE_BYTES
+"""A settings file in a form: percent-encoding can triple a text, but not one of settings."""
+MAX_FIELDS = 5000
+CSRF_HEADER = "X-CSRF-Token"
+SAFE_METHODS = ("GET", "HEAD")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache, private",
+}
+
+WRONG_HOST = "This page does not answer to that name: use the address that `simpletuner page` printed."
+NO_TOKEN = "This page needs the address that `simpletuner page` printed, with its token."
+FOREIGN = "This request did not come from this page: reload it and try again."
+TOO_LARGE = f"A request may have at most {MAX_BODY_BYTES >> 20} MiB."
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """The token of one server, and what is derived from it; nothing is kept per visitor."""
+
+    token: str
+    port: int
+
+    @property
+    def cookie(self) -> str:
+        """The cookie's name. Browsers send cookies to all ports of a host, so each server has a name of its own."""
+        return f"simpletuner-{self.port}"
+
+    @property
+    def csrf(self) -> str:
+        return hmac.new(self.token.encode(), b"csrf", hashlib.sha256).hexdigest()
+
+
+def is_same(one: str, other: str) -> bool:
+    """Compare two texts in constant time; hmac takes no text that is not ASCII."""
+    return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode("utf-8", "replace"))
+
+
+def names_this_machine(host: str, named: str) -> bool:
+    """Whether a Host header can only mean this machine: an address, localhost, its own name or the one of --host.
+
+    DNS rebinding needs a name that the attacker owns. Ports may differ: a tunnel can have another one.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in {"localhost", named.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+    return True
+
+
+@dataclass
+class Guard:
+    """ASGI middleware; `refuse(request, code, sentence)` and `enter(request)` make its own responses."""
+
+    app: ASGIApp
+    secrets: Secrets
+    host: str
+    refuse: Callable[[Request, int, str], Response]
+    enter: Callable[[Request], Response]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        request = Request(scope)
+        scope.setdefault("state", {})
+        answer = self.answer(request)
+        if answer is None and request.method not in SAFE_METHODS:
+            body = await read_body(receive)
+            if body is None:
+                answer = self.refuse(request, 413, TOO_LARGE)
+            else:
+                scope["state"]["form"] = parse_form(body)
+        await (answer or self.app)(scope, receive, with_headers(send))
+
+    def answer(self, request: Request) -> Response | None:
+        """Return the response to a request that must not reach the application."""
+        if not names_this_machine(request.headers.get("host", ""), self.host):
+            return self.refuse(request, 421, WRONG_HOST)
+        token = request.query_params.get("token")
+        if token is not None and request.method == "GET" and is_same(token, self.secrets.token):
+            return self.enter(request)
+        if request.url.path.startswith("/static/"):  # the page of an error needs its style, which is public
+            return None
+        if not is_same(request.cookies.get(self.secrets.cookie, ""), self.secrets.token):
+            return self.refuse(request, 401, NO_TOKEN)
+        if request.method not in SAFE_METHODS and not self.is_from_here(request):
+            return self.refuse(request, 403, FOREIGN)
+        return None
+
+    def is_from_here(self, request: Request) -> bool:
+        """Whether a request that changes something was sent by a script of this page."""
+        origin = request.headers.get("origin", "")
+        has_token = is_same(request.headers.get(CSRF_HEADER, ""), self.secrets.csrf)
+        return has_token and origin.partition("://")[2] == request.headers["host"]
+
+
+async def read_body(receive: Receive) -> bytes | None:
+    """Return the body of a request; None for one that is too large."""
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            break
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY_BYTES:
+            return None
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def parse_form(body: bytes) -> dict[str, list[str]]:
+    """Parse an urlencoded form; anything else has no fields."""
+    fields: dict[str, list[str]] = {}
+    try:
+        pairs = parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=MAX_FIELDS)
+    except ValueError:
+        return {}
+    for name, value in pairs:
+        # Browsers send the ends of lines as CR LF, whatever the text had.
+        fields.setdefault(name, []).append(value.replace("\r\n", "\n"))
+    return fields
+
+
+def with_headers(send: Send) -> Send:
+    async def add(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers.setdefault(name, value)
+        await send(message)
+
+    return add

@@ -1,0 +1,97 @@
+"""Templates, fragments and toasts. Everything is escaped, and a name that a template misspells is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+from rich.filesize import decimal
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from simpletuner import __version__
+from simpletuner.errors import SimpleTunerError
+from simpletuner.page.folders import Folders
+from simpletuner.system.numbers import count_noun, format_count, format_gib
+
+HERE = Path(__file__).parent
+
+NAVIGATION = (
+    ("Configuration", "/configurations"),
+    ("Export", "/export"),
+    ("Runs", "/runs"),
+    ("Preferences", "/preferences"),
+)
+
+
+@cache
+def environment() -> Environment:
+    loader = FileSystemLoader(HERE / "templates")
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.globals |= {"navigation": NAVIGATION, "version": __version__}
+    made.filters |= {
+        "count": count_noun,
+        "code": as_code,
+        "bytes": decimal,
+        "parameters": format_count,
+        "gib": format_gib,
+    }
+    return made
+
+
+def as_code(text: str) -> Markup:
+    """Show what stands between backticks, as messages have it, as code."""
+    parts = [escape(part) for part in text.split("`")]
+    if len(parts) % 2 == 0:  # one has no partner
+        return escape(text)
+    return Markup().join(Markup("<code>{}</code>").format(part) if n % 2 else part for n, part in enumerate(parts))
+
+
+def render(template: str, /, **values: Any) -> str:
+    """Return the text of a template; names end in `.html.jinja`, which is left out here."""
+    return environment().get_template(f"{template}.html.jinja").render(values)
+
+
+def respond(
+    request: Request, template: str, /, code: int = 200, headers: Mapping[str, str] | None = None, **values: Any
+) -> HTMLResponse:
+    """Return a whole page, or the fragment that a script of the page asked for."""
+    values |= {"csrf": request.app.state.csrf, "path": request.url.path}
+    return HTMLResponse(render(template, **values), code, headers)
+
+
+def is_fragment(request: Request) -> bool:
+    """Whether htmx asks, and will put the answer into a page that is there already."""
+    return request.headers.get("hx-request") == "true" and request.headers.get("hx-history-restore-request") != "true"
+
+
+def toast(text: str, hint: str = "", kind: str = "done") -> str:
+    """Return a message that htmx adds to those on the page; `kind` is done, warning or error."""
+    return render("toast", text=text, hint=hint, kind=kind)
+
+
+def respond_error(request: Request, error: SimpleTunerError, code: int = 400) -> HTMLResponse:
+    """Say what is wrong: as a toast to a script, else as a page."""
+    if is_fragment(request):
+        # The rest of the page stays as it is.
+        return HTMLResponse(toast(error.message, error.hint, "error"), code, {"HX-Reswap": "none"})
+    return respond(request, "error", code, title="That did not work", message=error.message, hint=error.hint)
+
+
+def folders_of(request: Request) -> Folders:
+    return request.app.state.folders
+
+
+def fields_of(request: Request) -> set[str]:
+    """The names of all fields of a request."""
+    return {*getattr(request.state, "form", {}), *request.query_params}
+
+
+def field(request: Request, name: str, default: str = "") -> str:
+    """A field of the form that was posted, or of the address."""
+    form: dict[str, list[str]] = getattr(request.state, "form", {})
+    return form[name][-1] if name in form else request.query_params.get(name, default)

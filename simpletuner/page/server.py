@@ -1,0 +1,91 @@
+"""Bind a port, print the address with its token, and serve until Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.page.application import build_application
+from simpletuner.page.folders import Folders
+from simpletuner.page.guard import Secrets
+from simpletuner.report import Report
+
+LOOPBACK = "127.0.0.1"
+USUAL_PORT = 8001
+
+
+def serve(folders: Sequence[Path], config: Path | None, host: str, port: int | None, may_open: bool) -> None:
+    """Serve the page. Raises EnvironmentNotReady where the address cannot be bound."""
+    listener = bind(host, port)
+    bound = listener.getsockname()[1]
+    made = Secrets(secrets.token_urlsafe(32), bound)
+    application = build_application(Folders.of(folders), config, made, host)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{bound}/?token={made.token}"
+    announce(Report(), address, host)
+    if may_open and has_browser():
+        webbrowser.open(address)
+    settings = uvicorn.Config(
+        application,
+        log_level="warning",
+        server_header=False,
+        access_log=False,
+        timeout_graceful_shutdown=2,  # a page that waits for news keeps its connection open
+    )
+    uvicorn.Server(settings).run(sockets=[listener])
+
+
+def announce(report: Report, address: str, host: str) -> None:
+    report.text(address + "\n")
+    sys.stdout.flush()  # whoever reads it from a pipe waits for it
+    report.say("open this address in a browser; Ctrl-C stops the page, runs go on")
+    if not is_loopback(host):
+        report.warn(
+            f"the page answers on {host} without encryption: whoever sees its traffic can use it",
+            f"`ssh -L {USUAL_PORT}:localhost:{USUAL_PORT}` to this machine is safer, without --host",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bind(host: str, port: int | None) -> socket.socket:
+    """Return a bound socket: at the port that was asked for, else at the usual one, else at any that is free."""
+    try:
+        family, _, _, _, found = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise EnvironmentNotReady(f"--host {host}: {error.strerror}", "name an address of this machine") from None
+    ports = [USUAL_PORT, 0] if port is None else [port]
+    for number in ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((found[0], number))
+            listener.listen()  # now: whoever reads the address may connect before uvicorn has started
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE and number != ports[-1]:
+                continue
+            hint = "give another --port" if error.errno == errno.EADDRINUSE else "give another --host or --port"
+            raise EnvironmentNotReady(f"cannot listen on {host}:{number}: {error.strerror}", hint) from None
+        return listener
+    raise AssertionError("the last port is bound or refused")
+
+
+def has_browser() -> bool:
+    """Whether this user sits at this machine: a browser in the terminal would take the place of what is printed."""
+    on_screen = sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ)
+    return bool(on_screen) and sys.stdout.isatty() and "SSH_CONNECTION" not in os.environ

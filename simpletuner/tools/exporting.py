@@ -1,0 +1,18 @@
+"""Export settings after the checks that are made before a file is written."""
+
+from __future__ import annotations
+
+from simpletuner.models.support import check_context_parallel
+from simpletuner.settings import Loaded
+from simpletuner.settings.export import Exported, export
+from simpletuner.settings.places import naming_places
+
+
+def export_checked(loaded: Loaded, to: str, everything: bool) -> Exported:
+    """Return settings in a format.
+
+    Raises SettingsError for a denoiser that cannot be split, and for a format that cannot say them.
+    """
+    with naming_places(loaded.origins, "model_family", "model_flavour", "context_parallel_size"):
+        check_context_parallel(loaded.settings)
+    return export(loaded, to, everything)

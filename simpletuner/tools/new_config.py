@@ -1,0 +1,16 @@
+"""A commented config file to start from, for a family and a number of GPUs."""
+
+from __future__ import annotations
+
+from simpletuner.models.registry import check_trainable
+from simpletuner.settings.loading import resolve
+from simpletuner.settings.schema import scaffold_toml
+from simpletuner.settings.sources import from_flags
+
+
+def new_config(model_family: str, model_flavour: str, num_processes: str) -> str:
+    """Return the text of a TOML file. Raises SettingsError for a family that cannot be trained."""
+    flags = {"model_family": model_family, "model_flavour": model_flavour, "num_processes": num_processes}
+    settings = resolve([from_flags(flags)], complete=False).settings
+    check_trainable(settings.model)
+    return scaffold_toml(settings)

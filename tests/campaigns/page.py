@@ -1,0 +1,150 @@
+"""Random requests to a real page, as a visitor with the token and as one without: `python tests/campaigns/page.py`.
+
+Every parameter gets traversal, markup, huge numbers and broken encodings. No answer may be a bug, hold markup that was
+sent, show what is outside of the folders, or change anything there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS)]
+
+from page_server import Answer, PageServer, page_server  # noqa: E402
+
+from simpletuner.settings.sections import setting_fields  # noqa: E402
+
+MARKUP = '"><img src=x onerror=alert(1)><script>alert(2)</script>{{7*7}}'
+SECRET = "what nobody may read"
+GET = (
+    *("/", "/configurations", "/configurations/edit", "/configurations/flavours", "/export", "/export/download"),
+    *("/preferences", "/runs", "/blocks", "/deepspeed", "/static/style.css", "/static/../guard.py", "/nowhere"),
+)
+POST = (
+    *("/configurations/new", "/configurations/copy", "/configurations/check", "/configurations/save"),
+    *("/deepspeed/preview", "/deepspeed/recommend", "/deepspeed/template", "/deepspeed/apply", "/preferences/clear"),
+)
+NAMES = (
+    *("file", "target", "view", "q", "checksum", "to", "all", "kind", "template", "template_name", "replace"),
+    *("model_family", "model_flavour", "num_processes", "gpu_memory", "host_memory", "parameters", "build_zero_stage"),
+    *("build_offload_param_path", "accelerate_config", "token"),
+)
+FILES = (
+    *("run.toml", "run.yaml", "run.json", "config/config.env", "new.toml", "link.toml", "up/secret.toml"),
+    *("broken.toml", MARKUP.replace("/", "") + ".toml"),
+)
+ODD = (
+    *("", " ", "\0", "../secret.toml", "../../etc/passwd", "/etc/passwd", "file:///etc/passwd", "~", "~root/x"),
+    *("{env:HOME}", MARKUP, MARKUP.replace("/", "") + ".toml", "%2e%2e%2fsecret.toml", "..\\secret.toml", "a" * 5000),
+    *(
+        "1e999",
+        "-1",
+        "99999999999999999999",
+        "NaN",
+        "none",
+        "{",
+        '{"a": 1}',
+        "[1, 2]",
+        "[",
+        "sdxl",
+        "tiny",
+        "true",
+        "2",
+    ),
+    *("cpu", "nvme", "24GiB", "all", "latents", "blocks", "deepspeed", "toml", "slurm", "accelerate", "zero3", "mine"),
+    *("\ud83d", "\u202e", "\r\nSet-Cookie: a=b", "x.json", "sub/x.toml", "run.toml/x.toml", "config"),
+)
+
+
+def prepare(folder: Path) -> None:
+    """Write files as people have them, some with markup, and what must not be seen or changed."""
+    outside = folder.parent
+    (outside / "secret.toml").write_text(f'tracker_run_name = "{SECRET}"\n')
+    (folder / "config").mkdir()
+    (folder / "run.toml").write_text(
+        f"model_family = 'sdxl'\nvalidation_prompt = ['{MARKUP}']\ninstance_data_dir = '{MARKUP}'\n"
+    )
+    (folder / "run.yaml").write_text(f"model_family: flux\nmodel_flavour: tiny\n'{MARKUP}': 1\n")
+    (folder / "run.json").write_text('{"model_family": "sdxl", "zero_stage": 2, "num_processes": 2}')
+    (folder / f"{MARKUP.replace('/', '')}.toml").write_text("model_family = 'sdxl'\nseed = 1\n")
+    (folder / "broken.toml").write_text(f"seed = {MARKUP}")
+    (folder / "link.toml").symlink_to(outside / "secret.toml")
+    (folder / "up").symlink_to(outside)
+
+
+def value(rng: random.Random) -> str:
+    return rng.choice(FILES if rng.random() < 0.4 else ODD)
+
+
+def parameters(rng: random.Random) -> dict[str, str]:
+    names = rng.choices((*NAMES, *setting_fields()), k=rng.randrange(6))
+    return {name: value(rng) for name in names} | ({"file": rng.choice(FILES)} if rng.random() < 0.7 else {})
+
+
+def requests(rng: random.Random, server: PageServer) -> Iterator[tuple[str, str, Mapping[str, str], bytes]]:
+    """Yield methods, addresses, headers and bodies without end."""
+    own = server.script_headers()
+    while True:
+        query = urlencode(parameters(rng), errors="surrogatepass")
+        if rng.random() < 0.5:
+            path = rng.choice(GET) if rng.random() < 0.9 else quote(value(rng), errors="surrogatepass") or "/"
+            headers = own if rng.random() < 0.9 else {}
+            yield "GET", f"{path if path.startswith('/') else '/' + path}?{query}", headers, b""
+        else:
+            body = query.encode() if rng.random() < 0.95 else rng.randbytes(50)
+            kept = own if rng.random() < 0.9 else {name: own[name] for name in rng.sample(list(own), 3)}
+            yield rng.choice(("POST",) * 9 + ("PUT",)), rng.choice(POST), kept, body
+
+
+def check(sent: tuple[str, str, Mapping[str, str], bytes], answer: Answer) -> None:
+    """Raise AssertionError for an answer that must not be."""
+    assert answer.code in (200, 303, 400, 401, 403, 404, 405, 413, 421), (sent, answer.code, answer.text[-500:])
+    assert SECRET not in answer.text, sent
+    is_html = answer.headers.get("content-type", "").startswith("text/html")
+    assert not is_html or ("<img src=x" not in answer.text and "<script>alert" not in answer.text), sent
+    assert "set-cookie" not in answer.headers or "SameSite=strict" in answer.headers["set-cookie"], sent
+
+
+def outside(folder: Path) -> dict[str, bytes]:
+    """All files beside the folder, but for the page's log and the user's own templates and caches."""
+    skipped = (folder, folder.parent / "home", folder.parent / f"{folder.name}-page.log")
+    paths = [path for path in folder.parent.rglob("*") if not any(path.is_relative_to(each) for each in skipped)]
+    return {str(path): path.read_bytes() for path in paths if path.is_file()}
+
+
+def fuzz(server: PageServer, seed: int, count: int) -> Counter[int]:
+    """Send `count` requests; return how many there were of each code."""
+    rng = random.Random(seed)
+    before = outside(server.folder)
+    codes: Counter[int] = Counter()
+    for _, sent in zip(range(count), requests(rng, server), strict=False):
+        answer = server.send(*sent)
+        check(sent, answer)
+        codes[answer.code] += 1
+    assert outside(server.folder) == before, "something outside of the folders was changed"
+    return codes
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--count", type=int, default=2000)
+    chosen = options.parse_args()
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "work"
+        folder.mkdir()
+        prepare(folder)
+        with page_server(folder) as server:
+            print(dict(fuzz(server, chosen.seed, chosen.count)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""One server and one Chromium for a module's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from browser import chromium
+from page_server import PageServer, page_server
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The current folder of the server; a test module may put files there first."""
+    made = tmp_path_factory.mktemp("page") / "work"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[PageServer]:
+    with page_server(folder) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Browser, server: PageServer) -> Iterator[Page]:
+    """A tab that has entered. Messages of its console, which CSP writes to as well, fail the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    tab = context.new_page()
+    said: list[str] = []
+    # An error that the server answers with a sentence is what a test asks for.
+    tab.on(
+        "console", lambda message: None if "the server responded with" in message.text else said.append(message.text)
+    )
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.goto(server.address)
+    tab.wait_for_url(server.origin + "/configurations*")
+    yield tab
+    context.close()
+    assert said == []

@@ -1,0 +1,226 @@
+"""The editor in a real Chromium: from typing to the file on disk, and the file replayed by the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_server import PageServer
+from playwright.sync_api import Page, expect
+
+CONFIG = """\
+# my run
+model_family = "sdxl"  # the base
+model_flavour = "tiny"
+instance_data_dir = "pictures"
+seed = 3
+validation_prompt = ["a lighthouse", "a <b>boat</b>"]
+"""
+EVIL = "</script><img src=x onerror=alert(1)>{{ 7 * 7 }}"
+
+
+@pytest.fixture
+def config(folder: Path) -> Path:
+    (folder / "pictures").mkdir(exist_ok=True)
+    (folder / "config").mkdir(exist_ok=True)
+    path = folder / "config" / "run.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def open_editor(page: Page, server: PageServer, view: str = "all") -> None:
+    page.goto(f"{server.origin}/configurations/edit?file=config/run.toml&view={view}")
+
+
+def replayed(folder: Path, path: Path) -> dict[str, Any]:
+    """What the command line makes of a file."""
+    command = [sys.executable, "-m", "simpletuner", "config", "show", "--json", f"--config={path}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return {name: row["value"] for name, row in json.loads(done.stdout).items()}
+
+
+def test_listing_creating_and_copying(page: Page, server: PageServer, folder: Path, config: Path):
+    (folder / "package.json").write_text('{"name": "x", "version": "1", "seed": 1}')
+    (folder / "broken.toml").write_text("a = ")
+    page.reload()
+    assert page.locator("tbody th").all_inner_texts() == ["config/run.toml"]
+    page.get_by_label("Model family").select_option("flux")
+    expect(page.get_by_label("Model flavour").locator("option").first).to_have_text("krea")
+    page.get_by_label("Model flavour").select_option("tiny")
+    page.get_by_label("GPUs").fill("4")
+    page.get_by_role("textbox", name="File").fill("config/new.toml")
+    page.get_by_role("button", name="Create").click()
+    page.wait_for_url("**/configurations/edit?file=*new.toml")
+    new = (folder / "config" / "new.toml").read_text()
+    assert 'model_family = "flux"' in new and "num_processes = 4" in new and "fsdp_enable = true" in new
+    page.goto(server.origin + "/configurations")
+    page.get_by_label("Copy config/run.toml").click()
+    page.get_by_label("Name of the copy").nth(1).fill("../outside.toml")
+    page.get_by_role("button", name="Copy", exact=True).click()
+    expect(page.locator("#toasts .error")).to_contain_text("is not in")
+    page.get_by_label("Name of the copy").nth(1).fill("config/copy.toml")
+    page.get_by_role("button", name="Copy", exact=True).click()
+    page.wait_for_url("**/configurations/edit?file=*copy.toml")
+    assert (folder / "config" / "copy.toml").read_text() == CONFIG
+    assert server.post("/configurations/copy", {"file": "config/run.toml", "target": "config/copy.toml"}).code == 400
+
+
+def test_typing_is_checked_and_saved_in_place(page: Page, server: PageServer, folder: Path, config: Path):
+    open_editor(page, server)
+    assert "All settings are valid" in page.locator("#summary").inner_text()
+    assert "from config/run.toml:5" in page.locator("#note-seed").inner_text()
+    page.get_by_label("learning_rate").fill("fast")
+    expect(page.locator("#note-learning_rate .mistake")).to_contain_text("use a number above 0")
+    expect(page.get_by_label("learning_rate")).to_have_attribute("aria-invalid", "true")
+    assert page.evaluate("document.activeElement.name") == "learning_rate", "typing goes on"
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#toasts .error")).to_contain_text("nothing is saved: correct learning_rate first")
+    assert config.read_text() == CONFIG
+    page.get_by_label("learning_rate").fill("2e-5")
+    expect(page.locator("#note-learning_rate .mistake")).to_have_count(0)
+    # A contradiction stands at each setting that it names.
+    page.locator("#f-fsdp_enable").select_option("true")
+    page.locator("#f-zero_stage").select_option("2")
+    for name in ("fsdp_enable", "zero_stage"):
+        expect(page.locator(f"#note-{name} .mistake")).to_contain_text("cannot be enabled simultaneously")
+    page.locator("#f-zero_stage").select_option("")
+    expect(page.locator("#note-fsdp_enable .mistake")).to_have_count(0)
+    page.locator("#f-seed").fill("")
+    page.locator("#f-validation_prompt").fill(f"a lighthouse\n{EVIL}")
+    page.locator("#f-instance_data_dir").fill("no/such")
+    expect(page.locator("#note-instance_data_dir .mistake")).to_contain_text("there is no folder")
+    page.locator("#f-instance_data_dir").fill("pictures")
+    expect(page.locator("#changed")).to_have_text("4")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#toasts .done")).to_contain_text("4 settings changed")
+    expect(page.locator("#changed")).to_be_hidden()
+    lines = config.read_text().splitlines()
+    assert lines[:4] == CONFIG.splitlines()[:4], "comments and order stay"
+    assert "seed" not in "".join(lines) and "learning_rate = 2e-05" in lines
+    values = replayed(folder, config)
+    assert values["validation_prompt"] == ["a lighthouse", EVIL] and values["fsdp_enable"] is True
+    assert values["learning_rate"] == 2e-5 and values["seed"] == 42
+    assert page.locator("#f-validation_prompt").input_value() == f"a lighthouse\n{EVIL}", "shown as text"
+
+
+def test_a_file_that_changes_meanwhile(page: Page, server: PageServer, config: Path):
+    open_editor(page, server)
+    page.locator("#f-seed").fill("7")
+    config.write_text(CONFIG.replace("seed = 3", "seed = 5\nmax_train_steps = 9"))
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#conflict")).to_contain_text("has changed on disk")
+    assert page.locator("#conflict tbody tr").inner_text().split() == ["seed", "5", "7"]
+    assert "seed = 5" in page.locator("#conflict pre").nth(0).inner_text()
+    assert "seed = 7" in page.locator("#conflict pre").nth(1).inner_text()
+    assert "seed = 5" in config.read_text(), "nothing is lost"
+    page.get_by_role("button", name="Save mine on top").click()
+    expect(page.locator("#toasts .done")).to_be_visible()
+    assert "seed = 7\nmax_train_steps = 9" in config.read_text()
+    expect(page.locator("#conflict")).to_be_empty()
+    # The other choice: what is on disk stays.
+    page.locator("#f-seed").fill("8")
+    config.write_text(CONFIG)
+    expect(page.locator("#conflict")).to_be_empty()
+    page.locator("#f-lr_end").fill("1e-6")
+    expect(page.locator("#conflict")).to_contain_text("has changed on disk")
+    page.get_by_role("link", name="Load the file as it is on disk").click()
+    expect(page.locator("#f-seed")).to_have_value("3")
+    assert config.read_text() == CONFIG
+
+
+def test_searching_and_links_survive_reload_and_back(page: Page, server: PageServer, config: Path):
+    open_editor(page, server)
+    page.keyboard.press("/")
+    page.keyboard.type("warm-up")
+    assert page.locator(".field:visible").count() == 2
+    page.reload()
+    assert page.get_by_label("Search settings").input_value() == "warm-up"
+    assert page.locator(".field:visible").count() == 2
+    page.get_by_label("Search settings").fill("zzz")
+    assert page.locator("#nothing-found").is_visible() and not page.locator("section.card:visible").count()
+    page.goto(page.url + "#setting-max_grad_norm")
+    page.reload()
+    assert page.evaluate("document.activeElement.name") == "max_grad_norm"
+    assert page.locator("#setting-max_grad_norm").bounding_box()["y"] > 60, "not below the sticky head"
+    page.get_by_role("link", name="Hardware → Accelerate").click()
+    page.wait_for_url("**view=accelerate")
+    page.go_back()
+    assert page.locator("#setting-seed").is_visible()
+
+
+def test_leaving_with_changes_asks(page: Page, server: PageServer, config: Path):
+    open_editor(page, server)
+    page.locator("#f-seed").fill("8")
+    asked: list[str] = []
+    page.on("dialog", lambda dialog: (asked.append(dialog.type), dialog.dismiss()))
+    page.get_by_role("link", name="Preferences").click()
+    page.wait_for_timeout(200)
+    assert asked == ["beforeunload"] and page.locator("#f-seed").input_value() == "8"
+    page.locator("#f-seed").fill("3")
+
+
+def test_hardware_labels_and_what_cannot_be_had(page: Page, server: PageServer, folder: Path, config: Path):
+    open_editor(page, server, "accelerate")
+    for label in (
+        *("Enable FSDP v2", "FSDP Version", "Reshard After Forward", "Checkpoint Format", "CPU RAM Efficient Loading"),
+        *("Auto Wrap Policy", "Transformer Classes to Wrap", "Context Parallel Size", "Context Parallel Rotation"),
+        *("Hybrid Sharding", "Processes", "Machines", "Backend", "DeepSpeed Config (JSON)"),
+    ):
+        assert page.get_by_label(label, exact=False).first.is_visible(), label
+    # SDXL's U-Net cannot be split over tokens.
+    assert page.get_by_label("Context Parallel Size").is_disabled()
+    assert "sdxl cannot be split" in page.locator("#about-context_parallel_size").inner_text()
+    assert page.get_by_label("Enable FSDP v2").is_enabled()
+    page.get_by_label("Enable FSDP v2").select_option("true")
+    page.get_by_label("Checkpoint Format").select_option(label="Full")
+    page.get_by_role("textbox", name="Processes").fill("2")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#toasts .done")).to_contain_text("3 settings changed")
+    values = replayed(folder, config)
+    assert (values["fsdp_enable"], values["fsdp_state_dict_type"], values["num_processes"]) == (
+        True,
+        "FULL_STATE_DICT",
+        2,
+    )
+    config.write_text(CONFIG + 'model_type = "lora"\nlearning_rate = "fast"\n')
+    open_editor(page, server, "accelerate")
+    page.locator("#summary").get_by_role("link", name="learning_rate").click()
+    expect(page.get_by_label("learning_rate")).to_be_focused()
+    page.go_back()
+    assert page.get_by_label("Enable FSDP v2").is_disabled() and page.get_by_label("ZeRO Stage").is_disabled()
+    assert "model_type=lora cannot run with FSDP" in page.locator("#about-fsdp_enable").inner_text()
+    assert "model_type=lora cannot run with DeepSpeed" in page.locator("#about-zero_stage").inner_text()
+
+
+def test_what_files_and_sources_say_is_shown(page: Page, server: PageServer, folder: Path, config: Path):
+    config.write_text(CONFIG + f"sede = 1\n'{EVIL}' = 1\nlora_rank = 8\nhub_model_id = 'a/b/c'\n")
+    open_editor(page, server)
+    summary = page.locator("#summary").inner_text()
+    assert "sede (config/run.toml:7): unknown setting; did you mean seed?" in summary
+    assert EVIL in summary and "hub_model_id" in summary
+    config.write_text(f"{CONFIG}lora_rank = 8\n")
+    page.reload()
+    page.locator("#summary details summary").click()
+    assert "lora_rank = 8 has no effect" in page.locator("#summary details").inner_text()
+    assert page.evaluate("document.images.length") == 1, "our icon, and nothing that a file brings"
+
+
+def test_files_outside_are_not_read_by_way_of_settings(server: PageServer, folder: Path, config: Path):
+    secret = folder.parent / "secret.json"
+    secret.write_text('{"zero_optimization": {"stage": 2}, "hidden": 1}')
+    page = server.get("/configurations/edit", file="config/run.toml").text
+    checksum = page.partition('id="checksum" value="')[2].partition('"')[0]
+    for name in ("deepspeed_config", "data_backend_config", "validation_prompt_file", "model_families"):
+        fields = {"file": "config/run.toml", "checksum": checksum, name: str(secret)}
+        checked = server.post("/configurations/check", fields).text
+        assert "is not in" in checked and "hidden" not in checked, name
+        assert "nothing is saved" in server.post("/configurations/save", fields).text
+    assert config.read_text() == CONFIG
+    for line in (f'deepspeed_config = "{secret}"', f'accelerate_config = "{secret}"'):
+        config.write_text(f"{CONFIG}{line}\n")
+        refused = server.get("/configurations/edit", file="config/run.toml")
+        assert refused.code == 400 and "is not in" in refused.text and "hidden" not in refused.text

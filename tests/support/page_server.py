@@ -1,0 +1,99 @@
+"""A real `simpletuner page` in a process of its own, and requests to it as a browser or as an attacker sends them."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlencode, urlsplit
+
+
+@dataclass
+class Answer:
+    """A response: its code, headers and text."""
+
+    code: int
+    headers: Mapping[str, str]
+    text: str
+
+
+@dataclass
+class PageServer:
+    """A started page: `address` with its token, as it was printed."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    address: str
+
+    @property
+    def origin(self) -> str:
+        return self.address.partition("/?")[0]
+
+    @property
+    def token(self) -> str:
+        return self.address.partition("token=")[2]
+
+    @property
+    def port(self) -> int:
+        return urlsplit(self.address).port or 0
+
+    def send(self, method: str, path: str, headers: Mapping[str, str], body: str | bytes = b"") -> Answer:
+        """Send exactly this."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request(method, path, body, headers={"Host": f"127.0.0.1:{self.port}", **headers})
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.getheaders()), response.read().decode())
+        finally:
+            connection.close()
+
+    @property
+    def cookie(self) -> dict[str, str]:
+        return {"Cookie": f"simpletuner-{self.port}={self.token}"}
+
+    def get(self, path: str, **query: str) -> Answer:
+        """Ask for a page as a browser that has entered."""
+        return self.send("GET", f"{path}?{urlencode(query)}" if query else path, self.cookie)
+
+    def script_headers(self) -> dict[str, str]:
+        """What htmx on a page of this server sends with a request."""
+        csrf = re.search(r'X-CSRF-Token": "(\w+)"', self.get("/runs").text)
+        assert csrf is not None
+        form = {"Content-Type": "application/x-www-form-urlencoded", "HX-Request": "true"}
+        return {**self.cookie, "Origin": self.origin, "X-CSRF-Token": csrf[1], **form}
+
+    def post(self, path: str, fields: Mapping[str, str | list[str]]) -> Answer:
+        return self.send("POST", path, self.script_headers(), urlencode(fields, doseq=True))
+
+
+@contextmanager
+def page_server(folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[PageServer]:
+    """Start a page in a folder, and stop it with Ctrl-C."""
+    command = [sys.executable, "-m", "simpletuner", "page", "--no_browser", "--port=0", *flags]
+    said = (folder.parent / f"{folder.name}-page.log").open("w+")
+    own = {"SIMPLETUNER_HOME": str(folder.parent / "home"), **(environment or {})}
+    process = subprocess.Popen(
+        command, cwd=folder, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=said, text=True
+    )
+    assert process.stdout is not None
+    try:
+        address = process.stdout.readline().strip()
+        said.seek(0)
+        assert address, said.read()
+        yield PageServer(process, folder, address)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        said.seek(0)
+        assert "Traceback" not in said.read(), "nothing that a test asks for is a bug"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        said.close()
