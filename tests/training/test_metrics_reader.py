@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.training.metrics import Metrics
-from simpletuner.training.metrics_reader import METRICS, MetricColumns, RowReader, last_row, read_columns, rows_in
+from simpletuner.training.metrics_reader import METRICS, MetricColumns, MetricsReader, last_row, read_columns, rows_in
 
 
 def line(step: int, loss: float = 0.5, **more: float) -> str:
@@ -27,7 +27,7 @@ def points_of(columns: MetricColumns, name: str) -> list[tuple[float, float]]:
 
 
 def test_only_what_was_appended_is_parsed_and_a_line_is_left_until_it_is_whole(tmp_path):
-    reader = RowReader(path := tmp_path / METRICS)
+    reader = MetricsReader(path := tmp_path / METRICS)
     assert reader.read() == ([], True), "no file yet"
     append(path, line(1), line(2)[:9])
     assert reader.read() == ([{"step": 1, "loss": 0.5}], True)
