@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +44,8 @@ class MetricsReader:
         Its inode would not tell, since file systems use them again; timings make each row differ from all others.
         """
         try:
-            with self.path.open("rb") as file:
+            # O_NONBLOCK: opening a FIFO would wait for a writer.
+            with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 file.seek(self.offset - len(self.last_line))
                 is_same = file.read(len(self.last_line)) == self.last_line
                 if not is_same:

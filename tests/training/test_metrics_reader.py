@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,9 @@ def test_columns_grow_and_follow_a_file_that_is_cut_replaced_or_removed(tmp_path
     assert not points_of(columns, "grad_norm")
     path.unlink()
     assert not points_of(columns.update(), "loss")
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="seek"):
+        columns.update()
 
 
 def test_a_resumed_run_is_followed_through_the_rows_that_it_drops(tmp_path):
