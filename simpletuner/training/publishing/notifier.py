@@ -55,7 +55,7 @@ class Notifier:
         why = error.reason if isinstance(error, URLError) and isinstance(error.reason, OSError) else error
         self.report.warn(
             f"no message could be sent to notify_url: {without_errno(why)}",
-            "training goes on; later messages are tried, too",
+            "the run does not depend on it; later messages are tried, too",
         )
 
     def _post(self, event: str, message: str) -> None:
