@@ -102,7 +102,9 @@ def parse_typed(name: str, text: str) -> Any:
     if not text.strip():
         return REMOVED
     if get_origin(annotation) is list:
-        return parse_list(text) if text.lstrip().startswith("[") else text.split("\n")
+        # An empty line is no item; a list that has one is shown, and typed, as JSON.
+        lines = [line for line in text.split("\n") if line.strip()]
+        return parse_list(text) if text.lstrip().startswith("[") else lines
     kind = kind_of(annotation)
     if kind is dict:
         return parse_table(text.strip())
@@ -255,8 +257,8 @@ def shown_value(value: Any) -> str:
     """Write a value of a file into a field, from which `parse_typed` reads the same."""
     if isinstance(value, list):
         texts = [item if isinstance(item, str) else json.dumps(item) for item in value]
-        as_lines = texts == value and not any("\n" in text or not text.strip() for text in texts)
-        return "\n".join(texts) if as_lines and not texts[0].startswith("[") else json.dumps(value, ensure_ascii=False)
+        is_odd = any("\n" in text or not text.strip() for text in texts) or "".join(texts[:1]).lstrip().startswith("[")
+        return json.dumps(value, ensure_ascii=False) if texts != value or not value or is_odd else "\n".join(texts)
     if isinstance(value, dict):
         return json.dumps(value, indent=2, ensure_ascii=False)
     return json.dumps(value) if isinstance(value, bool) else "none" if value is None else str(value)

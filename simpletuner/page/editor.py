@@ -13,7 +13,7 @@ from starlette.routing import Route
 from simpletuner.page.documents import Document, Examined, examine
 from simpletuner.page.fields import FieldGroup, sections_of
 from simpletuner.page.hardware import accelerate_groups
-from simpletuner.page.rendering import field, fields_of, folders_of, is_fragment, render, respond, toast
+from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast
 from simpletuner.settings.editing import write
 from simpletuner.settings.sections import setting_fields
 from simpletuner.system.numbers import count_noun
@@ -45,7 +45,6 @@ def editor_values(request: Request, document: Document, examined: Examined) -> d
         "names": {each.name for group in groups for each in group.fields},
         "view": view if view in VIEWS else "all",
         "query": field(request, "q"),
-        "is_fragment": is_fragment(request),
     }
 
 
@@ -79,7 +78,7 @@ def save(request: Request) -> Response:
             write(folders_of(request).resolve(field(request, "file")), new)
     saved = replace(document, text=new, typed={})
     examined = examine(saved, folders_of(request))
-    editor = render("editor_form", csrf="", path=request.url.path, **editor_values(request, saved, examined))
+    editor = render("editor_form", **editor_values(request, saved, examined))
     return HTMLResponse(editor + saved_toast(document, examined))
 
 
@@ -105,7 +104,7 @@ def conflict_of(document: Document) -> dict[str, Any]:
 
 
 ROUTES = [
-    Route("/configurations/edit", show, name="edit"),
+    Route("/configurations/edit", show),
     Route("/configurations/check", check, methods=["POST"]),
     Route("/configurations/save", save, methods=["POST"]),
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_server import PageServer
+from page_server import PageServer, page_server
 from playwright.sync_api import Page, expect
 
 CONFIG = """\
@@ -224,3 +224,46 @@ def test_files_outside_are_not_read_by_way_of_settings(server: PageServer, folde
         config.write_text(f"{CONFIG}{line}\n")
         refused = server.get("/configurations/edit", file="config/run.toml")
         assert refused.code == 400 and "is not in" in refused.text and "hidden" not in refused.text
+
+
+def test_a_config_file_elsewhere_opens_first_and_its_folder_alone_is_open(page: Page, folder: Path):
+    """The current folder is not one of the page's when --folder names others."""
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "run.json").write_text('{"model_family": "sdxl", "validation_prompt": []}')
+    (folder / "run.json").write_text('{"model_family": "flux"}')
+    with page_server(folder, f"--config={elsewhere / 'run.json'}", f"--folder={elsewhere}") as other:
+        page.goto(other.address)
+        page.wait_for_url("**/configurations/edit?file=*run.json")
+        assert page.locator("#f-model_family").input_value() == "sdxl"
+        assert page.locator("#f-validation_prompt").input_value() == "[]"
+        page.locator("#f-validation_prompt").fill("a\n\nb\n")
+        page.locator("#f-notify_url").fill("https://example.org/secret")
+        page.get_by_role("button", name="Save").click()
+        expect(page.locator("#toasts .toast")).to_contain_text("is saved: 2 settings changed")
+        saved = json.loads((elsewhere / "run.json").read_text())
+        assert saved["validation_prompt"] == ["a", "b"] and saved["notify_url"] == "https://example.org/secret"
+        # A secret is not shown again, and a blank takes it out.
+        assert "example.org" not in page.content()
+        page.locator("#f-notify_url").fill(" ")
+        page.get_by_role("button", name="Save").click()
+        expect(page.locator("#toasts .toast").nth(1)).to_contain_text("is saved: 1 setting changed")
+        assert "notify_url" not in json.loads((elsewhere / "run.json").read_text())
+        assert other.get("/configurations/edit", file="run.json").code == 400
+        listed = other.get("/configurations").text
+        assert str(elsewhere / "run.json") in listed and f'value="{elsewhere / "config.toml"}"' in listed
+    page.goto("about:blank")
+
+
+def test_two_tabs_do_no_harm(page: Page, server: PageServer, config: Path):
+    open_editor(page, server)
+    other = page.context.new_page()
+    open_editor(other, server)
+    page.locator("#f-seed").fill("7")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#toasts .done")).to_be_visible()
+    other.locator("#f-lr_end").fill("1e-6")
+    expect(other.locator("#conflict")).to_contain_text("has changed on disk")
+    other.get_by_role("button", name="Save mine on top").click()
+    expect(other.locator("#toasts .done")).to_be_visible()
+    assert "seed = 7" in config.read_text() and "lr_end = 1e-06" in config.read_text()
