@@ -12,11 +12,10 @@ from typing import Any
 
 from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
-from simpletuner.errors import EnvironmentNotReady
 from simpletuner.session import Session
 from simpletuner.settings import Settings, settings_as_json
 from simpletuner.settings.errors import is_secret
-from simpletuner.system.files import APPEND, read_file, write_json
+from simpletuner.system.files import APPEND, read_file, refuse_link, write_json
 
 SETTINGS, HISTORY = "settings.json", "settings_history.jsonl"
 
@@ -102,8 +101,7 @@ def shown(value: Any) -> str:
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
     """Append one line; a link of that name is not followed. Raises EnvironmentNotReady for one."""
-    if path.is_symlink():
-        raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
+    refuse_link(path)
     descriptor = os.open(path, APPEND, 0o666)
     with os.fdopen(descriptor, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
