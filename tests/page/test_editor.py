@@ -73,10 +73,14 @@ def test_typing_is_checked_and_saved_in_place(page: Page, server: PageServer, fo
     open_editor(page, server)
     assert "All settings are valid" in page.locator("#summary").inner_text()
     assert "from config/run.toml:5" in page.locator("#note-seed").inner_text()
+    before = page.locator("#f-model_flavour").bounding_box()
     page.get_by_label("learning_rate").fill("fast")
     expect(page.locator("#note-learning_rate .mistake")).to_contain_text("use a number above 0")
+    page.evaluate("scrollTo(0, 0)")
+    assert page.locator("#f-model_flavour").bounding_box() == before, "nothing above the mistake has moved"
     expect(page.get_by_label("learning_rate")).to_have_attribute("aria-invalid", "true")
     assert page.evaluate("document.activeElement.name") == "learning_rate", "typing goes on"
+    page.get_by_label("learning_rate").scroll_into_view_if_needed()
     page.get_by_role("button", name="Save").click()
     expect(page.locator("#toasts .error")).to_contain_text("nothing is saved: correct learning_rate first")
     assert config.read_text() == CONFIG
