@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -48,7 +49,8 @@ def detect(request: Request) -> Response:
     with request.app.state.detecting:  # each such process takes a gigabyte and all cores
         done = subprocess.run(command_for(model), capture_output=True, text=True, timeout=SECONDS)
     if done.returncode == 0:
-        found = from_json(json.loads(done.stdout))
+        detected = from_json(json.loads(done.stdout))
+        found = detected and replace(detected, cached=False)
     else:
         error = error_in(done.stderr)
     values = {"found": found, "chosen": chosen(document, found), "warnings": warnings, "error": error}

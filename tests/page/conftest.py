@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
+EXPECTED = ("Failed to load resource: the server responded with", "htmx:afterRequest", "htmx:sendAbort")
+"""In a console: an error that the server answers with a sentence, and a request that a later one has replaced."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The current folder of the server; a test module may put files there first."""
@@ -40,10 +44,7 @@ def page(browser: Browser, server: PageServer) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     tab = context.new_page()
     said: list[str] = []
-    # An error that the server answers with a sentence is what a test asks for.
-    tab.on(
-        "console", lambda message: None if "the server responded with" in message.text else said.append(message.text)
-    )
+    tab.on("console", lambda message: None if message.text.startswith(EXPECTED) else said.append(message.text))
     tab.on("pageerror", lambda error: said.append(str(error)))
     tab.goto(server.address)
     tab.wait_for_url(server.origin + "/configurations*")

@@ -55,23 +55,6 @@ def test_axe_finds_nothing(page: Page, server: PageServer, path: str):
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_axe_finds_nothing_in_dialogs_and_toasts(page: Page, server: PageServer):
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-        page.goto(f"{server.origin}/configurations/edit?file=good.toml&view=accelerate")
-        page.get_by_role("button", name="DeepSpeed Builder").click()
-        page.get_by_role("dialog").get_by_label("Template name").fill("/")
-        page.get_by_role("button", name="Save Template").click()
-        page.locator("#toasts .toast").wait_for()
-        found = Axe().run(page)
-        assert found.violations_count == 0, found.generate_report()
-        page.keyboard.press("Escape")
-        page.get_by_role("button", name="Detect Blocks").click()
-        page.get_by_role("dialog").locator("tbody tr").first.wait_for(timeout=120_000)
-        found = Axe().run(page)
-        assert found.violations_count == 0, found.generate_report()
-
-
 def test_the_keyboard_alone_suffices(page: Page, server: PageServer, folder: Path):
     """Find a setting, change it, save, open a dialog, choose in it and leave it, without a mouse."""
     page.goto(f"{server.origin}/configurations/edit?file=good.toml&view=accelerate")

@@ -6,17 +6,17 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
+from axe_playwright_python.sync_playwright import Axe
 from conftest import SMALL, Starter
 from holders import holder
 from page_server import PageServer
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from simpletuner.caches.shards import ShardWriter
 from simpletuner.settings.export import FORMATS
@@ -47,66 +47,76 @@ def values_of(folder: Path, *command: str) -> dict[str, Any]:
     return {name: row["value"] for name, row in json.loads(done.stdout).items()}
 
 
-def test_detecting_blocks_and_applying_them(page: Page, server: PageServer, folder: Path, config: Path):
-    open_accelerate(page, server)
-    page.get_by_role("button", name="Detect Blocks").click()
-    dialog = page.get_by_role("dialog")
-    expect(dialog.get_by_label("Detecting blocks").first).to_be_visible()
-    expect(dialog.locator("tbody tr").first).to_be_visible(timeout=120_000)
-    assert "BasicTransformerBlock" in dialog.inner_text() and "_no_split_modules" in dialog.inner_text()
-    assert dialog.locator("meter").first.get_attribute("value") is not None
-    # Cached now, so it is there at once; nothing here imports torch.
-    page.keyboard.press("Escape")
-    expect(dialog).to_have_count(0)
-    page.get_by_role("button", name="Detect Blocks").click()
-    expect(dialog.locator("tbody tr").first).to_be_visible(timeout=2000)
-    assert "Cached" in dialog.inner_text()
-    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
-    recommended = dialog.locator("input[name=selected]:checked").evaluate_all("boxes => boxes.map(box => box.value)")
-    for name in recommended[1:]:
-        dialog.get_by_role("checkbox", name=name).uncheck()
-    dialog.get_by_role("button", name="Apply Selection").click()
-    expect(page.get_by_label("Transformer Classes to Wrap")).to_have_value(recommended[0])
-    page.get_by_role("button", name="Save").click()
-    expect(page.locator("#toasts .done")).to_be_visible()
-    assert tomllib.loads(config.read_text())["fsdp_transformer_layer_cls_to_wrap"] == recommended[0]
-    assert config.read_text().startswith(CONFIG)
-    page.locator("#f-fsdp_transformer_layer_cls_to_wrap").fill("")
-    # What was not saved yet counts, too: a family of which nothing is known is a sentence in the dialog.
-    page.goto(f"{server.origin}/configurations/edit?file=run.toml")
-    page.locator("#f-model_family").fill("sdlx")
-    page.get_by_role("button", name="Detect Blocks").click()
-    expect(page.locator("#toasts .error")).to_contain_text("did you mean sdxl")
-    page.locator("#f-model_family").fill("sdxl")
-
-
 @pytest.fixture
 def training(folder: Path, sdxl: Path, shapes: Path) -> Path:
     """A file that two ranks can train with."""
     model = {"model_family": "sdxl", "pretrained_model_name_or_path": str(sdxl)}
     run = {"instance_data_dir": str(shapes), "output_dir": str(folder / "out"), "max_train_steps": 1}
     path = folder / "train.json"
-    path.write_text(json.dumps({**model, **run, "num_processes": 2}))
+    path.write_text(json.dumps({**model, **run, "num_processes": 2}, indent=2))
     return path
 
 
-def test_a_run_trains_with_what_was_detected(
+def open_blocks(page: Page, server: PageServer) -> Locator:
+    """Open the dialog for train.json, and wait until it has found something."""
+    page.goto(f"{server.origin}/configurations/edit?file=train.json&view=accelerate")
+    page.get_by_role("button", name="Detect Blocks").click()
+    dialog = page.get_by_role("dialog")
+    dialog.locator("tbody tr").first.wait_for(timeout=120_000)
+    return dialog
+
+
+def test_blocks_are_detected_applied_and_trained_with(
     page: Page, server: PageServer, folder: Path, training: Path, starter: Starter
 ):
     """From the dialog to two ranks that shard the class that was chosen, by the file that the page has saved."""
-    page.goto(f"{server.origin}/configurations/edit?file=train.json&view=accelerate")
-    page.get_by_label("Enable FSDP v2").select_option("true")
+    before = training.read_text()
+    assert "Detected" in open_blocks(page, server).inner_text()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    # Cached now, so it is there at once; the server has not imported torch for it.
     page.get_by_role("button", name="Detect Blocks").click()
     dialog = page.get_by_role("dialog")
-    dialog.get_by_role("checkbox").first.wait_for(timeout=120_000)
-    for box in dialog.get_by_role("checkbox").all():
-        box.set_checked(box.get_attribute("value") == "ResnetBlock2D")
+    expect(dialog.locator("tbody tr").first).to_be_visible(timeout=2000)
+    assert "Cached" in dialog.inner_text() and "_no_split_modules" in dialog.inner_text()
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+    ticked = dialog.locator("input[name=selected]:checked").evaluate_all("boxes => boxes.map(box => box.value)")
+    assert ticked == ["ResnetBlock2D", "Transformer2DModel"], "what is recommended"
+    assert dialog.locator("meter").first.get_attribute("value") is not None
+    dialog.get_by_role("checkbox", name="Transformer2DModel").uncheck()
     dialog.get_by_role("button", name="Apply Selection").click()
+    expect(page.get_by_label("Transformer Classes to Wrap")).to_have_value("ResnetBlock2D")
+    page.get_by_label("Enable FSDP v2").select_option("true")
     page.get_by_role("button", name="Save").click()
     expect(page.locator("#toasts .done")).to_contain_text("2 settings changed")
+    assert training.read_text().startswith(before.rstrip("}\n"))
     run = starter.start(ranks.command_line, 2, ["train", f"--config={training}", *SMALL])
     assert run.wait() == [0, 0], run.said
     assert "ResnetBlock2D" in run.said and (folder / "out" / "metrics.jsonl").is_file()
+
+
+def test_axe_finds_nothing_in_dialogs_and_toasts(page: Page, server: PageServer, training: Path):
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        open_blocks(page, server)
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="DeepSpeed Builder").click()
+        page.get_by_role("dialog").get_by_label("Template name").fill("/")
+        page.get_by_role("button", name="Save Template").click()
+        page.locator("#toasts .toast").wait_for()
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+
+
+def test_a_dialog_knows_what_is_not_saved_yet(page: Page, server: PageServer, config: Path):
+    page.goto(f"{server.origin}/configurations/edit?file=run.toml")
+    page.locator("#f-model_family").fill("sdlx")
+    page.get_by_role("button", name="Detect Blocks").click()
+    expect(page.locator("#toasts .error")).to_contain_text("did you mean sdxl")
+    assert page.get_by_role("dialog").count() == 0, "an error opens none"
+    page.locator("#f-model_family").fill("sdxl")
 
 
 def test_building_for_deepspeed(page: Page, server: PageServer, folder: Path, config: Path):

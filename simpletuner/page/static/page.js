@@ -151,7 +151,8 @@ const dialog = document.getElementById("dialog");
 if (dialog) {
   const toasts = document.getElementById("toasts");
   const content = document.getElementById("dialog-content");
-  document.addEventListener("htmx:afterSwap", (event) => {
+  // Not at afterSwap: until it has settled, htmx does not listen to what is in it.
+  document.addEventListener("htmx:afterSettle", (event) => {
     // Nothing was swapped in where the answer is an error, which is a toast.
     if (event.target !== content || dialog.open || !content.childElementCount) return;
     dialog.showModal();
