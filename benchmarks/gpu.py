@@ -105,16 +105,22 @@ def print_numbers(measured: Sequence[tuple[Case, Record]]) -> None:
     print_table("machine, kernels and waits", ["case", "what", "expected", "measured"], rows)
 
 
-def print_engines(measured: Sequence[tuple[Case, Record]]) -> None:
-    """Print how far the gradient norms of each engine are from those of float32 on the CPU, for equal weights."""
+def print_parity(measured: Sequence[tuple[Case, Record]]) -> None:
+    """Print how far the gradient norms and losses of each case are from those of float32 on the CPU."""
     reference = {case.flags["model_family"]: record for case, record in measured if case.name.endswith("CPU, fp32")}
     rows = []
     for case, record in measured:
-        theirs = reference.get(case.flags["model_family"], {}).get("norms", [])
-        pairs = zip(record.get("norms", []), theirs, strict=False)
-        off = max((abs(norm - other) / abs(other) for norm, other in pairs), default=None)
-        rows.append([case.name, show(record.get("s/step")), show(off), record.get("error", "")])
-    print_table("tiny models: norms beside float32 on the CPU", ["engine", "s/step", "off by", ""], rows)
+        theirs = reference.get(case.flags["model_family"], {})
+        off = [show(farthest(record.get(name, []), theirs.get(name, []))) for name in ("norms", "losses")]
+        rows.append([case.name, show(record.get("s/step")), *off, show(record.get("images")), record.get("error", "")])
+    names = ["", "s/step", "norms off by", "losses off by", "images", ""]
+    print_table(f"{measured[0][0].part} of tiny models, beside float32 on the CPU", names, rows)
+
+
+def farthest(values: Sequence[float], others: Sequence[float]) -> float | None:
+    """Return the largest relative difference between two series."""
+    pairs = zip(values, others, strict=False)
+    return max((abs(value - other) / abs(other) for value, other in pairs), default=None)
 
 
 def print_steps(measured: Sequence[tuple[Case, Record]]) -> None:
@@ -177,8 +183,13 @@ def main() -> None:
     for part in parts:
         run_part([case for case in cases if case.part == part], arguments.results)
     measured = [(case, record) for case in cases if (record := found(case, arguments.results))]
-    tables = {print_steps: STEP_PARTS, print_engines: ("engines",), print_numbers: ("syncs", "ceilings", "attention")}
-    for print_part, names in reversed(tables.items()):
+    tables = [
+        (print_numbers, ("syncs", "ceilings", "attention")),
+        (print_parity, ("engines",)),
+        (print_parity, ("runs",)),
+        (print_steps, STEP_PARTS),
+    ]
+    for print_part, names in tables:
         if chosen := [(case, record) for case, record in measured if case.part in names]:
             print_part(chosen)
 

@@ -79,6 +79,23 @@ ENGINES: dict[str, Flags] = {
     "FSDP2, offloaded": {"fsdp_enable": True, "fsdp_offload_params": True},
 }
 
+OFFLOADED: Flags = {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}
+RUNS: dict[str, Flags] = {
+    "CPU, fp32": {"use_cpu": True, "mixed_precision": "no"},
+    "fp32": {"mixed_precision": "no"},
+    "bf16, EMA on the CPU": {"use_ema": True},
+    "EMA on the GPU": {"mixed_precision": "no", "use_ema": True, "ema_device": "accelerator"},
+    "split": {"state_layout": "split"},
+    "images encoded on demand": {"mixed_precision": "no", "vae_cache_disable": True, "text_cache_disable": True},
+    "FSDP2": {"mixed_precision": "no", "fsdp_enable": True},
+    "FSDP2, offloaded": {"mixed_precision": "no", "fsdp_enable": True, "fsdp_offload_params": True},
+    "ZeRO-1": {"mixed_precision": "no", "zero_stage": 1},
+    "ZeRO-2": {"mixed_precision": "no", "zero_stage": 2},
+    "ZeRO-3": {"mixed_precision": "no", "zero_stage": 3},
+    "ZeRO-3, offloaded": {"mixed_precision": "no", **OFFLOADED},
+}
+"""Whole runs of the command line: caches, ten steps in two starts, a checkpoint, validation images, the pipeline."""
+
 
 def step_cases() -> Iterator[Case]:
     """Yield FLUX at its true size, one setting after the other, and SDXL in the memory that it shall fit in."""
@@ -118,6 +135,9 @@ def all_cases(tiny: bool) -> Iterator[Case]:
                 f"{family}, {name}",
                 TINY | {"model_family": family, "learning_rate": 1e-3} | smaller(cpu, tiny),
             )
+        for name, flags in RUNS.items():
+            own = TINY | {"model_family": family, "use_cpu": tiny} | flags
+            yield Case("runs", f"{family}, {name}", own)
     for case in step_cases():
         flags = smaller(case.flags | TINY | {"use_cpu": True}, True) if tiny else case.flags
         yield Case(case.part, case.name, flags, case.expected, case.limit_mib)

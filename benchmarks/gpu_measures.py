@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -18,7 +21,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from gpu_cases import MIB, Case, Record
+from gpu_cases import MIB, Case, Flags, Record
 
 from simpletuner.data.batch_sampler import SamplerState
 from simpletuner.data.prefetch import Batch, StepBatch
@@ -33,12 +36,25 @@ from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.measure import fill_with_noise, random_engine, random_inputs, timed_steps
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.optimizers import LearningRate
+from simpletuner.training.pace import Durations
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Trainer
 from simpletuner.training.workload import Workload
 
 WARM_UP, STEPS = 2, 4
+DRAW = Path(__file__).parents[1] / "examples" / "shapes" / "draw.py"
+RUN: Flags = {
+    "train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "seed": 7,
+    "aspect_bucket_alignment": 32,
+    "gradient_checkpointing": False,
+    "checkpoint_step_interval": 5,
+    "validation_prompt": "a red circle",
+    "validation_step_interval": 5,
+    "validation_num_inference_steps": 4,
+}
 
 
 def seconds_of(call: Callable[[], object], at_least: float = 0.5) -> float:
@@ -127,7 +143,7 @@ def find_waits(case: Case) -> Record:
             learning_rate=LearningRate(Schedule(100), settings.optimizer), checkpointer=cast(Checkpointer, None),
             logger=StepLogger(Mesh(world), StopVote(stop), None, None, samples), device=world.device,
             activity=world.activity, stop=stop, report=Report(quiet=True), step=0, max_steps=100, checkpoint_every=100,
-            max_grad_norm=1.0, dtype=torch.bfloat16, seed=0, profiler=None,
+            max_grad_norm=1.0, dtype=torch.bfloat16, seed=0, profiler=None, durations=Durations(),
         )  # fmt: skip
         for number in range(1, WARM_UP + 1):
             trainer.logger.log(number, trainer.train_step(data), data, 0.0)
@@ -187,6 +203,31 @@ def measure_steps(case: Case) -> Record:
     return found
 
 
+def measure_run(case: Case) -> Record:
+    """Run the command line twice: for five steps, and again, which resumes, for ten."""
+    with tempfile.TemporaryDirectory() as name:
+        output, images = Path(name) / "output", Path(name) / "images"
+        subprocess.run([sys.executable, str(DRAW), str(images)], check=True, capture_output=True)
+        flags = RUN | case.flags | {"instance_data_dir": str(images), "output_dir": str(output)}
+        for steps in (5, 10):
+            words = [
+                f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in flags.items()
+            ]
+            command = [sys.executable, "-m", "simpletuner", "train", *words, f"--max_train_steps={steps}"]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+            if done.returncode:
+                return {"error": f"exit code {done.returncode}: {' '.join(done.stdout.split()[-40:])}"}
+        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        sampled = len(list((output / "validation").glob("step-*/*.png")))
+    steps = [row for row in rows if "loss" in row]
+    return {
+        "s/step": median(row["seconds"] for row in steps),
+        "norms": [row["grad_norm"] for row in steps],
+        "losses": [row["loss"] for row in steps],
+        "images": sampled,
+    }
+
+
 def limit_memory(limit_mib: int) -> None:
     """Let torch allocate what the context leaves of the limit; more raises OutOfMemoryError. 0: no limit."""
     torch.cuda.init()
@@ -201,6 +242,7 @@ RUNNERS: dict[str, Callable[[Case], Record]] = {
     "ceilings": measure_machine,
     "attention": measure_attention,
     "engines": measure_steps,
+    "runs": measure_run,
     "levers": measure_steps,
     "batches": measure_steps,
     "sdxl": measure_steps,

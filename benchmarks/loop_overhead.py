@@ -93,7 +93,9 @@ class Ours:
     """Our loop, called for some steps at a time; it neither validates nor saves."""
 
     def __init__(self, session: Session, trainer: Trainer, state: TrainingState) -> None:
-        self.trainer = replace(trainer, evaluations=(), checkpointer=Nowhere(session, state), max_steps=0)
+        self.trainer = replace(
+            trainer, evaluations=(), checkpointer=Nowhere(session, state, trainer.durations), max_steps=0
+        )
 
     def __call__(self) -> None:
         """Train for the next steps."""

@@ -161,7 +161,7 @@ RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 """Errno in exceptions of safetensors and tokenizers, which do not raise OSError."""
 
 
-def without_errno(error: Exception) -> str:
+def without_errno(error: BaseException) -> str:
     """An error's message without Python's `[Errno 2]`: the reason, and the file where one is named."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror

@@ -157,9 +157,11 @@ class Progress:
 
     def time_left(self) -> str:
         """Format how long the rest takes; empty where nothing is done, or nothing is left."""
-        if self.ends is None or self.done >= self.total:
+        if self.ends is None:
             return ""
-        return f"{format_seconds(max(0.0, self.ends - time.monotonic()))} left"
+        left = max(0.0, self.ends - time.monotonic())
+        # After the last step there may be a checkpoint, validation images and the export.
+        return f"{format_seconds(left)} left" if left >= 0.5 or self.done < self.total else ""
 
     def _left_at_mean_speed(self, done: int) -> float | None:
         done_now = done - self.done_before

@@ -52,6 +52,7 @@ from simpletuner.training.output_dir import (
     open_output_dir,
     pipelines_of,
 )
+from simpletuner.training.pace import DURATIONS, EXPORTING, Durations
 from simpletuner.training.profiling import open_profiler
 from simpletuner.training.publishing.hub import push_to_hub
 from simpletuner.training.publishing.model_card import write_cards
@@ -181,8 +182,11 @@ def fine_tune_on(
             after_rounds = [page.renew, notifier.send_round] if page is not None else []
             trackers = partial(open_trackers, session)
             with open_metrics(session.settings, state.step, session.world, trackers) as metrics, compiler_explained():
-                build_trainer(session, family, prepared, state, metrics, after_rounds).train()
-            export(session, family, state)
+                trainer = build_trainer(session, family, prepared, state, metrics, after_rounds)
+                trainer.train()
+            with trainer.durations.timed(EXPORTING):
+                export(session, family, state)
+            trainer.durations.write()
             write_cards(session, facts)
 
 
@@ -238,7 +242,8 @@ def build_trainer(
         pin=mesh.world.device.type == "cuda",
     )
     ahead = settings.data.dataloader_prefetch_qlen
-    checkpointer = Checkpointer(session, state)
+    durations = Durations(training.output_dir / DURATIONS if mesh.world.is_first else None)
+    checkpointer = Checkpointer(session, state, durations)
     stop_vote = StopVote(session.stop, lambda: checkpointer.has_failed)
     return Trainer(
         engine=state.engine,
@@ -264,6 +269,7 @@ def build_trainer(
         dtype=compute_dtype(settings),
         seed=training.seed,
         profiler=open_profiler(session),
+        durations=durations,
     )
 
 

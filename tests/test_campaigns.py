@@ -19,19 +19,19 @@ from tables import SUFFIXES, TableFuzz
 
 
 @pytest.mark.long
-def test_twelve_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(starter, sdxl, shapes, tmp_path):
+def test_eight_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(starter, sdxl, shapes, tmp_path):
     campaign = Campaign(starter, base("sdxl", sdxl, shapes), tmp_path, random.Random(11))
-    campaign.run(12)
+    campaign.run(8)
     assert campaign.problems == []
-    assert sum(campaign.killed.values()) == 12 and len(campaign.killed) > 1
+    assert sum(campaign.killed.values()) == 8 and len(campaign.killed) > 1
 
 
 @pytest.mark.long
-def test_fifty_damaged_files_are_answered_rightly_or_by_a_sentence(starter, sdxl, shapes, tmp_path):
+def test_thirty_damaged_files_are_answered_rightly_or_by_a_sentence(starter, sdxl, shapes, tmp_path):
     damage = Damage(starter, tmp_path, random.Random(12))
-    damage.run(50, sdxl, shapes)
+    damage.run(30, sdxl, shapes)
     assert damage.problems == []
-    assert sum(damage.answers.values()) == 50
+    assert sum(damage.answers.values()) == 30
 
 
 def test_mutated_settings_files_are_answered_in_sentences_with_a_place_and_exported_unchanged():

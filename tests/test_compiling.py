@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 
 import compiling
+import levers
 import numpy as np
 import pytest
 from conftest import SMALL
@@ -12,13 +14,21 @@ from flags import last_wins
 from PIL import Image
 from safetensors import safe_open
 
-ENGINES = {
-    "plain": (1, "--train_batch_size=4", "--dynamo_fullgraph"),
-    "data-parallel": (2, "--train_batch_size=2", "--dynamo_dynamic"),
-    "FSDP2": (2, "--train_batch_size=2", "--fsdp_enable", "--gradient_checkpointing"),
-    "ZeRO-2": (2, "--train_batch_size=2", "--zero_stage=2"),
-    "FSDP2, as a whole": (2, "--train_batch_size=2", "--fsdp_enable", "--dynamo_use_regional_compilation=false"),
+FSDP2 = ("--train_batch_size=2", "--fsdp_enable", "--gradient_checkpointing")
+
+
+def eager(**more: bool) -> dict:
+    return {"compile": {"dynamo_backend": "eager", **more}}
+
+
+ALONE = {"plain": {}, "compiled": eager(dynamo_fullgraph=True)}
+SHARED = {
+    "data-parallel": eager(dynamo_dynamic=True),
+    "FSDP2": {"engine": "fsdp2", "gradient_checkpointing": True, **eager()},
+    "FSDP2, as a whole": {"engine": "fsdp2", **eager(dynamo_use_regional_compilation=False)},
+    "ZeRO-2": {"engine": "zero2", **eager()},
 }
+"""Runs on one rank and on two, by what differs."""
 
 
 @pytest.fixture
@@ -27,20 +37,22 @@ def flags(tmp_path, flux_flags) -> tuple[str, ...]:
     return (*flux_flags, "--crop", f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
 
 
-def test_losses_are_those_of_the_uncompiled_run_on_every_engine(flags, train, tmp_path):
-    flags = (*flags, "--max_train_steps=2")
-    expected = train(tmp_path / "uncompiled", *flags, "--train_batch_size=4").losses
-    for name, (world, *engine) in ENGINES.items():
-        run = train(tmp_path / name.replace(" ", "-"), *flags, *engine, "--dynamo_backend=eager", world=world)
-        assert run.losses == pytest.approx(expected, rel=1e-5), name
-        assert "compiled" in run.said and "eager, " in run.said
+def test_losses_are_those_of_the_uncompiled_run_on_every_engine(run_on, arguments_of):
+    arguments = arguments_of("flux", crop=True, caption_dropout=0.2)
+    taken = run_on(levers.steps_by_variant, 1, arguments, ALONE) | run_on(levers.steps_by_variant, 2, arguments, SHARED)
+    plain = taken.pop("plain")[0]
+    assert len(taken) == 5
+    for label, (steps, _, graphs) in taken.items():
+        assert list(chain(*steps)) == pytest.approx(list(chain(*plain)), rel=1e-5), label
+        assert graphs > 0, label
 
 
 def test_compiled_models_draw_and_export_as_others(flags, train, tmp_path):
-    flags = (*flags, *ENGINES["FSDP2"][1:], "--max_train_steps=1", "--validation_prompt=a red circle")
+    flags = (*flags, *FSDP2, "--max_train_steps=1", "--validation_prompt=a red circle")
     flags = (*flags, "--validation_num_inference_steps=1", "--fsdp_state_dict_type=FULL_STATE_DICT", "--use_ema")
     plain = train(tmp_path / "plain", *flags, world=2)
     compiled = train(tmp_path / "compiled", *flags, "--dynamo_backend=eager", world=2)
+    assert "compiled" in compiled.said and "eager, " in compiled.said
     for folder in ("pipeline/transformer", "checkpoints/checkpoint-000001/model", "checkpoints/checkpoint-000001/ema"):
         assert names_in(compiled.output / folder) == names_in(plain.output / folder) != set()
     for name in ("step-000000/trained-00.png", "step-000001/trained-00.png", "step-000001/ema-00.png"):

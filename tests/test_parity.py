@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 
 import collectives
+import engines
 import pytest
 import torch
 from conftest import base
 from safetensors.torch import load_file
 
-ENGINES = {
-    "one rank x 4": (1, "--train_batch_size=4"),
-    "one rank x 2 x 2": (1, "--train_batch_size=2", "--gradient_accumulation_steps=2"),
-    "data-parallel 2 x 2": (2, "--train_batch_size=2"),
-    "data-parallel 2 x 1 x 2": (2, "--train_batch_size=1", "--gradient_accumulation_steps=2"),
-    "FSDP2 2 x 2": (2, "--train_batch_size=2", "--fsdp_enable"),
-    "FSDP2 2 x 2, not resharded": (2, "--train_batch_size=2", "--fsdp_enable", "--fsdp_reshard_after_forward=false"),
-    "FSDP2 2 x 1 x 2": (2, "--train_batch_size=1", "--gradient_accumulation_steps=2", "--fsdp_enable"),
-    "FSDP2 4 x 1": (4, "--train_batch_size=1", "--fsdp_enable"),
+LAYOUTS = {
+    "one rank x 4": (1, 1, "whole"),
+    "one rank x 2 x 2": (1, 2, "whole"),
+    "data-parallel 2 x 2": (2, 1, "whole"),
+    "data-parallel 2 x 1 x 2": (2, 2, "whole"),
+    "FSDP2 2 x 2": (2, 1, "fsdp2"),
+    "FSDP2 2 x 2, not resharded": (2, 1, "fsdp2-kept"),
+    "FSDP2 2 x 1 x 2": (2, 2, "fsdp2"),
+    "FSDP2 4 x 1": (4, 1, "fsdp2"),
 }
+"""Number of ranks, passes of each step, and engine; the effective batch is 4."""
 
 
 def gradients(output) -> dict[str, torch.Tensor]:
@@ -34,20 +37,17 @@ def largest_relative_difference(one: dict[str, torch.Tensor], other: dict[str, t
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
-def test_ten_losses_are_the_same_on_every_engine(family, request, shapes, train, tmp_path):
-    flags = (
-        *base(family, request.getfixturevalue(family), shapes),
-        "--max_train_steps=10",
-        f"--cache_dir_vae={tmp_path / 'latents'}",
-        f"--cache_dir_text={tmp_path / 'text'}",
-    )
-    runs = {}
-    for name, (world, *engine) in ENGINES.items():
-        runs[name] = train(tmp_path / name.replace(" ", "-"), *flags, *engine, world=world)
-    expected = runs["one rank x 4"].losses
-    assert len(expected) == 10 and expected[-1] < expected[0]
-    for name, run in runs.items():
-        assert run.losses == pytest.approx(expected, rel=1e-5), name
+def test_ten_losses_are_the_same_on_every_engine(family, run_on, arguments_of):
+    taken: dict[str, list[list[float]]] = {}
+    for world, passes in sorted({(world, passes) for world, passes, _ in LAYOUTS.values()}):
+        names = {label: name for label, (*place, name) in LAYOUTS.items() if place == [world, passes]}
+        arguments = arguments_of(family, passes=passes, caption_dropout=0.2)
+        steps = run_on(engines.losses_in_turn, world, arguments, list(names.values()), 10)
+        taken |= {label: steps[name] for label, name in names.items()}
+    expected = taken["one rank x 4"]
+    assert len(taken) == len(LAYOUTS) and len(expected) == 10 and expected[-1][0] < expected[0][0]
+    for label, steps in taken.items():
+        assert list(chain(*steps)) == pytest.approx(list(chain(*expected)), rel=1e-5), label
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
@@ -72,13 +72,12 @@ def test_accumulated_gradients_are_reduced_once(sdxl, starter, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
-def test_bf16_over_float32_masters_stays_near_float32(family, request, shapes, train, tmp_path):
-    flags = (*base(family, request.getfixturevalue(family), shapes), "--max_train_steps=4", "--train_batch_size=2")
-    exact = train(tmp_path / "exact", *flags, world=2).losses
-    for name, engine in {"dp": (), "fsdp": ("--fsdp_enable",)}.items():
-        run = train(tmp_path / name, *flags, *engine, "--mixed_precision=bf16", world=2)
-        assert run.losses != exact
-        assert run.losses == pytest.approx(exact, rel=2e-2), name
+def test_bf16_over_float32_masters_stays_near_float32(family, run_on, arguments_of):
+    [exact] = run_on(engines.losses_in_turn, 2, arguments_of(family), ["whole"], 4).values()
+    rounded = run_on(engines.losses_in_turn, 2, arguments_of(family, mixed_precision="bf16"), ["whole", "fsdp2"], 4)
+    for name, steps in rounded.items():
+        assert steps != exact
+        assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in exact], rel=2e-2), name
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])

@@ -18,7 +18,7 @@ from simpletuner.errors import SimpleTunerError
 from simpletuner.preparation import report_left_out
 from simpletuner.report import Report, printable
 from simpletuner.status_line import fitting
-from simpletuner.training.pace import Pace
+from simpletuner.training.pace import EXPORTING, WRITING, Durations, Pace
 
 BAD = "x\x1b[2J\x07\x9b1m\u202ey\r\nerror: forged\ud800.png"
 SHOWN = "x\\x1b[2J\\x07\\x9b1m\\u202ey\\r\n  error: forged\\ud800.png"
@@ -111,13 +111,14 @@ def test_a_status_line_fits_its_terminal_by_leaving_out_what_is_less_important()
     ]
 
 
-def test_time_left_counts_what_runs_between_the_steps():
-    pace = Pace(100, {"saving": 30, "validation": 0})
+def test_time_left_counts_what_runs_between_the_steps_and_after_the_last(tmp_path):
+    durations = Durations(path := tmp_path / "durations.json")
+    pace = Pace(100, {"saving": 30, "validation": 0}, durations)
     assert pace.seconds_left(0) is None
     for seconds in (50.0, 1.0, 3.0):  # the first step is not like the others
         pace.add_step(seconds, seconds / 4)
     assert (pace.step_seconds, pace.data_share, pace.seconds_left(10)) == (2.0, 0.25, 180.0)
-    pace.durations |= {"saving": [4.0, 6.0], "validation": [60.0]}
+    durations.measured |= {"saving": [4.0, 6.0], "validation": [60.0]}
     assert pace.seconds_left(10) == 180 + 4 * 5 + 60  # at 30, 60, 90 and 100
     assert pace.seconds_left(90) == 20 + 5 + 60
     pace.expect(["saving"])
@@ -125,3 +126,16 @@ def test_time_left_counts_what_runs_between_the_steps():
     with pace.timed("saving"):
         pass
     assert pace.seconds_left(100) == 0
+
+    durations.measured["saving"] = [5.0]
+    durations.estimate(EXPORTING, 7.0)
+    durations.measured[WRITING] = [3.0]
+    durations.write()
+    again = Pace(100, {"saving": 30, "validation": 0}, Durations(path))
+    again.add_step(2.0, 0.0)
+    assert again.seconds_left(90) == 20 + 5 + 60 + 3 + 7, "a resumed run knows what an earlier start has measured"
+    again.durations.measured[EXPORTING] = [1.0]
+    assert again.seconds_left(90) == 20 + 5 + 60 + 3 + 1
+    for content in ("[", "[]", '{"saving": "1"}'):
+        path.write_text(content)
+        assert Durations(path).mean("saving") == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import base
+from conftest import PHOTOGRAPHS, base
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -172,15 +172,13 @@ def test_caches_are_filled_by_all_ranks_and_only_what_changed_is_made_again(sdxl
 
 @pytest.fixture
 def photographs(tmp_path) -> Path:
-    """Cut the photographs that scikit-image ships into a few dozen, of several aspects, modes and formats."""
-    from skimage import data
-
+    """Cut photographs into a few dozen, of several aspects, modes and formats."""
     folder = tmp_path / "photographs"
     (folder / "nested" / "deeper").mkdir(parents=True)
     names = ("astronaut", "coffee", "chelsea", "rocket", "camera")
     windows = [(192, 192), (256, 160), (160, 256)]
     for name in names:
-        whole = Image.fromarray(getattr(data, name)())
+        whole = Image.open(PHOTOGRAPHS / f"{name}.jpg")
         for number in range(6):
             width, height = windows[number % 3]
             left, top = (number * 37) % (whole.width - width), (number * 23) % (whole.height - height)
@@ -197,7 +195,7 @@ def photographs(tmp_path) -> Path:
             else:
                 part.save(place.with_suffix(".webp"))
     whole = next(folder.rglob("*rocket_3.webp")).with_name("cut_short.jpg")
-    Image.fromarray(data.rocket()).crop((0, 0, 192, 192)).save(whole)
+    Image.open(PHOTOGRAPHS / "rocket.jpg").crop((0, 0, 192, 192)).save(whole)
     whole.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
     (folder / "no_picture.png").write_bytes(b"this is no picture")
     return folder

@@ -38,9 +38,6 @@ def test_each_prompt_of_a_file_has_its_own_seed_size_and_guidance_on_any_number_
         assert images[0].text == images[1].text and images[0].size == images[1].size
         pixels = [np.asarray(image).astype(int) for image in images]
         assert np.abs(pixels[0] - pixels[1]).max() <= 2
-    path.write_text('{"prompt": "a", "sed": 1}\n')
-    refused = train(tmp_path / "one", *flags, "--max_train_steps=2", code=2).said
     path.write_text('{"prompt": "a", "resolution": "60x64"}\n')
     uneven = train(tmp_path / "one", *flags, "--max_train_steps=2", code=2).said
     assert "resolution of the prompt 'a' = 60x64: all sides must be multiples" in uneven
-    assert "did you mean `seed`?" in refused and "prompts.jsonl:1" in refused

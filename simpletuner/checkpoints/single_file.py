@@ -9,9 +9,9 @@ from simpletuner.models.original_layout import original_reads
 from simpletuner.system.files import flush_to_disk, unfinished_path
 
 
-def export_single_file(pipeline: Path, path: Path) -> None:
+def export_single_file(pipeline: Path, path: Path, family: str) -> None:
     """Write the tensors of a pipeline, one in memory at a time, and put the file in place when it is whole."""
-    reads, hidden = original_reads(pipeline), unfinished_path(path)
+    reads, hidden = original_reads(pipeline, family), unfinished_path(path)
     contents = {}
     for name, read in reads.items():
         tensor = read()

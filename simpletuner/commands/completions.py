@@ -21,6 +21,8 @@ from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import SYNONYMS, choices_of, normalize_name
 
 CURSOR = "\0"
+RARE_FLAGS = {"model_families": "model_family"}
+"""Rare flag -> the one that is meant where only these two are left: a shell would stop at what both begin with."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,18 @@ def next_argument(state: ParseState) -> TyperArgument | None:
 def flags(state: ParseState, word: str) -> list[Completion]:
     """Flags that begin with a word, spelled like it; those given already only if they repeat."""
     open_options = [option for option in state.options() if option.multiple or option.name not in state.given]
-    return [
-        Completion(spelled, one_line(option.help or ""))
+    found = {
+        spelled: option
         for option in open_options
         for name in names_of(option)
         if (spelled := spelled_like(word, name)).startswith(word)
+    }
+    names = {str(option.name) for option in found.values()}
+    hidden = {rare for rare, common in RARE_FLAGS.items() if names == {rare, common}}
+    return [
+        Completion(spelled, one_line(option.help or ""))
+        for spelled, option in found.items()
+        if option.name not in hidden
     ]
 
 

@@ -92,11 +92,14 @@ def show(result: CheckResult, report: Report) -> None:
         summary, total = dataset.summary, dataset.summary.total
         count = total.images + total.held_out
         report.line(f"{summary.id}: {count:,} image{'s' * (count != 1)} in {summary.address}", style="bold")
-        columns, *rows = bucket_rows([*summary.buckets[:MAX_BUCKETS], *[total] * (len(summary.buckets) > 1)])
-        report.data_table("", rows, columns)
+        if count:
+            columns, *rows = bucket_rows([*summary.buckets[:MAX_BUCKETS], *[total] * (len(summary.buckets) > 1)])
+            report.data_table("", rows, columns)
         if (more := len(summary.buckets) - MAX_BUCKETS) > 0:
             report.line(f"  and {more:,} smaller buckets", style="dim")
-        report.checklist(finding_rows(dataset, result.not_checked), STYLES)
+        rows = finding_rows(dataset, result.not_checked)
+        # Of no image nothing is fine.
+        report.checklist((row for row in rows if count or row[1] not in ("ok", "-")), STYLES)
         if dataset.sheets:
             count, folder = len(dataset.sheets), next(iter(dataset.sheets.values())).parent
             report.line(f"  {count} contact sheet{'s' * (count != 1)} in {folder}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from simpletuner.data.epoch_order import Bucket
 from simpletuner.data.participation import Copies, copies_of
-from simpletuner.data.samples import Samples
+from simpletuner.data.samples import Samples, different_values
 from simpletuner.errors import DataError
 
 MAX_EPOCH_SAMPLES = 10**10
@@ -21,6 +21,11 @@ MAX_EPOCH_SAMPLES = 10**10
 
 Buckets = dict[str, Bucket]
 """By name, such as `1024x1024`."""
+
+
+def bucket_name(code: int) -> str:
+    """Return the name of a bucket by width << 32 | height."""
+    return f"{code >> 32}x{code & 0xFFFFFFFF}"
 
 
 def make_buckets(
@@ -32,13 +37,13 @@ def make_buckets(
     """
     if not samples.parts:
         return {}
-    targets = [part.sizes.targets.astype(np.int64) for part in samples.parts]
-    codes, of_sizes = np.unique(np.concatenate(targets) @ np.array([1 << 32, 1]), return_inverse=True)
+    targets = [part.sizes.target_codes for part in samples.parts]
+    codes, of_sizes = different_values(np.concatenate(targets))
     of_parts = np.split(of_sizes.astype(np.uint32), np.cumsum([len(each) for each in targets])[:-1])
     of_samples = [own[part.sizes.index] for own, part in zip(of_parts, samples.parts, strict=True)]
     copies = copies_of([part.dataset for part in samples.parts])
     datasets = np.repeat(np.arange(len(samples.parts), dtype=np.uint16), [len(part) for part in samples.parts])
-    names = [f"{code >> 32}x{code & 0xFFFFFFFF}" for code in codes.tolist()]
+    names = [bucket_name(code) for code in codes.tolist()]
     if active is not None:
         copies = [own if part.dataset.id in active else 0 for own, part in zip(copies, samples.parts, strict=True)]
     if not len(held_out):

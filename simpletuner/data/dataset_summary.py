@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simpletuner.data.buckets import Buckets
+from simpletuner.data.buckets import Buckets, bucket_name
 from simpletuner.data.dataset_warnings import enlargements
-from simpletuner.data.samples import DatasetSamples, Samples, Sizes
+from simpletuner.data.samples import DatasetSamples, Samples, Sizes, different_values
 
 MUCH_ENLARGED = 1.25
 """Above this factor an image visibly lacks detail."""
@@ -57,7 +57,8 @@ class DatasetSummary:
 
 def cropped_away(sizes: Sizes) -> np.ndarray:
     """Return the share of an image of each size that its crop leaves out."""
-    return 1 - sizes.targets.prod(axis=1) / sizes.resized.prod(axis=1)
+    targets, resized = (np.multiply(*each.T, dtype=np.int64) for each in (sizes.targets, sizes.resized))
+    return 1 - targets / resized
 
 
 def summarize(samples: Samples, buckets: Buckets, held_out: np.ndarray) -> list[DatasetSummary]:
@@ -80,21 +81,34 @@ def summarize(samples: Samples, buckets: Buckets, held_out: np.ndarray) -> list[
 
 
 def summarize_buckets(part: DatasetSamples, shown: np.ndarray, is_held_out: np.ndarray) -> Iterator[BucketSummary]:
-    """Yield the buckets of a dataset, the one with the most images first."""
-    names, of_sizes = np.unique(part.sizes.targets, axis=0, return_inverse=True)
-    of_images, cropped = of_sizes.reshape(-1)[part.sizes.index], cropped_away(part.sizes)[part.sizes.index]
-    is_enlarged = (enlargements(part.sizes) > MUCH_ENLARGED)[part.sizes.index]
-    counts = np.bincount(of_images, minlength=len(names))
-    for number in np.argsort(-counts, kind="stable").tolist():
+    """Yield the buckets of a dataset, the one with the most images first.
+
+    Numbers are added up for each size that occurs, and then for each bucket: there are far fewer sizes than images.
+    """
+    sizes = part.sizes
+    codes, of_sizes = different_values(sizes.target_codes)
+    images = np.bincount(sizes.index, minlength=len(of_sizes))
+    cropped, is_enlarged = cropped_away(sizes), enlargements(sizes) > MUCH_ENLARGED
+
+    def totals(of_each_size: np.ndarray) -> np.ndarray:
+        return np.bincount(of_sizes, of_each_size, len(codes))
+
+    def totals_of_images(values: np.ndarray) -> np.ndarray:
+        return totals(np.bincount(sizes.index, values, len(of_sizes)))
+
+    counts, held_out = totals(images), totals_of_images(is_held_out)
+    samples, enlarged, sums = totals_of_images(shown), totals(images * is_enlarged), totals(images * cropped)
+    most = np.zeros(len(codes))
+    np.maximum.at(most, of_sizes, np.where(images > 0, cropped, 0.0))
+    for number in np.lexsort((codes, -counts)).tolist():
         if not counts[number]:  # a size of images that are left out
             continue
-        own = of_images == number
         yield BucketSummary(
-            name="{}x{}".format(*names[number].tolist()),
-            images=int((own & ~is_held_out).sum()),
-            samples=float(shown[own].sum()),
-            held_out=int((own & is_held_out).sum()),
-            mean_cropped=float(cropped[own].mean()),
-            most_cropped=float(cropped[own].max()),
-            enlarged=int((own & is_enlarged).sum()),
+            name=bucket_name(int(codes[number])),
+            images=int(counts[number] - held_out[number]),
+            samples=float(samples[number]),
+            held_out=int(held_out[number]),
+            mean_cropped=float(sums[number] / counts[number]),
+            most_cropped=float(most[number]),
+            enlarged=int(enlarged[number]),
         )

@@ -70,10 +70,12 @@ class Affected:
         """Collect the samples whose size has more than a degree; None if there are none."""
         count, worst = 0, (above, -1, -1)
         for number, part in enumerate(samples.parts):
-            degrees = degree(part.sizes)[part.sizes.index]
-            count += int((degrees > above).sum())
-            if len(degrees) and (highest := float(degrees.max())) > worst[0]:
-                worst = highest, number, int(degrees.argmax())
+            of_sizes = degree(part.sizes)
+            affected = np.flatnonzero(part.sizes.images_where(of_sizes > above))
+            degrees = of_sizes[part.sizes.index[affected]]
+            count += len(affected)
+            if len(affected) and (highest := float(degrees.max())) > worst[0]:
+                worst = highest, number, int(affected[degrees.argmax()])
         return cls(count, worst[0], samples.parts[worst[1]][worst[2]]) if count else None
 
 
@@ -89,12 +91,12 @@ def warn_enlarged(samples: Samples) -> Iterator[str]:
 
 def enlargements(sizes: Sizes) -> np.ndarray:
     """Return the factor by which images of each size are enlarged."""
-    return (sizes.resized / sizes.originals).max(axis=1)
+    return np.maximum(*(sizes.resized / sizes.originals).T)
 
 
 def extremeness(sizes: Sizes) -> np.ndarray:
     """Return how much longer the longer side of each size is."""
-    return sizes.originals.max(axis=1) / sizes.originals.min(axis=1)
+    return np.maximum(*sizes.originals.T) / np.minimum(*sizes.originals.T)
 
 
 def warn_extreme_aspect(samples: Samples) -> Iterator[str]:
@@ -112,9 +114,9 @@ def warn_other_area(samples: DatasetSamples, alignment_px: int) -> Iterator[str]
     dataset, sizes = samples.dataset, samples.sizes
     chosen = dataset.crop and dataset.crop_aspect in ("closest", "random")
     shapes = sizes.targets if chosen else shapes_of(dataset, sizes.originals)
-    areas = sizes.targets.prod(axis=1)
+    areas = np.multiply(*sizes.targets.T, dtype=np.int64)
     wanted = target_areas(dataset, shapes[:, 0] / shapes[:, 1])
-    if (other := (np.maximum(areas / wanted, wanted / areas) > MAX_AREA_RATIO)[sizes.index]).any():
+    if (other := sizes.images_where(np.maximum(areas / wanted, wanted / areas) > MAX_AREA_RATIO)).any():
         first = samples[int(other.argmax())]
         yield (
             f"{count_noun(int(other.sum()), 'image')} of dataset `{dataset.id}` far from "
@@ -141,9 +143,8 @@ def longest_captions(samples: DatasetSamples) -> np.ndarray:
     prefix = len(captions_of(samples.dataset, "", [""])[0]) if own else 0
     parts = [np.zeros(0, np.int64)]
     for lines in samples.table["captions"].chunks:
-        most = np.zeros(len(lines), np.int64)
-        letters = pc.utf8_length(lines.flatten()).to_numpy() + prefix
+        letters = np.append(pc.utf8_length(lines.flatten()).to_numpy() + prefix, 0)  # an empty list may come last
         combine = np.add if samples.dataset.disable_multiline_split else np.maximum
-        combine.at(most, pc.list_parent_indices(lines).to_numpy(), letters)
-        parts.append(most)
+        counts = pc.list_value_length(lines).to_numpy()
+        parts.append(combine.reduceat(letters, np.cumsum(counts) - counts) * (counts > 0))
     return np.concatenate(parts)[samples.rows]

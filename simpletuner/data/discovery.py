@@ -20,7 +20,7 @@ from simpletuner.data.file_list import OtherFiles
 from simpletuner.data.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
 from simpletuner.data.image_formats import READ
 from simpletuner.data.name_hashes import choose_by_name, hash_names
-from simpletuner.data.samples import DatasetSamples, Samples, Sizes
+from simpletuner.data.samples import DatasetSamples, Samples, Sizes, different_values
 from simpletuner.data.scan import NO_ROW, Scan
 from simpletuner.errors import DataError
 from simpletuner.system.numbers import count_noun
@@ -105,15 +105,14 @@ def choose_samples(scan: Scan, alignment_px: int, seed: int, version: int, found
     sizes = sizes_of(dataset, table, rows, alignment_px, version, seed)
     is_wanted = are_within_limits(dataset, sizes.originals)
     is_wanted &= is_enlarged_within(dataset, sizes.originals, sizes.targets)
-    wanted = is_wanted[sizes.index]
-    found.unwanted += int((~wanted).sum())
-    fits = (sizes.resized.prod(axis=1) <= LARGEST_PIXELS)[sizes.index]
-    for position in np.flatnonzero(wanted & ~fits).tolist():
+    fits = np.multiply(*sizes.resized.T, dtype=np.int64) <= LARGEST_PIXELS
+    found.unwanted += int(sizes.images_where(~is_wanted).sum())
+    for position in np.flatnonzero(sizes.images_where(is_wanted & ~fits)).tolist():
         _, resized, _ = sizes.of(position)
         name = table["name"][int(rows[position])]
         found.broken[f"{dataset.id}/{name}"] = "would be resized to {}x{} px".format(*resized)
     chosen = np.zeros(len(table), bool)
-    chosen[rows[wanted & fits]] = True
+    chosen[rows] = ~sizes.images_where(~is_wanted | ~fits)
     has_none, is_unreadable = find_caption_problems(dataset, table)
     skipped = chosen & has_none & dataset.skip_uncaptioned
     chosen &= ~skipped
@@ -136,7 +135,9 @@ def sizes_of(
     dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment_px: int, version: int, seed: int
 ) -> Sizes:
     """Find the bucket of each size that occurs; there are far fewer sizes than images."""
-    width, height = (table[side].to_numpy()[rows].astype(np.int64) for side in ("width", "height"))
+    width, height = (table[side].to_numpy() for side in ("width", "height"))
+    if len(rows) < len(table):
+        width, height = width[rows], height[rows]
     codes, index = different_sizes(width, height)
     choices = None
     if dataset.crop and dataset.crop_aspect == "random":
@@ -161,18 +162,17 @@ def different_sizes(width: np.ndarray, height: np.ndarray) -> tuple[np.ndarray, 
     """Return the sizes that occur, as width << 32 | height, and which of them each image has."""
     if not len(width):
         return np.zeros(0, np.int64), np.zeros(0, np.int32)
-    first, last = (np.array([f(width), f(height)]) for f in (np.min, np.max))
-    columns, rows = (last - first + 1).tolist()
+    (left, right), (low, high) = ((int(each.min()), int(each.max())) for each in (width, height))
+    columns, rows = right - left + 1, high - low + 1
     if columns * rows > max(len(width), BLOCK_SIZES):
-        encoded = pa.array(width << 32 | height).dictionary_encode()
-        return encoded.dictionary.to_numpy(), encoded.indices.to_numpy()
+        return different_values(width.astype(np.int64) << 32 | height)
     # A flag for each possible size takes a quarter of the time of hashing where there are fewer of them than images.
-    place = (width - first[0]) * rows + (height - first[1])
+    place = (width - left) * rows + (height - low)  # fits into the columns' 32 bits, as fewer than images
     occurs = np.zeros(columns * rows, bool)
     occurs[place] = True
     found = np.flatnonzero(occurs)
     numbers = np.cumsum(occurs, dtype=np.int32) - 1
-    return (found // rows + first[0]) << 32 | (found % rows + first[1]), numbers[place]
+    return (found // rows + left) << 32 | (found % rows + low), numbers[place]
 
 
 def find_caption_problems(dataset: ImageDataset, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:

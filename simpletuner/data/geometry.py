@@ -1,6 +1,7 @@
 """From sizes of images to aspect buckets, resized sizes and crops.
 
-Arrays of sizes are (images, 2) int64, width and height in px; a `Size` is one of them.
+Arrays of sizes are (images, 2) int64, width and height in px; a `Size` is one of them. What both sides are reduced to
+is computed from two columns, `np.maximum(*sizes.T)`: a reduction along so short an axis takes ten times as long.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def sizes_of_shapes(
     must_be_square = (shapes[:, 0] == shapes[:, 1]) & exact_squares
     for steps in ((0, 0), (0, 1), (1, 0), (1, 1)):
         sizes = below + np.array(steps) * alignment_px
-        share, distance = cropped_shares(shapes, sizes), np.abs(sizes - ideal).sum(axis=1)
+        share, distance = cropped_shares(shapes, sizes), np.add(*np.abs(sizes - ideal).T)
         is_near = np.abs(sizes[:, 0] * sizes[:, 1] / area - 1) <= AREA_TOLERANCE
         is_near &= (sizes[:, 0] == sizes[:, 1]) | ~must_be_square
         better = is_near & ((share < least[:, 0]) | ((share == least[:, 0]) & (distance < least[:, 1])))
@@ -107,7 +108,7 @@ def closest_aspects(dataset: ImageDataset, originals: np.ndarray, targets: np.nd
 def cropped_shares(shapes: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Return the shares of images that are cropped when they cover their targets."""
     products = shapes * targets[:, ::-1]
-    return 1 - products.min(axis=1) / products.max(axis=1)
+    return 1 - np.minimum(*products.T) / np.maximum(*products.T)
 
 
 def round_to_multiples(sides_px: np.ndarray, alignment_px: int) -> np.ndarray:
@@ -117,7 +118,7 @@ def round_to_multiples(sides_px: np.ndarray, alignment_px: int) -> np.ndarray:
 
 def resized_sizes(dataset: ImageDataset, originals: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Return the sizes with the aspects of images that cover their buckets: the smallest, or what is cropped from."""
-    scale = (targets / originals).max(axis=1, keepdims=True)
+    scale = np.maximum(*(targets / originals).T)[:, None]
     return downsampled(dataset, originals, np.maximum(targets, np.rint(originals * scale).astype(np.int64)))
 
 
@@ -157,14 +158,15 @@ def are_within_limits(dataset: ImageDataset, originals: np.ndarray) -> np.ndarra
 def is_enlarged_within(dataset: ImageDataset, originals: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Whether images are enlarged to cover their targets by no more than the dataset allows."""
     allowed = dataset.max_upscale_threshold
-    factors = (targets / originals).max(axis=1)
-    return np.ones(len(originals), bool) if allowed is None else factors <= 1 + allowed
+    if allowed is None:
+        return np.ones(len(originals), bool)
+    return np.maximum(*(targets / originals).T) <= 1 + allowed
 
 
 def in_resolution_units(dataset: ImageDataset, sizes: np.ndarray) -> np.ndarray:
     """Return how large images are in the unit of `resolution`."""
     if dataset.resolution_type == "pixel":
-        return sizes.min(axis=1)
+        return np.minimum(*sizes.T)
     area = sizes[:, 0] * sizes[:, 1]
     return area / 1_000_000 if dataset.resolution_type == "area" else np.sqrt(area)
 

@@ -12,6 +12,7 @@ import imagesize
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from simpletuner.data.colour_profiles import to_srgb
 from simpletuner.data.image_formats import INSTALL, is_heif, register_plugin
 
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
@@ -92,16 +93,21 @@ def read_rgb(file: BinaryIO, smallest: tuple[int, int], size: tuple[int, int] | 
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert grey, 16-bit, palette, CMYK and transparent images to 8-bit RGB, transparency over white."""
+    """Convert grey, 16-bit, palette, CMYK and transparent images to 8-bit sRGB, transparency over white."""
+    profile = image.info.get("icc_profile")
     if image.mode.startswith("I") or image.mode == "F":
         # Pillow clips 16-bit values at 255 instead of scaling them, which would make nearly every pixel white.
         values = np.asarray(image, dtype=np.float64)
         top = 65535 if image.mode.startswith("I") else max(float(values.max()), 1e-9)
         image = Image.fromarray(np.clip(values / top * 255, 0, 255).round().astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        layered = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", layered.size, "white"), layered).convert("RGB")
-    return image.convert("RGB")
+    is_transparent = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+    layered = image.convert("RGBA") if is_transparent else None
+    converted = to_srgb(image, profile) if profile else None
+    if layered is None:
+        return converted or image.convert("RGB")
+    if converted is not None:
+        converted.putalpha(layered.getchannel("A"))
+    return Image.alpha_composite(Image.new("RGBA", layered.size, "white"), converted or layered).convert("RGB")
 
 
 def resize_and_crop(

@@ -1,4 +1,4 @@
-"""The original layout of Stable Diffusion XL as one file: names of its tensors for those of a diffusers pipeline.
+"""The original layout of Stable Diffusion as one file: names of its tensors for those of a diffusers pipeline.
 
 Other tools for Stable Diffusion read and write it; diffusers reads it (`from_single_file`), but does not write it.
 """
@@ -6,20 +6,17 @@ Other tools for Stable Diffusion read and write it; diffusers reads it (`from_si
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from simpletuner.models.malformed import read_config
+from simpletuner.models.open_clip_layout import Reads, open_clip_reads, replace_start
 from simpletuner.models.weights import any_weights_files
-
-Reads = dict[str, Callable[[], Tensor]]
-"""What reads each tensor, by name: a whole model in memory is not needed to write it."""
 
 RESNET = {
     "norm1": "in_layers.0",
@@ -40,41 +37,48 @@ UNET = {
     "conv_norm_out": "out.0",
     "conv_out": "out.2",
 }
-VAE_ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
-OPEN_CLIP = {
-    "layer_norm1": "ln_1",
-    "layer_norm2": "ln_2",
-    "mlp.fc1": "mlp.c_fc",
-    "mlp.fc2": "mlp.c_proj",
-    "self_attn.out_proj": "attn.out_proj",
-    "embeddings.token_embedding": "token_embedding",
-    "embeddings.position_embedding": "positional_embedding",
-    "final_layer_norm": "ln_final",
+VAE_ATTENTION = {
+    "group_norm": "norm",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "proj_out",
+    # as diffusers called them when it published Stable Diffusion 1 and 2
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "proj_attn": "proj_out",
 }
-"""Of the second text encoder and inside its layers."""
+TEXT_ENCODERS: dict[str, dict[str, tuple[str, Callable[[Reads], Reads]]]] = {
+    "sd1x": {"text_encoder": ("cond_stage_model.transformer.text_model.", dict)},
+    "sd2x": {"text_encoder": ("cond_stage_model.model.", open_clip_reads)},
+    "sdxl": {
+        "text_encoder": ("conditioner.embedders.0.transformer.text_model.", dict),
+        "text_encoder_2": ("conditioner.embedders.1.model.", open_clip_reads),
+    },
+}
+"""By family and component: with what original names begin, and what changes the rest of them; CLIP's stay."""
 
 
-def original_reads(pipeline: Path) -> Reads:
-    """Return what reads the tensors of a Stable Diffusion XL pipeline, by their original names."""
+def original_reads(pipeline: Path, family: str) -> Reads:
+    """Return what reads the tensors of a Stable Diffusion pipeline, by their original names."""
     config, vae_config = (read_config(pipeline / name / "config.json") for name in ("unet", "vae"))
-    vae = {vae_name(name, len(vae_config["up_block_types"])): read for name, read in reads_of(pipeline / "vae").items()}
-    first = {name.removeprefix("text_model."): read for name, read in reads_of(pipeline / "text_encoder").items()}
-    second = {name.removeprefix("text_model."): read for name, read in reads_of(pipeline / "text_encoder_2").items()}
-    components: dict[str, Reads] = {
-        "model.diffusion_model.": {unet_name(name, config): read for name, read in reads_of(pipeline / "unet").items()},
-        "first_stage_model.": {
-            name: partial(as_convolution, read) if ".attn_1." in name else read for name, read in vae.items()
-        },
-        "conditioner.embedders.0.transformer.text_model.": first,
-        "conditioner.embedders.1.model.": open_clip_reads(second),
-    }
-    return {f"{start}{name}": read for start, reads in components.items() for name, read in reads.items()}
+    ups = len(vae_config["up_block_types"])
+    reads = {f"model.diffusion_model.{unet_name(name, config)}": read for name, read in reads_of(pipeline / "unet")}
+    for name, read in reads_of(pipeline / "vae"):
+        named = vae_name(name, ups)
+        reads[f"first_stage_model.{named}"] = partial(as_convolution, read) if ".attn_1." in named else read
+    for component, (start, renamed) in TEXT_ENCODERS[family].items():
+        text = {name.removeprefix("text_model."): read for name, read in reads_of(pipeline / component)}
+        reads |= {f"{start}{name}": read for name, read in renamed(text).items()}
+    return reads
 
 
-def reads_of(folder: Path) -> Reads:
-    """Return what reads the tensors of a component, by the names in its files."""
-    files = [safe_open(path, framework="pt") for path in any_weights_files(folder)]
-    return {name: partial(file.get_tensor, name) for file in files for name in file.keys()}  # noqa: SIM118
+def reads_of(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield the names of a component's tensors, and what reads each."""
+    for path in any_weights_files(folder):
+        file = safe_open(path, framework="pt")
+        yield from ((name, partial(file.get_tensor, name)) for name in file.keys())  # noqa: SIM118
 
 
 def as_convolution(read: Callable[[], Tensor]) -> Tensor:
@@ -108,11 +112,6 @@ def replace_in_resnet(name: str) -> str:
     return re.sub("|".join(RESNET), lambda part: RESNET[part[0]], name, count=1)
 
 
-def replace_start(name: str, table: Mapping[str, str]) -> str:
-    start = next((start for start in table if name.startswith(f"{start}.")), "")
-    return table[start] + name.removeprefix(start) if start else name
-
-
 def vae_name(name: str, ups: int) -> str:
     """Return the original name of a VAE's tensor, whose decoder counts its levels from the image."""
     name = re.sub(r"down_blocks\.(\d+)\.resnets\.(\d+)", r"down.\1.block.\2", name)
@@ -124,28 +123,3 @@ def vae_name(name: str, ups: int) -> str:
         start, _, rest = name.partition("mid_block.attentions.0.")
         name = f"{start}mid.attn_1.{replace_start(rest, VAE_ATTENTION)}"
     return name.replace("conv_shortcut", "nin_shortcut").replace("conv_norm_out", "norm_out")
-
-
-def open_clip_reads(reads: Reads) -> Reads:
-    """Return the tensors of the second text encoder: query, key and value as one, and the projection transposed."""
-    named: Reads = {}
-    for name, read in reads.items():
-        layer = re.fullmatch(r"encoder\.layers\.(\d+)\.(.+)", name)
-        if layer is None:
-            named[replace_start(name, OPEN_CLIP)] = partial(transposed, read) if "projection" in name else read
-        elif ".q_proj." in name:
-            parts = [reads[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
-            named[f"transformer.resblocks.{layer[1]}.attn.in_proj_{name.rpartition('.')[2]}"] = partial(joined, parts)
-        elif ".k_proj." not in name and ".v_proj." not in name:
-            named[f"transformer.resblocks.{layer[1]}.{replace_start(layer[2], OPEN_CLIP)}"] = read
-    for name in ("text_projection", "positional_embedding"):  # parameters of the model itself, no layers
-        named[name] = named.pop(f"{name}.weight")
-    return named
-
-
-def transposed(read: Callable[[], Tensor]) -> Tensor:
-    return read().T.contiguous()
-
-
-def joined(reads: Sequence[Callable[[], Tensor]]) -> Tensor:
-    return torch.cat([read() for read in reads])

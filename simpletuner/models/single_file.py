@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from simpletuner.settings.sections import Model
 
 MARKER = "single_file.json"
 """In the folder that was made of a file: which file that was."""
+LORA_PARTS = (".lora_", "lora_unet_", "lora_te_", "lora_te1_")
+FULL_DTYPES = ("F32", "F16", "BF16")
+"""As safetensors calls them; others were rounded to eight bits or less."""
 
 
 def named_file(model: Model) -> Path | None:
@@ -30,7 +34,10 @@ def named_file(model: Model) -> Path | None:
 
 
 def check_single_file(model: Model) -> None:
-    """Raise SettingsError for a file without a folder of configs, or one that names another kind of pipeline."""
+    """Raise SettingsError for a file without a folder of configs, a LoRA and rounded weights.
+
+    Raises EnvironmentNotReady for a damaged file.
+    """
     path, config = named_file(model), model.single_file_config
     if path is None:
         return
@@ -43,6 +50,32 @@ def check_single_file(model: Model) -> None:
         raise SettingsError(
             f"single_file_config = {config} has no model_index.json", "name a diffusers folder (docs/single-file.md)"
         )
+    names, dtype = read_header(path)
+    if any(part in name for name in names for part in LORA_PARTS):
+        raise SettingsError(
+            f"{path} is a LoRA, not a model", "name its base model; --lora_init goes on from a LoRA in diffusers format"
+        )
+    if dtype not in FULL_DTYPES:
+        raise SettingsError(
+            f"{path} holds {dtype} weights, which were rounded for inference", "take the file in bf16, fp16 or fp32"
+        )
+
+
+def read_header(path: Path) -> tuple[list[str], str]:
+    """Return the names of a file's tensors, and the dtype of the largest, as safetensors calls it.
+
+    Raises EnvironmentNotReady for a damaged file.
+    """
+    from safetensors import safe_open
+
+    from simpletuner.models.malformed import opening
+
+    with opening(path), safe_open(path, framework="np") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        if not slices:
+            raise ValueError("it holds no tensors")
+        largest = max(slices.values(), key=lambda each: math.prod(each.get_shape()))
+        return list(slices), largest.get_dtype()
 
 
 def source_of(path: Path, config: Path) -> dict[str, Any]:

@@ -157,10 +157,20 @@ def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
     if isinstance(given.value, Mapping):
         message = "settings stand side by side, not in sections: move what is in it to the top of the file"
         return Mistake(given.name, message, given.place)
+    if given.place == "flag" and given.value == "" and not given.name.startswith("-"):
+        return Mistake(given.name, "is neither a flag nor the value of one", given.place, hint=flag_for(given.name))
     is_variable = re.search(r"\.env:\d+$", given.place, re.IGNORECASE)
     otherwise = "set it in the shell if it is a variable of another program" if is_variable else ""
     like = did_you_mean(given.name, setting_fields()) if may_guess else ""
     return Mistake(given.name, "unknown setting", given.place, hint=like or otherwise)
+
+
+def flag_for(word: str) -> str:
+    """Return how a folder or a file that stands alone on a command line may be meant."""
+    path = Path(word)
+    if path.is_dir():
+        return f"a folder of images is named by --instance_data_dir={word}"
+    return f"a config file is named by --config={word}" if path.is_file() else "values are written as --name=value"
 
 
 def says_the_same(name: str, one: RawValue, other: RawValue) -> bool:

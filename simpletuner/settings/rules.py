@@ -33,6 +33,9 @@ from simpletuner.settings.step_ranges import parse_step_range
 
 Rule = Callable[[Settings], Iterator[BrokenRule]]
 
+SINGLE_FILE_FAMILIES = ("sd1x", "sd2x", "sdxl")
+"""Whose original layout is written (`models/original_layout.py`)."""
+
 
 def find_contradictions(settings: Settings) -> list[BrokenRule]:
     return [mistake for rule in RULES for mistake in rule(settings)]
@@ -180,9 +183,10 @@ def single_files_have_a_known_layout(settings: Settings) -> Iterator[BrokenRule]
     if model.model_type == "lora":
         message = "export_single_file is for whole models: a LoRA is one file already; leave it out"
         yield broken(message, name, "model_type")
-    elif model.model_family and model.model_family != "sdxl":
+    elif model.model_family and model.model_family not in SINGLE_FILE_FAMILIES:
         message = (
-            f"export_single_file is for model_family=sdxl: the original layout of {model.model_family} is not written"
+            f"export_single_file is for model_family={', '.join(SINGLE_FILE_FAMILIES)}: the original layout of "
+            f"{model.model_family} is not written"
         )
         yield broken(message, name, "model_family")
 

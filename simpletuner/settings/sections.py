@@ -236,7 +236,7 @@ class Checkpoints(Section):
     checkpoint_step_interval: int = knob(500, "Optimizer steps between checkpoints.", ge=1, aliases=("checkpointing_steps",))
     async_checkpointing: bool | None = knob(None, "Write checkpoints while training goes on, from a copy in the machine's memory; auto: where the copies take at most half of what is available.")  # fmt: skip
     checkpoints_total_limit: int = knob(5, "Keep this many of the newest checkpoints.", ge=1)
-    export_single_file: bool = knob(False, "Also export what is trained as one .safetensors file in the original layout, for other tools (SDXL).")
+    export_single_file: bool = knob(False, "Also export what is trained as one .safetensors file in the original layout, for other tools (Stable Diffusion 1.x, 2.x and XL).")
     resume_from_checkpoint: Annotated[str, AfterValidator(in_home)] = knob("latest", "`latest`, a checkpoint folder, or `none`.")
     import_deepspeed_checkpoint: Path | None = knob(None, "A folder with DeepSpeed's own checkpoint to start from, where this run has none; needs allow_pickle.")  # fmt: skip
     allow_pickle: bool = knob(False, "Read the pickles of import_deepspeed_checkpoint: whoever made them can run any program here.")

@@ -67,7 +67,7 @@ class StopRequest:
             name = f"step {step}" if step > 0 else "this step"
             print_line(f"stopping: finishing {name}, then saving a checkpoint; {again} to leave without saving")
         else:
-            print_line(f"stopping: what was prepared is kept; {again} to leave at once")
+            print_line(f"stopping: what is done is kept; {again} to leave at once")
 
     def exit_now(self, number: int) -> NoReturn:
         """Exit without saving, even while the main thread is blocked in a library."""

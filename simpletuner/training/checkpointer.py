@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from simpletuner.checkpoints.background import BackgroundSaver
-from simpletuner.checkpoints.saving import save
+from simpletuner.checkpoints.saving import Snapshot, save
 from simpletuner.data.batch_sampler import SamplerState
+from simpletuner.parallel.world import World
 from simpletuner.session import Session
 from simpletuner.system.host_memory import available_bytes
+from simpletuner.training.pace import EXPORTING, WRITING, Durations
 from simpletuner.training.state import TrainingState
+
+EXPORTED = ("model", "ema")
+"""The groups of a checkpoint that are exported, too."""
 
 
 class Checkpointer:
     """Save the state of a run as numbered checkpoints, while training goes on where `async_checkpointing` says so."""
 
-    def __init__(self, session: Session, state: TrainingState) -> None:
+    def __init__(self, session: Session, state: TrainingState, durations: Durations) -> None:
         """Collective."""
+        self.durations = durations
         self.settings, self.world, self.state, self.report = session.settings, session.world, state, session.report
         self.root = self.settings.training.output_dir / "checkpoints"
         self.is_async = self.settings.checkpoints.async_checkpointing
@@ -38,9 +47,20 @@ class Checkpointer:
         if self.is_async is None:
             self.is_async = self._copies_fit(len(snapshot.groups))
         if self.background is not None and self.is_async:
-            self.background.start(snapshot, write)
+            self.background.start(snapshot, partial(self._write, write))
         else:
-            write(snapshot, self.world)
+            self._write(write, snapshot, self.world)
+
+    def _write(self, write: Callable[[Snapshot, World], Path], snapshot: Snapshot, world: World) -> Path:
+        """Write a snapshot, perhaps in a thread, and measure what training has to wait for after its last step."""
+        began = time.monotonic()
+        folder = write(snapshot, world)
+        seconds = time.monotonic() - began
+        if self.is_async:
+            self.durations.measured[WRITING].append(seconds)
+        exported = len([name for name in snapshot.groups if name in EXPORTED])
+        self.durations.estimate(EXPORTING, seconds * exported / len(snapshot.groups))
+        return folder
 
     def _copies_fit(self, groups: int) -> bool:
         """Return whether copies of all groups fit, so that training can go on while they are written. Collective."""

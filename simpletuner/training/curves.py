@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 
 WINDOW_SHARE = 0.05
 """Of all steps: how many the running mean is over."""
-
-
-def curve_of(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of a metric, both (points,) float64; values that are not finite are left out."""
-    found = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
-    steps, values = np.array(found, np.float64).reshape(-1, 2).T
-    kept = np.isfinite(values)
-    return steps[kept], values[kept]
 
 
 def window_of(points: int) -> int:

@@ -12,18 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files import APPEND, read_file, write_file
-from simpletuner.training.curves import curve_of, running_mean, window_of
+from simpletuner.training.curves import running_mean, window_of
+from simpletuner.training.metrics_reader import METRICS, MetricColumns, read_columns, rows_in
 
-if TYPE_CHECKING:  # the process that sends metrics to wandb imports this module, and needs no torch
+if TYPE_CHECKING:
     from simpletuner.parallel.world import World
     from simpletuner.settings import Settings
 
-METRICS, CURVE = "metrics.jsonl", "loss.png"
-
-LOSSES = ("loss", "eval_loss", "eval_loss_ema")
-"""Every row of the metrics has a step, and at least one of these."""
-
-TAIL_BYTES = 64 << 10
+CURVE = "loss.png"
 
 HELD_OUT_LINES = {"eval_loss": ("held-out images", "#d94801"), "eval_loss_ema": ("held-out images, EMA", "#238b45")}
 
@@ -66,47 +62,14 @@ class Metrics:
 
     def last_step(self, name: str) -> int:
         """Return the last step for which a value was written; -1 for none."""
-        return max((row["step"] for row in read_metrics(self.path) if name in row), default=-1)
+        return int(max(read_columns(self.path).points(name)[0], default=-1))
 
     def close(self) -> None:
         """Plot the loss and close the files."""
         self.file.close()
-        plot_loss(read_metrics(self.path), self.curve)
+        plot_loss(read_columns(self.path), self.curve)
         for tracker in self.trackers:
             tracker.close()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file; a line torn by a killed run, or damaged, is left out."""
-    return rows_in(read_file(path)) if path.exists() else []
-
-
-def last_row(path: Path) -> dict[str, Any]:
-    """Return the last row of an optimizer step; empty where there is none. Reads the end of the file alone."""
-    if not path.exists():
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        rows = [row for row in rows_in(file.read()) if "loss" in row]
-    return rows[-1] if rows else {}
-
-
-def rows_in(content: bytes) -> list[dict[str, Any]]:
-    """Return the rows in the content of a metrics file."""
-    rows = []
-    for line in content.split(b"\n"):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and all(isinstance(row.get(name), float | int) for name in ("step", loss_of(row))):
-            rows.append(row)
-    return rows
-
-
-def loss_of(row: Mapping[str, Any]) -> str:
-    """Return which loss a row has; `loss` where it has none."""
-    return next((name for name in LOSSES if name in row), "loss")
 
 
 def drop_rows_after(path: Path, step: int) -> None:
@@ -119,12 +82,12 @@ def drop_rows_after(path: Path, step: int) -> None:
         write_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
 
-def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
+def plot_loss(columns: MetricColumns, path: Path) -> None:
     """Plot the loss by step: each value pale, and a running mean over it; and the held-out losses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps, losses = curve_of(rows, "loss")
+    steps, losses = columns.finite("loss")
     if not len(steps):
         return
     window = window_of(len(steps))
@@ -135,8 +98,8 @@ def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
         label = f"mean of {window:,} steps around each"
         axes.plot(steps, running_mean(losses, window), color="#08519c", linewidth=1.8, label=label)
     for name, (label, colour) in HELD_OUT_LINES.items():
-        if measured := [(row["step"], row[name]) for row in rows if name in row]:
-            axes.plot(*zip(*measured, strict=True), color=colour, marker="o", markersize=3.5, label=label)
+        if len((measured := columns.points(name))[0]):
+            axes.plot(*measured, color=colour, marker="o", markersize=3.5, label=label)
     axes.set(xlabel="optimizer step", ylabel="loss", title="Loss")
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right", edgecolor="none")  # "best" compares with every point

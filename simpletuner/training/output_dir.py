@@ -95,7 +95,7 @@ def export_single_files(session: Session) -> None:
         path, written = single_file_of(pipeline), (pipeline / FINISHED).stat().st_mtime_ns
         if not path.exists() or path.stat().st_mtime_ns < written:
             session.report.say(f"writing {path}")
-            export_single_file(pipeline, path)
+            export_single_file(pipeline, path, session.settings.model.model_family)
 
 
 def single_file_of(pipeline: Path) -> Path:

@@ -2,23 +2,67 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+
+from simpletuner.system.files import read_file, write_json
 
 RECENT_STEPS = 50
+SAVING, WRITING, EXPORTING = "saving", "writing a checkpoint", "writing the pipeline"
+"""What training waits for: for a checkpoint or its copy; at the end until a copy is written; then for the export."""
+DURATIONS = "durations.json"
+
+
+class Durations:
+    """Mean seconds of all that is not a step; of what has not run in this start yet, those of earlier starts."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path` is a file that keeps them; ranks without one start with nothing."""
+        self.path, self.earlier = path, read_durations(path) if path is not None else {}
+        self.measured: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.measured[name].append(time.monotonic() - began)
+
+    def estimate(self, name: str, seconds: float) -> None:
+        """Take this for something that has never run."""
+        self.earlier.setdefault(name, seconds)
+
+    def mean(self, name: str) -> float:
+        """Return the seconds that something takes; 0 where that is not known."""
+        measured = self.measured.get(name)
+        return sum(measured) / len(measured) if measured else self.earlier.get(name, 0.0)
+
+    def write(self) -> None:
+        """Keep what is known for later starts."""
+        if self.path is not None:
+            write_json(self.path, {name: self.mean(name) for name in sorted({*self.earlier, *self.measured})})
+
+
+def read_durations(path: Path) -> dict[str, float]:
+    try:
+        content = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    known = content if isinstance(content, dict) else {}
+    return {name: float(value) for name, value in known.items() if isinstance(value, float)}
 
 
 class Pace:
-    """Measures steps, and what runs between them; `intervals` are the steps between runs of each, 0: after the last."""
+    """Measures steps; `intervals` are the steps between runs of what comes between them, 0: after the last."""
 
-    def __init__(self, max_steps: int, intervals: Mapping[str, int]) -> None:
-        self.max_steps, self.intervals = max_steps, intervals
+    def __init__(self, max_steps: int, intervals: Mapping[str, int], durations: Durations) -> None:
+        self.max_steps, self.intervals, self.durations = max_steps, intervals, durations
         self.steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         """Seconds of a step, and the part of them that was spent waiting for its batch."""
         self.measured = 0
-        self.durations: dict[str, list[float]] = {name: [] for name in intervals}
         self.pending: list[str] = []
         """What is due at the present step and has not run yet."""
 
@@ -46,27 +90,23 @@ class Pace:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Measure what runs between two steps."""
-        began = time.monotonic()
-        yield
-        self.durations[name].append(time.monotonic() - began)
+        with self.durations.timed(name):
+            yield
         self.pending = [each for each in self.pending if each != name]
 
     def seconds_left(self, step: int) -> float | None:
-        """Return how long the rest takes after a step; None before the first one. What never ran counts as nothing."""
+        """Return how long the rest takes after a step, the export included; None before the first one."""
         if not self.steps:
             return None
         runs = {
             name: self._runs_after(step, every) + self.pending.count(name) for name, every in self.intervals.items()
         }
-        between = sum(count * mean(self.durations[name]) for name, count in runs.items())
-        return (self.max_steps - step) * self.step_seconds + between
+        between = sum(count * self.durations.mean(name) for name, count in runs.items())
+        after = self.durations.mean(WRITING) + self.durations.mean(EXPORTING)
+        return (self.max_steps - step) * self.step_seconds + between + after
 
     def _runs_after(self, step: int, every: int) -> int:
         """How often something still runs that is due at each multiple of `every` and after the last step."""
         if step >= self.max_steps:
             return 0
         return self.max_steps // every - step // every + bool(self.max_steps % every) if every else 1
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

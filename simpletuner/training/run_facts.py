@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
 from typing import Any
+
+import numpy as np
 
 from simpletuner.data.dataset_kinds import ImageDataset, LocalImages
 from simpletuner.preparation import Plan
@@ -13,6 +14,7 @@ from simpletuner.settings import Loaded
 from simpletuner.settings.errors import is_secret
 from simpletuner.settings.explain import ExplainedSetting, explain_settings
 from simpletuner.settings.export import as_flags, format_command
+from simpletuner.training.metrics_reader import MetricColumns
 
 Rows = list[tuple[str, Any]]
 """Of a table of names and values."""
@@ -80,22 +82,23 @@ def dataset_facts(dataset: ImageDataset, images: int) -> DatasetFacts:
     return DatasetFacts(f"{dataset.id}{kind}", images, dataset.repeats, resolution, captions, place)
 
 
-def describe_result(written: Sequence[Mapping[str, Any]]) -> Rows:
+def describe_result(columns: MetricColumns) -> Rows:
     """Return how a run went by its metrics, as names and values; nothing of a run without a step."""
-    rows = [row for row in written if "loss" in row]
-    if not rows:
+    steps, losses = columns.points("loss")
+    if not len(steps):
         return []
-    numbers: Rows = [("steps", rows[-1]["step"]), ("loss", describe_losses([row["loss"] for row in rows]))]
-    numbers.append(("samples/s", f"{median(row.get('samples_per_second', 0) for row in rows):.1f}"))
-    if measured := [row["eval_loss"] for row in written if "eval_loss" in row]:
+    numbers: Rows = [("steps", int(steps[-1])), ("loss", describe_losses(losses))]
+    if len(speeds := columns.points("samples_per_second")[1]):
+        numbers.append(("samples/s", f"{np.median(speeds):.1f}"))
+    if len(measured := columns.points("eval_loss")[1]):
         numbers.append(("held-out loss", f"{measured[0]:.4f} at first, {measured[-1]:.4f} at last"))
     return numbers
 
 
-def describe_losses(losses: Sequence[float]) -> str:
+def describe_losses(losses: np.ndarray) -> str:
     """Compare the first with the last steps, as many of each as fit without overlap."""
     count = min(LOSS_STEPS, len(losses) // 2)
     if not count:
         return f"{losses[0]:.4f} at the only step"
     steps = f"means of {count} steps each" if count > 1 else "one step each"
-    return f"{fmean(losses[:count]):.4f} at first, {fmean(losses[-count:]):.4f} at last ({steps})"
+    return f"{losses[:count].mean():.4f} at first, {losses[-count:].mean():.4f} at last ({steps})"

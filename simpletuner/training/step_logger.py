@@ -23,7 +23,7 @@ from simpletuner.report import Report
 from simpletuner.status_line import Progress
 from simpletuner.system.signals import StopRequest
 from simpletuner.training.metrics import Metrics
-from simpletuner.training.pace import Pace
+from simpletuner.training.pace import Durations, Pace
 from simpletuner.training.throughput import Throughput, format_throughput
 
 TRAINING = "training"
@@ -86,7 +86,7 @@ class StepLogger:
         self.throughput = throughput
         self.pending: PendingStep | None = None
         self.shown: Progress | None = None
-        self.pace = Pace(0, {})
+        self.pace = Pace(0, {}, Durations())
         self.clock = time.perf_counter()
 
     @contextmanager

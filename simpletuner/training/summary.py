@@ -17,7 +17,8 @@ from simpletuner.session import Session
 from simpletuner.settings import Settings, provenance
 from simpletuner.settings.deepspeed.config import deepspeed_options
 from simpletuner.training.html_report.page import PAGE
-from simpletuner.training.metrics import CURVE, METRICS, read_metrics
+from simpletuner.training.metrics import CURVE
+from simpletuner.training.metrics_reader import METRICS, read_columns
 from simpletuner.training.run_facts import Rows, describe_result
 from simpletuner.training.state import TrainingState
 
@@ -50,6 +51,8 @@ def describe_run(
 
 def print_datasets(plan: Plan, report: Report) -> None:
     """Print what becomes of the images of each dataset, before hours are spent on encoding them."""
+    if report.quiet:  # another rank prints it
+        return
     rows = [
         (
             each.id,
@@ -92,8 +95,7 @@ def format_engine(settings: Settings, world_size: int) -> str:
 
 def print_result(output: Path, exported: Path, report: Report) -> None:
     """Print how the run went and where everything is."""
-    written = read_metrics(output / METRICS) if not report.quiet else []
-    numbers = describe_result(written)
+    numbers = describe_result(read_columns(output / METRICS)) if not report.quiet else []
     if not numbers:
         return
     grids = sorted((output / "validation").glob("grid-*.png"))

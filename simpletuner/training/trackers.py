@@ -11,7 +11,8 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings.loading import settings_to_share
 from simpletuner.settings.trackers import parse_trackers
-from simpletuner.training.metrics import METRICS, Tracker, read_metrics
+from simpletuner.training.metrics import Tracker
+from simpletuner.training.metrics_reader import METRICS, last_row
 from simpletuner.training.wandb import WeightsAndBiases
 from simpletuner.training.wandb_process import read_state
 
@@ -36,7 +37,7 @@ def send_missed(session: Session, step: int) -> None:
     output = settings.training.output_dir
     if not session.world.is_first or "wandb" not in parse_trackers(settings.logging.report_to):
         return
-    last = max((row["step"] for row in read_metrics(output / METRICS) if "loss" in row), default=-1)
+    last = last_row(output / METRICS).get("step", -1)
     if read_state(output).get("sent", {}).get("train", -1) < last:
         WeightsAndBiases(session, settings.logging.logging_dir or output / "logs", step).close()
 

@@ -24,11 +24,9 @@ from simpletuner.system.signals import StopRequest
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.ema import EMA
 from simpletuner.training.optimizers import LearningRate
-from simpletuner.training.pace import Pace
+from simpletuner.training.pace import SAVING, Durations, Pace
 from simpletuner.training.profiling import StepProfiler
 from simpletuner.training.step_logger import TRAINING, StepLogger, StepOutput
-
-SAVING = "saving"
 
 
 class EvaluationStopped(Exception):
@@ -92,6 +90,7 @@ class Trainer:
     seed: int
     """For dropout inside the denoiser."""
     profiler: StepProfiler | None
+    durations: Durations
 
     def train(self) -> None:
         """Train to `max_steps`.
@@ -119,7 +118,7 @@ class Trainer:
     @cached_property
     def pace(self) -> Pace:
         intervals = {SAVING: self.checkpoint_every, **{each.title: each.interval for each in self.evaluations}}
-        return Pace(self.max_steps, intervals)
+        return Pace(self.max_steps, intervals, self.durations)
 
     def evaluate_before(self) -> None:
         """Do what is due before the first step, or is missing at the one that a run resumes from."""
@@ -189,6 +188,7 @@ class Trainer:
             self.save(batch)
         for evaluation in evaluations:
             self.evaluate(evaluation, unsaved=0 if save_due else self.step)
+        self.durations.write()
         if self.logger.stop_vote.passed:
             if not save_due:
                 self.save(batch)

@@ -126,4 +126,4 @@ class WeightsAndBiases:
 def log_lines(stream: IO[str] | None) -> None:
     with suppress(ValueError):  # it was closed meanwhile
         for line in stream or ():
-            LOGGER.info(f"wandb: {line.rstrip()}")
+            LOGGER.info(f"wandb: {line.rstrip().removeprefix('wandb: ')}")

@@ -13,12 +13,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from simpletuner.system.files import read_file, write_json
-from simpletuner.training.metrics import METRICS, rows_in
+from simpletuner.training.metrics_reader import METRICS, RowReader
 
 STATE = "wandb.json"
 """In output_dir: the run's id, and the last step of each group that was handed to the library."""
@@ -72,14 +71,15 @@ class Follower:
     """Hands over the rows of metrics.jsonl and the images that are new, and keeps in mind how far it came."""
 
     def __init__(self, output: Path, run: Any) -> None:
-        self.output, self.run, self.offset, self.last_step = output, run, 0, 0
+        self.output, self.run, self.last_step = output, run, 0
+        self.reader = RowReader(output / METRICS)
         self.state = read_state(output)
         self.sent: dict[str, int] = self.state.setdefault("sent", {})
 
     def poll(self) -> None:
         """Hand over what is new."""
         before = dict(self.sent)
-        for row in self._new_rows():
+        for row in self.reader.read()[0]:
             self.last_step = max(self.last_step, row["step"])
             group = "train" if "loss" in row else "eval"
             self._log(group, row["step"], {f"{group}/{name}": value for name, value in row.items()})
@@ -94,18 +94,6 @@ class Follower:
         if step > self.sent.get(group, -1):
             self.run.log(values)
             self.sent[group] = step
-
-    def _new_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of whole lines that were added to the file."""
-        path = self.output / METRICS
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            file.seek(self.offset)
-            content = file.read()
-        end = content.rfind(b"\n") + 1
-        self.offset += end
-        yield from rows_in(content[:end])
 
     def _grids(self) -> list[tuple[int, Path]]:
         found = [(GRID.fullmatch(path.name), path) for path in (self.output / "validation").glob("grid-*.png")]

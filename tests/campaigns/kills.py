@@ -218,6 +218,7 @@ READERS: dict[str, Callable[[Path], str]] = {
     "settings_history.jsonl": lambda path: "",
     "report.html": lambda path: "",
     "log.txt": lambda path: "",
+    "durations.json": lambda path: "",
     "README.md": lambda path: "",  # a model card, with samples per second
     "state.json": without_checksums,
     "simpletuner.json": without_checksums,

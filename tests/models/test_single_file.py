@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -11,15 +12,24 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from simpletuner.checkpoints.single_file import export_single_file
-from simpletuner.errors import SettingsError
-from simpletuner.models.original_layout import unet_name, vae_name
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.original_layout import TEXT_ENCODERS, unet_name, vae_name
+from simpletuner.models.registry import family_class
 from simpletuner.models.single_file import check_single_file, named_file
+from simpletuner.models.single_file_conversion import convert
+from simpletuner.settings.rules import SINGLE_FILE_FAMILIES
 from simpletuner.settings.sections import Model
 
+IN_TEXT_ENCODER = {
+    "sd1x": "cond_stage_model.transformer.text_model.final_layer_norm.weight",
+    "sd2x": "cond_stage_model.model.transformer.resblocks.0.attn.in_proj_weight",
+    "sdxl": "conditioner.embedders.1.model.transformer.resblocks.0.attn.in_proj_weight",
+}
 UNET = {"layers_per_block": 2, "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"]}
 
 
 def test_names_are_those_of_published_files():
+    assert set(SINGLE_FILE_FAMILIES) == TEXT_ENCODERS.keys()
     names = {
         "conv_in.weight": "input_blocks.0.0.weight",
         "down_blocks.0.resnets.1.conv1.weight": "input_blocks.2.0.in_layers.2.weight",
@@ -49,25 +59,34 @@ def test_names_are_those_of_published_files():
     assert {name: vae_name(name, 4) for name in names} == names
 
 
-def test_what_is_written_opens_in_diffusers_with_equal_tensors_attention_of_the_vae_included(sdxl, tmp_path):
-    from diffusers import AutoencoderKL, StableDiffusionXLPipeline
+@pytest.mark.parametrize("family", SINGLE_FILE_FAMILIES)
+def test_what_is_written_opens_in_diffusers_with_equal_tensors_attention_of_the_vae_included(
+    family, pipelines, tmp_path
+):
+    from diffusers import AutoencoderKL, DiffusionPipeline
 
-    pipeline = StableDiffusionXLPipeline.from_pretrained(sdxl)
+    pipeline = DiffusionPipeline.from_pretrained(pipelines(family))
     config = {**pipeline.vae.config, "mid_block_add_attention": True}
     pipeline.vae = AutoencoderKL.from_config(config)
     pipeline.unet.half()
-    pipeline.save_pretrained(tmp_path / "whole")
-    export_single_file(tmp_path / "whole", tmp_path / "model.safetensors")
+    folder = tmp_path / "whole"
+    pipeline.save_pretrained(folder)
+    # As they were published first: attention under other names, and a buffer among the weights.
+    [vae], [text] = ((folder / name).glob("*.safetensors") for name in ("vae", list(TEXT_ENCODERS[family])[-1]))
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    save_file({re.sub("|".join(old), lambda part: old[part[0]], name): x for name, x in load_file(vae).items()}, vae)
+    save_file(load_file(text) | {"text_model.embeddings.position_ids": torch.arange(77)[None]}, text)
+    export_single_file(folder, tmp_path / "model.safetensors", family)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
-    assert "conditioner.embedders.1.model.transformer.resblocks.0.attn.in_proj_weight" in names
-    assert "first_stage_model.encoder.mid.attn_1.q.weight" in names
-    for weights in (tmp_path / "whole").rglob("*.safetensors"):
+    assert {"first_stage_model.encoder.mid.attn_1.q.weight", IN_TEXT_ENCODER[family]} < names
+    assert not [name for name in names if "position_ids" in name and ".transformer.text_model." not in name]
+    for weights in folder.rglob("*.safetensors"):
         weights.unlink()
-    again = StableDiffusionXLPipeline.from_single_file(
-        str(tmp_path / "model.safetensors"), config=str(tmp_path / "whole"), local_files_only=True
+    again = type(pipeline).from_single_file(
+        str(tmp_path / "model.safetensors"), config=str(folder), local_files_only=True
     )
-    for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
+    for name in ("unet", "vae", *TEXT_ENCODERS[family]):
         one, other = getattr(pipeline, name).state_dict(), getattr(again, name).state_dict()
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key].float(), other[key].float()) for key in one), name
@@ -75,9 +94,9 @@ def test_what_is_written_opens_in_diffusers_with_equal_tensors_attention_of_the_
 
 def test_a_run_from_one_file_equals_one_from_the_folder_and_leaves_such_a_file(sdxl, shapes, train, tmp_path):
     flags = ("--train_batch_size=4", "--max_train_steps=1", "--use_ema")
-    whole = train(tmp_path / "whole", *base("sdxl", sdxl, shapes), *flags, "--export_single_file")
+    whole = train(tmp_path / "whole", *base("sdxl", sdxl, shapes), *flags)
     start = tmp_path / "start.safetensors"
-    export_single_file(sdxl, start)
+    export_single_file(sdxl, start, "sdxl")
     bare = tmp_path / "configs"
     shutil.copytree(sdxl, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     given = (*base("sdxl", start, shapes), *flags, f"--single_file_config={bare}")
@@ -87,22 +106,86 @@ def test_a_run_from_one_file_equals_one_from_the_folder_and_leaves_such_a_file(s
     before = written.stat().st_mtime_ns
     assert train(tmp_path / "single", *given, "--max_train_steps=2").losses[0] == single.losses[0]
     assert written.stat().st_mtime_ns == before, "converted once"
+    finished = train(whole.output, *base("sdxl", sdxl, shapes), *flags, "--export_single_file").said
+    assert "finished already" in finished and finished.count("writing") == 2, "only the two files"
     unet = load_file(whole.output / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
     exported = load_file(whole.output / "pipeline.safetensors")
     assert torch.equal(exported["model.diffusion_model.out.2.weight"], unet["conv_out.weight"])
     average = load_file(whole.output / "pipeline-ema.safetensors")
     assert average.keys() == exported.keys()
-    assert train(tmp_path / "single", *given, "--max_train_steps=2", "--export_single_file").said.count("writing") == 2
 
-    tensors = load_file(start)
-    save_file({name: each for name, each in tensors.items() if "input_blocks.1." not in name}, start)
-    refused = train(tmp_path / "torn", *given, code=3).said
-    assert "lacks weights that" in refused and "single_file_config" in refused
-    save_file({name: each for name, each in tensors.items() if not name.startswith("first_stage")}, start)
-    refused = train(tmp_path / "torn", *given, code=3).said
-    assert "together are no whole StableDiffusionXLPipeline" in refused
+
+def test_a_file_that_is_not_whole_is_refused_unless_the_folder_has_what_it_lacks(sdxl, tmp_path):
+    file, bare = tmp_path / "model.safetensors", tmp_path / "configs"
+    export_single_file(sdxl, file, "sdxl")
+    shutil.copytree(sdxl, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_file(file)
+    save_file({name: each for name, each in tensors.items() if "input_blocks.1." not in name}, file)
+    with pytest.raises(EnvironmentNotReady, match="lacks weights that") as refused:
+        convert(file, bare, tmp_path / "made", "unet")
+    assert "single_file_config" in refused.value.hint
+    save_file({name: each for name, each in tensors.items() if not name.startswith("first_stage")}, file)
+    with pytest.raises(EnvironmentNotReady, match="together are no whole StableDiffusionXLPipeline"):
+        convert(file, bare, tmp_path / "made", "unet")
     shutil.copytree(sdxl / "vae", bare / "vae", dirs_exist_ok=True)
-    assert train(tmp_path / "vae", *given).losses == whole.losses
+    convert(file, bare, tmp_path / "made", "unet")
+    for component in ("unet", "vae", "text_encoder_2"):
+        [one], [other] = ((folder / component).glob("*.safetensors") for folder in (sdxl, tmp_path / "made"))
+        ours, theirs = load_file(one), load_file(other)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def without_fused_projections(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return Z-Image's tensors under the names that its authors published them with."""
+    names = {"all_final_layer.2-1.": "final_layer.", "all_x_embedder.2-1.": "x_embedder."}
+    names |= {".attention.to_out.0.": ".attention.out.", ".norm_k.": ".k_norm.", ".norm_q.": ".q_norm."}
+    original = {}
+    for name, tensor in state.items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        if ".to_q." in name:
+            parts = [state[name.replace(".to_q.", f".to_{part}.")] for part in "qkv"]
+            original[name.replace(".to_q.", ".qkv.")] = torch.cat(parts)
+        elif ".to_k." not in name and ".to_v." not in name:
+            original[f"model.diffusion_model.{name}"] = tensor
+    return {name if "diffusion_model" in name else f"model.diffusion_model.{name}": x for name, x in original.items()}
+
+
+def unet_alone(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    config = {"layers_per_block": 1, "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"]}
+    return {f"model.diffusion_model.{unet_name(name, config)}": tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("sdxl", unet_alone), ("z_image", without_fused_projections), ("qwen_image", dict), ("flux", dict)],
+)
+def test_a_denoiser_alone_takes_all_else_from_the_folder(family, layout, pipelines, tmp_path):
+    folder = pipelines(family)
+    name = family_class(Model(model_family=family)).denoiser_name
+    state = {}
+    for weights in (folder / name).glob("*.safetensors"):
+        state |= load_file(weights)
+    save_file({key: x.bfloat16().contiguous() for key, x in layout(state).items()}, tmp_path / "denoiser.safetensors")
+    convert(tmp_path / "denoiser.safetensors", folder, tmp_path / "made", name)
+    [made] = (tmp_path / "made" / name).glob("*.safetensors")
+    converted = load_file(made)
+    assert converted.keys() == state.keys()
+    assert all(torch.equal(converted[key], state[key].bfloat16()) for key in state)
+    for file in folder.glob("*/*"):
+        if file.parent.name != name:
+            assert (tmp_path / "made" / file.relative_to(folder)).read_bytes() == file.read_bytes()
+
+    bare = tmp_path / "configs"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(
+        EnvironmentNotReady, match=rf"holds a {name} alone, and .* has no weights of text_encoder, .*vae"
+    ):
+        convert(tmp_path / "denoiser.safetensors", bare, tmp_path / "none", name)
+    save_file({"other.weight": torch.ones(2, 2)}, tmp_path / "denoiser.safetensors")
+    with pytest.raises(EnvironmentNotReady, match=r"denoiser\.safetensors lacks weights"):
+        convert(tmp_path / "denoiser.safetensors", folder, tmp_path / "none", name)
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
@@ -118,6 +201,20 @@ def test_other_files_are_refused_before_anything_is_read(name, said, tmp_path):
     with pytest.raises(SettingsError, match=said):
         check_single_file(Model(pretrained_model_name_or_path=str(tmp_path / name)))
     (tmp_path / "configs").mkdir()
+    whole = Model(pretrained_model_name_or_path=str(tmp_path / "model.safetensors"), single_file_config=tmp_path)
+    (tmp_path / "model_index.json").touch()
+    for tensors, said in (
+        ({"unet.to_q.lora_A.weight": torch.ones(2)}, "is a LoRA, not a model"),
+        ({"lora_unet_mid_block.alpha": torch.ones(2)}, "is a LoRA, not a model"),
+        ({"a": torch.ones(9).to(torch.float8_e4m3fn), "b": torch.ones(2)}, "holds F8_E4M3 weights"),
+    ):
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(SettingsError, match=said):
+            check_single_file(whole)
+    for content in (b"", b"\xff" * 20):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(EnvironmentNotReady, match=r"model\.safetensors cannot be opened"):
+            check_single_file(whole)
     with pytest.raises(SettingsError, match=r"has no model_index\.json"):
         model = {"single_file_config": tmp_path / "configs"}
         check_single_file(Model(pretrained_model_name_or_path=str(tmp_path / "model.safetensors"), **model))

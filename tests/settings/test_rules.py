@@ -53,7 +53,7 @@ REFUSED = [
     ),
     (
         {"export_single_file": True, "model_family": "flux"},
-        "export_single_file is for model_family=sdxl: the original layout of flux is not written",
+        "export_single_file is for model_family=sd1x, sd2x, sdxl: the original layout of flux is not written",
     ),
     (
         {"state_layout": "split", "optimizer": "lion"},

@@ -60,6 +60,7 @@ def zero(stage: int, optimizer: str = "none", param: str = "none") -> dict[str, 
 ENGINES: dict[str, dict[str, Any]] = {
     "whole": {},
     "fsdp2": {"fsdp_enable": True},
+    "fsdp2-kept": {"fsdp_enable": True, "fsdp_reshard_after_forward": False},
     "fsdp2-sync": {"fsdp_enable": True, "fsdp_sync_each_batch": True},
     "fsdp2-cpu": {"fsdp_enable": True, "fsdp_offload_params": True},
     "hybrid": {"fsdp_enable": True, "dp_replicate_size": 2},
@@ -204,11 +205,11 @@ def save_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
         write(taken, report, world)
 
 
-def resume_in_turn(arguments: dict[str, Any], names: list[str], saved: list[str], report: str) -> None:
-    """Resume on each engine from each checkpoint; write what differs from its saver, and the losses that follow."""
+def resume_in_turn(arguments: dict[str, Any], sources: dict[str, list[str]], report: str) -> None:
+    """Resume each engine from its sources; write what differs from who saved it, and the losses that follow."""
     with joined_world() as world:
         taken, prepared = {}, None
-        for name in names:
+        for name, saved in sources.items():
             for source in saved:
                 root = Path(arguments["folder"])
                 folder = root / f"{name}-x{world.size}-from-{source}"

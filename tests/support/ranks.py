@@ -51,6 +51,12 @@ def command_line_with(variables: dict[str, str], arguments: list[str]) -> None:
     command_line(arguments)
 
 
+def command_line_beside(folder: str, arguments: list[str]) -> None:
+    """Run the command line where modules of a folder can be imported."""
+    sys.path.insert(0, folder)
+    command_line(arguments)
+
+
 def build_pipeline(family: str, folder: str) -> None:
     """Write the tiny pipeline of a family; of SDXL a smaller one, since nearly every test trains it."""
     from simpletuner.models.registry import family_class

@@ -14,6 +14,7 @@ from simpletuner.parallel.world import joined_world
 from simpletuner.settings.sections import Checkpoints, Settings, Training
 from simpletuner.training import checkpointer
 from simpletuner.training.checkpointer import Checkpointer
+from simpletuner.training.pace import EXPORTING, WRITING, Durations
 
 
 @pytest.mark.parametrize(
@@ -33,9 +34,13 @@ def test_training_goes_on_where_copies_take_half_of_the_memory_at_most(
     said: list[str] = []
     with joined_world({}, use_cpu=True) as world:
         session = SimpleNamespace(settings=settings, world=world, report=SimpleNamespace(say=said.append))
-        saver = Checkpointer(session, state)
+        durations = Durations()
+        saver = Checkpointer(session, state, durations)
         saver.save(1, None)
         assert saver.is_async == is_async
         saver.close()
+        written = durations.mean(WRITING)
+        assert (written > 0) == is_async and durations.mean(EXPORTING) > 0
+        assert not is_async or durations.mean(EXPORTING) == written / 2, "one of two groups is exported"
     assert [folder.name for folder in list_checkpoints(tmp_path / "checkpoints")] == ["checkpoint-000001"]
     assert bool(said) == (asked is None and not is_async)

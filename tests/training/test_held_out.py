@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletuner.training.metrics import read_metrics
+from simpletuner.training.metrics_reader import rows_in
 
 FLAGS = ("--eval_split=0.2", "--eval_step_interval=2", "--eval_timesteps=3", "--vae_batch_size=1", "--use_ema")
 
@@ -36,7 +36,7 @@ def test_the_held_out_loss_is_the_same_on_any_number_of_ranks_and_after_a_kill(s
     first = train(tmp_path / "two", *two, "--max_train_steps=2", "--fsdp_enable", world=2)
     # as if it had been killed after its checkpoint, and before what follows it was written
     metrics = first.output / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in read_metrics(metrics)[:-1]))
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows_in(metrics.read_bytes())[:-1]))
     again = train(tmp_path / "two", *two, "--max_train_steps=4", "--fsdp_enable", world=2)
     assert [row["step"] for row in measured(again)] == [0, 2, 4]
     for ours, theirs in zip(measured(again), rows, strict=True):

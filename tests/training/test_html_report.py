@@ -64,7 +64,7 @@ def test_nothing_that_a_run_brings_becomes_markup_and_nothing_is_fetched(tmp_pat
 def test_a_page_of_a_long_run_stays_small_and_an_empty_one_is_a_page(tmp_path):
     _, elements = rendered(tmp_path)
     assert not elements.of("svg") and not elements.of("img") and "failed" in elements.text
-    write_rows(tmp_path, 100_000)
+    write_rows(tmp_path, 20_000)
     page, elements = rendered(tmp_path)
     assert len(page) < 400_000
     paths = [each["d"] for each in elements.of("path") if each["class"] == "raw"]
@@ -76,7 +76,7 @@ def test_many_images_are_thinned_out_and_made_smaller_until_the_page_is_small(tm
     monkeypatch.setattr(thumbnails, "MAX_IMAGES", 24)
     monkeypatch.setattr(thumbnails, "MAX_BYTES", 24 * 5_000)
     for step in range(12):
-        write_round(tmp_path, step * 10, ["one", "two", "three", "four"], 256, step)
+        write_round(tmp_path, step * 10, ["one", "two", "three", "four"], 160, step)
     page, elements = rendered(tmp_path)
     assert "Shown are 3 of 12 rounds and the first 3 of 4 prompts" in elements.text
     steps = [each["data-step"] for each in elements.of("div") if "data-step" in each]

@@ -34,7 +34,7 @@ def test_a_run_measures_its_throughput_and_traces_the_steps_that_were_asked_for(
         assert row["tflops_per_second"] * row["seconds"] == pytest.approx(flops / 1e12)
         assert row["mfu"] == pytest.approx(row["tflops_per_second"] / 0.5)
         assert not {"peak_memory_bytes", "reserved_memory_bytes"} & row.keys(), "a CPU has no allocator that counts"
-    assert re.search(r"training: 4/4  loss .* samples/s  data wait \d+%  MFU ", run.said)
+    assert re.search(r"training: 4/4  (0:\S+ left  )?loss .* samples/s  data wait \d+%  MFU ", run.said)
     trace = run.output / "profile" / "steps-2-3.json"
     events = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     steps = {name for name in events if name and name.startswith("ProfilerStep")}

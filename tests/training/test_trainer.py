@@ -20,8 +20,10 @@ from simpletuner.parallel.world import joined_world
 from simpletuner.report import Report
 from simpletuner.settings.sections import Optimizer
 from simpletuner.system.signals import StopRequest
-from simpletuner.training.metrics import METRICS, Metrics
+from simpletuner.training.metrics import Metrics
+from simpletuner.training.metrics_reader import METRICS
 from simpletuner.training.optimizers import LearningRate
+from simpletuner.training.pace import Durations
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Trainer
@@ -142,6 +144,7 @@ def build(world, tmp_path):
             "dtype": torch.float32,
             "seed": 0,
             "profiler": None,
+            "durations": Durations(),
         }
         trainer = Trainer(**{**values, **changes})
         trainer.calls = calls

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from simpletuner.data.dataset_summary import MUCH_ENLARGED, cropped_away
 from simpletuner.data.discovery import count_noun
@@ -15,12 +15,14 @@ from simpletuner.data.images import DECODE_ERRORS, read_rgb
 from simpletuner.data.samples import DatasetSamples, Sample
 from simpletuner.system.files import write_file
 from simpletuner.system.threads import run_bounded
+from simpletuner.training.fonts import Typesetter
 
 MAX_IMAGES = 48
 COLUMNS = 8
 CELL_PX, GAP_PX, TEXT_PX, HEAD_PX = 176, 10, 34, 30
 DARKNESS = 0.62
 INK, FAINT, WARNING, EDGE = "#222222", "#777777", "#b3261e", "#ff3b30"
+BROKEN = "cannot be decoded"
 
 
 def write_sheets(
@@ -84,18 +86,19 @@ def sheet(cells: list[tuple[Sample, Image.Image | str]], title: str) -> Image.Im
     step_x, step_y = CELL_PX + GAP_PX, highest + TEXT_PX + GAP_PX
     width = max(GAP_PX + columns * step_x, 3 * step_x)
     page = Image.new("RGB", (width, HEAD_PX + GAP_PX + rows * step_y), "white")
-    pen, large, small = ImageDraw.Draw(page), ImageFont.load_default(15), ImageFont.load_default(11)
-    pen.text((GAP_PX, GAP_PX), title, fill=INK, font=large)
+    pen, names = ImageDraw.Draw(page), [shown_name(sample.name) for sample, _ in cells]
+    large, small = Typesetter([title], 15), Typesetter(["…", *names], 11)
+    large.draw_lines(page, GAP_PX, GAP_PX, [title], INK)
     for number, (sample, picture) in enumerate(cells):
         left, top = GAP_PX + number % columns * step_x, HEAD_PX + GAP_PX + number // columns * step_y
         if isinstance(picture, str):
             pen.rectangle((left, top, left + CELL_PX, top + highest), outline=FAINT)
-            pen.text((left + 4, top + 4), "cannot be decoded", fill=WARNING, font=small)
+            small.draw_lines(page, left + 4, top + 4, [BROKEN], WARNING)
         else:
             page.paste(picture, (left + (CELL_PX - picture.width) // 2, top + highest - picture.height))
-        pen.text((left, top + highest + 3), fit(sample.name, pen, small), fill=INK, font=small)
         words, is_enlarged = describe(sample)
-        pen.text((left, top + highest + 17), words, fill=WARNING if is_enlarged else FAINT, font=small)
+        small.draw_lines(page, left, top + highest + 3, [fit(names[number], small)], INK)
+        small.draw_lines(page, left, top + highest + 17, [words], WARNING if is_enlarged else FAINT)
     return page
 
 
@@ -109,11 +112,13 @@ def describe(sample: Sample) -> tuple[str, bool]:
     return ", ".join(filter(None, words)), factor > MUCH_ENLARGED
 
 
-def fit(name: str, pen: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+def shown_name(name: str) -> str:
+    return name if name.isprintable() else repr(name)
+
+
+def fit(name: str, typesetter: Typesetter) -> str:
     """Cut a name at its beginning to the width of a cell: images of a folder begin alike."""
-    shown = name if name.isprintable() else repr(name)
-    if pen.textlength(shown, font=font) <= CELL_PX:
-        return shown
-    while shown and pen.textlength(f"…{shown}", font=font) > CELL_PX:
-        shown = shown[1:]
-    return f"…{shown}"
+    cut = name
+    while cut and typesetter.length(f"…{cut}" if cut != name else name) > CELL_PX:
+        cut = cut[1:]
+    return cut if cut == name else f"…{cut}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from simpletuner.training.curves import curve_of, running_mean, thin_out, window_of
+from simpletuner.training.curves import running_mean, thin_out, window_of
+from simpletuner.training.metrics_reader import MetricColumns
 
 WIDTH, HEIGHT = 600, 200
 """Of the coordinates of a chart, not of the screen."""
@@ -56,26 +57,26 @@ class Chart:
     readout: list[tuple[float, str]]
 
 
-def make_charts(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
+def make_charts(columns: MetricColumns) -> list[Chart]:
     """Return a chart for each metric that a run has written."""
     held_out = [
-        Curve("held-out images", "held-out", *curve_of(rows, "eval_loss")),
-        Curve("held-out images, EMA", "held-out-ema", *curve_of(rows, "eval_loss_ema")),
+        Curve("held-out images", "held-out", *columns.finite("eval_loss")),
+        Curve("held-out images, EMA", "held-out-ema", *columns.finite("eval_loss_ema")),
     ]
     wanted = [
-        ("Loss", with_mean(rows, "loss"), True),
+        ("Loss", with_mean(columns, "loss"), True),
         ("Loss on held-out images", held_out, True),
-        ("Learning rate", [Curve("learning rate", "smooth", *curve_of(rows, "learning_rate"))], False),
-        ("Gradient norm, before clipping", with_mean(rows, "grad_norm"), True),
-        ("Samples per second", with_mean(rows, "samples_per_second"), False),
+        ("Learning rate", [Curve("learning rate", "smooth", *columns.finite("learning_rate"))], False),
+        ("Gradient norm, before clipping", with_mean(columns, "grad_norm"), True),
+        ("Samples per second", with_mean(columns, "samples_per_second"), False),
     ]
     charts = [make_chart(title, [curve for curve in curves if len(curve.steps)], log) for title, curves, log in wanted]
     return [chart for chart in charts if chart is not None]
 
 
-def with_mean(rows: Sequence[Mapping[str, Any]], name: str) -> list[Curve]:
+def with_mean(columns: MetricColumns, name: str) -> list[Curve]:
     """Return a metric of each step and its running mean."""
-    steps, values = curve_of(rows, name)
+    steps, values = columns.finite(name)
     raw = Curve("each step", "raw", steps, values)
     window = window_of(len(steps))
     if len(steps) < window:

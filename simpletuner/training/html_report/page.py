@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,11 +22,12 @@ from simpletuner.system.files import write_file
 from simpletuner.system.numbers import format_gb
 from simpletuner.training.html_report.charts import make_charts
 from simpletuner.training.html_report.thumbnails import Gallery
-from simpletuner.training.metrics import METRICS, read_metrics
+from simpletuner.training.metrics_reader import METRICS, MetricColumns
 from simpletuner.training.run_facts import RunFacts, describe_result
 
 PAGE = "report.html"
 TEMPLATES = Path(__file__).parent
+TIME = "%Y-%m-%d %H:%M UTC"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class HtmlReport:
 
     def __init__(self, output: Path, facts: RunFacts, max_steps: int, report: Report) -> None:
         self.output, self.facts, self.max_steps, self.report = output, facts, max_steps, report
-        self.gallery = Gallery(output)
+        self.columns, self.gallery = MetricColumns(output / METRICS), Gallery(output)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="report.html")
         self.pending: Future[None] | None = None
         self.warned = False
@@ -73,14 +73,14 @@ class HtmlReport:
         write_file(self.output / PAGE, self.render(status).encode("utf-8", "replace"))
 
     def render(self, status: str) -> str:
-        rows = read_metrics(self.output / METRICS)
+        columns = self.columns.update()
         prompts, note = self.gallery.collect()
         return template().render(
             facts=self.facts,
             status=status,
-            time=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            numbers=describe_result(rows),
-            charts=make_charts(rows),
+            time=datetime.now(UTC).strftime(TIME),
+            numbers=describe_result(columns),
+            charts=make_charts(columns),
             prompts=prompts,
             note=note,
             checkpoints=list(checkpoint_rows(self.output)),
@@ -112,7 +112,7 @@ def checkpoint_rows(output: Path) -> Iterator[CheckpointRow]:
             size, written = sum(file_sizes(folder).values()), folder.stat().st_mtime
         except OSError:
             continue
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
+        when = datetime.fromtimestamp(written, UTC).strftime(TIME)
         shown = format_gb(size) if size >= 10**9 else f"{size / 10**6:,.1f} MB"
         yield CheckpointRow(folder.name, parse_step(folder), shown, when)
 

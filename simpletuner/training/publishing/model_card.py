@@ -18,7 +18,7 @@ from simpletuner.settings.sections import Model, setting_fields
 from simpletuner.settings.spelling import as_text
 from simpletuner.system.files import read_file, write_file
 from simpletuner.training.image_files import read_info
-from simpletuner.training.metrics import METRICS, read_metrics
+from simpletuner.training.metrics_reader import METRICS, read_columns
 from simpletuner.training.output_dir import pipelines_of
 from simpletuner.training.run_facts import DatasetFacts, RunFacts, describe_result
 
@@ -73,7 +73,7 @@ def render(session: Session, facts: RunFacts, variant: str, samples: list[tuple[
         variant=variant,
         repository=settings.hub.hub_model_id or "PATH_OR_ID",
         samples=[(file, escaped(prompt) or "(empty prompt)") for file, prompt in samples],
-        numbers=table(describe_result(read_metrics(settings.training.output_dir / METRICS))),
+        numbers=table(describe_result(read_columns(settings.training.output_dir / METRICS))),
         rows=table((name, value) for name, value in facts.rows if name in ROWS),
         datasets=[dataset_cells(each) for each in facts.datasets],
         settings=table((name, as_text(value)) for name, value in public.items()),

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 
-from simpletuner.errors import SimpleTunerError, Stopped
+from simpletuner.errors import SimpleTunerError, Stopped, without_errno
 from simpletuner.report import Report
 from simpletuner.session import Session
-from simpletuner.training.metrics import METRICS, last_row
+from simpletuner.training.metrics_reader import METRICS, last_row
 
 SECONDS = 5.0
 """For one POST. At the end of a run a message may have to wait for the one before."""
@@ -59,7 +59,11 @@ class Notifier:
         error = self.pending.exception() if self.pending is not None and self.pending.done() else None
         if error is not None and not self.warned:
             self.warned = True
-            self.report.warn(f"no message could be sent to notify_url: {error}")
+            why = error.reason if isinstance(error, URLError) and isinstance(error.reason, OSError) else error
+            self.report.warn(
+                f"no message could be sent to notify_url: {without_errno(why)}",
+                "training goes on; later messages are tried, too",
+            )
 
     def _post(self, event: str, message: str) -> None:
         body = json.dumps(self._content(event, message)).encode()

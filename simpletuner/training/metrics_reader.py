@@ -1,0 +1,139 @@
+"""Reading `metrics.jsonl`, whole or as it grows. No torch: the process that sends metrics to wandb reads it, too."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+METRICS = "metrics.jsonl"
+
+LOSSES = ("loss", "eval_loss", "eval_loss_ema")
+"""Every row of the metrics has a step, and at least one of these."""
+
+TAIL_BYTES = 64 << 10
+
+
+class RowReader:
+    """Parse a metrics file once: each `read` returns the rows that were appended since the one before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset, self.last_line = path, 0, b""
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return new rows, and whether they begin at the start of the file: it is new, was replaced or was cut.
+
+        A last line without a newline is still being written; it is returned once it is whole.
+        """
+        content, from_start = self._appended()
+        end = content.rfind(b"\n") + 1
+        if end:
+            self.offset += end
+            self.last_line = content[content.rfind(b"\n", 0, end - 1) + 1 : end]
+        return rows_in(content[:end]), from_start
+
+    def _appended(self) -> tuple[bytes, bool]:
+        """Return what follows the last line that was read, if that still stands where it was, else the whole file.
+
+        A start drops the rows after its checkpoint and appends others, so a file may have been replaced and be longer.
+        Its inode would not tell, since file systems use them again; timings make each row differ from all others.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset - len(self.last_line))
+                is_same = file.read(len(self.last_line)) == self.last_line
+                if not is_same:
+                    file.seek(0)
+                    self.offset, self.last_line = 0, b""
+                return file.read(), self.offset == 0
+        except FileNotFoundError:
+            self.offset, self.last_line = 0, b""
+            return b"", True
+
+
+class Column:
+    """The values of one metric by step, in an array that grows by doubling."""
+
+    def __init__(self) -> None:
+        self.points, self.count = np.empty((2, 256)), 0
+
+    def extend(self, points: list[tuple[float, float]]) -> None:
+        """Append (step, value) pairs."""
+        count = self.count + len(points)
+        if count > self.points.shape[1]:
+            grown = np.empty((2, max(count, 2 * self.points.shape[1])))
+            grown[:, : self.count] = self.points[:, : self.count]
+            self.points = grown
+        self.points[:, self.count : count] = np.array(points, np.float64).T
+        self.count = count
+
+
+class MetricColumns:
+    """The metrics of a run as columns; `update` parses only what was appended to the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.reader = RowReader(path)
+        self.columns: dict[str, Column] = {}
+
+    def update(self) -> MetricColumns:
+        """Read what is new, and return self. After a file was replaced, only what it has now is left."""
+        rows, from_start = self.reader.read()
+        if from_start:
+            self.columns.clear()
+        new: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for row in rows:
+            for name, value in row.items():
+                if isinstance(value, int | float):
+                    new[name].append((row["step"], value))
+        for name, points in new.items():
+            self.columns.setdefault(name, Column()).extend(points)
+        return self
+
+    def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the steps and the values of a metric, both (points,) float64; empty for one that was never written."""
+        column = self.columns.get(name) or Column()
+        steps, values = column.points[:, : column.count]
+        return steps, values
+
+    def finite(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the points of a metric whose value can be drawn."""
+        steps, values = self.points(name)
+        kept = np.isfinite(values)
+        return steps[kept], values[kept]
+
+
+def read_columns(path: Path) -> MetricColumns:
+    """Return all metrics of a file; those of a file that is not there are empty."""
+    return MetricColumns(path).update()
+
+
+def last_row(path: Path) -> dict[str, Any]:
+    """Return the last row of an optimizer step; empty where there is none. Reads the end of the file alone."""
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        rows = [row for row in rows_in(file.read()) if "loss" in row]
+    return rows[-1] if rows else {}
+
+
+def rows_in(content: bytes) -> list[dict[str, Any]]:
+    """Return the rows in the content of a metrics file; a line torn by a killed run, or damaged, is left out."""
+    rows = []
+    for line in content.split(b"\n"):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and all(isinstance(row.get(name), float | int) for name in ("step", loss_of(row))):
+            rows.append(row)
+    return rows
+
+
+def loss_of(row: Mapping[str, Any]) -> str:
+    """Return which loss a row has; `loss` where it has none."""
+    return next((name for name in LOSSES if name in row), "loss")

@@ -1,0 +1,44 @@
+"""Every engine resumes from checkpoints of others, on other numbers of ranks: a sample of the pairs, or all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import engines
+import pytest
+
+PAIRS = ("whole", "fsdp2", "cp2", "zero1", "zero2-cpu", "zero3")
+ENGINES_OF = {1: ("whole",), 2: PAIRS, 4: ("hybrid-sync", "hybrid-cp2", "zero3")}
+"""Engines by number of ranks."""
+NAMES = [f"{name}-x{world}" for world, names in ENGINES_OF.items() for name in names]
+SAMPLED = (0, 3, 5)
+"""A sample takes, for each engine, the checkpoints of those that stand so many places after it."""
+
+RunOn = Callable[..., dict[str, Any]]
+
+
+def sampled_sources(target: str) -> list[str]:
+    place = NAMES.index(target)
+    return [NAMES[(place + distance) % len(NAMES)] for distance in SAMPLED]
+
+
+def resumed(
+    run_on: RunOn, arguments: dict[str, Any], sources_of: Callable[[str], list[str]]
+) -> Iterator[tuple[str, list[str]]]:
+    """Save on every engine, resume on every engine; yield each pair and what is wrong with it."""
+    expected: dict[str, Any] = {}
+    for world, names in ENGINES_OF.items():
+        expected |= run_on(engines.save_in_turn, world, arguments, list(names))
+    for world, names in ENGINES_OF.items():
+        sources = {name: sources_of(f"{name}-x{world}") for name in names}
+        for pair, (different, steps) in run_on(engines.resume_in_turn, world, arguments, sources).items():
+            target, _, source = pair.partition(" from ")
+            yield pair, [f"{name} is another" for name in different] + wrong(steps, expected[source], target == source)
+
+
+def wrong(steps: list[list[float]], expected: list[list[float]], is_same_engine: bool) -> list[str]:
+    """Describe losses and norms that differ: at all after the same engine, in the sixth digit after another one."""
+    near = list(chain(*steps)) == pytest.approx(list(chain(*expected)), rel=1e-5)
+    return [] if near and (steps == expected or not is_same_engine) else [f"{steps} instead of {expected}"]
