@@ -53,8 +53,9 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
     offsets = curves.update(watched, list(runs))
     known = watched.of(run)
     with known.lock:
-        prompts, note = known.gallery.choose()
-    checkpoints = list(checkpoint_rows(run.path)) if run.folders.holds(run.path / "checkpoints") else []
+        prompts, note = known.gallery.choose() if run.file("validation") else ([], "")
+    inside = run.file("checkpoints")
+    checkpoints = [row for row in checkpoint_rows(run.path) if run.file(f"checkpoints/{row.name}")] if inside else []
     return [
         made("status", summary=summarize(run, log, starting)),
         Fragment(

@@ -82,6 +82,7 @@ class Gallery:
 
     def _files(self) -> Iterator[tuple[int, Path]]:
         folders = [path for path in (self.output / "validation").glob("step-*") if path.name[5:].isdecimal()]
+        folders = [path for path in folders if not path.is_symlink()]
         for folder in sorted(folders, key=lambda path: int(path.name[5:])):
             files = {path: found for path in folder.iterdir() if (found := FILE.fullmatch(path.name))}
             files = {path: found for path, found in files.items() if not path.is_symlink()}
