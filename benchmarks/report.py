@@ -46,7 +46,7 @@ def measure(steps: int) -> list[str]:
             write_rows(metrics, range(last + 1, last + MORE + 1))
             last += MORE
             renewed.append(seconds_of(page))
-        page.pool.shutdown()
+        page.worker.close()
     return [f"{steps:,}", f"{first:.3f}", f"{median(renewed):.3f}"]
 
 

@@ -125,7 +125,7 @@ class Progress:
         self.line, self.title, self.total, self.done = line, title, total, done
         self.left = left or self._left_at_mean_speed
         self.notes: tuple[str, ...] = ()
-        self.said = -1
+        self.last_written = -1
         self.began, self.done_before = time.monotonic(), done
         self.ends: float | None = None
         """When the job ends, by the last estimate."""
@@ -148,8 +148,8 @@ class Progress:
         left = self.left(done)
         self.ends = time.monotonic() + left if left is not None else None
         is_outer = not self.line.jobs or self.line.jobs[0] is self
-        if is_outer and (self.said < 0 or done == self.total != self.said):
-            self.said = done
+        if is_outer and (self.last_written < 0 or done == self.total != self.last_written):
+            self.last_written = done
             self.line.write_line()
 
     def count(self) -> str:

@@ -136,6 +136,7 @@ def test_time_left_counts_what_runs_between_the_steps_and_after_the_last(tmp_pat
     assert again.seconds_left(90) == 20 + 5 + 60 + 3 + 7, "a resumed run knows what an earlier start has measured"
     again.durations.measured[EXPORTING] = [1.0]
     assert again.seconds_left(90) == 20 + 5 + 60 + 3 + 1
+    Durations(tmp_path / "not" / "there").write()  # which must not end a run
     for content in ("[", "[]", '{"saving": "1"}'):
         path.write_text(content)
         assert Durations(path).mean("saving") == 0

@@ -132,6 +132,11 @@ def test_every_command_and_group_has_help_without_torch(start):
         assert out.startswith(f"Usage: {' '.join(['simpletuner', words]).strip()} "), words
 
 
+def test_the_page_says_what_installs_it(start):
+    done = start("simpletuner", "page")
+    assert done.returncode == 3 and "pip install 'simpletuner[page]'" in done.stderr
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_are_printed_without_torch(start, shell):
     done = start("simpletuner", "completion", shell)

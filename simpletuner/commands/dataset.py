@@ -14,6 +14,7 @@ from simpletuner.commands.paths import path_option
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.report import Report
 from simpletuner.settings import load
+from simpletuner.system.numbers import count_noun
 
 if TYPE_CHECKING:
     from simpletuner.data.dataset_summary import BucketSummary
@@ -32,7 +33,7 @@ TOPICS = {
     "captions": "none is missing or too long",
     "repeats": "none is there twice",
 }
-"""What is looked at, and what is said where nothing is found."""
+"""What is looked at, and the sentence where nothing is found."""
 UNKNOWN = {"repeats"}
 """Topics of which nothing is known where they are not checked."""
 STYLES = {"ok": "green", "look": "yellow", "FAIL": "bold red", "-": "dim"}
@@ -91,7 +92,7 @@ def show(result: CheckResult, report: Report) -> None:
     for dataset in result.datasets:
         summary, total = dataset.summary, dataset.summary.total
         count = total.images + total.held_out
-        report.line(f"{summary.id}: {count:,} image{'s' * (count != 1)} in {summary.address}", style="bold")
+        report.line(f"{summary.id}: {count_noun(count, 'image')} in {summary.address}", style="bold")
         if count:
             columns, *rows = bucket_rows([*summary.buckets[:MAX_BUCKETS], *[total] * (len(summary.buckets) > 1)])
             report.data_table("", rows, columns)
@@ -101,8 +102,8 @@ def show(result: CheckResult, report: Report) -> None:
         # Of no image nothing is fine.
         report.checklist((row for row in rows if count or row[1] not in ("ok", "-")), STYLES)
         if dataset.sheets:
-            count, folder = len(dataset.sheets), next(iter(dataset.sheets.values())).parent
-            report.line(f"  {count} contact sheet{'s' * (count != 1)} in {folder}")
+            folder = next(iter(dataset.sheets.values())).parent
+            report.line(f"  {count_noun(len(dataset.sheets), 'contact sheet')} in {folder}")
 
 
 def bucket_rows(buckets: Sequence[BucketSummary]) -> list[list[str]]:

@@ -176,6 +176,6 @@ def write_settings(file: Path, values: Mapping[str, Any], report: Report) -> Non
     from simpletuner.settings.editing import set_in_file
 
     for name, value in values.items():
-        set_in_file(file, name, as_text(value))
+        set_in_file(file, name, value)
     written = ", ".join(f"{name} = {as_text(value)}" for name, value in values.items())
     report.say(f"{file}: {written}" if written else f"{file} stays as it is: nothing is faster")

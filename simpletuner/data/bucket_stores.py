@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Store = S3Store | GCSStore | AzureStore
 
 RETRIES: RetryConfig = {
-    "max_retries": 100,  # obstore's 10 are over in 2 s, which no throttled store is happy with
+    "max_retries": 100,  # obstore's 10 are over in 2 s; a store that throttles needs longer
     "retry_timeout": timedelta(seconds=30),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
 }

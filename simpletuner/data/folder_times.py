@@ -48,7 +48,7 @@ def write_folder_times(folder: Path, storage: Storage, files: FileList, scan: st
 
 
 def forget_folder_times(folder: Path, storage: Storage) -> None:
-    """Make the next start list all files."""
+    """Remove what is kept, so that the next start lists all files."""
     if isinstance(storage, LocalStorage):
         for path in intact_files(folder, kind_of(storage)):
             path.unlink(missing_ok=True)

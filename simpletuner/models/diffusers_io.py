@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,14 @@ from simpletuner.models.malformed import CHECK_COPY
 
 TEXT_PARTS = ("tokenizer", "text_encoder")
 """Prefixes of the components that turn captions into tensors."""
+
+
+def choose_accelerator() -> None:
+    """Name the device to DeepSpeed, which saving a pipeline imports where it is installed.
+
+    It would print what it detects to stdout otherwise.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def text_folders(folder: Path) -> list[Path]:

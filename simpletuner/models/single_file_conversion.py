@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.diffusers_io import component_class, diffusers_class
+from simpletuner.models.diffusers_io import choose_accelerator, component_class, diffusers_class
 from simpletuner.models.malformed import read_json, reason
 from simpletuner.models.single_file import MARKER, read_header, source_of
 from simpletuner.models.weights import COMPONENT_SUFFIXES
@@ -31,6 +31,7 @@ def convert(path: Path, config: Path, folder: Path, denoiser: str) -> None:
     `denoiser` is the name of that component. Raises EnvironmentNotReady for a component that neither the file nor the
     folder of configs has.
     """
+    choose_accelerator()
     names, dtype = read_header(path)
     if any(name.startswith((*VAE_STARTS, *TEXT_STARTS)) for name in names):
         convert_pipeline(path, config, folder, names, DTYPES[dtype])

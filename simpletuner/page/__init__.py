@@ -7,7 +7,8 @@ folders.py         the only way from a name in a request to a file
 rendering.py       templates, fragments, toasts
 configurations.py  list config files, copy one, make a new one
 editor.py          one config file: show, check what is typed, save in place
-documents.py       a config file with what was typed over it, and what the settings layer says of both
+documents.py       a config file with what was typed over it
+examination.py     what the settings layer says of it: origins, mistakes, warnings
 fields.py          the form, made of the declarations of settings
 hardware.py        Hardware -> Accelerate: labels, and what cannot be had
 blocks.py          the Detect Blocks dialog; a process of its own builds the model

@@ -18,7 +18,7 @@ from simpletuner.errors import SimpleTunerError, explain_os_error
 from simpletuner.page import blocks, builder_dialog, configurations, editor, exports, preferences
 from simpletuner.page.folders import Folders
 from simpletuner.page.guard import HEADERS, Guard, Secrets
-from simpletuner.page.rendering import HERE, render, respond_error
+from simpletuner.page.rendering import HERE, editor_address, folders_of, render, respond_error
 from simpletuner.page.runs import routes as runs
 from simpletuner.page.runs.watching import Watched
 
@@ -50,7 +50,11 @@ def build_application(folders: Folders, config: Path | None, secrets: Secrets, h
 
 
 def first_page(request: Request) -> Response:
-    return RedirectResponse("/configurations", 303)
+    """Open the file that was named at the start, or the list of files."""
+    config: Path | None = request.app.state.config
+    if config is None:
+        return RedirectResponse("/configurations", 303)
+    return RedirectResponse(editor_address(folders_of(request).shown(config)), 303)
 
 
 def enter(request: Request) -> Response:

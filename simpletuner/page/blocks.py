@@ -16,8 +16,9 @@ from starlette.routing import Route
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.architecture import architecture_of
 from simpletuner.models.detection import Detection, find_cached, from_json
-from simpletuner.page.documents import Document, examine
+from simpletuner.page.documents import Document
 from simpletuner.page.editor import read_document
+from simpletuner.page.examination import examine
 from simpletuner.page.rendering import folders_of, render
 from simpletuner.settings import Settings
 from simpletuner.settings.export import as_flags

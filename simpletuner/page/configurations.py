@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from starlette.routing import Route
 from simpletuner.errors import SettingsError
 from simpletuner.models.registry import presets, trainable_flavours
 from simpletuner.page.folders import Folders
-from simpletuner.page.rendering import field, folders_of, render, respond
+from simpletuner.page.rendering import editor_address, field, folders_of, render, respond
 from simpletuner.settings.editing import setting_of
 from simpletuner.settings.formats import FORMATS, read_entries, suffix_of
 from simpletuner.system.output_file import save
@@ -23,7 +24,10 @@ from simpletuner.tools.new_config import new_config
 
 MAX_DEPTH = 4
 MAX_FILES = 300
-MAX_BYTES = 1 << 20
+MAX_FOLDERS = 2000
+MAX_ENTRIES = 2000
+"""A folder with more entries holds images or a cache: reading it to its end can take minutes."""
+MAX_BYTES = 256 << 10
 """Larger files are data."""
 SKIPPED = {"node_modules", "site-packages", "checkpoints", "cache", "__pycache__", "venv"}
 SHOWN = ("model_family", "model_flavour", "model_type", "num_processes")
@@ -44,8 +48,19 @@ def show_list(request: Request) -> Response:
     files = list_files(folders)
     families = [name for name, preset in presets().items() if preset.family_class]
     opened = request.app.state.config and folders.shown(request.app.state.config)
-    values = {"families": families, "flavours": trainable_flavours(families[0]), "roots": folders.roots}
+    values = {
+        "families": families,
+        "flavours": trainable_flavours(families[0]),
+        "roots": folders.roots,
+        "target": new_name(folders),
+    }
     return respond(request, "configurations", title="Configurations", files=files, opened=opened, **values)
+
+
+def new_name(folders: Folders) -> str:
+    """Propose the file that `simpletuner train` reads where none is named, or one in the first folder."""
+    usual = Path("config/config.toml")
+    return str(usual) if folders.holds(usual) else folders.shown(folders.roots[0] / "config.toml")
 
 
 def show_flavours(request: Request) -> Response:
@@ -57,20 +72,38 @@ def list_files(folders: Folders) -> list[ConfigFile]:
 
 
 def find_files(folders: Folders) -> Iterator[Path]:
-    """Yield files that may hold settings, in the folders and a few levels below; at most MAX_FILES."""
-    seen: set[Path] = set()
-    for root in folders.roots:
-        for place, below, names in os.walk(root):
-            depth = len(Path(place).relative_to(root).parts)
-            # Folders of runs hold settings.json, which is the record of a run and not to be edited.
-            is_run = "metrics.jsonl" in names
-            kept = [name for name in sorted(below) if not name.startswith(".") and name not in SKIPPED]
-            below[:] = kept if depth < MAX_DEPTH and not is_run else []
-            for name in sorted(names) if not is_run else ():
-                path = Path(place, name)
-                if suffix_of(path) in FORMATS and path not in seen and folders.holds(path) and len(seen) < MAX_FILES:
-                    seen.add(path)
+    """Yield files that may hold settings, in the folders and a few levels below, the nearest first."""
+    level, visited, found = list(folders.roots), 0, 0
+    for _ in range(MAX_DEPTH):
+        below: list[Path] = []
+        for folder in level[: MAX_FOLDERS - visited]:
+            visited += 1
+            names, inner = entries_of(folder)
+            below += inner
+            for path in names:
+                if suffix_of(path) in FORMATS and found < MAX_FILES and folders.holds(path):
+                    found += 1
                     yield path
+        # A folder may lie below another one, where it is found again.
+        level = [folder for folder in below if folder not in folders.roots]
+
+
+def entries_of(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files and the folders in a folder; none for a run's, for images and for what cannot be read."""
+    try:
+        with os.scandir(folder) as scanned:
+            entries = sorted(islice(scanned, MAX_ENTRIES + 1), key=lambda entry: entry.name)
+    except OSError:
+        return [], []
+    # Folders of runs hold settings.json, which is the record of a run and not to be edited.
+    if len(entries) > MAX_ENTRIES or any(entry.name == "metrics.jsonl" for entry in entries):
+        return [], []
+    inner = [
+        Path(entry.path)
+        for entry in entries
+        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".") and entry.name not in SKIPPED
+    ]
+    return [Path(entry.path) for entry in entries if entry.is_file()], inner
 
 
 def describe(path: Path, folders: Folders) -> ConfigFile | None:
@@ -113,9 +146,7 @@ def write_new(request: Request, target: str, text: str) -> Response:
     if path.exists():
         raise SettingsError(f"{folders.shown(path)} exists already", "give another name")
     save(path, text)
-    response = HTMLResponse()
-    response.headers["HX-Redirect"] = str(request.url_for("edit").include_query_params(file=folders.shown(path)))
-    return response
+    return HTMLResponse(headers={"HX-Redirect": editor_address(folders.shown(path))})
 
 
 ROUTES = [

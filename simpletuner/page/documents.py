@@ -1,4 +1,4 @@
-"""A config file with what a person has typed over it, and what the settings layer says of both together.
+"""A config file with what a person has typed over it, as a source of settings.
 
 Nothing is kept between requests: what was typed comes with each of them, and the file is read again.
 """
@@ -6,8 +6,7 @@ Nothing is kept between requests: what was typed comes with each of them, and th
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from simpletuner.errors import BrokenRule, Mistake, SettingsError, SimpleTunerError
+from simpletuner.errors import SettingsError
 from simpletuner.page.folders import Folders
-from simpletuner.settings import Loaded, Origin, Settings
+from simpletuner.settings import Loaded
 from simpletuner.settings.editing import change_text, setting_of, text_of
 from simpletuner.settings.editors.edit import REMOVED
-from simpletuner.settings.errors import InvalidSettings
 from simpletuner.settings.formats import parse_entries
 from simpletuner.settings.knob import kind_of
 from simpletuner.settings.loading import canonical_name, parse_json, resolve
@@ -35,7 +33,6 @@ from simpletuner.settings.sources import (
 from simpletuner.settings.spelling import WORDS_FOR_NOTHING, choices_of, normalize_name, parse_list
 from simpletuner.system.checksums import value_checksum
 from simpletuner.system.paths import shown_path
-from simpletuner.tools.run_check import check_run, errors_around
 
 TYPED = "this page"
 """The place of a value that is not saved yet."""
@@ -102,7 +99,9 @@ def parse_typed(name: str, text: str) -> Any:
     if not text.strip():
         return REMOVED
     if get_origin(annotation) is list:
-        return parse_list(text) if text.lstrip().startswith("[") else text.split("\n")
+        # An empty line is no item; a list that has one is shown, and typed, as JSON.
+        lines = [line for line in text.split("\n") if line.strip()]
+        return parse_list(text) if text.lstrip().startswith("[") else lines
     kind = kind_of(annotation)
     if kind is dict:
         return parse_table(text.strip())
@@ -128,95 +127,6 @@ def holds_table(name: str) -> bool:
     return name in setting_fields() and kind_of(setting_fields()[name].annotation) is dict
 
 
-def is_broken_table(value: Any) -> bool:
-    """Whether something typed begins as JSON and does not parse."""
-    return isinstance(value, str) and value.startswith("{")
-
-
-@dataclass(frozen=True)
-class Examined:
-    """What the settings layer says: settings as far as they are valid, origins, and what is wrong."""
-
-    settings: Settings
-    origins: Mapping[str, Origin]
-    mistakes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Sentences by setting; a contradiction is there for each setting that it names."""
-    general: Sequence[str] = ()
-    """Sentences about no setting that there is: unknown keys, for example."""
-    warnings: Sequence[str] = ()
-    invalid: frozenset[str] = frozenset()
-    """Settings whose value is wrong by itself, whatever the others are."""
-
-    @property
-    def count(self) -> int:
-        distinct = {sentence for sentences in self.mistakes.values() for sentence in sentences}
-        return len(distinct) + len(self.general)
-
-
-def examine(document: Document, folders: Folders, environment: Mapping[str, str] = os.environ) -> Examined:
-    """Check a document as `config validate` does, the fields that are not saved yet included.
-
-    Raises SettingsError for a file that cannot be read at all.
-    """
-    outside = find_outside(document, folders)
-    allowed = replace(document, typed={name: text for name, text in document.typed.items() if name not in outside})
-    errors: list[SimpleTunerError] = []
-    warnings: Sequence[str] = ()
-    tables = (name for name, value in document.changes.items() if holds_table(name) and is_broken_table(value))
-    invalid = {*outside, *tables}
-    try:
-        loaded: Loaded | InvalidSettings = resolve(allowed.sources(environment))
-        errors += find_errors(loaded)
-        warnings = loaded.warnings
-    except InvalidSettings as error:
-        loaded = error
-        errors += errors_around(error)
-        invalid |= error.invalid
-    mistakes = [mistake for error in errors for mistake in mistakes_of(error, loaded.origins)]
-    mistakes += [(name, f"{error.message}; {error.hint}") for name, error in outside.items()]
-    known = setting_fields()
-    by_setting = {name: [text for about, text in mistakes if about == name] for name, _ in mistakes if name in known}
-    general = [text for name, text in mistakes if name not in known]
-    return Examined(
-        loaded.settings, loaded.origins, by_setting, list(dict.fromkeys(general)), warnings, frozenset(invalid)
-    )
-
-
-def find_errors(loaded: Loaded) -> list[SimpleTunerError]:
-    try:
-        check_run(loaded)
-    except SimpleTunerError as error:
-        return [error]
-    return []
-
-
-def mistakes_of(error: SimpleTunerError, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
-    """Yield each sentence with the setting that it is shown beside, for each of its settings."""
-    if not isinstance(error, SettingsError) or not error.mistakes:
-        sentence = f"{error.message}; {error.hint}" if error.hint else error.message
-        # Of the settings that a check looks at, those that somebody has set.
-        for name in [name for name in error.about if name in origins] or error.about[:1] or [""]:
-            yield name, sentence
-        return
-    for mistake in error.mistakes:
-        names = (mistake.setting, *mistake.others) if isinstance(mistake, BrokenRule) else (mistake.setting,)
-        for name in names:
-            # A key within a table is named after it.
-            owner = canonical_name(name.partition(".")[0]) or ""
-            yield owner, sentence_of(mistake, is_beside=bool(owner))
-
-
-def sentence_of(mistake: Mistake, is_beside: bool) -> str:
-    """Say what is wrong; beside its field without the name, the value and the place, which stand there."""
-    if isinstance(mistake, BrokenRule):
-        return mistake.message
-    if not is_beside:
-        return str(mistake)
-    inner = mistake.setting.partition(".")[2]
-    sentence = f"{inner}: {mistake.message}" if inner else mistake.message
-    return f"{sentence}; {mistake.hint}" if mistake.hint else sentence
-
-
 def load_document(document: Document, folders: Folders, environment: Mapping[str, str]) -> Loaded:
     """Return the settings of a document, which may be incomplete. Raises SettingsError that lists every mistake."""
     find_outside(document, folders)
@@ -235,7 +145,7 @@ def named_outside(document: Document, folders: Folders) -> Iterator[tuple[str, S
     """Yield the settings that name a file to be read which is not in the folders, with the sentence."""
     entries = parse_entries(document.path, document.text.removeprefix("\ufeff"))
     accelerate = [(ACCELERATE_CONFIG, entry.value) for entry in entries if is_accelerate_config(entry.key)]
-    for name, value in [*accelerate, *document.values.items(), *document.changes.items()]:
+    for name, value in [*accelerate, *(document.values | document.changes).items()]:
         if isinstance(value, str) and reads_file(name, value):
             try:
                 folders.resolve(value)
@@ -255,8 +165,8 @@ def shown_value(value: Any) -> str:
     """Write a value of a file into a field, from which `parse_typed` reads the same."""
     if isinstance(value, list):
         texts = [item if isinstance(item, str) else json.dumps(item) for item in value]
-        as_lines = texts == value and not any("\n" in text or not text.strip() for text in texts)
-        return "\n".join(texts) if as_lines and not texts[0].startswith("[") else json.dumps(value, ensure_ascii=False)
+        is_odd = any("\n" in text or not text.strip() for text in texts) or "".join(texts[:1]).lstrip().startswith("[")
+        return json.dumps(value, ensure_ascii=False) if texts != value or not value or is_odd else "\n".join(texts)
     if isinstance(value, dict):
         return json.dumps(value, indent=2, ensure_ascii=False)
     return json.dumps(value) if isinstance(value, bool) else "none" if value is None else str(value)

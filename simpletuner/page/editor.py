@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from simpletuner.page.documents import Document, Examined, examine
+from simpletuner.page.documents import Document
+from simpletuner.page.examination import Examined, examine
 from simpletuner.page.fields import FieldGroup, sections_of
 from simpletuner.page.hardware import accelerate_groups
-from simpletuner.page.rendering import field, fields_of, folders_of, is_fragment, render, respond, toast
+from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast
 from simpletuner.settings.editing import write
 from simpletuner.settings.sections import setting_fields
 from simpletuner.system.numbers import count_noun
@@ -42,9 +43,9 @@ def editor_values(request: Request, document: Document, examined: Examined) -> d
         "document": document,
         "examined": examined,
         "groups": groups,
+        "names": {each.name for group in groups for each in group.fields},
         "view": view if view in VIEWS else "all",
         "query": field(request, "q"),
-        "is_fragment": is_fragment(request),
     }
 
 
@@ -53,8 +54,8 @@ def check(request: Request) -> Response:
     document = read_document(request)
     examined = examine(document, folders_of(request))
     groups = VIEWS.get(field(request, "view"), sections_of)(document, examined)
-    notes = [each.note for group in groups for each in group.fields]
-    parts = [render("notes", notes=notes, examined=examined, document=document)]
+    notes = {each.name: each.note for group in groups for each in group.fields}
+    parts = [render("notes", notes=notes.values(), names=notes, examined=examined, document=document)]
     if field(request, "checksum") != document.checksum:
         parts.append(render("conflict", document=document, **conflict_of(document)))
     return HTMLResponse("".join(parts), headers={"HX-Reswap": "none"})
@@ -78,7 +79,7 @@ def save(request: Request) -> Response:
             write(folders_of(request).resolve(field(request, "file")), new)
     saved = replace(document, text=new, typed={})
     examined = examine(saved, folders_of(request))
-    editor = render("editor_form", csrf="", path=request.url.path, **editor_values(request, saved, examined))
+    editor = render("editor_form", **editor_values(request, saved, examined))
     return HTMLResponse(editor + saved_toast(document, examined))
 
 
@@ -104,7 +105,7 @@ def conflict_of(document: Document) -> dict[str, Any]:
 
 
 ROUTES = [
-    Route("/configurations/edit", show, name="edit"),
+    Route("/configurations/edit", show),
     Route("/configurations/check", check, methods=["POST"]),
     Route("/configurations/save", save, methods=["POST"]),
 ]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, get_origin
 
 from simpletuner.models.registry import presets, trainable_flavours
-from simpletuner.page.documents import TYPED, Document, Examined, shown_value
+from simpletuner.page.documents import TYPED, Document, shown_value
+from simpletuner.page.examination import Examined
 from simpletuner.settings import Settings
 from simpletuner.settings.errors import is_secret
 from simpletuner.settings.explain import because
@@ -17,8 +18,9 @@ from simpletuner.settings.loading import NO_ORIGIN
 from simpletuner.settings.sections import SECTIONS, setting_fields
 from simpletuner.settings.spelling import SWITCHES, choices_of, normalize_value
 
-KINDS = {"true|false": "true or false", "INTEGER": "whole number", "NUMBER": "number", "TEXT": "text", "PATH": "path"}
+KINDS = {"true|false": "true or false", "INTEGER": "whole number", "NUMBER": "number", "TEXT": "", "PATH": "path"}
 KINDS |= {"JSON": "JSON, or the path of a JSON file", "true|false|auto": "true, false or auto"}
+SECRET_IS_SET = "set, and not shown; a blank removes it"
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -90,7 +92,7 @@ def make_field(
         control=control,
         options=list(options_of(name, value, placeholder, names or {})) if control == "select" else (),
         value="" if control == "secret" else value,
-        placeholder="(set, and not shown)" if control == "secret" and value else placeholder,
+        placeholder=SECRET_IS_SET if control == "secret" and value else placeholder,
         note=make_note(name, examined),
         suggestions=suggestions_of(name, examined.settings),
         # What is set must be able to be taken back.

@@ -16,7 +16,10 @@ HINT = "start the page with --folder to open others"
 
 @dataclass(frozen=True)
 class Folders:
-    """Absolute folders without symbolic links; the first one is the current folder, where names begin."""
+    """Absolute folders without symbolic links.
+
+    Names in requests begin in the current folder, as the paths in settings do.
+    """
 
     roots: tuple[Path, ...]
 
@@ -32,7 +35,7 @@ class Folders:
         """Return the real path behind a name, which need not exist. Raises SettingsError outside the folders."""
         try:
             # Symbolic links are followed first: one that leads outside is outside.
-            path = Path(os.path.realpath(self.roots[0] / expand_path(name)))
+            path = Path(os.path.realpath(expand_path(name)))
         except (OSError, ValueError):  # NUL characters, bytes that are not UTF-8, an unknown user's home
             path = None
         if path is None or not any(path.is_relative_to(root) for root in self.roots):
@@ -47,5 +50,6 @@ class Folders:
         return True
 
     def shown(self, path: Path) -> str:
-        """Format a path for people, and for addresses: below the first folder without it."""
-        return str(path.relative_to(self.roots[0])) if path.is_relative_to(self.roots[0]) else str(path)
+        """Format a path for people, and for addresses: below the current folder without that."""
+        current = Path.cwd()
+        return str(path.relative_to(current)) if path.is_relative_to(current) else str(path)

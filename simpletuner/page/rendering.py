@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -84,6 +85,10 @@ def respond_error(request: Request, error: SimpleTunerError, code: int = 400) ->
 
 def folders_of(request: Request) -> Folders:
     return request.app.state.folders
+
+
+def editor_address(file: str) -> str:
+    return f"/configurations/edit?{urlencode({'file': file})}"
 
 
 def fields_of(request: Request) -> set[str]:

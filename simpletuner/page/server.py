@@ -39,6 +39,7 @@ def serve(folders: Sequence[Path], config: Path | None, host: str, port: int | N
         log_level="warning",
         server_header=False,
         access_log=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=2,  # a page that waits for news keeps its connection open
     )
     uvicorn.Server(settings).run(sockets=[listener])

@@ -30,20 +30,24 @@ def class_stats(model: nn.Module) -> dict[str, ClassStats]:
     """Collect the statistics of all modules below a model."""
     stats: dict[str, ClassStats] = {}
 
-    def visit(module: nn.Module, path: str, above: tuple[str, ...]) -> None:
+    def visit(module: nn.Module, path: str, above: tuple[str, ...]) -> dict[nn.Parameter, int]:
+        """Return the elements of each parameter in a module; a parameter that is shared is one of each that has it."""
+        held = {parameter: parameter.numel() for parameter in module.parameters(recurse=False)}
         repeated, pattern = repeated_in(module), re.sub(r"\b\d+\b", "*", path)
         for child_name, child in module.named_children():
             name, child_path = type(child).__name__, f"{path}.{child_name}".lstrip(".")
             own = stats.setdefault(name, ClassStats())
-            size = count_parameters(child)
             own.paths.append(child_path)
-            # A module inside one of its own class is counted with it already.
-            own.parameters += 0 if name in above else size
-            own.largest = max(own.largest, size)
             own.lists += [pattern] * (name in repeated and pattern not in own.lists)
             own.within.update(set(above))
             own.has_modules = own.has_modules or any(True for _ in child.children())
-            visit(child, child_path, (*above, name))
+            below = visit(child, child_path, (*above, name))
+            size = sum(below.values())
+            # A module inside one of its own class is counted with it already.
+            own.parameters += 0 if name in above else size
+            own.largest = max(own.largest, size)
+            held |= below
+        return held
 
     visit(model, "", ())
     return stats

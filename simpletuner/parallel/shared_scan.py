@@ -24,7 +24,6 @@ import pyarrow.compute as pc
 
 from simpletuner.data.comparison import DatasetFiles
 from simpletuner.data.dataset_kinds import ImageDataset
-from simpletuner.data.discovery import count_noun
 from simpletuner.data.file_check import FileCheck
 from simpletuner.data.file_list import FileList, OtherFiles, list_images
 from simpletuner.data.folder_times import forget_folder_times, unchanged_files, write_folder_times
@@ -39,6 +38,7 @@ from simpletuner.parallel.same_folder import wait_until_visible
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.system.files import remove
+from simpletuner.system.numbers import count_noun
 
 CHUNK_FILES = 256
 PART_SECONDS = 20

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.paths import descriptor_of
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -133,6 +134,12 @@ def read_ahead(paths: Sequence[Path]) -> None:
 
     if hasattr(os, "posix_fadvise"):  # not on macOS
         threading.Thread(target=advise, name="read ahead", daemon=True).start()
+
+
+def refuse_link(path: Path) -> None:
+    """Raise EnvironmentNotReady for a symbolic link in the place of one of a run's own files."""
+    if path.is_symlink():
+        raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
 
 
 def flush_to_disk(path: Path) -> None:

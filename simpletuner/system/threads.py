@@ -1,11 +1,11 @@
-"""Work in threads: a stream of items, few at a time, or blocks of columns side by side."""
+"""Work in threads: a stream of items, few at a time, blocks of columns side by side, or one call after another."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 MOST_THREADS = 8
 """More gain little for blocks of columns, which wait for memory."""
@@ -39,3 +39,37 @@ def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> lis
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+class SerialWorker:
+    """One thread that runs calls in order, for work that must neither delay nor end a run."""
+
+    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
+        """`failed` is called with the first error, by a later `submit` or `close`."""
+        self.pool, self.failed = ThreadPoolExecutor(1, thread_name_prefix=name), failed
+        self.last: Future[Any] | None = None
+        self.has_failed = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self.last is None or self.last.done()
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the last call has not begun."""
+        return self.last is not None and not (self.last.running() or self.last.done())
+
+    def submit(self, call: Callable[..., object], *arguments: object) -> None:
+        self._check()
+        self.last = self.pool.submit(call, *arguments)
+
+    def close(self) -> None:
+        """Wait for all calls."""
+        self.pool.shutdown()
+        self._check()
+
+    def _check(self) -> None:
+        error = self.last.exception() if self.last is not None and self.last.done() else None
+        if error is not None and not self.has_failed:
+            self.has_failed = True
+            self.failed(error)

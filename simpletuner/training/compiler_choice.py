@@ -55,10 +55,8 @@ def count_graphs(settings: Settings, family: ModelFamily, plan: Plan) -> Graphs:
     return Graphs(len(plan.buckets) * ((family.max_length or 1) if any_length else 1), kinds, is_limit=any_length)
 
 
-def choose_backend(settings: Settings, device_type: str, graphs: Graphs, steps: int, missing: str) -> tuple[str, str]:
-    """Return the backend in place of `auto`, and why it is `no`; `missing` is what the compiler lacks here."""
-    if device_type != "cuda":
-        return "no", ""
+def choose_backend(settings: Settings, graphs: Graphs, steps: int, missing: str) -> tuple[str, str]:
+    """Return the backend for a GPU in place of `auto`, and why it is `no`; `missing` is what the compiler lacks."""
     if missing:
         return "no", f"{missing} is missing, which torch.compile needs"
     if settings.parallel.zero_stage == 3:
@@ -80,13 +78,20 @@ def missing_compiler() -> str:
 
 def with_compiler_chosen(session: Session, family: ModelFamily, plan: Plan, steps: int) -> tuple[Session, str]:
     """Return the session with a backend in place of `auto`, and what the start table says; empty for nothing."""
-    settings, reason = session.settings, ""
-    graphs = count_graphs(settings, family, plan)
-    if settings.compile.dynamo_backend == "auto":
-        backend, reason = choose_backend(settings, session.world.device.type, graphs, steps, missing_compiler())
-        compiled = settings.compile.model_copy(update={"dynamo_backend": backend})
-        settings = settings.model_copy(update={"compile": compiled})
-        session = replace(session, loaded=replace(session.loaded, settings=settings))
-    if settings.compile.is_on:
-        return session, f"{described(settings.compile)}; {graphs}"
-    return session, f"no: {reason}" if reason else ""
+    settings = session.settings
+    is_open = settings.compile.dynamo_backend == "auto"
+    if not settings.compile.is_on and not (is_open and session.world.device.type == "cuda"):
+        return with_backend(session, "no"), ""  # without building the model that is counted
+    reason, graphs = "", count_graphs(settings, family, plan)
+    if is_open:
+        backend, reason = choose_backend(settings, graphs, steps, missing_compiler())
+        session = with_backend(session, backend)
+    if session.settings.compile.is_on:
+        return session, f"{described(session.settings.compile)}; {graphs}"
+    return session, f"no: {reason}"
+
+
+def with_backend(session: Session, backend: str) -> Session:
+    compiled = session.settings.compile.model_copy(update={"dynamo_backend": backend})
+    settings = session.settings.model_copy(update={"compile": compiled})
+    return replace(session, loaded=replace(session.loaded, settings=settings))

@@ -44,7 +44,7 @@ class ImageInfo:
         return f"{self.width}x{self.height}"
 
     def captions(self) -> tuple[str, str]:
-        """Return what stands under an image: weights and step, seed and guidance and size."""
+        """Return the lines under an image: weights and step; seed, guidance and size."""
         return (
             f"{self.weights} · step {self.step}",
             f"seed {self.seed} · guidance {self.guidance:g} · {self.width}×{self.height}",

@@ -10,8 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from simpletuner.errors import EnvironmentNotReady
-from simpletuner.system.files import APPEND, read_file, write_file
+from simpletuner.system.files import APPEND, read_file, refuse_link, write_file
 from simpletuner.training.curves import running_mean, window_of
 from simpletuner.training.metrics_reader import METRICS, MetricColumns, read_columns, rows_in
 
@@ -74,8 +73,7 @@ class Metrics:
 
 def drop_rows_after(path: Path, step: int) -> None:
     """Drop the rows after a step, atomically. A file without such rows is not rewritten."""
-    if path.is_symlink():
-        raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
+    refuse_link(path)
     content = read_file(path) if path.exists() else b""
     kept = [row for row in rows_in(content) if row["step"] <= step]
     if len(kept) < content.count(b"\n") or content[-1:] not in (b"", b"\n"):

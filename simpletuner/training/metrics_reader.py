@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +20,7 @@ TAIL_BYTES = 64 << 10
 NUMBERS = {int, float, bool}
 
 
-class RowReader:
+class MetricsReader:
     """Parse a metrics file once: each `read` returns the rows that were appended since the one before."""
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +45,8 @@ class RowReader:
         Its inode would not tell, since file systems use them again; timings make each row differ from all others.
         """
         try:
-            with self.path.open("rb") as file:
+            # O_NONBLOCK: opening a FIFO would wait for a writer.
+            with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 file.seek(self.offset - len(self.last_line))
                 is_same = file.read(len(self.last_line)) == self.last_line
                 if not is_same:
@@ -56,7 +58,7 @@ class RowReader:
             return b"", True
 
 
-class Column:
+class MetricColumn:
     """The values of one metric by step, in an array that grows by doubling."""
 
     def __init__(self) -> None:
@@ -76,8 +78,8 @@ class MetricColumns:
     """The metrics of a run as columns; `update` parses only what was appended to the file."""
 
     def __init__(self, path: Path) -> None:
-        self.reader = RowReader(path)
-        self.columns: dict[str, Column] = {}
+        self.reader = MetricsReader(path)
+        self.columns: dict[str, MetricColumn] = {}
 
     def update(self) -> MetricColumns:
         """Read what is new, and return self. After a file was replaced, only what it has now is left."""
@@ -97,11 +99,11 @@ class MetricColumns:
                 pairs = [(step, value) for step, value in zip(steps, values, strict=True) if type(value) in NUMBERS]
                 kept, values = zip(*pairs, strict=True) if pairs else ((), ())
             if values:
-                self.columns.setdefault(name, Column()).extend(kept, values)
+                self.columns.setdefault(name, MetricColumn()).extend(kept, values)
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps and the values of a metric, both (points,) float64; empty for one that was never written."""
-        column = self.columns.get(name) or Column()
+        column = self.columns.get(name) or MetricColumn()
         steps, values = column.points[:, : column.count]
         return steps, values
 

@@ -14,12 +14,12 @@ from simpletuner import __version__
 from simpletuner.checkpoints.export import FINISHED, check_targets, export_lora, export_pipeline, finished_steps
 from simpletuner.checkpoints.layout import clear_unfinished
 from simpletuner.checkpoints.single_file import export_single_file
-from simpletuner.errors import EnvironmentNotReady, RemoteFailure, SimpleTunerError, explain_system_errors
+from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
 from simpletuner.models.family import ModelFamily
 from simpletuner.run_log import LOG, LOGGER, write_log_to
 from simpletuner.session import Session
 from simpletuner.settings import Settings
-from simpletuner.system.files import remove, restore_replaced
+from simpletuner.system.files import refuse_link, remove, restore_replaced
 from simpletuner.system.locks import lock_output_dir
 from simpletuner.training.state import TrainingState
 
@@ -51,8 +51,7 @@ def open_output_dir(session: Session, stack: ExitStack) -> None:
 def open_log(output: Path, create: bool) -> None:
     """Keep what is said in this process in a run's log. Raises EnvironmentNotReady where it cannot be written."""
     path = output / LOG
-    if path.is_symlink():
-        raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
+    refuse_link(path)
     write_log_to(path, create)
     if create:
         command = shlex.join(["simpletuner", *sys.argv[1:]])

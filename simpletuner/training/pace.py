@@ -6,7 +6,7 @@ import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from simpletuner.system.files import read_file, write_json
@@ -43,7 +43,8 @@ class Durations:
     def write(self) -> None:
         """Keep what is known for later starts."""
         if self.path is not None:
-            write_json(self.path, {name: self.mean(name) for name in sorted({*self.earlier, *self.measured})})
+            with suppress(OSError):  # an estimate is no reason to end a run
+                write_json(self.path, {name: self.mean(name) for name in sorted({*self.earlier, *self.measured})})
 
 
 def read_durations(path: Path) -> dict[str, float]:

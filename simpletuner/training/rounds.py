@@ -10,7 +10,7 @@ from simpletuner.settings import Settings
 
 @dataclass(frozen=True)
 class RoundEnd:
-    """Call functions with the step after the other evaluations; they must not wait."""
+    """Calls functions with the step, after the other evaluations of a round; they must return at once."""
 
     actions: Sequence[Callable[[int], None]]
     """Empty on ranks above 0."""

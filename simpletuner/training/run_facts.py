@@ -1,4 +1,4 @@
-"""What a run is, for people who look at it later: the report and the model card."""
+"""Facts about a run that the report and the model card show."""
 
 from __future__ import annotations
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
-from simpletuner.errors import EnvironmentNotReady
 from simpletuner.settings import Settings, settings_as_json
 from simpletuner.settings.errors import is_secret
-from simpletuner.system.files import APPEND, read_file, write_json
+from simpletuner.system.files import APPEND, read_file, refuse_link, write_json
 
 if TYPE_CHECKING:  # the page reads these files without torch
     from simpletuner.session import Session
@@ -104,8 +103,7 @@ def shown(value: Any) -> str:
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
     """Append one line; a link of that name is not followed. Raises EnvironmentNotReady for one."""
-    if path.is_symlink():
-        raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
+    refuse_link(path)
     descriptor = os.open(path, APPEND, 0o666)
     with os.fdopen(descriptor, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class TensorBoard:
     def close(self) -> None:
         self._try(self.writer.close)
 
-    def _try(self, call: Any) -> None:
+    def _try(self, call: Callable[[], object]) -> None:
         """Call the writer; its thread's errors are raised by a later call."""
         if self.is_failed:
             return

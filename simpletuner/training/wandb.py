@@ -99,7 +99,7 @@ class WeightsAndBiases:
                 self._end_input()
             for line in process.stdout:
                 self._handle(json.loads(line))
-            noise.join(1)  # not for ever: a process that wandb started may have inherited the pipe
+            noise.join(1)  # with a limit, since a process that wandb started may have inherited the pipe
         if not self.is_sent and not self.closing.is_set():
             self._warn("wandb ended unexpectedly")
 
@@ -115,7 +115,7 @@ class WeightsAndBiases:
                 pass
 
     def _warn(self, text: str) -> None:
-        """Warn once: a tracker that stays away is no news."""
+        """Warn once; later failures go to the log alone."""
         if not self.has_warned:
             self.has_warned = True
             self.report.warn(text, "training goes on; what wandb misses is sent once it answers")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.system.files import read_file, write_json
-from simpletuner.training.metrics_reader import METRICS, RowReader
+from simpletuner.training.metrics_reader import METRICS, MetricsReader
 
 STATE = "wandb.json"
 """In output_dir: the run's id, and the last step of each group that was handed to the library."""
@@ -31,7 +31,7 @@ GRID = re.compile(r"grid-(\d+)\.png")
 
 
 class Channel:
-    """Tells the run how it goes, by a JSON object per line."""
+    """Reports to the run, one JSON object per line."""
 
     def __init__(self) -> None:
         self.file = os.fdopen(os.dup(1), "w", buffering=1)
@@ -47,7 +47,7 @@ class Deadline:
     def __init__(self, channel: Channel) -> None:
         self.channel, self.began, self.is_connected = channel, time.monotonic(), False
         self.closing = threading.Event()
-        self.patience = float(os.environ.get("WANDB_INIT_TIMEOUT") or CONNECT_SECONDS)
+        self.connect_seconds = float(os.environ.get("WANDB_INIT_TIMEOUT") or CONNECT_SECONDS)
         threading.Thread(target=self._watch_input, daemon=True).start()
         threading.Thread(target=self._watch_connecting, daemon=True).start()
 
@@ -55,29 +55,29 @@ class Deadline:
         sys.stdin.read()
         self.closing.set()
         while not self.is_connected:
-            if time.monotonic() - self.began > self.patience:
+            if time.monotonic() - self.began > self.connect_seconds:
                 os._exit(1)
             time.sleep(0.1)
         time.sleep(FINISH_SECONDS)
         os._exit(1)
 
     def _watch_connecting(self) -> None:
-        time.sleep(self.patience)
+        time.sleep(self.connect_seconds)
         if not self.is_connected:
-            self.channel.send(failed=f"no answer from the server for {self.patience:.0f} s")
+            self.channel.send(failed=f"no answer from the server for {self.connect_seconds:.0f} s")
 
 
 class Follower:
-    """Hands over the rows of metrics.jsonl and the images that are new, and keeps in mind how far it came."""
+    """Logs new rows of metrics.jsonl and new grids of images, and keeps in a file how far it has come."""
 
     def __init__(self, output: Path, run: Any) -> None:
         self.output, self.run, self.last_step = output, run, 0
-        self.reader = RowReader(output / METRICS)
+        self.reader = MetricsReader(output / METRICS)
         self.state = read_state(output)
         self.sent: dict[str, int] = self.state.setdefault("sent", {})
 
     def poll(self) -> None:
-        """Hand over what is new."""
+        """Log what is new."""
         before = dict(self.sent)
         for row in self.reader.read()[0]:
             self.last_step = max(self.last_step, row["step"])

@@ -86,6 +86,7 @@ def test_the_keyboard_alone_suffices(page: Page, server: PageServer, folder: Pat
     page.keyboard.press("Enter")
     page.locator("#toasts .done").wait_for()
     assert "num_processes = 2" in (folder / "good.toml").read_text()
+    assert page.evaluate("document.activeElement.id") == "save", "focus stays though the form is a new one"
     page.keyboard.press("/")
     page.keyboard.press("Control+A")
     page.keyboard.type("deepspeed_config")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
+from conftest import SMALL, Starter
 from holders import holder
 from page_server import PageServer
 from playwright.sync_api import Page, expect
@@ -76,6 +78,35 @@ def test_detecting_blocks_and_applying_them(page: Page, server: PageServer, fold
     page.get_by_role("button", name="Detect Blocks").click()
     expect(page.locator("#toasts .error")).to_contain_text("did you mean sdxl")
     page.locator("#f-model_family").fill("sdxl")
+
+
+@pytest.fixture
+def training(folder: Path, sdxl: Path, shapes: Path) -> Path:
+    """A file that two ranks can train with."""
+    model = {"model_family": "sdxl", "pretrained_model_name_or_path": str(sdxl)}
+    run = {"instance_data_dir": str(shapes), "output_dir": str(folder / "out"), "max_train_steps": 1}
+    path = folder / "train.json"
+    path.write_text(json.dumps({**model, **run, "num_processes": 2}))
+    return path
+
+
+def test_a_run_trains_with_what_was_detected(
+    page: Page, server: PageServer, folder: Path, training: Path, starter: Starter
+):
+    """From the dialog to two ranks that shard the class that was chosen, by the file that the page has saved."""
+    page.goto(f"{server.origin}/configurations/edit?file=train.json&view=accelerate")
+    page.get_by_label("Enable FSDP v2").select_option("true")
+    page.get_by_role("button", name="Detect Blocks").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("checkbox").first.wait_for(timeout=120_000)
+    for box in dialog.get_by_role("checkbox").all():
+        box.set_checked(box.get_attribute("value") == "ResnetBlock2D")
+    dialog.get_by_role("button", name="Apply Selection").click()
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#toasts .done")).to_contain_text("2 settings changed")
+    run = starter.start(ranks.command_line, 2, ["train", f"--config={training}", *SMALL])
+    assert run.wait() == [0, 0], run.said
+    assert "ResnetBlock2D" in run.said and (folder / "out" / "metrics.jsonl").is_file()
 
 
 def test_building_for_deepspeed(page: Page, server: PageServer, folder: Path, config: Path):

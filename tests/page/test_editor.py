@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_server import PageServer
+from page_server import PageServer, page_server
 from playwright.sync_api import Page, expect
 
 CONFIG = """\
@@ -73,10 +73,14 @@ def test_typing_is_checked_and_saved_in_place(page: Page, server: PageServer, fo
     open_editor(page, server)
     assert "All settings are valid" in page.locator("#summary").inner_text()
     assert "from config/run.toml:5" in page.locator("#note-seed").inner_text()
+    before = page.locator("#f-model_flavour").bounding_box()
     page.get_by_label("learning_rate").fill("fast")
     expect(page.locator("#note-learning_rate .mistake")).to_contain_text("use a number above 0")
+    page.evaluate("scrollTo(0, 0)")
+    assert page.locator("#f-model_flavour").bounding_box() == before, "nothing above the mistake has moved"
     expect(page.get_by_label("learning_rate")).to_have_attribute("aria-invalid", "true")
     assert page.evaluate("document.activeElement.name") == "learning_rate", "typing goes on"
+    page.get_by_label("learning_rate").scroll_into_view_if_needed()
     page.get_by_role("button", name="Save").click()
     expect(page.locator("#toasts .error")).to_contain_text("nothing is saved: correct learning_rate first")
     assert config.read_text() == CONFIG
@@ -186,8 +190,11 @@ def test_hardware_labels_and_what_cannot_be_had(page: Page, server: PageServer, 
         "FULL_STATE_DICT",
         2,
     )
-    config.write_text(CONFIG + 'model_type = "lora"\n')
+    config.write_text(CONFIG + 'model_type = "lora"\nlearning_rate = "fast"\n')
     open_editor(page, server, "accelerate")
+    page.locator("#summary").get_by_role("link", name="learning_rate").click()
+    expect(page.get_by_label("learning_rate")).to_be_focused()
+    page.go_back()
     assert page.get_by_label("Enable FSDP v2").is_disabled() and page.get_by_label("ZeRO Stage").is_disabled()
     assert "model_type=lora cannot run with FSDP" in page.locator("#about-fsdp_enable").inner_text()
     assert "model_type=lora cannot run with DeepSpeed" in page.locator("#about-zero_stage").inner_text()
@@ -221,3 +228,59 @@ def test_files_outside_are_not_read_by_way_of_settings(server: PageServer, folde
         config.write_text(f"{CONFIG}{line}\n")
         refused = server.get("/configurations/edit", file="config/run.toml")
         assert refused.code == 400 and "is not in" in refused.text and "hidden" not in refused.text
+
+
+def test_a_config_file_elsewhere_opens_first_and_its_folder_alone_is_open(page: Page, folder: Path):
+    """The current folder is not one of the page's when --folder names others."""
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "run.json").write_text('{"model_family": "sdxl", "validation_prompt": []}')
+    (folder / "run.json").write_text('{"model_family": "flux"}')
+    with page_server(folder, f"--config={elsewhere / 'run.json'}", f"--folder={elsewhere}") as other:
+        page.goto(other.address)
+        page.wait_for_url("**/configurations/edit?file=*run.json")
+        assert page.locator("#f-model_family").input_value() == "sdxl"
+        assert page.locator("#f-validation_prompt").input_value() == "[]"
+        page.locator("#f-validation_prompt").fill("a\n\nb\n")
+        page.locator("#f-notify_url").fill("https://example.org/secret")
+        page.get_by_role("button", name="Save").click()
+        expect(page.locator("#toasts .toast")).to_contain_text("is saved: 2 settings changed")
+        saved = json.loads((elsewhere / "run.json").read_text())
+        assert saved["validation_prompt"] == ["a", "b"] and saved["notify_url"] == "https://example.org/secret"
+        # A secret is not shown again, and a blank takes it out.
+        assert "example.org" not in page.content()
+        page.locator("#f-notify_url").fill(" ")
+        page.get_by_role("button", name="Save").click()
+        expect(page.locator("#toasts .toast").nth(1)).to_contain_text("is saved: 1 setting changed")
+        assert "notify_url" not in json.loads((elsewhere / "run.json").read_text())
+        assert other.get("/configurations/edit", file="run.json").code == 400
+        listed = other.get("/configurations").text
+        assert str(elsewhere / "run.json") in listed and f'value="{elsewhere / "config.toml"}"' in listed
+    page.goto("about:blank")
+
+
+def test_two_tabs_do_no_harm(page: Page, server: PageServer, config: Path):
+    open_editor(page, server)
+    other = page.context.new_page()
+    open_editor(other, server)
+    page.locator("#f-seed").fill("7")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#toasts .done")).to_be_visible()
+    other.locator("#f-lr_end").fill("1e-6")
+    expect(other.locator("#conflict")).to_contain_text("has changed on disk")
+    other.get_by_role("button", name="Save mine on top").click()
+    expect(other.locator("#toasts .done")).to_be_visible()
+    assert "seed = 7" in config.read_text() and "lr_end = 1e-06" in config.read_text()
+
+
+def test_weaker_and_stronger_sources_are_named(folder: Path, config: Path):
+    """accelerate's file gives what the config file does not say; a variable of the environment outranks both."""
+    (folder / "accelerate.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: 'no'\n")
+    config.write_text(CONFIG + 'mixed_precision = "bf16"\n')
+    variables = {"SIMPLETUNER_SEED": "9", "SIMPLETUNER_ACCELERATE_CONFIG": "accelerate.yaml"}
+    with page_server(folder, environment=variables) as other:
+        text = " ".join(other.get("/configurations/edit", file="config/run.toml").text.split())
+    assert "from environment SIMPLETUNER_SEED; outranks config/run.toml:5 (= 3)" in text
+    assert "from accelerate.yaml:2" in text, "of num_processes"
+    assert "from config/run.toml:7; outranks accelerate.yaml:3 (= no)" in text
+    assert "not set (no)" in text, "what counts if the field is emptied"

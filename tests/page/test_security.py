@@ -66,9 +66,10 @@ def test_every_response_has_the_headers(server: PageServer):
     assert "There is no such page" in server.get("/<script>").text
 
 
-def test_what_is_outside_the_folders_is_refused_by_one_sentence(tmp_path):
+def test_what_is_outside_the_folders_is_refused_by_one_sentence(tmp_path, monkeypatch):
     root = tmp_path / "root"
     (root / "config").mkdir(parents=True)
+    monkeypatch.chdir(root)
     (tmp_path / "secret.toml").write_text("seed = 1\n")
     (root / "link.toml").symlink_to(tmp_path / "secret.toml")
     (root / "up").symlink_to(tmp_path)

@@ -151,6 +151,13 @@ def test_buckets_crops_and_samples_are_those_of_the_run(messy, sdxl, tmp_path, t
     assert "2 images without a caption left out" in said
 
 
+def test_of_a_folder_without_images_nothing_is_fine(tmp_path, capsys):
+    (tmp_path / "notes.psd").touch()
+    code, out, err = run(capsys, instance_data_dir=str(tmp_path), caption_strategy="filename")
+    assert code == 4 and "no usable image" in err
+    assert "1 file not read: 1 .psd" in out and "ok" not in out.split() and "bucket" not in out
+
+
 @pytest.mark.parametrize("style", ["corner", "center"])
 def test_a_contact_sheet_shows_the_crop(tmp_path, capsys, style):
     Image.new("RGB", (160, 80), "white").save(tmp_path / "a_white_one.png")

@@ -209,7 +209,7 @@ def test_the_proposal_is_written_into_the_config(run, pipelines, tmp_path, capsy
     run(base, "--auto", "--gpu=RTX 4090", f"--apply={config}")
     said = capsys.readouterr()
     assert "gradient_checkpointing = false" in said.out and "true would take" in said.out
-    assert "# mine" in config.read_text() and 'gradient_checkpointing = "false"' in config.read_text()
+    assert "# mine" in config.read_text() and "gradient_checkpointing = false" in config.read_text()
     run(base, f"--config={config}", "--use_cpu", "--measure", "--json")
     measured = json.loads(capsys.readouterr().out)
     assert measured["step_seconds"] > 0 and measured["step_seconds_of"] is None and measured["fits"] is None

@@ -10,20 +10,19 @@ AUTO = Settings()
 
 
 @pytest.mark.parametrize(
-    ("settings", "device", "graphs", "steps", "missing", "backend", "reason"),
+    ("settings", "graphs", "steps", "missing", "backend", "reason"),
     [
-        (AUTO, "cpu", Graphs(1, 2), ENOUGH, "", "no", ""),
-        (AUTO, "cuda", Graphs(1, 2), ENOUGH, "", "inductor", ""),
-        (AUTO, "cuda", Graphs(20, 2), 7200, "", "inductor", ""),
-        (AUTO, "cuda", Graphs(20, 2), 7199, "", "no", "about 30 min in all, more than 7,199 steps save"),
-        (AUTO, "cuda", Graphs(3 * 512, 2, is_limit=True), ENOUGH, "", "no", "up to 1,536 shapes of inputs"),
-        (AUTO, "cuda", Graphs(1, 2), ENOUGH, "triton", "no", "triton is missing"),
-        (Settings(parallel=Parallel(zero_stage=3)), "cuda", Graphs(1, 2), ENOUGH, "", "no", "zero_stage = 3"),
-        (Settings(lora=Lora(base_model_precision="int8")), "cuda", Graphs(1, 2), ENOUGH, "", "no", "int8"),
+        (AUTO, Graphs(1, 2), ENOUGH, "", "inductor", ""),
+        (AUTO, Graphs(20, 2), 7200, "", "inductor", ""),
+        (AUTO, Graphs(20, 2), 7199, "", "no", "about 30 min in all, more than 7,199 steps save"),
+        (AUTO, Graphs(3 * 512, 2, is_limit=True), ENOUGH, "", "no", "up to 1,536 shapes of inputs"),
+        (AUTO, Graphs(1, 2), ENOUGH, "triton", "no", "triton is missing"),
+        (Settings(parallel=Parallel(zero_stage=3)), Graphs(1, 2), ENOUGH, "", "no", "zero_stage = 3"),
+        (Settings(lora=Lora(base_model_precision="int8")), Graphs(1, 2), ENOUGH, "", "no", "int8"),
     ],
 )
-def test_auto_compiles_where_the_steps_outweigh_the_compiler(settings, device, graphs, steps, missing, backend, reason):
-    chosen, why = choose_backend(settings, device, graphs, steps, missing)
+def test_auto_compiles_where_the_steps_outweigh_the_compiler(settings, graphs, steps, missing, backend, reason):
+    chosen, why = choose_backend(settings, graphs, steps, missing)
     assert chosen == backend and reason in why and bool(why) == bool(reason)
 
 

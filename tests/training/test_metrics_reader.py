@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from simpletuner.training.metrics import Metrics
-from simpletuner.training.metrics_reader import METRICS, MetricColumns, RowReader, last_row, read_columns, rows_in
+from simpletuner.training.metrics_reader import METRICS, MetricColumns, MetricsReader, last_row, read_columns, rows_in
 
 
-def line(step: int, loss: float = 0.5, **more: float) -> str:
+def line(step: int, loss: float = 0.5, **more: object) -> str:
     return json.dumps({"step": step, "loss": loss, **more}) + "\n"
 
 
@@ -27,7 +28,7 @@ def points_of(columns: MetricColumns, name: str) -> list[tuple[float, float]]:
 
 
 def test_only_what_was_appended_is_parsed_and_a_line_is_left_until_it_is_whole(tmp_path):
-    reader = RowReader(path := tmp_path / METRICS)
+    reader = MetricsReader(path := tmp_path / METRICS)
     assert reader.read() == ([], True), "no file yet"
     append(path, line(1), line(2)[:9])
     assert reader.read() == ([{"step": 1, "loss": 0.5}], True)
@@ -60,6 +61,9 @@ def test_columns_grow_and_follow_a_file_that_is_cut_replaced_or_removed(tmp_path
     assert not points_of(columns, "grad_norm")
     path.unlink()
     assert not points_of(columns.update(), "loss")
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="seek"):
+        columns.update()
 
 
 def test_a_resumed_run_is_followed_through_the_rows_that_it_drops(tmp_path):

@@ -64,8 +64,8 @@ def test_each_round_and_each_way_to_end_is_one_post(tmp_path):
                 Notifier(receiver.url, tmp_path, Report()) as sent,
             ):
                 sent.send_round(7)
-                assert sent.pending is not None
-                sent.pending.result()
+                assert sent.worker.last is not None
+                sent.worker.last.result()
                 if end is not None:
                     raise end
     assert [each["event"] for each in receiver.got[::2]] == ["round"] * 4
@@ -99,4 +99,4 @@ def test_a_server_that_fails_hangs_or_is_gone_costs_a_warning_and_little_time(an
 def test_without_an_address_nothing_is_posted(tmp_path):
     with Notifier("", tmp_path, Report()) as sent:
         sent.send_round(1)
-    assert sent.pending is None
+    assert sent.worker.last is None

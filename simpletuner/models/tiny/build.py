@@ -5,7 +5,6 @@ Every width divides by 4, so that the models shard over 4 ranks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from simpletuner.errors import SettingsError
+from simpletuner.models.diffusers_io import choose_accelerator
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.registry import import_object
 
@@ -23,8 +23,7 @@ def build_tiny(family: type[ModelFamily], folder: Path) -> None:
     """Write a family's tiny pipeline, with the same weights each time. Raises SettingsError if it has none."""
     if not family.tiny_pipeline:
         raise SettingsError("this model_family has no flavour `tiny`", "set --pretrained_model_name_or_path")
-    # Saving a pipeline imports DeepSpeed where it is installed, which would print what it detects to stdout.
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    choose_accelerator()
     build = import_object(
         family.tiny_pipeline, f"{family.__name__}.tiny_pipeline = {family.tiny_pipeline}", "package.module:function"
     )

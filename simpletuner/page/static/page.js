@@ -2,6 +2,7 @@
 "use strict";
 
 const SECONDS_OF_A_TOAST = 8;
+const MOST_TOASTS = 3;
 
 // Toasts: what went well goes by itself, while nobody points at it; a warning or an error stays.
 new MutationObserver((changes) => {
@@ -12,6 +13,8 @@ new MutationObserver((changes) => {
       setTimeout(leave, SECONDS_OF_A_TOAST * 1000);
     }
   }
+  const shown = document.querySelectorAll("#toasts > .toast");
+  for (const old of [...shown].slice(0, -MOST_TOASTS)) old.remove();
 }).observe(document.getElementById("toasts"), { childList: true });
 
 function showToast(text, hint) {

@@ -28,6 +28,7 @@ from simpletuner.preparation import ScannedData, make_plan, scan_data
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
+from simpletuner.system.numbers import count_noun
 from simpletuner.system.signals import StopRequest
 from simpletuner.tools.dataset.caption_lengths import TokenLimit, longest_in_tokens, token_limits
 from simpletuner.tools.dataset.contact_sheets import choose_images, write_sheets
@@ -38,7 +39,7 @@ from simpletuner.tools.dataset.findings import DatasetFinding, finding, findings
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is looked at beside headers and captions."""
+    """What to look at besides headers and captions."""
 
     decode: bool = True
     sheets: Path | None = None
@@ -129,7 +130,7 @@ def plan_buckets(
         if {part.dataset.window for part in samples.parts} == {Window()}:
             return plan.buckets, plan.held_out
     except (DataError, SettingsError) as error:
-        if len(samples):  # else it is said already
+        if len(samples):  # otherwise it has been reported
             result.errors.append(error)
     # Datasets that take part in some steps only count as if they did in all.
     held_out = held_out_indices(samples, settings.validation.eval_split)
@@ -170,8 +171,8 @@ def check_contents(samples: DatasetSamples, world: World, report: Report) -> Ite
         if again:
             first, others = next(iter(again.items()))
             count = sum(map(len, again.values()))
-            said = sentence.format(f"{count:,} image{'s' * (count != 1)}")
-            yield DatasetFinding("repeats", kind, count, f"{said} ({others[0]} and {first})", again)
+            counted = sentence.format(count_noun(count, "image"))
+            yield DatasetFinding("repeats", kind, count, f"{counted} ({others[0]} and {first})", again)
 
 
 def write_all_sheets(samples: DatasetSamples, folder: Path, world: World, report: Report) -> dict[str, Path]:

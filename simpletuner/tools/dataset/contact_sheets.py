@@ -10,10 +10,10 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from simpletuner.data.dataset_summary import MUCH_ENLARGED, cropped_away
-from simpletuner.data.discovery import count_noun
 from simpletuner.data.images import DECODE_ERRORS, read_rgb
 from simpletuner.data.samples import DatasetSamples, Sample
 from simpletuner.system.files import write_file
+from simpletuner.system.numbers import count_noun
 from simpletuner.system.threads import run_bounded
 from simpletuner.training.fonts import Typesetter
 
@@ -31,12 +31,12 @@ def write_sheets(
     """Write the sheets of a dataset, and yield bucket and file of each."""
     folder.mkdir(parents=True, exist_ok=True)
     for done, (name, chosen, total) in enumerate(choose_images(samples), start=1):
-        shown = run_bounded(lambda index: picture_of(samples[index]), chosen, threads, lambda: None)
-        pictures = {index: future.result() for index, future in shown}
+        shown = run_bounded(lambda index: thumbnail_of(samples[index]), chosen, threads, lambda: None)
+        thumbnails = {index: future.result() for index, future in shown}
         shown_of = f", {len(chosen)} shown" * (len(chosen) < total)
         title = f"{samples.dataset.id}   {name} px   {count_noun(total, 'image')}{shown_of}"
         content = io.BytesIO()
-        sheet([(samples[index], pictures[index]) for index in chosen], title).save(content, "PNG")
+        sheet([(samples[index], thumbnails[index]) for index in chosen], title).save(content, "PNG")
         path = folder / f"{samples.dataset.id.replace('/', '-')}-{name}.png"
         write_file(path, content.getvalue())
         show(done)
@@ -56,7 +56,7 @@ def choose_images(samples: DatasetSamples) -> Iterator[tuple[str, list[int], int
             yield "{}x{}".format(*target), own[places].tolist(), len(own)
 
 
-def picture_of(sample: Sample) -> Image.Image | str:
+def thumbnail_of(sample: Sample) -> Image.Image | str:
     """Return an image in the size of a cell, its crop as training takes it framed; or why it cannot be decoded."""
     g = sample.geometry
     scale = CELL_PX / max(g.resized)
@@ -82,20 +82,20 @@ def sheet(cells: list[tuple[Sample, Image.Image | str]], title: str) -> Image.Im
     """Lay out images in rows under a title, each over its name and numbers."""
     columns = min(COLUMNS, len(cells))
     rows = -(-len(cells) // columns)
-    highest = max((picture.height for _, picture in cells if isinstance(picture, Image.Image)), default=CELL_PX)
+    highest = max((thumbnail.height for _, thumbnail in cells if isinstance(thumbnail, Image.Image)), default=CELL_PX)
     step_x, step_y = CELL_PX + GAP_PX, highest + TEXT_PX + GAP_PX
     width = max(GAP_PX + columns * step_x, 3 * step_x)
     page = Image.new("RGB", (width, HEAD_PX + GAP_PX + rows * step_y), "white")
     pen, names = ImageDraw.Draw(page), [shown_name(sample.name) for sample, _ in cells]
     large, small = Typesetter([title], 15), Typesetter(["…", *names], 11)
     large.draw_lines(page, GAP_PX, GAP_PX, [title], INK)
-    for number, (sample, picture) in enumerate(cells):
+    for number, (sample, thumbnail) in enumerate(cells):
         left, top = GAP_PX + number % columns * step_x, HEAD_PX + GAP_PX + number // columns * step_y
-        if isinstance(picture, str):
+        if isinstance(thumbnail, str):
             pen.rectangle((left, top, left + CELL_PX, top + highest), outline=FAINT)
             small.draw_lines(page, left + 4, top + 4, [BROKEN], WARNING)
         else:
-            page.paste(picture, (left + (CELL_PX - picture.width) // 2, top + highest - picture.height))
+            page.paste(thumbnail, (left + (CELL_PX - thumbnail.width) // 2, top + highest - thumbnail.height))
         words, is_enlarged = describe(sample)
         small.draw_lines(page, left, top + highest + 3, [fit(names[number], small)], INK)
         small.draw_lines(page, left, top + highest + 17, [words], WARNING if is_enlarged else FAINT)

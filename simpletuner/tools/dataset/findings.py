@@ -16,10 +16,11 @@ import pyarrow.compute as pc
 from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.dataset_summary import MUCH_ENLARGED
 from simpletuner.data.dataset_warnings import EXTREME_ASPECT, enlargements, extremeness
-from simpletuner.data.discovery import Discovery, count_noun
+from simpletuner.data.discovery import Discovery
 from simpletuner.data.file_list import CAPTION_VERSION
 from simpletuner.data.image_formats import READ
 from simpletuner.data.samples import DatasetSamples, Sizes
+from simpletuner.system.numbers import count_noun
 
 TINY_PX = 64
 """An image with a shorter side has nothing to learn from, whatever the resolution."""

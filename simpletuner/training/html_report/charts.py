@@ -32,7 +32,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Tick:
-    """A label beside an axis, and where it stands: percent of the axis from its lower end."""
+    """A label of an axis, and its position: percent of the axis from its lower end."""
 
     label: str
     percent: float

@@ -1,11 +1,10 @@
-"""The page itself: what it shows is read from output_dir, and written beside training, so that no step waits for it."""
+"""Write report.html from what is in output_dir, in a thread, so that no step waits for it."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
@@ -17,6 +16,7 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings.spelling import as_text
 from simpletuner.system.files import write_file
+from simpletuner.system.threads import SerialWorker
 from simpletuner.training.html_report.charts import make_charts
 from simpletuner.training.html_report.checkpoint_rows import TIME, checkpoint_rows
 from simpletuner.training.html_report.thumbnails import Gallery
@@ -33,28 +33,20 @@ class HtmlReport:
     def __init__(self, output: Path, facts: RunFacts, max_steps: int, report: Report) -> None:
         self.output, self.facts, self.max_steps, self.report = output, facts, max_steps, report
         self.columns, self.gallery = MetricColumns(output / METRICS), Gallery(output)
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="report.html")
-        self.pending: Future[None] | None = None
-        self.warned = False
+        self.worker = SerialWorker("report.html", self._warn)
 
     def renew(self, step: int) -> None:
         """Have the page written after a step, without waiting for it; not while an earlier one waits to be begun."""
-        if self.pending is None or self.pending.running() or self.pending.done():
-            self._check()
-            self.pending = self.pool.submit(self.write, f"running: step {step:,} of {self.max_steps:,}")
+        if not self.worker.is_queued:
+            self.worker.submit(self.write, f"running: step {step:,} of {self.max_steps:,}")
 
     def finish(self, status: str) -> None:
         """Write the page for the last time, and wait for it."""
-        self.pending = self.pool.submit(self.write, status)
-        self.pool.shutdown()
-        self._check()
+        self.worker.submit(self.write, status)
+        self.worker.close()
 
-    def _check(self) -> None:
-        """Warn once of a page that could not be written: it must not end a run."""
-        error = self.pending.exception() if self.pending is not None and self.pending.done() else None
-        if error is not None and not self.warned:
-            self.warned = True
-            self.report.warn(f"{self.output / PAGE} could not be written: {error}")
+    def _warn(self, error: BaseException) -> None:
+        self.report.warn(f"{self.output / PAGE} could not be written: {error}")  # which must not end a run
 
     def write(self, status: str) -> None:
         write_file(self.output / PAGE, self.render(status).encode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""Validation images of all rounds by prompt, as small pictures that are embedded in the report."""
+"""Validation images of all rounds by prompt, as thumbnails that are embedded in the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE = re.compile(rf"(?P<weights>{'|'.join(WEIGHTS)})-(?P<name>\d+(-\d+x\d+)?)\.
 
 
 @dataclass(frozen=True)
-class Shown:
+class GalleryImage:
     """An image of a round: its file below output_dir, how it was made, and as a thumbnail."""
 
     path: Path
@@ -42,8 +42,8 @@ class PromptRounds:
     prompt: str
     negative_prompt: str
     note: str
-    before: Shown | None
-    rounds: list[tuple[int, list[Shown]]]
+    before: GalleryImage | None
+    rounds: list[tuple[int, list[GalleryImage]]]
 
 
 class Gallery:
@@ -69,14 +69,14 @@ class Gallery:
 
     def _group(self) -> list[PromptRounds]:
         """Group images by what they are made from: a start may have changed prompts, which keep their numbers."""
-        groups: dict[tuple[object, ...], dict[int, dict[str, Shown]]] = {}
+        groups: dict[tuple[object, ...], dict[int, dict[str, GalleryImage]]] = {}
         for step, path in self._files():
             try:
                 info = self._info(path, step)
             except OSError:  # damaged, or removed meanwhile
                 continue
             key = (info.prompt, info.negative_prompt, info.seed, info.size, info.guidance, info.num_inference_steps)
-            shown = Shown(path, path.relative_to(self.output).as_posix(), info)
+            shown = GalleryImage(path, path.relative_to(self.output).as_posix(), info)
             groups.setdefault(key, {}).setdefault(step, {})[info.weights] = shown
         return [prompt_rounds(rounds) for rounds in groups.values()]
 
@@ -112,7 +112,7 @@ class Gallery:
             for prompt in prompts
         ]
 
-    def _bytes_at(self, images: Sequence[Shown], edge: int) -> int:
+    def _bytes_at(self, images: Sequence[GalleryImage], edge: int) -> int:
         total = 0
         for image in images:
             total += len(self._thumbnail(image.path, edge)[0])
@@ -120,7 +120,7 @@ class Gallery:
                 break
         return total
 
-    def _embedded(self, image: Shown, edge: int) -> Shown:
+    def _embedded(self, image: GalleryImage, edge: int) -> GalleryImage:
         content, size = self._thumbnail(image.path, edge)
         return replace(image, data=f"data:image/webp;base64,{base64.b64encode(content).decode()}", size=size)
 
@@ -140,7 +140,7 @@ def order(found: re.Match[str]) -> tuple[str, int]:
     return found["name"], WEIGHTS.index(found["weights"])
 
 
-def prompt_rounds(rounds: dict[int, dict[str, Shown]]) -> PromptRounds:
+def prompt_rounds(rounds: dict[int, dict[str, GalleryImage]]) -> PromptRounds:
     """Return the images of one prompt; before training are those without the LoRA, or else those of step 0."""
     [*_, last] = rounds.values()
     info = next(iter(last.values())).info
@@ -154,7 +154,7 @@ def prompt_rounds(rounds: dict[int, dict[str, Shown]]) -> PromptRounds:
     return PromptRounds(info.prompt, info.negative_prompt, f"{made} · {size}" if known else size, before, trained)
 
 
-def images_of(prompt: PromptRounds) -> list[Shown]:
+def images_of(prompt: PromptRounds) -> list[GalleryImage]:
     return [*([prompt.before] if prompt.before else []), *(image for _, shown in prompt.rounds for image in shown)]
 
 
@@ -172,7 +172,7 @@ def limit(prompts: list[PromptRounds]) -> tuple[list[PromptRounds], str]:
     return fewer, f"Shown are {' and '.join(notes)}; all images are in validation/."
 
 
-def evenly(rounds: list[tuple[int, list[Shown]]], images: int) -> list[tuple[int, list[Shown]]]:
+def evenly(rounds: list[tuple[int, list[GalleryImage]]], images: int) -> list[tuple[int, list[GalleryImage]]]:
     """Choose rounds with at most so many images: every second, fourth, ... and the last.
 
     So most of those that are chosen stay so while rounds are added, and few thumbnails are made again.

@@ -1,1 +1,1 @@
-"""What a run makes known of itself: a model card, an upload to the hub, and messages to an address."""
+"""The model card, the upload to the hub, and messages to an address."""

@@ -34,9 +34,9 @@ def push_to_hub(session: Session) -> None:
             )
 
 
-def reason_in(said: bytes) -> str:
-    """Return the line with the error of what the command printed, or else the last one that is no hint."""
-    lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+def reason_in(output: bytes) -> str:
+    """Return the line that names the error in what the command printed, or else the last one that is not a hint."""
+    lines = [line for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("Error")]
     return next((line for line in [*errors, *reversed(lines)] if not line.startswith("Hint")), "it does not say why")
 

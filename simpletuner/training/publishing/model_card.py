@@ -1,4 +1,4 @@
-"""The model card beside an exported pipeline, as README.md: what the hub shows of a model."""
+"""The model card: README.md in the folder of an exported pipeline, which the hub shows."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +14,7 @@ from urllib.error import HTTPError, URLError
 from simpletuner.errors import SimpleTunerError, Stopped, without_errno
 from simpletuner.report import Report
 from simpletuner.session import Session
+from simpletuner.system.threads import SerialWorker
 from simpletuner.training.metrics_reader import METRICS, last_row
 
 SECONDS = 5.0
@@ -26,13 +26,11 @@ class Notifier:
 
     def __init__(self, url: str, output: Path, report: Report) -> None:
         self.url, self.output, self.report = url, output, report
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="notify")
-        self.pending: Future[None] | None = None
-        self.warned = False
+        self.worker = SerialWorker("notify", self._warn)
 
     def send_round(self, step: int) -> None:
-        """Post after a round, unless an earlier message is still under way."""
-        if self.pending is None or self.pending.done():
+        """Post after a round, unless an earlier message has not been sent yet."""
+        if self.worker.is_idle:
             self._send("round", f"step {step:,}")
 
     def __enter__(self) -> Notifier:
@@ -46,24 +44,19 @@ class Notifier:
         else:
             reason = error.message if isinstance(error, SimpleTunerError) else f"{kind.__name__}: {error}"
             self._send("failed", f"failed: {reason}")
-        self.pool.shutdown()
-        self._check()
+        self.worker.close()
 
     def _send(self, event: str, message: str) -> None:
         if self.url:
-            self._check()
-            self.pending = self.pool.submit(self._post, event, message)
+            self.worker.submit(self._post, event, message)
 
-    def _check(self) -> None:
-        """Warn once of a message that could not be sent. The address is not shown: who knows it may post there."""
-        error = self.pending.exception() if self.pending is not None and self.pending.done() else None
-        if error is not None and not self.warned:
-            self.warned = True
-            why = error.reason if isinstance(error, URLError) and isinstance(error.reason, OSError) else error
-            self.report.warn(
-                f"no message could be sent to notify_url: {without_errno(why)}",
-                "training goes on; later messages are tried, too",
-            )
+    def _warn(self, error: BaseException) -> None:
+        """Warn of a message that could not be sent. The address is not shown: who knows it may post there."""
+        why = error.reason if isinstance(error, URLError) and isinstance(error.reason, OSError) else error
+        self.report.warn(
+            f"no message could be sent to notify_url: {without_errno(why)}",
+            "the run does not depend on it; later messages are tried, too",
+        )
 
     def _post(self, event: str, message: str) -> None:
         body = json.dumps(self._content(event, message)).encode()
