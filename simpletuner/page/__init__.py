@@ -15,4 +15,5 @@ blocks.py          the Detect Blocks dialog; a process of its own builds the mod
 builder_dialog.py  the DeepSpeed Builder dialog
 exports.py         every format of `config export`, to copy or download
 preferences.py     cache maintenance
+runs/              start, stop and watch runs
 """

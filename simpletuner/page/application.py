@@ -15,10 +15,12 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from simpletuner.errors import SimpleTunerError, explain_os_error
-from simpletuner.page import blocks, builder_dialog, configurations, editor, exports, preferences, runs
+from simpletuner.page import blocks, builder_dialog, configurations, editor, exports, preferences
 from simpletuner.page.folders import Folders
 from simpletuner.page.guard import HEADERS, Guard, Secrets
 from simpletuner.page.rendering import HERE, editor_address, folders_of, render, respond_error
+from simpletuner.page.runs import routes as runs
+from simpletuner.page.runs.watching import Watched
 
 PAGES = (configurations, editor, blocks, builder_dialog, exports, runs, preferences)
 BUG = SimpleTunerError("This is a bug in simpletuner.", "the terminal where the page was started shows where")
@@ -42,6 +44,7 @@ def build_application(folders: Folders, config: Path | None, secrets: Secrets, h
     application.state.folders, application.state.config = folders, config
     # Locks of the server, not of a visitor: files are saved one after the other, and so are models built.
     application.state.saving, application.state.detecting = threading.Lock(), threading.Lock()
+    application.state.watched, application.state.started = Watched(), {}
     application.state.secrets, application.state.csrf = secrets, secrets.csrf
     return application
 

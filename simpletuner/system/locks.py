@@ -75,10 +75,13 @@ def is_same_inode(path: Path, descriptor: int) -> bool:
         return False
 
 
-def is_locked(path: Path) -> bool | None:
-    """Return whether any process holds a lock on a file; None where that cannot be determined."""
+def is_locked(path: Path, exclusively: bool = False) -> bool | None:
+    """Return whether any process holds a lock on a file; None where that cannot be determined.
+
+    `exclusively`: whether one holds an exclusive lock; several may ask that at once and do not see each other.
+    """
     try:
-        os.close(lock_file(path, exclusive=True, create=False))
+        os.close(lock_file(path, exclusive=not exclusively, create=False))
     except BlockingIOError:
         return True
     except FileNotFoundError:

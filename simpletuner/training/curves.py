@@ -8,9 +8,9 @@ WINDOW_SHARE = 0.05
 """Of all steps: how many the running mean is over."""
 
 
-def window_of(points: int) -> int:
+def window_of(points: int, share: float = WINDOW_SHARE) -> int:
     """Return how many points the running mean of a curve is over: an odd number."""
-    return 2 * max(1, round(points * WINDOW_SHARE / 2)) + 1
+    return 2 * max(1, round(points * share / 2)) + 1
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, PngImagePlugin
-from torch import Tensor
 
 from simpletuner.system.files import write_file
+
+if TYPE_CHECKING:  # the page reads these files without torch
+    from torch import Tensor
 
 OWN_CHUNK = "simpletuner"
 """Name of the text chunk that holds an ImageInfo as JSON."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ LOSSES = ("loss", "eval_loss", "eval_loss_ema")
 """Every row of the metrics has a step, and at least one of these."""
 
 TAIL_BYTES = 64 << 10
+NUMBERS = {int, float, bool}
 
 
 class MetricsReader:
@@ -63,14 +64,13 @@ class MetricColumn:
     def __init__(self) -> None:
         self.points, self.count = np.empty((2, 256)), 0
 
-    def extend(self, points: list[tuple[float, float]]) -> None:
-        """Append (step, value) pairs."""
-        count = self.count + len(points)
+    def extend(self, steps: Sequence[float], values: Sequence[float]) -> None:
+        count = self.count + len(values)
         if count > self.points.shape[1]:
             grown = np.empty((2, max(count, 2 * self.points.shape[1])))
             grown[:, : self.count] = self.points[:, : self.count]
             self.points = grown
-        self.points[:, self.count : count] = np.array(points, np.float64).T
+        self.points[:, self.count : count] = steps, values
         self.count = count
 
 
@@ -86,14 +86,20 @@ class MetricColumns:
         rows, from_start = self.reader.read()
         if from_start:
             self.columns.clear()
-        new: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for row in rows:
-            for name, value in row.items():
-                if isinstance(value, int | float):
-                    new[name].append((row["step"], value))
-        for name, points in new.items():
-            self.columns.setdefault(name, MetricColumn()).extend(points)
+        # Most rows have the same names as the one before: columns of 100,000 such take 0.1 s, values one by one 0.5 s.
+        for names, alike in groupby(rows, key=tuple):
+            self._extend(names, list(zip(*(row.values() for row in alike), strict=True)))
         return self
+
+    def _extend(self, names: tuple[str, ...], columns: Sequence[Sequence[Any]]) -> None:
+        steps = columns[names.index("step")]
+        for name, values in zip(names, columns, strict=True):
+            kept = steps
+            if not NUMBERS.issuperset(map(type, values)):
+                pairs = [(step, value) for step, value in zip(steps, values, strict=True) if type(value) in NUMBERS]
+                kept, values = zip(*pairs, strict=True) if pairs else ((), ())
+            if values:
+                self.columns.setdefault(name, MetricColumn()).extend(kept, values)
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps and the values of a metric, both (points,) float64; empty for one that was never written."""
@@ -125,15 +131,35 @@ def last_row(path: Path) -> dict[str, Any]:
 
 def rows_in(content: bytes) -> list[dict[str, Any]]:
     """Return the rows in the content of a metrics file; a line torn by a killed run, or damaged, is left out."""
-    rows = []
-    for line in content.split(b"\n"):
+    return [row for row in parse_lines(content.removesuffix(b"\n").split(b"\n")) if is_row(row)]
+
+
+def parse_lines(lines: Sequence[bytes]) -> list[Any]:
+    """Return the values of JSON lines that can be parsed."""
+    # All at once is a third faster. A line that begins or ends otherwise is torn, and could be joined with another one.
+    if all(line[:1] == b"{" and line[-1:] == b"}" for line in lines):
         try:
-            row = json.loads(line)
+            rows = json.loads(b"[" + b",".join(lines) + b"]")
+            if len(rows) == len(lines):
+                return rows
         except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and all(isinstance(row.get(name), float | int) for name in ("step", loss_of(row))):
-            rows.append(row)
-    return rows
+            pass
+    return [row for line in lines for row in parse_line(line)]
+
+
+def parse_line(line: bytes) -> list[Any]:
+    try:
+        return [json.loads(line)]
+    except (ValueError, RecursionError):
+        return []
+
+
+def is_row(row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("step"), float | int)
+        and isinstance(row.get(loss_of(row)), float | int)
+    )
 
 
 def loss_of(row: Mapping[str, Any]) -> str:

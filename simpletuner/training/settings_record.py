@@ -8,14 +8,16 @@ import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
-from simpletuner.session import Session
 from simpletuner.settings import Settings, settings_as_json
 from simpletuner.settings.errors import is_secret
 from simpletuner.system.files import APPEND, read_file, refuse_link, write_json
+
+if TYPE_CHECKING:  # the page reads these files without torch
+    from simpletuner.session import Session
 
 SETTINGS, HISTORY = "settings.json", "settings_history.jsonl"
 

@@ -7,6 +7,7 @@ sent, show what is outside of the folders, or change anything there.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -19,6 +20,7 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "support"), str(TESTS)]
 
 from page_server import Answer, PageServer, page_server  # noqa: E402
+from run_pages import write_round, write_rows  # noqa: E402
 
 from simpletuner.settings.sections import setting_fields  # noqa: E402
 
@@ -27,18 +29,22 @@ SECRET = "what nobody may read"
 GET = (
     *("/", "/configurations", "/configurations/edit", "/configurations/flavours", "/export", "/export/download"),
     *("/preferences", "/runs", "/blocks", "/deepspeed", "/static/style.css", "/static/../guard.py", "/nowhere"),
+    *("/runs/rows", "/runs/watch", "/runs/watch/news", "/runs/image"),
 )
 POST = (
     *("/configurations/new", "/configurations/copy", "/configurations/check", "/configurations/save"),
     *("/deepspeed/preview", "/deepspeed/recommend", "/deepspeed/template", "/deepspeed/apply", "/preferences/clear"),
+    "/runs/stop",  # not /runs/start, which would train
 )
 NAMES = (
     *("file", "target", "view", "q", "checksum", "to", "all", "kind", "template", "template_name", "replace"),
     *("model_family", "model_flavour", "num_processes", "gpu_memory", "host_memory", "parameters", "build_zero_stage"),
     *("build_offload_param_path", "accelerate_config", "token"),
+    *("run", "run", "run", "with", "step", "name", "edge", "smoothing", "seen-status", "seen-curves"),
 )
 FILES = (
     *("run.toml", "run.yaml", "run.json", "config/config.env", "new.toml", "link.toml", "up/secret.toml"),
+    *("out", "out", "out/validation", "trained-00.png", "../../../secret.toml"),
     *("broken.toml", MARKUP.replace("/", "") + ".toml"),
 )
 ODD = (
@@ -78,6 +84,20 @@ def prepare(folder: Path) -> None:
     (folder / "broken.toml").write_text(f"seed = {MARKUP}")
     (folder / "link.toml").symlink_to(outside / "secret.toml")
     (folder / "up").symlink_to(outside)
+    write_run(folder / "out", outside)
+
+
+def write_run(output: Path, outside: Path) -> None:
+    """Write what a run leaves, with markup in all of it, and links that lead out of the folders."""
+    (output / "checkpoints").mkdir(parents=True)
+    (output / ".lock").write_text(f"{MARKUP} 1\n")
+    (output / "log.txt").write_text(f"2026-01-01 00:00:00 started: {MARKUP}\n2026-01-01 00:00:01 error: {MARKUP}\n")
+    (output / "settings.json").write_text(json.dumps({"model_family": MARKUP, "max_train_steps": 5}))
+    write_rows(output, 20)
+    write_round(output, 5, [MARKUP])
+    (output / "validation" / "step-000005" / "base-00.png").symlink_to(outside / "secret.toml")
+    (output / "checkpoints" / "checkpoint-000005").symlink_to(outside)
+    (output / "console.txt").symlink_to(outside / "secret.toml")
 
 
 def value(rng: random.Random) -> str:
@@ -106,7 +126,11 @@ def requests(rng: random.Random, server: PageServer) -> Iterator[tuple[str, str,
 
 def check(sent: tuple[str, str, Mapping[str, str], bytes], answer: Answer) -> None:
     """Raise AssertionError for an answer that must not be."""
-    assert answer.code in (200, 303, 400, 401, 403, 404, 405, 413, 421), (sent, answer.code, answer.text[-500:])
+    assert answer.code in (200, 204, 286, 303, 400, 401, 403, 404, 405, 413, 421), (
+        sent,
+        answer.code,
+        answer.text[-500:],
+    )
     assert SECRET not in answer.text, sent
     is_html = answer.headers.get("content-type", "").startswith("text/html")
     assert not is_html or ("<img src=x" not in answer.text and "<script>alert" not in answer.text), sent

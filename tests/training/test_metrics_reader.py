@@ -14,7 +14,7 @@ from simpletuner.training.metrics import Metrics
 from simpletuner.training.metrics_reader import METRICS, MetricColumns, MetricsReader, last_row, read_columns, rows_in
 
 
-def line(step: int, loss: float = 0.5, **more: float) -> str:
+def line(step: int, loss: float = 0.5, **more: object) -> str:
     return json.dumps({"step": step, "loss": loss, **more}) + "\n"
 
 
@@ -98,3 +98,16 @@ def test_reading_metrics_needs_no_torch():
     modules = "simpletuner.training.metrics_reader, simpletuner.training.wandb_process"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_rows_with_other_names_and_values_that_are_no_numbers_go_into_their_columns_in_order(tmp_path):
+    path = tmp_path / METRICS
+    append(path, line(1, more=1.0), line(2, more="much"), line(3), line(4, more=2), line(5, more=None), line(6, more=3))
+    columns = read_columns(path)
+    assert points_of(columns, "more") == [(1, 1.0), (4, 2.0), (6, 3.0)]
+    assert [step for step, _ in points_of(columns, "loss")] == [1, 2, 3, 4, 5, 6]
+    torn = (
+        b'{"step": 1, "loss": 1.0\n"more": 1}\n'  # joined by a comma, these are one row
+        b'{"step": 2, "loss": 1.0}, {"step": 3, "loss": 1.0}\n{"step": 4, "loss": 1}\n'
+    )
+    assert [row["step"] for row in rows_in(torn)] == [4], "lines are parsed one by one where one of them is damaged"

@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from simpletuner.training.curves import running_mean, thin_out, window_of
+from simpletuner.training.curves import WINDOW_SHARE, running_mean, thin_out, window_of
 from simpletuner.training.metrics_reader import MetricColumns
 
 WIDTH, HEIGHT = 600, 200
 """Of the coordinates of a chart, not of the screen."""
 
-Style = Literal["raw", "smooth", "held-out", "held-out-ema"]
+Style = Literal["raw", "smooth", "held-out", "held-out-ema", "run-1", "run-2", "run-3", "run-4", "run-5", "run-6"]
+"""The class of a path; those of several runs in one chart are numbered."""
 Scale = Literal["linear", "log"]
 
 
@@ -57,29 +58,29 @@ class Chart:
     readout: list[tuple[float, str]]
 
 
-def make_charts(columns: MetricColumns) -> list[Chart]:
-    """Return a chart for each metric that a run has written."""
+def make_charts(columns: MetricColumns, smoothing: float = WINDOW_SHARE) -> list[Chart]:
+    """Return a chart for each metric that a run has written; `smoothing` is the share of points in a running mean."""
     held_out = [
         Curve("held-out images", "held-out", *columns.finite("eval_loss")),
         Curve("held-out images, EMA", "held-out-ema", *columns.finite("eval_loss_ema")),
     ]
     wanted = [
-        ("Loss", with_mean(columns, "loss"), True),
+        ("Loss", with_mean(columns, "loss", smoothing), True),
         ("Loss on held-out images", held_out, True),
         ("Learning rate", [Curve("learning rate", "smooth", *columns.finite("learning_rate"))], False),
-        ("Gradient norm, before clipping", with_mean(columns, "grad_norm"), True),
-        ("Samples per second", with_mean(columns, "samples_per_second"), False),
+        ("Gradient norm, before clipping", with_mean(columns, "grad_norm", smoothing), True),
+        ("Samples per second", with_mean(columns, "samples_per_second", smoothing), False),
     ]
     charts = [make_chart(title, [curve for curve in curves if len(curve.steps)], log) for title, curves, log in wanted]
     return [chart for chart in charts if chart is not None]
 
 
-def with_mean(columns: MetricColumns, name: str) -> list[Curve]:
-    """Return a metric of each step and its running mean."""
+def with_mean(columns: MetricColumns, name: str, smoothing: float = WINDOW_SHARE) -> list[Curve]:
+    """Return a metric of each step and its running mean; without `smoothing` the steps alone."""
     steps, values = columns.finite(name)
     raw = Curve("each step", "raw", steps, values)
-    window = window_of(len(steps))
-    if len(steps) < window:
+    window = window_of(len(steps), smoothing)
+    if len(steps) < window or not smoothing:
         return [raw]
     return [raw, Curve(f"mean of {window:,} steps around each", "smooth", steps, running_mean(values, window))]
 

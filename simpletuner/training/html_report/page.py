@@ -6,38 +6,25 @@ import base64
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from simpletuner.checkpoints.layout import file_sizes, list_checkpoints, parse_step
 from simpletuner.errors import SimpleTunerError, Stopped
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings.spelling import as_text
 from simpletuner.system.files import write_file
-from simpletuner.system.numbers import format_gb
 from simpletuner.system.threads import SerialWorker
 from simpletuner.training.html_report.charts import make_charts
+from simpletuner.training.html_report.checkpoint_rows import TIME, checkpoint_rows
 from simpletuner.training.html_report.thumbnails import Gallery
 from simpletuner.training.metrics_reader import METRICS, MetricColumns
 from simpletuner.training.run_facts import RunFacts, describe_result
 
 PAGE = "report.html"
 TEMPLATES = Path(__file__).parent
-TIME = "%Y-%m-%d %H:%M UTC"
-
-
-@dataclass(frozen=True)
-class CheckpointRow:
-    """A checkpoint as the page lists it."""
-
-    name: str
-    step: int
-    size: str
-    time: str
 
 
 class HtmlReport:
@@ -95,18 +82,6 @@ def template() -> Any:
 @cache
 def script() -> str:
     return (TEMPLATES / "script.js").read_text(encoding="utf-8")
-
-
-def checkpoint_rows(output: Path) -> Iterator[CheckpointRow]:
-    """Yield the checkpoints, newest first; one that is being removed is left out."""
-    for folder in list_checkpoints(output / "checkpoints"):
-        try:
-            size, written = sum(file_sizes(folder).values()), folder.stat().st_mtime
-        except OSError:
-            continue
-        when = datetime.fromtimestamp(written, UTC).strftime(TIME)
-        shown = format_gb(size) if size >= 10**9 else f"{size / 10**6:,.1f} MB"
-        yield CheckpointRow(folder.name, parse_step(folder), shown, when)
 
 
 @contextmanager

@@ -56,15 +56,25 @@ class Gallery:
 
     def collect(self) -> tuple[list[PromptRounds], str]:
         """Return the prompts, and a sentence about what is left out, if anything is."""
-        prompts = self._group()
-        kept, note = limit(prompts)
+        kept, note = self.choose()
         return self._with_thumbnails(kept), note
+
+    def choose(self) -> tuple[list[PromptRounds], str]:
+        """Return the same without thumbnails."""
+        return limit(self._group())
+
+    def thumbnail(self, path: Path, edge: int) -> bytes:
+        """Return an image of the run as WebP, at most so many pixels on its longer side."""
+        return self._thumbnail(path, edge)[0]
 
     def _group(self) -> list[PromptRounds]:
         """Group images by what they are made from: a start may have changed prompts, which keep their numbers."""
         groups: dict[tuple[object, ...], dict[int, dict[str, GalleryImage]]] = {}
         for step, path in self._files():
-            info = self._info(path, step)
+            try:
+                info = self._info(path, step)
+            except OSError:  # damaged, or removed meanwhile
+                continue
             key = (info.prompt, info.negative_prompt, info.seed, info.size, info.guidance, info.num_inference_steps)
             shown = GalleryImage(path, path.relative_to(self.output).as_posix(), info)
             groups.setdefault(key, {}).setdefault(step, {})[info.weights] = shown
@@ -72,8 +82,10 @@ class Gallery:
 
     def _files(self) -> Iterator[tuple[int, Path]]:
         folders = [path for path in (self.output / "validation").glob("step-*") if path.name[5:].isdecimal()]
+        folders = [path for path in folders if not path.is_symlink()]
         for folder in sorted(folders, key=lambda path: int(path.name[5:])):
             files = {path: found for path in folder.iterdir() if (found := FILE.fullmatch(path.name))}
+            files = {path: found for path, found in files.items() if not path.is_symlink()}
             yield from ((int(folder.name[5:]), path) for path in sorted(files, key=lambda path: order(files[path])))
 
     def _info(self, path: Path, step: int) -> ImageInfo:

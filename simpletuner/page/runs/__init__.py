@@ -1,0 +1,12 @@
+"""Runs: find them, start, stop and watch them. All is read from output folders, so it does not matter who started one.
+
+routes.py     the addresses, and what they answer
+folder.py     the output folder of a run, within the page's folders, and how to find such folders
+log.py        `log.txt` as entries: the last start, how it ended, warnings and errors
+condition.py  whether a run is running, stuck, finished, stopped, failed or killed, and what says so
+summary.py    a run in a row of the list: steps, loss, time left
+watching.py   what is kept of a run between requests, so that only new rows are parsed
+curves.py     charts of one run, or of several over one another
+fragments.py  the parts of a run's page, of which only those that changed are sent again
+processes.py  start a run that outlives the page, and stop the one that holds an output folder
+"""

@@ -1,0 +1,55 @@
+"""Charts of one run, or of several over one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from simpletuner.page.runs.folder import RunFolder
+from simpletuner.page.runs.watching import Watched
+from simpletuner.training.curves import WINDOW_SHARE
+from simpletuner.training.html_report.charts import Chart, Curve, Style, make_chart, make_charts, with_mean
+from simpletuner.training.metrics_reader import METRICS, MetricColumns
+
+SMOOTHING = {"none": 0.0, "little": 0.01, "medium": WINDOW_SHARE, "strong": 0.2}
+"""Share of all steps that a running mean is over."""
+STYLES: tuple[Style, ...] = ("run-1", "run-2", "run-3", "run-4", "run-5", "run-6")
+"""One for each run in a chart; more could not be told apart."""
+COMPARED = (
+    ("Loss", "loss", True),
+    ("Loss on held-out images", "eval_loss", True),
+    ("Learning rate", "learning_rate", False),
+    ("Gradient norm, before clipping", "grad_norm", True),
+    ("Samples per second", "samples_per_second", False),
+)
+SMOOTHED = ("loss", "grad_norm", "samples_per_second")
+
+
+def charts_of(watched: Watched, runs: list[RunFolder], smoothing: float) -> list[Chart]:
+    """Return the charts of a run, or where there are several, one curve for each of them per metric."""
+    columns = {run.name: watched.of(run).columns for run in runs}
+    if len(columns) == 1:
+        return make_charts(next(iter(columns.values())), smoothing)
+    return list(compare(columns, smoothing))
+
+
+def compare(columns: Mapping[str, MetricColumns], smoothing: float) -> Iterator[Chart]:
+    for title, metric, log in COMPARED:
+        curves = []
+        for (name, each), style in zip(columns.items(), STYLES, strict=False):
+            curve = with_mean(each, metric, smoothing if metric in SMOOTHED else 0.0)[-1]
+            if len(curve.steps):
+                curves.append(Curve(name, style, curve.steps, curve.values))
+        if (chart := make_chart(title, curves, log)) is not None:
+            yield chart
+
+
+def update(watched: Watched, runs: list[RunFolder]) -> list[int]:
+    """Read what is new, and return how far each file was read: the same numbers mean the same charts."""
+    offsets = []
+    for run in runs:
+        known = watched.of(run)
+        with known.lock:
+            if run.file(METRICS) is not None:
+                known.columns.update()
+            offsets += [known.columns.reader.offset, round(known.started)]
+    return offsets

@@ -1,0 +1,82 @@
+"""The parts of a run's page. A poll brings the checksum of each part that it has, and gets those that have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+
+from simpletuner.page.rendering import field, folders_of, render
+from simpletuner.page.runs import curves
+from simpletuner.page.runs.folder import RunFolder, open_run
+from simpletuner.page.runs.log import read_log
+from simpletuner.page.runs.processes import is_starting
+from simpletuner.page.runs.summary import summarize
+from simpletuner.page.runs.watching import Watched
+from simpletuner.system.checksums import value_checksum
+from simpletuner.training.html_report.checkpoint_rows import checkpoint_rows
+
+LAST_ENTRIES = 200
+"""Of the log, below the problems, which are all shown."""
+MAX_PROBLEMS = 500
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A part of the page: what its content follows from, and how to make it."""
+
+    name: str
+    key: str
+    body: Callable[[], str]
+
+    def html(self) -> str:
+        return render("runs/fragment", name=self.name, key=self.key, body=self.body())
+
+
+def view_of(request: Request) -> tuple[list[RunFolder], str]:
+    """Return the runs that a request names, the one to watch first, and the smoothing."""
+    folders = folders_of(request)
+    run = open_run(folders, field(request, "run"))
+    others = [open_run(folders, name) for name in request.query_params.getlist("with") if name]
+    runs = {each.path: each for each in (run, *others)}
+    smoothing = field(request, "smoothing", "medium")
+    return [*runs.values()][: len(curves.STYLES)], smoothing if smoothing in curves.SMOOTHING else "medium"
+
+
+def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) -> list[Fragment]:
+    run, watched = runs[0], watched_of(request)
+    log = read_log(run)
+    starting = is_starting(request, run)
+    offsets = curves.update(watched, list(runs))
+    known = watched.of(run)
+    with known.lock:
+        prompts, note = known.gallery.choose() if run.file("validation") else ([], "")
+    inside = run.file("checkpoints")
+    checkpoints = [row for row in checkpoint_rows(run.path) if run.file(f"checkpoints/{row.name}")] if inside else []
+    return [
+        made("status", summary=summarize(run, log, starting)),
+        Fragment(
+            "curves",
+            value_checksum({"read": offsets, "smoothing": smoothing}),
+            partial(draw, watched, list(runs), smoothing),
+        ),
+        made("images", run=run, prompts=prompts, note=note, version=round(known.started)),
+        made("checkpoints", checkpoints=checkpoints),
+        made("messages", problems=log.problems[-MAX_PROBLEMS:], entries=log.entries[-LAST_ENTRIES:], is_cut=log.is_cut),
+    ]
+
+
+def made(name: str, **values: Any) -> Fragment:
+    body = render(f"runs/{name}", **values)
+    return Fragment(name, value_checksum({"body": body}), lambda: body)
+
+
+def draw(watched: Watched, runs: list[RunFolder], smoothing: str) -> str:
+    return render("runs/curves", charts=curves.charts_of(watched, runs, curves.SMOOTHING[smoothing]))
+
+
+def watched_of(request: Request) -> Watched:
+    return request.app.state.watched

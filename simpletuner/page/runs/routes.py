@@ -1,0 +1,107 @@
+"""The list of runs, the page of one, its images, and starting and stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from simpletuner.errors import SettingsError, SimpleTunerError, explain_os_error
+from simpletuner.page.configurations import list_files
+from simpletuner.page.rendering import field, folders_of, respond, respond_error, toast
+from simpletuner.page.runs import curves
+from simpletuner.page.runs.folder import find_runs, open_run
+from simpletuner.page.runs.fragments import Fragment, fragments_of, made, view_of, watched_of
+from simpletuner.page.runs.log import LIST_BYTES, read_log
+from simpletuner.page.runs.processes import is_starting, start_run, stop_run
+from simpletuner.page.runs.summary import summarize
+from simpletuner.training.html_report.thumbnails import FILE
+
+STOP_POLLING = 286
+"""What htmx takes as the end of a poll."""
+EDGES_PX = (160, 512)
+"""Longer sides of images: in the grid over all steps, and of the step that the slider shows."""
+
+
+def show_list(request: Request) -> Response:
+    files = list_files(folders_of(request))
+    return respond(request, "runs/list", title="Runs", fragment=list_fragment(request), files=files)
+
+
+def poll_list(request: Request) -> Response:
+    return news(request, lambda: [list_fragment(request)])
+
+
+def list_fragment(request: Request) -> Fragment:
+    runs = find_runs(folders_of(request))
+    rows = [summarize(run, read_log(run, LIST_BYTES), is_starting(request, run)) for run in runs]
+    return made("rows", rows=rows, roots=folders_of(request).roots)
+
+
+def show_run(request: Request) -> Response:
+    runs, smoothing = view_of(request)
+    names = [run.name for run in runs]
+    others = [run.name for run in find_runs(folders_of(request)) if run.name not in names]
+    query = urlencode({"run": names[0], "with": names[1:], "smoothing": smoothing}, doseq=True)
+    values = {"names": names, "others": others, "smoothings": tuple(curves.SMOOTHING), "smoothing": smoothing}
+    fragments = {each.name: each for each in fragments_of(request, runs, smoothing)}
+    return respond(request, "runs/run", title=names[0], query=query, fragments=fragments, **values)
+
+
+def poll_run(request: Request) -> Response:
+    return news(request, lambda: fragments_of(request, *view_of(request)))
+
+
+def news(request: Request, make: Callable[[], list[Fragment]]) -> Response:
+    """Return the parts that differ from those that the page has; 204 where there is nothing new."""
+    try:
+        fragments = make()
+    except (SimpleTunerError, OSError) as error:  # a folder that is gone is said once, not every two seconds
+        refused = explain_os_error(error) if isinstance(error, OSError) else error
+        return respond_error(request, refused, STOP_POLLING)
+    texts = [each.html() for each in fragments if field(request, f"seen-{each.name}") != each.key]
+    return HTMLResponse("".join(texts)) if texts else Response(status_code=204)
+
+
+def show_image(request: Request) -> Response:
+    """Return a validation image as WebP. Its place is put together here, from parts that cannot lead elsewhere."""
+    run = open_run(folders_of(request), field(request, "run"))
+    name, step, edge = field(request, "name"), field(request, "step"), field(request, "edge", str(EDGES_PX[0]))
+    path = None
+    if FILE.fullmatch(name) and step.isascii() and step.isdecimal() and edge in map(str, EDGES_PX):
+        path = run.file(f"validation/step-{int(step):06d}/{name}") if len(step) < 12 else None
+    if path is None:
+        raise SettingsError("there is no such image", "the page of the run shows those there are")
+    watched = watched_of(request).of(run)
+    with watched.lock:
+        content = watched.gallery.thumbnail(path, int(edge))
+    return Response(content, media_type="image/webp", headers={"Cache-Control": "private, max-age=3600"})
+
+
+def start(request: Request) -> Response:
+    """Start a run, and go to its page, which shows why it failed if it does."""
+    if not field(request, "file"):
+        raise SettingsError("which configuration?", "choose a file")
+    run = start_run(request, field(request, "file"))
+    return HTMLResponse(headers={"HX-Redirect": f"/runs/watch?{urlencode({'run': run.name})}"})
+
+
+def stop(request: Request) -> Response:
+    run = open_run(folders_of(request), field(request, "run"))
+    pid = stop_run(run)
+    said = toast(f"{run.name} is asked to stop (pid {pid})", "it finishes its step and saves a checkpoint")
+    return HTMLResponse(said, headers={"HX-Reswap": "none"})
+
+
+ROUTES = [
+    Route("/runs", show_list),
+    Route("/runs/rows", poll_list),
+    Route("/runs/watch", show_run),
+    Route("/runs/watch/news", poll_run),
+    Route("/runs/image", show_image),
+    Route("/runs/start", start, methods=["POST"]),
+    Route("/runs/stop", stop, methods=["POST"]),
+]

@@ -1,0 +1,52 @@
+"""What is kept of a run between requests: parsed metrics and known images. Polling then costs what is new."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from simpletuner.page.runs.folder import RunFolder
+from simpletuner.training.html_report.thumbnails import Gallery
+from simpletuner.training.metrics_reader import METRICS, MetricColumns
+
+MAX_WATCHED = 12
+"""Runs whose columns are kept: 100,000 steps take about 20 MB."""
+
+
+@dataclass
+class WatchedRun:
+    """Metrics and images of one run; whoever reads them holds the lock, since requests come in several threads."""
+
+    columns: MetricColumns
+    gallery: Gallery
+    started: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Watched:
+    """The runs that were looked at last."""
+
+    def __init__(self) -> None:
+        self.runs: OrderedDict[Path, WatchedRun] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def of(self, run: RunFolder) -> WatchedRun:
+        with self.lock:
+            started = lock_time(run)
+            known = self.runs.pop(run.path, None)
+            # A start may go back to an earlier checkpoint, and make images of the same names again.
+            if known is None or known.started != started:
+                known = WatchedRun(MetricColumns(run.path / METRICS), Gallery(run.path), started)
+            self.runs[run.path] = known
+            while len(self.runs) > MAX_WATCHED:
+                self.runs.popitem(last=False)
+            return known
+
+
+def lock_time(run: RunFolder) -> float:
+    try:
+        return run.lock.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0

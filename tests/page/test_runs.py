@@ -1,0 +1,287 @@
+"""Runs on the page, in a real Chromium: started, watched and stopped; stuck and killed; what is wrong said in full."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from conftest import SMALL
+from page_server import PageServer
+from playwright.sync_api import Page, expect
+from run_pages import EVIL, write_round, write_rows
+
+from simpletuner.page.runs.log import Log, parse_log
+from simpletuner.training.metrics_reader import METRICS
+
+FLAGS = (
+    *SMALL,
+    *("--model_family=sdxl", "--model_flavour=tiny", "--instance_data_dir=shapes", "--max_train_steps=20000"),
+    *("--train_batch_size=1", "--validation_prompt=a circle", "--validation_num_inference_steps=1"),
+    *("--validation_step_interval=10", "--output_dir=out/live"),
+)
+CONFIG = "".join(f"{name[2:]} = '{value}'\n" for name, _, value in (flag.partition("=") for flag in FLAGS))
+NAME = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def folder(folder: Path, shapes: Path) -> Path:
+    (folder / "shapes").symlink_to(shapes)
+    (folder / "live.toml").write_text(CONFIG)
+    (folder / "wrong.toml").write_text(CONFIG.replace("out/live", "out/wrong").replace("'shapes'", "'nowhere'"))
+    for name in ("done", NAME):
+        write_run(folder / "out" / name)
+    return folder
+
+
+def write_run(output: Path) -> None:
+    """Write what a run with awkward texts leaves that has failed."""
+    output.mkdir(parents=True)
+    (output / ".lock").write_text("elsewhere 1\n")
+    (output / "settings.json").write_text('{"model_family": "sdxl", "max_train_steps": 500}')
+    lines = ("started: simpletuner train", f"warning: {EVIL}", f"hint: {EVIL}", f"error: {EVIL}")
+    (output / "log.txt").write_text(
+        "".join(f"2026-01-01 10:00:0{number} {line}\n" for number, line in enumerate(lines))
+    )
+    write_rows(output, 400)
+    for step in (10, 20, 30):
+        write_round(output, step, [EVIL, "猫 `code`"], seed=step)
+
+
+@pytest.fixture
+def elsewhere(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that the page has not started; they are gone after the test."""
+    made: list[subprocess.Popen[bytes]] = []
+    yield made
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def state_of(page: Page) -> str:
+    return page.locator("#live-status .state").inner_text()
+
+
+def test_a_run_is_started_watched_and_stopped_and_goes_on_elsewhere_until_it_is_stuck_and_killed(
+    page: Page, server: PageServer, folder: Path, elsewhere: list[subprocess.Popen[bytes]]
+):
+    page.goto(server.origin + "/runs")
+    page.get_by_label("Configuration").select_option("live.toml")
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_url("**/runs/watch?run=out%2Flive")
+    state = page.locator("#live-status .state")
+    assert state.inner_text() in ("starting", "running")
+    status = page.locator("#live-status")
+    expect(status).to_contain_text(re.compile(r"\d+ of 20,000"), timeout=60_000)
+    expect(page.locator("#live-curves figcaption").first).to_have_text("Loss", timeout=20_000)
+    assert state.inner_text() == "running"
+
+    # Polls change what is new and nothing else.
+    page.locator("summary", has_text="Compare with").click()
+    page.locator("summary", has_text="The end of the log").click()
+    page.locator("#live-images .round:not([hidden]) img").first.wait_for(timeout=30_000)
+    place, step = page.locator("#curves").bounding_box(), page.locator("#live-status dd").first.inner_text()
+    expect(page.locator("#live-status dd").first).not_to_have_text(step, timeout=20_000)
+    assert page.locator("#curves").bounding_box() == place, "no layout jump"
+    assert page.locator("#log-details").get_attribute("open") is not None
+    assert page.evaluate("[...document.images].filter((each) => each.complete).every((each) => each.naturalWidth > 0)")
+
+    again = server.post("/runs/start", {"file": "live.toml"})
+    assert again.code == 400 and "a run is using out/live already" in again.text
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Stop").click()
+    page.locator("#toasts .toast", has_text="is asked to stop").wait_for()
+    expect(state).to_have_text("stopped", timeout=30_000)
+    assert "stopped by SIGTERM" in status.inner_text() and "its checkpoint is saved" in status.inner_text()
+    expect(page.locator("#live-checkpoints")).to_contain_text("checkpoint-", timeout=10_000)
+    assert page.get_by_role("button", name="Stop").is_disabled()
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+    rows = (folder / "out" / "live" / METRICS).read_text().count("\n")
+    command = [sys.executable, "-m", "simpletuner", "train", "--config=live.toml"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    elsewhere.append(process := subprocess.Popen(command, cwd=folder, start_new_session=True, **quiet))
+    expect(state).to_have_text("running", timeout=30_000)
+    end = time.monotonic() + 60
+    while (folder / "out" / "live" / METRICS).read_text().count("\n") <= rows and time.monotonic() < end:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGSTOP)
+    expect(state).to_have_text("stuck", timeout=10_000)
+    assert f"kill -CONT {process.pid}" in status.inner_text()
+    process.send_signal(signal.SIGCONT)
+    expect(state).to_have_text("running", timeout=10_000)
+    process.kill()
+    process.wait()
+    expect(state).to_have_text("killed", timeout=10_000)
+    page.goto(server.origin + "/runs")
+    assert "killed" in page.locator("tr", has_text="out/live").inner_text()
+    refused = server.post("/runs/stop", {"run": "out/live"})
+    assert refused.code == 400 and "no run is using out/live" in refused.text
+
+
+def test_a_start_that_fails_says_so_with_the_sentence_of_the_command(page: Page, server: PageServer, folder: Path):
+    command = [sys.executable, "-m", "simpletuner", "train", "--config=wrong.toml"]
+    said = subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
+    sentence = re.findall(r"^error: (.*)", said, re.MULTILINE)[0]
+    page.goto(server.origin + "/runs")
+    page.get_by_label("Configuration").select_option("wrong.toml")
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_url("**/runs/watch*")
+    expect(page.locator("#live-status .state")).to_have_text("failed", timeout=20_000)
+    assert sentence.replace("`", "") in page.locator("#live-status").inner_text()
+    (folder / "broken.toml").write_text("learning_rate = 'fast'\n")
+    page.goto(server.origin + "/runs")
+    page.get_by_label("Configuration").select_option("broken.toml")
+    page.get_by_role("button", name="Start").click()
+    expect(page.locator("#toasts .toast.error")).to_contain_text("learning_rate")
+
+
+def test_only_the_process_that_holds_the_lock_is_stopped(server: PageServer, folder: Path):
+    output = folder / "out" / "held"
+    output.mkdir()
+    held = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'r+'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True)"
+    )
+    (output / ".lock").touch()
+    command = [sys.executable, "-c", held + "; time.sleep(60)", str(output / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        stranger = subprocess.Popen(["sleep", "60"])
+        host = os.uname().nodename
+        try:
+            for named, sentence in (
+                (f"{host} {stranger.pid}", "does not hold its lock"),
+                (f"{host} 1", "does not hold its lock"),
+                ("node7 12", "(pid 12 on node7)"),
+                ("", "is run"),
+            ):
+                (output / ".lock").write_text(named)
+                refused = server.post("/runs/stop", {"run": "out/held"})
+                assert refused.code == 400 and sentence in refused.text, (named, refused.text)
+            assert stranger.poll() is None and holder.poll() is None
+            (output / ".lock").write_text(f"{host} {holder.pid}\n")
+            assert server.post("/runs/stop", {"run": "out/held"}).code == 200
+            assert holder.wait(10) == -signal.SIGTERM
+        finally:
+            stranger.kill()
+            stranger.wait()
+            holder.kill()
+
+
+def test_markup_is_escaped_and_nothing_outside_is_shown(page: Page, server: PageServer, folder: Path):
+    alerts: list[str] = []
+    page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
+    page.goto(server.origin + "/runs")
+    page.get_by_role("link", name=NAME).click()
+    page.locator("#live-images .prompt").first.wait_for()
+    assert EVIL in page.locator(".prompt h3").first.inner_text() and EVIL in page.locator("#live-status").inner_text()
+    assert page.locator(".problems li").count() == 2 and alerts == []
+    image = {"run": "out/done", "step": "10", "name": "trained-00.png", "edge": "160"}
+    query = "&".join(f"{name}={value}" for name, value in image.items())
+    fetched = page.request.get(f"{server.origin}/runs/image?{query}")
+    assert fetched.headers["content-type"] == "image/webp" and fetched.body()[:4] == b"RIFF"
+    (folder.parent / "secret").mkdir()
+    write_run(folder.parent / "secret" / "run")
+    outside, inside = folder.parent / "secret" / "run", folder / "out" / "links"
+    inside.mkdir()
+    (inside / ".lock").touch()
+    for name in ("validation", "log.txt", METRICS, "settings.json", "console.txt", "checkpoints"):
+        (inside / name).symlink_to(outside / name)
+    (folder / "out" / "linked").symlink_to(outside)
+    for path, fields in (
+        ("/runs/watch", {"run": "../secret/run"}),
+        ("/runs/watch", {"run": "out/linked"}),
+        ("/runs/watch", {"run": "out/done", "with": str(outside)}),
+        ("/runs/watch", {"run": "out"}),
+        ("/runs/image", image | {"run": "../secret/run"}),
+        ("/runs/image", image | {"run": "out/links"}),
+        ("/runs/image", image | {"name": "../step-000010/trained-00.png"}),
+        ("/runs/image", image | {"step": "../10"}),
+        ("/runs/image", image | {"step": "9" * 5000}),
+        ("/runs/image", image | {"edge": "100000"}),
+    ):
+        assert server.get(path, **fields).code == 400, (path, fields)
+    assert server.get("/runs/watch/news", run="out/gone").code == 286, "said once, not every two seconds"
+    assert server.post("/runs/start", {"file": "../secret/run/settings.json"}).code == 400
+    (folder / "leads-out.toml").write_text(CONFIG.replace("out/live", "../secret/new"))
+    assert server.post("/runs/start", {"file": "leads-out.toml"}).code == 400
+    shown = server.get("/runs/watch", run="out/links").text
+    assert "alert(2)" not in shown and "2026-01-01" not in shown and "of 500" not in shown
+    assert not (folder.parent / "secret" / "new").exists()
+
+
+def test_curves_over_one_another_the_slider_and_the_log_axis(page: Page, server: PageServer):
+    page.goto(server.origin + "/runs/watch?run=out/done")
+    first = page.locator(".chart").first
+    assert first.locator(".plot.linear").is_visible() and not first.locator(".plot.log").is_visible()
+    page.get_by_label("Logarithmic scale").check()
+    assert first.locator(".plot.log").is_visible() and not first.locator(".plot.linear").is_visible()
+    first.locator(".area").hover()
+    assert re.match(r"step (199|200|201), each step: 0\.\d+", first.locator("output").inner_text())
+    slider = page.get_by_role("slider").first
+    slider.focus()
+    page.keyboard.press("ArrowLeft")
+    prompt = page.locator(".prompt").first
+    expect(prompt.locator(".round:visible")).to_have_attribute("data-step", "20")
+    assert slider.get_attribute("aria-valuetext") == "step 20"
+    assert [each.inner_text() for each in prompt.locator(".round:visible figcaption").all()] == [
+        "trained, step 20",
+        "ema, step 20",
+    ]
+    page.locator("summary", has_text="Compare with").click()
+    page.get_by_label(NAME).check()
+    page.wait_for_url("**with=*")
+    assert page.locator(".chart").first.locator("path.run-1, path.run-2").count() >= 2
+    assert NAME in page.locator(".legend").first.inner_text()
+    page.get_by_label("Smoothing").select_option("none")
+    page.wait_for_url("**smoothing=none*")
+    page.go_back()
+    assert page.get_by_label("Smoothing").input_value() == "medium"
+
+
+@pytest.mark.parametrize("path", ["/runs", "/runs/watch?run=out/done", f"/runs/watch?run=out/done&with=out/{NAME}"])
+def test_axe_finds_nothing_and_a_phone_shows_it(page: Page, server: PageServer, path: str):
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        page.goto(server.origin + path)
+        for details in page.locator("main details").all():
+            details.evaluate("(each) => { each.open = true; }")
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+    page.set_viewport_size({"width": 360, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_a_poll_brings_only_what_has_changed(server: PageServer, folder: Path):
+    output = folder / "out" / "polled"
+    write_run(output)
+    parts = dict(re.findall(r'name="(seen-\w+)" value="([^"]+)"', server.get("/runs/watch", run="out/polled").text))
+    assert {*parts} == {f"seen-{name}" for name in ("status", "curves", "images", "checkpoints", "messages")}
+    assert server.get("/runs/watch/news", run="out/polled", **parts).code == 204
+    with (output / METRICS).open("a") as file:
+        file.write('{"step": 401, "loss": 0.25}\n')
+    news = server.get("/runs/watch/news", run="out/polled", **parts)
+    assert set(re.findall(r'id="live-(\w+)"', news.text)) == {"status", "curves"}
+    assert "0.2500" in news.text and "step 401" in news.text
+
+
+def test_how_a_run_ended_is_read_from_its_last_start():
+    start = "2026-01-01 10:00:00 started: simpletuner train\n"
+    for said, ending in (
+        ("2026-01-01 10:00:01 finished\n     steps   20\n", "finished"),
+        ("2026-01-01 10:00:01 finished already, after 20 steps; raise it\n", "finished"),
+        ("2026-01-01 10:00:01 stopped by SIGTERM at step 2; saved\n2026-01-01 10:00:01 hint: again\n", "stopped"),
+        ("2026-01-01 10:00:01 [rank 1] error: no room\n2026-01-01 10:00:01 [rank 1] hint: make room\n", "failed"),
+        ("2026-01-01 10:00:01 training: 1/20  loss 0.5\n", ""),
+    ):
+        log = parse_log(f"{start}2026-01-01 10:00:00 error: of an earlier start\n{start}{said}")
+        assert Log(log, False).ending()[0] == ending, said
+    assert log[-1].text.startswith("training") and Log(log, False).max_steps == 20
