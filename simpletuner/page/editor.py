@@ -56,7 +56,11 @@ def check(request: Request) -> Response:
     groups = VIEWS.get(field(request, "view"), sections_of)(document, examined)
     notes = {each.name: each.note for group in groups for each in group.fields}
     parts = [render("notes", notes=notes.values(), names=notes, examined=examined, document=document)]
-    if field(request, "checksum") != document.checksum:
+    if field(request, "seen") == document.checksum:
+        # The same conflict is shown already: only what is typed is new, and its buttons stay where they are.
+        body = render("conflict_body", document=document, **conflict_of(document))
+        parts.append(f'<div id="conflict-body" hx-swap-oob="true">{body}</div>')
+    elif field(request, "checksum") != document.checksum:
         parts.append(render("conflict", document=document, **conflict_of(document)))
     return HTMLResponse("".join(parts), headers={"HX-Reswap": "none"})
 
