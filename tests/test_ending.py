@@ -106,10 +106,12 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     # Ctrl-C reaches the whole group, as in a terminal
     process = trained(3, program="simpletuner-train")
     os.killpg(process.pid, signal.SIGINT)
-    time.sleep(0.5)
     confirmed = "stopping: finishing this step, then saving a checkpoint; press Ctrl-C again to leave without saving"
-    assert said(output).count(confirmed) == 1
+    while confirmed not in said(output):
+        assert process.poll() is None, said(output)
+        time.sleep(0.01)
     assert process.wait(60) == 130, said(output)
+    assert said(output).count(confirmed) == 1
     assert len(list_checkpoints(output / "checkpoints")) == 2
     assert said(output).count("stopped by SIGINT at step") == 1
     assert "error:" not in said(output), "it is what was asked for"

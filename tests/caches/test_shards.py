@@ -340,6 +340,7 @@ from simpletuner.caches.shards import ShardWriter
 torch.set_num_threads(1)
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])
 for turn in range(kills):
+    started, first_written = os.pipe()
     child = os.fork()
     if child == 0:
         writer = ShardWriter(folder, turn % 2)
@@ -347,7 +348,10 @@ for turn in range(kills):
             size = random.Random(number).randrange(1, 20000)
             tensors = {"t": torch.full((size,), float(number)), "turn": torch.tensor(turn)}
             writer.write(f"{turn}/{number}", {"p": "1"}, tensors)
-    time.sleep(0.05 + 0.03 * turn)
+            if number == 0:
+                os.write(first_written, b"1")
+    os.read(started, 1)  # on a busy machine, a child may take longer than any wait to write its first record
+    time.sleep(0.03 * turn)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 """
