@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -26,7 +25,7 @@ from simpletuner.data.folders import default_folder, latents_folder, text_folder
 from simpletuner.data.geometry import Size
 from simpletuner.data.held_out import held_out_indices
 from simpletuner.data.participation import NO_LIMIT, BucketSchedule, Window
-from simpletuner.data.prefetch import THREADS, SampleReader
+from simpletuner.data.prefetch import THREADS, SampleReader, reading_threads
 from simpletuner.data.samples import Samples
 from simpletuner.data.scan import Scan
 from simpletuner.data.validation_prompts import ValidationPrompt, load_prompts
@@ -232,7 +231,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
         text=lambda sample, caption: sources.texts[sample.dataset].read(caption),
         no_caption={key: value[0] for key, value in no_caption.items()},
         threads=max([THREADS, *on_demand]),
-        map_samples=ThreadPoolExecutor(at_once, thread_name_prefix="samples").map if at_once > 1 else map,
+        map_samples=reading_threads(at_once, "samples").map if at_once > 1 else map,
     )
     return Prepared(plan, reader, validation, sources.prompts)
 

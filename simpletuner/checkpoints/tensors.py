@@ -8,12 +8,15 @@ over all ranks, or over those of each copy: Shard(0), so that rank r of k holds 
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -33,12 +36,26 @@ def read_tensors(files: list[Path], tensors: NamedTensors, what: str) -> None:
     """
     with folder_with_only(files) as folder:
         try:
-            dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
+            load(dict(tensors), HuggingFaceStorageReader(str(folder)))
         except (*FILE_ERRORS, RuntimeError, ValueError, KeyError) as error:
             if lost_a_peer(error):
                 raise  # the files are not at fault
             hint = "take another checkpoint with --resume_from_checkpoint, or check pretrained_model_name_or_path"
             raise EnvironmentNotReady(f"cannot read {what}: {error_line(error)}", hint) from None
+
+
+def load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader) -> None:
+    """Collective: fill tensors, without exchanging plans where there is one rank.
+
+    Gloo's thread would copy a plan of more than 32,768 bytes with an OpenMP team of its own, which makes training on a
+    CPU twice as slow (see `reading_threads` in data/prefetch.py).
+    """
+    if dist.get_world_size() > 1:
+        dcp.load(tensors, storage_reader=reader)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
 
 
 def read_shapes(files: list[Path], what: str) -> dict[str, tuple[int, ...]]:

@@ -67,12 +67,15 @@ class World:
     def all_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean of a small tensor over the ranks; `values` is overwritten. Collective."""
         self.activity.advance()
-        dist.all_reduce(values)
+        if self.size > 1:
+            dist.all_reduce(values)
         return values / self.size
 
     def gather_texts(self, text: str) -> list[str]:
         """Return every rank's text, in order of rank. Collective."""
         self.activity.advance()
+        if self.size == 1:  # gloo would copy a long text in OpenMP threads that slow down training on a CPU
+            return [text]
         texts: list[str] = [""] * self.size
         dist.all_gather_object(texts, text, group=self.group)
         return texts

@@ -46,3 +46,9 @@ def test_a_rank_that_dies_while_a_checkpoint_is_written_is_noticed_by_the_others
     assert run.wait(60) == [0] * 4, run.said
     assert [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(3)] == [True] * 3
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_one_rank_reads_without_collectives(run_on, tmp_path):
+    """Gloo's threads would start OpenMP teams of their own: see `reading_threads`."""
+    before, after = run_on(saving.threads_after_reading, 1, str(tmp_path))
+    assert after == before

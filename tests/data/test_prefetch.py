@@ -13,7 +13,7 @@ from buckets import sampler_of
 from simpletuner.data.batch_sampler import GlobalBatchSampler
 from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.geometry import Geometry
-from simpletuner.data.prefetch import Batch, RankSlice, SampleReader, StepBatch, prefetch
+from simpletuner.data.prefetch import Batch, RankSlice, SampleReader, StepBatch, prefetch, reading_threads
 from simpletuner.data.samples import Sample
 from simpletuner.data.storage import LocalStorage
 
@@ -240,3 +240,16 @@ def test_captions_are_dropped_and_targets_taken_from_the_base_model_as_each_data
         assert flags == (wanted if any(map(any, wanted)) else [None, None]), "both ranks decide by the global batch"
         some += any(map(any, wanted)) and not all(map(any, wanted))
     assert some, "at least one batch has such samples on one rank only"
+
+
+def test_threads_that_read_use_one_core_each_and_leave_all_to_training():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with reading_threads(3, "test") as pool:
+            counts = list(pool.map(lambda _: torch.get_num_threads(), range(30)))
+            with ThreadPoolExecutor(1) as later:
+                assert later.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
+        assert set(counts) == {1}
+    finally:
+        torch.set_num_threads(before)

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -156,3 +158,16 @@ def lose_a_rank(root: str, report: str) -> None:
             Path(f"{report}.{world.rank}").write_text(json.dumps(lost_a_peer(error)))
         saver.close()
         os._exit(0)  # without the others no process group can be taken down
+
+
+def threads_after_reading(folder: str, report: str) -> None:
+    """Read many tensors in a world of one, with two OpenMP threads; write how many threads that has left."""
+    torch.set_num_threads(2)
+    with joined_world() as world:
+        torch.ones(1 << 20).add_(1)  # starts this thread's own team
+        before = psutil.Process().num_threads()
+        found = {f"blocks.{number:04d}.some.layer.weight": torch.zeros(2, 2) for number in range(2000)}
+        save_file(found, Path(folder) / "many.safetensors")
+        read_tensors([Path(folder) / "many.safetensors"], found, "it")
+        world.gather_texts("a checksum" * 10_000)
+        Path(report).write_text(json.dumps([before, psutil.Process().num_threads()]))
