@@ -136,7 +136,8 @@ def build_and_detect(architecture: Architecture) -> tuple[Blocks, dict[str, dict
 
     refuse_too_many_modules(architecture.config, architecture.source)
     try:
-        model = build_on_meta({**architecture.config, "_class_name": architecture.class_name})
+        config = {**architecture.config, "_class_name": architecture.class_name}
+        model = build_on_meta(config, include_buffers=True)
         return detect_blocks(model), count_targets(model)
     except RAISED as error:
         raise EnvironmentNotReady(

@@ -211,9 +211,9 @@ class ModelFamily(ABC):
         latents = (self.exported_config()["in_channels"] // self.packing, height // cell_px, width // cell_px)
         return {"latents": latents, **self.conditioning_shapes()}
 
-    def denoiser(self) -> nn.Module:
-        """Build the denoiser from its config.json with parameters on the meta device; unused ones are frozen."""
-        model, unused = build_on_meta(self.config), self.unused_parameters()
+    def denoiser(self, include_buffers: bool = False) -> nn.Module:
+        """Build the denoiser with parameters, or buffers too, on the meta device; unused parameters are frozen."""
+        model, unused = build_on_meta(self.config, include_buffers), self.unused_parameters()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(unused))
         return model
@@ -221,7 +221,7 @@ class ModelFamily(ABC):
     @cached_property
     def meta_denoiser(self) -> nn.Module:
         """The denoiser without any memory, buffers included, for names, shapes and classes. Not to be modified."""
-        return self.denoiser().to("meta")
+        return self.denoiser(include_buffers=True)
 
     @cached_property
     def adapter(self) -> Adapter | None:
@@ -241,7 +241,7 @@ class ModelFamily(ABC):
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of everything that a checkpoint holds of the model, by name."""
         adapter = self.adapter
-        trained = adapter.attach(self.denoiser().to("meta")) if adapter else self.meta_denoiser.state_dict()
+        trained = adapter.attach(self.denoiser(include_buffers=True)) if adapter else self.meta_denoiser.state_dict()
         return {name: tuple(tensor.shape) for name, tensor in trained.items()}
 
     def trained_facts(self) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def trained_on_meta(family: ModelFamily) -> nn.Module:
     """Return a denoiser without memory, with the same trainable parameters as the one that is trained."""
     if family.adapter is None:
         return family.meta_denoiser  # building Flux takes longer than counting it
-    model = family.denoiser().to(META)
+    model = family.denoiser(include_buffers=True)
     freeze(model, torch.float32)
     family.adapter.attach(model)
     return model

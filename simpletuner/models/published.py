@@ -17,7 +17,7 @@ def open_without_weights(architecture: Architecture, settings: Settings, folder:
     Nothing that needs weights works: no encoders, no VAE, no denoiser off the meta device.
     """
     cls, preset = family_class(settings.model), load_preset(settings.model.model_family)
-    denoiser = build_on_meta({**architecture.config, "_class_name": architecture.class_name})
+    denoiser = build_on_meta({**architecture.config, "_class_name": architecture.class_name}, include_buffers=True)
     files = {
         "model_index.json": {"_class_name": cls.pipelines[0]},
         f"{cls.denoiser_name}/config.json": json.loads(denoiser.to_json_string()),

@@ -106,3 +106,15 @@ def test_a_weight_gets_a_gradient_unless_the_family_calls_it_unused(key, pipelin
             assert parameter.grad is not None, f"{name} is unused"
         else:
             assert parameter.grad is None or not parameter.grad.any(), f"{name} is not unused"
+
+
+@pytest.mark.parametrize("key", TRAINABLE)
+def test_a_denoiser_without_any_memory_has_the_tensors_of_one_whose_buffers_have_values(key, pipelines):
+    family = opened(key, pipelines(key))
+
+    def described(model: torch.nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, bool]]:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: (tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()}
+
+    assert described(family.meta_denoiser) == described(family.denoiser())
+    assert all(tensor.is_meta for tensor in [*family.meta_denoiser.parameters(), *family.meta_denoiser.buffers()])

@@ -142,7 +142,7 @@ def test_units_are_told_with_their_share(settings, said):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_published_models_are_wrapped_in_units_that_are_small_and_not_nested(name):
     architecture = ARCHITECTURES[name]
-    model = build_on_meta({**architecture.config, "_class_name": architecture.class_name})
+    model = build_on_meta({**architecture.config, "_class_name": architecture.class_name}, include_buffers=True)
     assert taken(model)
     blocks = detect_blocks(model)
     outside = sum(blocks.outside.values()) / blocks.total_parameters
