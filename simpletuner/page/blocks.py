@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -44,17 +45,31 @@ def open_dialog(request: Request) -> Response:
 def detect(request: Request) -> Response:
     """Detect in a process of its own: building a model needs torch, which this server does without."""
     document, model = model_of(request)
-    warnings: list[str] = []
     found, error = None, None
-    with request.app.state.detecting:  # each such process takes a gigabyte and all cores
-        done = subprocess.run(command_for(model), capture_output=True, text=True, timeout=SECONDS)
-    if done.returncode == 0:
-        detected = from_json(json.loads(done.stdout))
-        found = detected and replace(detected, cached=False)
-    else:
-        error = error_in(done.stderr)
-    values = {"found": found, "chosen": chosen(document, found), "warnings": warnings, "error": error}
+    try:
+        with request.app.state.detecting:  # each such process takes a gigabyte and all cores
+            found = detect_apart(model)
+    except EnvironmentNotReady as raised:
+        error = raised
+    values = {"found": found, "chosen": chosen(document, found), "warnings": [], "error": error}
     return HTMLResponse(render("blocks_found", setting=SETTING, name=name_of(model), **values))
+
+
+def detect_apart(model: Model) -> Detection | None:
+    """Return what a process of its own detects.
+
+    Raises:
+        EnvironmentNotReady: what the process said went wrong, or that it took too long.
+    """
+    try:
+        done = subprocess.run(command_for(model), capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired as error:
+        message = f"detecting took longer than {SECONDS} s and was ended"
+        raise EnvironmentNotReady(message, f"run it in a terminal: {shlex.join(command_for(model)[2:])}") from error
+    if done.returncode:
+        raise error_in(done.stderr)
+    detected = from_json(json.loads(done.stdout))
+    return detected and replace(detected, cached=False)
 
 
 def model_of(request: Request) -> tuple[Document, Model]:

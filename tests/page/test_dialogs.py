@@ -19,7 +19,10 @@ from page_server import PageServer
 from playwright.sync_api import Locator, Page, expect
 
 from simpletuner.caches.shards import ShardWriter
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.page import blocks
 from simpletuner.settings.export import FORMATS
+from simpletuner.settings.sections import Model
 
 CONFIG = """\
 model_family = "sdxl"  # the base
@@ -93,6 +96,13 @@ def test_blocks_are_detected_applied_and_trained_with(
     run = starter.start(ranks.command_line, 2, ["train", f"--config={training}", *SMALL])
     assert run.wait() == [0, 0], run.said
     assert "ResnetBlock2D" in run.said and (folder / "out" / "metrics.jsonl").is_file()
+
+
+def test_detecting_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(blocks, "SECONDS", 0.05)
+    with pytest.raises(EnvironmentNotReady, match="took longer than") as raised:
+        blocks.detect_apart(Model(model_family="sdxl"))
+    assert "simpletuner detect-blocks --json" in raised.value.hint and "--model_family=sdxl" in raised.value.hint
 
 
 def test_axe_finds_nothing_in_dialogs_and_toasts(page: Page, server: PageServer, training: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 
 from simpletuner.page.runs.folder import RunFolder
 from simpletuner.page.runs.watching import Watched
@@ -26,10 +27,14 @@ SMOOTHED = ("loss", "grad_norm", "samples_per_second")
 
 def charts_of(watched: Watched, runs: list[RunFolder], smoothing: float) -> list[Chart]:
     """Return the charts of a run, or where there are several, one curve for each of them per metric."""
-    columns = {run.name: watched.of(run).columns for run in runs}
-    if len(columns) == 1:
-        return make_charts(next(iter(columns.values())), smoothing)
-    return list(compare(columns, smoothing))
+    with ExitStack() as reading:
+        known = {run.path: watched.of(run) for run in runs}
+        for path in sorted(known):  # in one order, or two requests would wait for each other
+            reading.enter_context(known[path].lock)
+        columns = {run.name: known[run.path].columns for run in runs}
+        if len(columns) == 1:
+            return make_charts(next(iter(columns.values())), smoothing)
+        return list(compare(columns, smoothing))
 
 
 def compare(columns: Mapping[str, MetricColumns], smoothing: float) -> Iterator[Chart]:

@@ -82,13 +82,22 @@ def read_log(run: RunFolder, size: int = MAX_BYTES) -> Log:
 def parse_log(text: str) -> list[Entry]:
     """Parse lines; one that does not begin with a time belongs to the entry before it."""
     entries: list[Entry] = []
-    for line in text.splitlines():
-        found = ENTRY.fullmatch(line)
-        if found is None:
-            if entries:
-                entries[-1] = replace(entries[-1], text=f"{entries[-1].text}\n{line}")
-        elif found["text"].startswith("hint: ") and entries and entries[-1].kind and not entries[-1].hint:
-            entries[-1] = replace(entries[-1], hint=found["text"].removeprefix("hint: "))
+    for found, lines in messages_in(text):
+        message = "\n".join(lines)
+        if message.startswith("hint: ") and entries and entries[-1].kind and not entries[-1].hint:
+            entries[-1] = replace(entries[-1], hint=message.removeprefix("hint: "))
         else:
-            entries.append(Entry(found["time"], (found["source"] or "").strip(), found["text"]))
+            entries.append(Entry(found["time"], (found["source"] or "").strip(), message))
     return entries
+
+
+def messages_in(text: str) -> list[tuple[re.Match[str], list[str]]]:
+    """Return the first line of each message as parsed, and the text of all its lines."""
+    messages: list[tuple[re.Match[str], list[str]]] = []
+    for line in text.removesuffix("\n").split("\n"):
+        found = ENTRY.fullmatch(line)
+        if found is not None:
+            messages.append((found, [found["text"]]))
+        elif messages:
+            messages[-1][1].append(line)
+    return messages
