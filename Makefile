@@ -54,4 +54,4 @@ check: install tools
 	$(RUN_TESTS)
 
 clean:
-	rm -rf demo .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo .torch_extensions .pytest_cache .ruff_cache .hypothesis

@@ -32,6 +32,7 @@ from flags import last_wins  # noqa: E402
 
 if "SIMPLETUNER_TEST_GPUS" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # several ranks on one GPU are refused, and TF32 is not within tolerances
+os.environ["TORCH_EXTENSIONS_DIR"] = str(ROOT / ".torch_extensions")  # not compiled again after another checkout's
 os.environ["SIMPLETUNER_ACCELERATE_CONFIG"] = "none"  # what the developer's machine says must not decide a test
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # machines are noisy

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
+import zero_allocated
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +24,7 @@ from simpletuner.settings.deepspeed.config import deepspeed_config
 from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
 
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
-ALLOCATED = Path(__file__).parents[1] / "support" / "zero_allocated.py"
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 NO_BUFFERS = {"reduce_bucket_size": 20_000, "stage3_max_live_parameters": 0}
 
 
@@ -162,20 +158,11 @@ def test_counts_are_read_and_bytes_are_formatted():
     assert [format_gib(count) for count in (0, 2**20, 3 * 2**29)] == ["", "1 MiB", "1.5 GiB"]
 
 
-def answered(*arguments: str) -> Any:
-    """Ask the installed DeepSpeed in a process of its own."""
-    if find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
-    command = [sys.executable, "-W", "ignore", str(ALLOCATED), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_estimates_agree_with_deepspeeds_own_estimators():
+@needs_deepspeed
+def test_estimates_agree_with_deepspeeds_own_estimators(run_on):
     """They leave the flat copy of the gradients out: at stage 2, 18 P / N where we count 20; at stage 3 as well."""
     parameters, ranks = 10**9, 8
-    own = answered("estimators", str(parameters), str(ranks))
+    own = run_on(zero_allocated.estimators, 1, parameters, ranks)
     inputs = MemoryInputs(parameters, ranks)
     found = {stage: estimate_memory(config(stage, num_processes=ranks), inputs) for stage in (2, 3)}
     for stage, share in ((2, 2 * parameters / ranks), (3, 2 * parameters / ranks)):
@@ -186,6 +173,7 @@ def test_estimates_agree_with_deepspeeds_own_estimators():
     assert offloaded.host_bytes == pytest.approx(18 * parameters)  # theirs: max(4 N, 16) P x 1.5
 
 
+@needs_deepspeed
 @pytest.mark.parametrize(
     ("stage", "optimizer", "weights", "dtype", "passes"),
     [
@@ -196,7 +184,7 @@ def test_estimates_agree_with_deepspeeds_own_estimators():
         (3, "cpu", "cpu", "bf16", 1),
     ],
 )  # what lies in `.grad` alone no Python object shows; so gradients are held against it only where they are kept flat
-def test_two_ranks_of_deepspeed_allocate_what_is_estimated(stage, optimizer, weights, dtype, passes):
+def test_two_ranks_of_deepspeed_allocate_what_is_estimated(stage, optimizer, weights, dtype, passes, run_on):
     """At rest: gradients of stages 1 and 2 are gone then, float32 gradients of stage 3 are gone unless offloaded."""
     parts = {"zero_stage": stage, "offload_optimizer": optimizer, "offload_param": weights}
     flags = {**parts, "mixed_precision": dtype, "num_processes": 2, "train_batch_size": 1}
@@ -205,7 +193,7 @@ def test_two_ranks_of_deepspeed_allocate_what_is_estimated(stage, optimizer, wei
     wanted = deepspeed_config(whole, 2)
     wanted["zero_optimization"] |= {**NO_BUFFERS, "stage3_param_persistence_threshold": 0}
     wanted["optimizer"]["params"] |= {"torch_adam": True} if optimizer == "none" else {}
-    per_parameter = answered("allocated", json.dumps(wanted))
+    per_parameter = run_on(zero_allocated.allocated, 2, wanted)
     rows = held(stage, optimizer, weights, mixed_precision=dtype)
     states = sum(sum(rows[kind]) for kind in ("weights", "optimizer"))
     width = 2 if dtype == "bf16" and passes == 1 else 4  # several passes are added up in float32
