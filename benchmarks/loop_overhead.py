@@ -44,6 +44,7 @@ from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.engines import open_engine
 from simpletuner.training.metrics import open_metrics
 from simpletuner.training.optimizers import make_optimizer
+from simpletuner.training.pace import Durations
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
 from simpletuner.training.trainer import Trainer
@@ -68,9 +69,10 @@ def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
     samples = [Sample(str(n), "drawn", LocalStorage(Path()), "", "", geometry, ("a caption",)) for n in range(SAMPLES)]
     latents = {sample.id: torch.randn(4, 16, 16) for sample in samples}
     text = {"prompt_embeds": torch.randn(77, 96), "pooled_prompt_embeds": torch.randn(64)}
+    dataset = LocalImages(id="drawn", instance_data_dir=Path())
     source = SampleReader(
         samples=samples,
-        dataset=lambda index: LocalImages(id="drawn", instance_data_dir=Path()),
+        dataset=lambda index: dataset,
         latents=lambda sample: latents[sample.id],
         image=lambda sample: family.size_conditioning(sample.geometry),
         text=lambda sample, caption: text,
@@ -90,12 +92,11 @@ class Nowhere(Checkpointer):
 
 
 class Ours:
-    """Our loop, called for some steps at a time; it neither validates nor saves."""
+    """Our loop, called for some steps at a time; it neither validates nor saves, nor keeps how long saving took."""
 
     def __init__(self, session: Session, trainer: Trainer, state: TrainingState) -> None:
-        self.trainer = replace(
-            trainer, evaluations=(), checkpointer=Nowhere(session, state, trainer.durations), max_steps=0
-        )
+        nowhere = Nowhere(session, state, durations := Durations())
+        self.trainer = replace(trainer, evaluations=(), checkpointer=nowhere, durations=durations, max_steps=0)
 
     def __call__(self) -> None:
         """Train for the next steps."""

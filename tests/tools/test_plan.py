@@ -169,6 +169,7 @@ def test_the_fastest_settings_that_fit_are_proposed(gpu_bytes, typed, wanted):
     assert changed == wanted and plan.peak_bytes <= gpu_bytes
     assert plan.settings.effective_batch_size == 4
     assert not reasons.keys() & typed.keys() and all(reasons.values())
+    assert reasons["fsdp_enable"] == "true would take as long"
 
 
 def test_where_nothing_fits_the_least_is_named():

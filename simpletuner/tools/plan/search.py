@@ -21,6 +21,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "offload_activations": (False, True),
 }
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
+SAME_SPEED = 0.01
+"""Of two settings whose steps differ by no more than this share, the simpler one is taken."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def propose(
         )
     # Of what is equally fast within 1 % the first, which is the simplest.
     fastest = min(seconds_of(plan) for _, plan in fitting)
-    values, plan = next(each for each in fitting if seconds_of(each[1]) <= 1.01 * fastest)
+    values, plan = next(each for each in fitting if seconds_of(each[1]) <= (1 + SAME_SPEED) * fastest)
     reasons = {name: reason(name, values, plan, plan_of, budget) for name in values if name not in BATCH}
     return plan, changed(loaded, values), reasons | batch_reason(values, plan, plans, budget)
 
@@ -126,6 +128,8 @@ def compared(value: str, other: RunPlan | None, plan: RunPlan, budget: Budget) -
         return f"{value} is not possible here"
     if missing := other.shortfall(budget):
         return f"{value} would need {missing}"
+    if abs(seconds_of(other) / seconds_of(plan) - 1) <= SAME_SPEED:
+        return f"{value} would take as long"
     return f"{value} would take {seconds_of(other):.2f} s per step, not {seconds_of(plan):.2f}"
 
 
