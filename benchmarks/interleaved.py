@@ -1,4 +1,4 @@
-"""Compare contestants on a noisy machine: in turns within one process, by the ratio of their medians."""
+"""Compare contestants on a noisy machine: in turns within one process, by the median of the ratios of each round."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def seconds_in_turns(
 
 
 def ratio(seconds: Rounds, name: str, other: str) -> float:
-    """Return how much longer `name` takes than `other`."""
-    return statistics.median(seconds[name]) / statistics.median(seconds[other])
+    """Return how much longer `name` takes than `other`: the median over rounds, since a machine's speed drifts."""
+    return statistics.median(one / another for one, another in zip(seconds[name], seconds[other], strict=True))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

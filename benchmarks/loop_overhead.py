@@ -50,8 +50,8 @@ from simpletuner.training.state import TrainingState
 from simpletuner.training.trainer import Trainer
 from simpletuner.worker import build_trainer
 
-ROUNDS, STEPS, BATCH_SIZE, SAMPLES = 30, 4, 4, 64
-GOAL = 1.05
+ROUNDS, STEPS, BATCH_SIZE, SAMPLES = 100, 4, 4, 64
+GOAL = 1.02
 
 
 def settings_in(folder: Path) -> Settings:

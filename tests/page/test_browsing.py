@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from page_server import PageServer
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 EDITOR = "/configurations/edit?file=config/run.toml"
 PAGES = (
@@ -35,13 +36,13 @@ def test_entering_and_moving_about(page: Page, server: PageServer):
     assert "token" not in page.url
     page.get_by_role("link", name="Runs").click()
     page.wait_for_url("**/runs")
-    assert page.locator("nav a[aria-current]").inner_text() == "Runs"
+    expect(page.locator("nav a[aria-current]")).to_have_text("Runs")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to content"
     page.goto(server.origin + "/nowhere")
     assert "There is no such page." in page.locator("main").inner_text()
     page.go_back()
-    assert page.title().startswith("Runs")
+    expect(page).to_have_title(re.compile("^Runs"))
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -140,12 +140,13 @@ def test_searching_and_links_survive_reload_and_back(page: Page, server: PageSer
     open_editor(page, server)
     page.keyboard.press("/")
     page.keyboard.type("warm-up")
-    assert page.locator(".field:visible").count() == 2
+    expect(page.locator(".field:visible")).to_have_count(2)
     page.reload()
-    assert page.get_by_label("Search settings").input_value() == "warm-up"
-    assert page.locator(".field:visible").count() == 2
+    expect(page.get_by_label("Search settings")).to_have_value("warm-up")
+    expect(page.locator(".field:visible")).to_have_count(2)
     page.get_by_label("Search settings").fill("zzz")
-    assert page.locator("#nothing-found").is_visible() and not page.locator("section.card:visible").count()
+    expect(page.locator("#nothing-found")).to_be_visible()
+    expect(page.locator("section.card:visible")).to_have_count(0)
     page.goto(page.url + "#setting-max_grad_norm")
     page.reload()
     assert page.evaluate("document.activeElement.name") == "max_grad_norm"
@@ -153,7 +154,7 @@ def test_searching_and_links_survive_reload_and_back(page: Page, server: PageSer
     page.get_by_role("link", name="Hardware → Accelerate").click()
     page.wait_for_url("**view=accelerate")
     page.go_back()
-    assert page.locator("#setting-seed").is_visible()
+    expect(page.locator("#setting-seed")).to_be_visible()
 
 
 def test_leaving_with_changes_asks(page: Page, server: PageServer, config: Path):
@@ -161,8 +162,8 @@ def test_leaving_with_changes_asks(page: Page, server: PageServer, config: Path)
     page.locator("#f-seed").fill("8")
     asked: list[str] = []
     page.on("dialog", lambda dialog: (asked.append(dialog.type), dialog.dismiss()))
-    page.get_by_role("link", name="Preferences").click()
-    page.wait_for_timeout(200)
+    with page.expect_event("dialog"):
+        page.get_by_role("link", name="Preferences").click()
     assert asked == ["beforeunload"] and page.locator("#f-seed").input_value() == "8"
     page.locator("#f-seed").fill("3")
 
@@ -195,7 +196,8 @@ def test_hardware_labels_and_what_cannot_be_had(page: Page, server: PageServer, 
     page.locator("#summary").get_by_role("link", name="learning_rate").click()
     expect(page.get_by_label("learning_rate")).to_be_focused()
     page.go_back()
-    assert page.get_by_label("Enable FSDP v2").is_disabled() and page.get_by_label("ZeRO Stage").is_disabled()
+    expect(page.get_by_label("Enable FSDP v2")).to_be_disabled()
+    expect(page.get_by_label("ZeRO Stage")).to_be_disabled()
     assert "model_type=lora cannot run with FSDP" in page.locator("#about-fsdp_enable").inner_text()
     assert "model_type=lora cannot run with DeepSpeed" in page.locator("#about-zero_stage").inner_text()
 

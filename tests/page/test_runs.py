@@ -237,14 +237,14 @@ def test_curves_over_one_another_the_slider_and_the_log_axis(page: Page, server:
         "ema, step 20",
     ]
     page.locator("summary", has_text="Compare with").click()
-    page.get_by_label(NAME).check()
+    page.get_by_role("checkbox", name=NAME).check()  # curves that come next have the name in their label as well
     page.wait_for_url("**with=*")
+    expect(page.locator(".legend").first).to_contain_text(NAME)
     assert page.locator(".chart").first.locator("path.run-1, path.run-2").count() >= 2
-    assert NAME in page.locator(".legend").first.inner_text()
     page.get_by_label("Smoothing").select_option("none")
     page.wait_for_url("**smoothing=none*")
     page.go_back()
-    assert page.get_by_label("Smoothing").input_value() == "medium"
+    expect(page.get_by_label("Smoothing")).to_have_value("medium")
 
 
 @pytest.mark.parametrize("path", ["/runs", "/runs/watch?run=out/done", f"/runs/watch?run=out/done&with=out/{NAME}"])
