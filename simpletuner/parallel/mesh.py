@@ -6,6 +6,7 @@ is split over the other two axes. Parameters are sharded over dp_shard x cp, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -58,7 +59,11 @@ class Mesh:
 
         Ranks of one `cp` group hold equal values, so the mean over all ranks is the mean over the data.
         """
-        return self.world.all_mean(values)
+        return self.begin_data_mean(values)()
+
+    def begin_data_mean(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin the mean of a small tensor over the ranks, and return what waits for it. Collective."""
+        return self.world.begin_mean(values)
 
     def shard_mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh over which parameters are sharded. Collective at the first call for a device type.

@@ -66,10 +66,22 @@ class World:
 
     def all_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean of a small tensor over the ranks; `values` is overwritten. Collective."""
-        self.activity.advance()
-        if self.size > 1:
-            dist.all_reduce(values)
-        return values / self.size
+        return self.begin_mean(values)()
+
+    def begin_mean(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin the mean of a small tensor over the ranks, and return what waits for it. Collective.
+
+        `values` is overwritten. Of a GPU's tensor the mean is queued, and nothing waits.
+        """
+        work = dist.all_reduce(values, async_op=True) if self.size > 1 else None
+
+        def mean() -> torch.Tensor:
+            self.activity.advance()
+            if work is not None:
+                work.wait()
+            return values / self.size
+
+        return mean
 
     def gather_texts(self, text: str) -> list[str]:
         """Return every rank's text, in order of rank. Collective."""

@@ -1,6 +1,6 @@
 """Log each optimizer step: mean loss over the ranks, gradient norm, speed; and count the ranks that want to stop.
 
-A step's scalars are read one step late, when the device has long computed them, so that reading never makes it wait.
+A step's scalars are read one step late, when device and other ranks have long computed them, so that neither waits.
 """
 
 from __future__ import annotations
@@ -61,12 +61,52 @@ class StepOutput:
     learning_rate: float
 
 
+class Timestamp:
+    """When the device has computed what is queued by now: on a CPU at once, on a GPU later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.time, self.event = time.perf_counter(), None
+        if device.type == "cuda":
+            self.event: Any = torch.cuda.Event(enable_timing=True)  # torch's stubs disagree about its type
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds_since(self, earlier: Timestamp) -> float:
+        """Return the time between two timestamps that have passed."""
+        return self.time - earlier.time if self.event is None else earlier.event.elapsed_time(self.event) / 1000
+
+
+class DelayedScalars:
+    """Loss and wish to stop, averaged over the ranks, and the gradient norm, on their way to the host.
+
+    On a CPU the mean is taken while the next step begins. On a GPU mean and copy are queued behind the step, with an
+    event of their own: to read a tensor of the device is to wait for all that is queued by then, the next step too.
+    """
+
+    def __init__(self, mean: Callable[[], Tensor], grad_norm: Tensor, device: torch.device) -> None:
+        self.mean, self.grad_norm = mean, grad_norm.reshape(1).clone()  # which an engine may write to in its next step
+        self.copy: Tensor | None = None
+        if device.type == "cuda":
+            scalars = torch.cat([mean(), self.grad_norm.to(device)])
+            self.copy = torch.empty(3, pin_memory=True).copy_(scalars, non_blocking=True)
+        self.computed = Timestamp(device)
+
+    def read(self) -> list[float]:
+        """Return loss, wish and norm. Collective on a CPU, once."""
+        self.computed.wait()
+        return (torch.cat([self.mean(), self.grad_norm]) if self.copy is None else self.copy).tolist()
+
+
 @dataclass(frozen=True)
 class PendingStep:
-    """A step whose scalars (loss, wish to stop, gradient norm; shape (3,)) have not been read yet."""
+    """A step whose scalars have not been read yet."""
 
     row: dict[str, Any]
-    scalars: Tensor
+    began: Timestamp
+    scalars: DelayedScalars
     sample_ids: list[str]
     flops: float | None
 
@@ -87,7 +127,7 @@ class StepLogger:
         self.pending: PendingStep | None = None
         self.shown: Progress | None = None
         self.pace = Pace(0, {}, Durations())
-        self.clock = time.perf_counter()
+        self.clock = Timestamp(mesh.world.device)
 
     @contextmanager
     def progress(self, report: Report, pace: Pace, step: int) -> Iterator[None]:
@@ -99,30 +139,27 @@ class StepLogger:
 
     def restart_clock(self) -> None:
         """Do not count what happened since the last step, such as a save, as training time."""
-        self.clock = time.perf_counter()
+        self.clock = Timestamp(self.mesh.world.device)
 
     def log(self, step: int, output: StepOutput, batch: StepBatch, data_seconds: float) -> None:
         """Reduce a step's scalars over the ranks, and write those of the step before. Collective."""
-        reduced = self.mesh.data_mean(torch.stack([output.loss, self.stop_vote.wish(output.loss.device)]))
-        norm = output.grad_norm.reshape(1).to(reduced.device)  # over all ranks already
-        scalars = torch.cat([reduced, norm])
+        device = output.loss.device
+        mean = self.mesh.begin_data_mean(torch.stack([output.loss, self.stop_vote.wish(device)]))
+        scalars = DelayedScalars(mean, output.grad_norm, device)
         flops = self.throughput.count(batch) if self.throughput is not None else None  # while the device works
         self.flush()
-        now = time.perf_counter()
         row = {"step": step, "epoch": batch.next_state.epoch, "learning_rate": output.learning_rate}
-        row |= {"data_seconds": data_seconds, "seconds": now - self.clock}
-        self.clock = now
         sample_ids = [sample for each in batch.micro_batches for sample in each.ids]
-        self.pending = PendingStep(row, scalars, sample_ids, flops)
+        self.pending = PendingStep({**row, "data_seconds": data_seconds}, self.clock, scalars, sample_ids, flops)
+        self.clock = scalars.computed
 
     def flush(self) -> None:
         """Read and write the pending step. Raises TrainingError on all ranks when its loss is not finite."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        began = time.perf_counter()
-        loss, wish, grad_norm = pending.scalars.tolist()
-        step, seconds = pending.row["step"], pending.row["seconds"] + time.perf_counter() - began
+        loss, wish, grad_norm = pending.scalars.read()
+        step, seconds = pending.row["step"], pending.scalars.computed.seconds_since(pending.began)
         self.stop_vote.count(wish)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingError(
