@@ -48,6 +48,7 @@ class StepProfiler:
         """Start with the first of the steps that this run takes."""
         if self.profile is None and self.bounds[0] <= step <= self.bounds[1]:
             self.first = step
+            self.synchronize()  # what is still queued belongs to the steps before
             on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
             self.profile = torch.profiler.profile(
                 activities=[ProfilerActivity.CPU, *on_gpu],
@@ -75,8 +76,7 @@ class StepProfiler:
     def finish(self) -> None:
         """Write the trace and print the table."""
         profile, self.profile = self.profile, None
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what is still queued belongs to these steps
+        self.synchronize()
         seconds = time.perf_counter() - self.began
         profile.stop()
         if not self.traced:
@@ -87,6 +87,10 @@ class StepProfiler:
         unfinished_path(path).replace(path)
         title = f"{self.traced} traced steps, {seconds / self.traced:.3f} s each: {path} (chrome://tracing, Perfetto)"
         self.report.table(title, self.rows(profile, seconds), ("where time went", "calls", "s per step", "share"))
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def rows(self, profile: Any, seconds: float) -> list[tuple[str, ...]]:
         """Return the wait for data, and the operators that took longest: on the GPU where there is one."""
