@@ -1,6 +1,6 @@
 """Log each optimizer step: mean loss over the ranks, gradient norm, speed; and count the ranks that want to stop.
 
-A step's scalars are read one step late, when device and other ranks have long computed them, so that neither waits.
+A step's scalars are read one step late, when device and other ranks have long computed them, so that neither is waited for.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class DelayedScalars:
         self.computed = Timestamp(device)
 
     def read(self) -> list[float]:
-        """Return loss, wish and norm. Collective on a CPU, once."""
+        """Return loss, wish and norm. Collective on a CPU, which waits for the mean here."""
         self.computed.wait()
         return (torch.cat([self.mean(), self.grad_norm]) if self.copy is None else self.copy).tolist()
 

@@ -82,7 +82,7 @@ def propose(
             f"nothing fits: the least needs {least.shortfall(budget)}",
             "use more GPUs (--num_processes), larger ones, or a smaller train_batch_size or resolution",
         )
-    # Of what is equally fast within 1 % the first, which is the simplest.
+    # Of those that are equally fast the first, which is the simplest.
     fastest = min(seconds_of(plan) for _, plan in fitting)
     values, plan = next(each for each in fitting if seconds_of(each[1]) <= (1 + SAME_SPEED) * fastest)
     reasons = {name: reason(name, values, plan, plan_of, budget) for name in values if name not in BATCH}
