@@ -1,6 +1,6 @@
 """Log each optimizer step: mean loss over the ranks, gradient norm, speed; and count the ranks that want to stop.
 
-A step's scalars are read one step late, when device and other ranks have long computed them, so that neither is waited for.
+A step's scalars are read one step late, when device and other ranks have long computed them: nothing waits for either.
 """
 
 from __future__ import annotations
