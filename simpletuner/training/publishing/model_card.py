@@ -112,9 +112,12 @@ def copy_samples(validation: Path, folder: Path, variant: str) -> list[tuple[str
     shutil.rmtree(folder, ignore_errors=True)
     copied: list[tuple[str, str]] = []
     for number, path in enumerate(last):
+        try:
+            _, info = read_info(path)
+        except OSError:  # it is no image (any more)
+            continue
         folder.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / f"{number:02d}.png")
-        info = read_info(path)
         copied.append((f"{folder.name}/{number:02d}.png", info.prompt if info else ""))
     return copied
 
