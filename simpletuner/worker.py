@@ -87,7 +87,7 @@ def run_rank(loaded: Loaded) -> None:
         connect_to_launcher(os.environ, activity, stop, launch.stall_timeout) as launcher,
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
         report_first_failure(world, stop, launcher),
-        explain_system_errors(),
+        explain_system_errors(loaded.settings.training.output_dir),
         ExitStack() as stack,
     ):
         messages = MessageStore(TorchStore(world.store), message_signer(launch.run_secret_file))
