@@ -128,6 +128,11 @@ class TrainingError(SimpleTunerError):
     exit_code = ExitCode.TRAINING
 
 
+def describe_bug(error: Exception) -> SimpleTunerError:
+    """Return what is said of an exception that nothing explains."""
+    return SimpleTunerError(f"{type(error).__name__}: {error}", "this is a bug in simpletuner; `--debug` shows where")
+
+
 class Stopped(SimpleTunerError):
     """The run was stopped by a signal; everything worth keeping has been saved."""
 
