@@ -12,7 +12,7 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.parameter_count import DENOISERS
 from simpletuner.models.registry import TINY, Architecture, check_model, flavour_of, flavours_of, tiny_architecture
 from simpletuner.settings.sections import Model
-from simpletuner.system.files import read_file
+from simpletuner.system.regular_files import read_file
 
 CONFIGS = (*(f"{name}/config.json" for name in DENOISERS), "config.json")
 """Paths of the denoiser's config in a pipeline's folder, or in the denoiser's own."""

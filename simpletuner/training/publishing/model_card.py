@@ -16,7 +16,8 @@ from simpletuner.settings.export import as_flags, format_command
 from simpletuner.settings.knob import kind_of
 from simpletuner.settings.sections import Model, setting_fields
 from simpletuner.settings.spelling import as_text
-from simpletuner.system.files import read_file, write_file
+from simpletuner.system.files import write_file
+from simpletuner.system.regular_files import read_file
 from simpletuner.training.image_files import read_info
 from simpletuner.training.metrics_reader import METRICS, read_columns
 from simpletuner.training.output_dir import pipelines_of
@@ -111,9 +112,12 @@ def copy_samples(validation: Path, folder: Path, variant: str) -> list[tuple[str
     shutil.rmtree(folder, ignore_errors=True)
     copied: list[tuple[str, str]] = []
     for number, path in enumerate(last):
+        try:
+            _, info = read_info(path)
+        except OSError:  # it is no image (any more)
+            continue
         folder.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / f"{number:02d}.png")
-        info = read_info(path)
         copied.append((f"{folder.name}/{number:02d}.png", info.prompt if info else ""))
     return copied
 
