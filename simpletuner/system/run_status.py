@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletuner.errors import SIGNAL_CODES, SimpleTunerError, describe_bug
-from simpletuner.system.files import flush_to_disk, read_file
+from simpletuner.system.files import flush_to_disk
 from simpletuner.system.locks import launcher_pid
+from simpletuner.system.regular_files import read_file
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
