@@ -29,8 +29,9 @@ def unfinished_path(folder: Path) -> Path:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Rename `new` to `folder`. The previous folder is removed only once the new one is in place."""
+    """Sync `new` and rename it to `folder`. The previous folder is removed only once the new one is in place."""
     old = folder.with_name(f".{folder.name}.old")
+    flush_tree(new)
     remove(old)
     if os.path.lexists(folder):
         folder.rename(old)
@@ -140,6 +141,17 @@ def refuse_link(path: Path) -> None:
     """Raise EnvironmentNotReady for a symbolic link in the place of one of a run's own files."""
     if path.is_symlink():
         raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
+
+
+def flush_tree(folder: Path) -> None:
+    """Sync all regular files and folders in a folder, and itself last. Raises OSError."""
+    for name, _, files in os.walk(folder, topdown=False):
+        for file in files:
+            path = Path(name, file)
+            if stat.S_ISREG(path.lstat().st_mode):
+                with suppress(PermissionError):  # a user's own file, which was moved and not written
+                    flush_to_disk(path)
+        flush_to_disk(Path(name))
 
 
 def flush_to_disk(path: Path) -> None:
