@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.settings.loading import NO_ORIGIN, Loaded, settings_as_json
-from simpletuner.settings.sections import SECTION_OF, Settings, setting_fields
+from simpletuner.settings.sections import Settings, setting_fields
 from simpletuner.settings.sources import Origin
 from simpletuner.settings.spelling import as_text, normalize_name
 
@@ -22,6 +22,11 @@ class ExplainedSetting:
     origin: str
     because: str
 
+    @property
+    def is_set(self) -> bool:
+        """Whether a source gives it, or it is not at its default."""
+        return self.origin != str(NO_ORIGIN) or self.value != self.default
+
     def cells(self) -> tuple[str, str, str, str]:
         """The row of a table."""
         is_auto = self.value is None and setting_fields()[self.name].annotation == bool | None
@@ -33,10 +38,10 @@ class ExplainedSetting:
 
 def explain_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
     """Explain every setting, in the order of the sections."""
-    defaults = Settings().model_dump(mode="json")
+    defaults = settings_as_json(Loaded(Settings(), {}))
     for name, value in settings_as_json(loaded).items():
         origin = loaded.origins.get(name, NO_ORIGIN)
-        yield ExplainedSetting(name, value, defaults[SECTION_OF[name]][name], str(origin), because(value, origin))
+        yield ExplainedSetting(name, value, defaults[name], str(origin), because(value, origin))
 
 
 def because(value: Any, origin: Origin) -> str:
