@@ -188,7 +188,7 @@ def fine_tune_on(
             with trainer.durations.timed(EXPORTING):
                 export(session, family, state)
             trainer.durations.write()
-            write_cards(session, facts)
+            write_cards(session, family, facts)
 
 
 def start_base_checksums(
