@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from simpletuner.data.dataset_file import read_entries
 from simpletuner.data.original_datasets import ImportedDatasets, import_datasets
-from simpletuner.errors import SettingsError
+from simpletuner.errors import Mistake, SettingsError, collect_error, join_errors
+from simpletuner.models.registry import check_trainable
 from simpletuner.models.support import check_runnable
 from simpletuner.report import CONTROLS, Report
 from simpletuner.settings.config_files import CONFIG_ENV
+from simpletuner.settings.errors import shown_value
 from simpletuner.settings.file_entries import NotParsed
 from simpletuner.settings.formats import read_text
 from simpletuner.settings.loading import Loaded, resolve, settings_as_json
@@ -21,25 +24,36 @@ from simpletuner.settings.original_import import (
     Original,
     first_existing,
     read_original,
+    read_there,
+    relocated,
+    setting_of,
     split_variables,
     take_values,
     working_folder,
 )
 from simpletuner.settings.original_toml import MARK, sources_of, write_toml
-from simpletuner.settings.sections import SECTION_OF, Data
-from simpletuner.settings.sources import ACCELERATE_CONFIG, from_accelerate
+from simpletuner.settings.original_translation import There, translate
+from simpletuner.settings.places import naming_places
+from simpletuner.settings.raw_values import Source
+from simpletuner.settings.sections import SECTION_OF, Data, Model
+from simpletuner.settings.sources import Origin, from_accelerate, is_accelerate_config
 from simpletuner.settings.variables import from_env_file
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.output_file import refuse_overwriting, save
 
 DATASETS = "data_backend_config"
-OPTIONAL = ("validation", "logging")
+MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path")
+OPTIONAL = ("validation", "logging", "compile")
 """Sections that do not change what is trained: settings of theirs that cannot be run are left out."""
-ALSO_OPTIONAL = ("lr_warmup_steps", "aspect_bucket_alignment")
+ONLY_FASTER = ("fuse_qkv_projections",)
+PARTIAL = "--partial writes what is left, with these as comments; what is trained then is not what the file asks for"
 
 
-def import_files(path: Path, output: Path | None, force: bool) -> None:
-    """Write our form of a file or folder of the original. Raises SettingsError where nothing is left that could run."""
+def import_files(path: Path, output: Path | None, force: bool, partial: bool = False) -> None:
+    """Write our form of a file or folder of the original.
+
+    Raises SettingsError where nothing is left that could run, or, unless `partial`, where it would be another run.
+    """
     head = "" if path.is_dir() else first_text(path)
     if head.startswith(f"# {MARK}"):
         raise SettingsError(f"{path} is imported already: there is nothing to do", f"simpletuner train --config={path}")
@@ -49,7 +63,7 @@ def import_files(path: Path, output: Path | None, force: bool) -> None:
         if output.suffix != suffix:
             raise SettingsError(f"{output}: a {suffix} file is written", f"name it {output.with_suffix(suffix)}")
         refuse_overwriting(output, force)
-    (import_dataset_file if is_list else import_run)(path, output, force)
+    (import_dataset_file if is_list else import_run)(path, output, force, partial)
 
 
 def first_text(path: Path) -> str:
@@ -62,24 +76,29 @@ def first_text(path: Path) -> str:
         return ""  # its reader names the line
 
 
-def import_dataset_file(path: Path, output: Path | None, force: bool) -> None:
+def import_dataset_file(path: Path, output: Path | None, force: bool, partial: bool) -> None:
     datasets = import_datasets(read_entries(path), path, Data(), working_folder(path), {})
+    if not partial:
+        refuse_another_meaning(path, datasets.left_out)
     write(output, as_json(datasets))
     report_left_out(f"{path}: {len(datasets.entries)} datasets taken", datasets.left_out)
     if output is not None:
         Report().say(f"{output} is written: name it with --{DATASETS}")
 
 
-def import_run(path: Path, output: Path | None, force: bool) -> None:
+def import_run(path: Path, output: Path | None, force: bool, partial: bool) -> None:
     original = read_original(path)
     split_variables(original)
+    check_model(original)
     root = working_folder(original.file)
-    take_values(original, root)
-    loaded = resolve_taken(original)
+    accelerate = accelerate_of(original, root)
+    take_values(original, read_there(original, accelerate), root)
     beside = output and output.with_suffix(".datasets.json")
-    datasets = take_datasets(original, loaded, root, beside)
-    if datasets is not None:
-        loaded = resolve_taken(original)
+    with after_what_is_lost(original, partial):
+        loaded = resolve_taken(original, accelerate)
+        datasets = take_datasets(original, loaded, root, beside)
+        if datasets is not None:
+            loaded = resolve_taken(original, accelerate)
     text, count, changed = write_toml(original, loaded, root)
     written = [output] if output else []
     if datasets is not None and datasets.is_changed and beside:
@@ -93,33 +112,78 @@ def import_run(path: Path, output: Path | None, force: bool) -> None:
     if output is not None:
         names = " and ".join(map(str, written))
         verb = "are" if len(written) > 1 else "is"
-        Report().say(f"{names} {verb} written: `simpletuner train --config={output}` starts the run")
+        starts = "starts what is left of the run" if lost_of(original.left_out) else "starts the run"
+        Report().say(f"{names} {verb} written: `simpletuner train --config={output}` {starts}")
 
 
-def resolve_taken(original: Original) -> Loaded:
+def check_model(original: Original) -> None:
+    """Raise SettingsError for a model that cannot be trained, before anything else that a file of it asks for."""
+    given = {setting_of(each): each for each in reversed(original.values)}
+    if "model_family" not in given or "model_families" in given:
+        return  # what is missing is said with the rest
+    names = [name for name in MODEL if name in given and isinstance(given[name].value, str)]
+    values = {name: translate(given[name], There({}))[0].value for name in names}
+    with naming_places({name: Origin(given[name].place, given[name].value) for name in names}, *MODEL[:2]):
+        check_trainable(Model(**values))
+
+
+def lost_of(left_out: Sequence[LeftOut]) -> list[LeftOut]:
+    return [item for item in left_out if item.effect == "lost"]
+
+
+def refuse_another_meaning(file: Path, left_out: Sequence[LeftOut]) -> None:
+    """Raise SettingsError with all that decides what is trained and that this version does not have."""
+    if lost := lost_of(left_out):
+        mistakes = [Mistake(item.name, item.reason, item.place, shown_value(item.name, item.value)) for item in lost]
+        what = "\n  ".join(map(str, lost))
+        message = f"{file} asks for what this version does not do, so a run would train something else:\n  {what}"
+        raise SettingsError(message, PARTIAL, mistakes=mistakes)
+
+
+@contextmanager
+def after_what_is_lost(original: Original, partial: bool) -> Iterator[None]:
+    """Raise what the block raises after all that is lost, which decides first, or what is lost alone."""
+    errors: list[SettingsError] = []
+    with collect_error(errors):
+        yield
+    if not partial:
+        with collect_error(before := []):
+            refuse_another_meaning(original.file, original.left_out)
+        errors = [*before, *errors]
+    if errors:
+        raise errors[0] if len(errors) == 1 else join_errors(errors)
+
+
+def accelerate_of(original: Original, root: Path) -> list[Source]:
+    """Return what the accelerate file says that a file of the original names."""
+    named = next((each.value for each in original.values if is_accelerate_config(each.name) and each.value), None)
+    return from_accelerate(relocated(named, root), {}) if named else []
+
+
+def resolve_taken(original: Original, accelerate: Sequence[Source]) -> Loaded:
     """Return the settings that were taken, after leaving out optional ones that contradict others.
 
     Raises SettingsError for what cannot be run.
     """
     while True:
         try:
-            return resolve_all(original)
+            return resolve_all(original, accelerate)
         except SettingsError as error:
-            optional = [
-                mistake
-                for mistake in error.mistakes
-                if mistake.setting in original.taken
-                and (SECTION_OF.get(mistake.setting) in OPTIONAL or mistake.setting in ALSO_OPTIONAL)
-            ]
-            if not optional:
+            dropped = [mistake for mistake in error.mistakes if mistake.setting in original.taken and can_drop(mistake)]
+            if not dropped:
                 raise
-            for mistake in optional:
-                original.drop(mistake.setting, mistake.message)
+            for mistake in dropped:
+                is_lost = mistake.setting == "lr_warmup_steps"
+                original.drop(mistake.setting, mistake.message, "lost" if is_lost else "look")
 
 
-def resolve_all(original: Original) -> Loaded:
-    named = original.taken.get(ACCELERATE_CONFIG)
-    accelerate = from_accelerate(named.value.value, {}) if named else []
+def can_drop(mistake: Mistake) -> bool:
+    """Whether the setting of a mistake can be left out: it does not change what is trained, or is counted as lost."""
+    name = mistake.setting
+    return SECTION_OF.get(name) in OPTIONAL or name in ONLY_FASTER or name == "lr_warmup_steps"
+
+
+def resolve_all(original: Original, accelerate: Sequence[Source]) -> Loaded:
     _, own = sources_of(original, {})
     loaded = check_runnable(resolve([*accelerate, own]))
     values = settings_as_json(loaded)
@@ -165,7 +229,10 @@ def write(output: Path | None, text: str) -> None:
 
 
 def report_left_out(taken: str, left_out: Sequence[LeftOut]) -> None:
-    report, looks = Report(), [item for item in left_out if item.needs_look]
+    report, lost = Report(), lost_of(left_out)
+    looks = [item for item in left_out if item.effect == "look"]
     need = f"{len(looks)} need{'s' * (len(looks) == 1)} a look"
-    report.say(f"{taken}; {len(left_out) - len(looks)} left out without effect; {need}")
+    idle = len(left_out) - len(looks) - len(lost)
+    report.say(f"{taken}; {idle} left out without effect; {need}{f'; {len(lost)} lost' if lost else ''}")
+    report.warn_all(f"lost: {item}" for item in lost)
     report.warn_all(map(str, looks))
