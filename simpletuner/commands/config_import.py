@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from simpletuner.commands.import_trainer import DATASETS, import_their_datasets, import_their_run, other_trainer
+from simpletuner.commands.import_writing import (
+    after_what_is_lost,
+    as_json,
+    beside_of,
+    refuse_another_meaning,
+    report_left_out,
+    write,
+    write_run,
+)
 from simpletuner.data.dataset_file import read_entries
 from simpletuner.data.original_datasets import ImportedDatasets, import_datasets
-from simpletuner.errors import Mistake, SettingsError, collect_error, join_errors
+from simpletuner.errors import Mistake, SettingsError
 from simpletuner.models.registry import check_trainable
 from simpletuner.models.support import check_runnable
-from simpletuner.report import CONTROLS, Report
+from simpletuner.report import Report
 from simpletuner.settings.config_files import CONFIG_ENV
-from simpletuner.settings.errors import shown_value
 from simpletuner.settings.file_entries import NotParsed
 from simpletuner.settings.formats import read_text
 from simpletuner.settings.loading import Loaded, resolve, settings_as_json
 from simpletuner.settings.original_import import (
-    LeftOut,
     Original,
     first_existing,
     read_original,
@@ -31,22 +37,20 @@ from simpletuner.settings.original_import import (
     take_values,
     working_folder,
 )
-from simpletuner.settings.original_toml import MARK, sources_of, write_toml
+from simpletuner.settings.original_toml import MARK, sources_of
 from simpletuner.settings.original_translation import There, translate
+from simpletuner.settings.other_trainers import is_dataset_file
 from simpletuner.settings.places import naming_places
 from simpletuner.settings.raw_values import Source
 from simpletuner.settings.sections import SECTION_OF, Data, Model
 from simpletuner.settings.sources import Origin, from_accelerate, is_accelerate_config
 from simpletuner.settings.variables import from_env_file
-from simpletuner.system.numbers import count_noun
-from simpletuner.system.output_file import refuse_overwriting, save
+from simpletuner.system.output_file import refuse_overwriting
 
-DATASETS = "data_backend_config"
 MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path")
 OPTIONAL = ("validation", "logging", "compile")
 """Sections that do not change what is trained: settings of theirs that cannot be run are left out."""
 ONLY_FASTER = ("fuse_qkv_projections",)
-PARTIAL = "--partial writes what is left, with these as comments; what is trained then is not what the file asks for"
 
 
 def import_files(path: Path, output: Path | None, force: bool, partial: bool = False) -> None:
@@ -57,13 +61,19 @@ def import_files(path: Path, output: Path | None, force: bool, partial: bool = F
     head = "" if path.is_dir() else first_text(path)
     if head.startswith(f"# {MARK}"):
         raise SettingsError(f"{path} is imported already: there is nothing to do", f"simpletuner train --config={path}")
-    is_list = head.startswith("[") and path.suffix.lower() == ".json"
+    trainer, values = other_trainer(path)
+    is_list = (head.startswith("[") and path.suffix.lower() == ".json") or is_dataset_file(values)
     suffix = ".json" if is_list else ".toml"
     if output is not None:
         if output.suffix != suffix:
             raise SettingsError(f"{output}: a {suffix} file is written", f"name it {output.with_suffix(suffix)}")
         refuse_overwriting(output, force)
-    (import_dataset_file if is_list else import_run)(path, output, force, partial)
+    if trainer and is_list:
+        import_their_datasets(path, values, output, partial)
+    elif trainer:
+        import_their_run(path, values, trainer, output, force, partial)
+    else:
+        (import_dataset_file if is_list else import_run)(path, output, force, partial)
 
 
 def first_text(path: Path) -> str:
@@ -93,27 +103,15 @@ def import_run(path: Path, output: Path | None, force: bool, partial: bool) -> N
     root = working_folder(original.file)
     accelerate = accelerate_of(original, root)
     take_values(original, read_there(original, accelerate), root)
-    beside = output and output.with_suffix(".datasets.json")
+    beside = output and beside_of(output)
     with after_what_is_lost(original, partial):
         loaded = resolve_taken(original, accelerate)
         datasets = take_datasets(original, loaded, root, beside)
         if datasets is not None:
             loaded = resolve_taken(original, accelerate)
-    text, count, changed = write_toml(original, loaded, root)
-    written = [output] if output else []
-    if datasets is not None and datasets.is_changed and beside:
-        refuse_overwriting(beside, force)
-        write(beside, as_json(datasets))
-        written.insert(0, beside)
-    write(output, text)
-    report_left_out(f"{original.file}: {count_noun(count, 'setting')}, {changed} with a remark", original.left_out)
+    write_run(original, loaded, datasets, root, output, force)
     if Path(CONFIG_ENV).is_file() and from_env_file(Path(CONFIG_ENV)).values:
         Report().warn(f"{CONFIG_ENV} is read by every run in this folder: leave only variables of other programs in it")
-    if output is not None:
-        names = " and ".join(map(str, written))
-        verb = "are" if len(written) > 1 else "is"
-        starts = "starts what is left of the run" if lost_of(original.left_out) else "starts the run"
-        Report().say(f"{names} {verb} written: `simpletuner train --config={output}` {starts}")
 
 
 def check_model(original: Original) -> None:
@@ -125,33 +123,6 @@ def check_model(original: Original) -> None:
     values = {name: translate(given[name], There({}))[0].value for name in names}
     with naming_places({name: Origin(given[name].place, given[name].value) for name in names}, *MODEL[:2]):
         check_trainable(Model(**values))
-
-
-def lost_of(left_out: Sequence[LeftOut]) -> list[LeftOut]:
-    return [item for item in left_out if item.effect == "lost"]
-
-
-def refuse_another_meaning(file: Path, left_out: Sequence[LeftOut]) -> None:
-    """Raise SettingsError with all that decides what is trained and that this version does not have."""
-    if lost := lost_of(left_out):
-        mistakes = [Mistake(item.name, item.reason, item.place, shown_value(item.name, item.value)) for item in lost]
-        what = "\n  ".join(map(str, lost))
-        message = f"{file} asks for what this version does not do, so a run would train something else:\n  {what}"
-        raise SettingsError(message, PARTIAL, mistakes=mistakes)
-
-
-@contextmanager
-def after_what_is_lost(original: Original, partial: bool) -> Iterator[None]:
-    """Raise what the block raises after all that is lost, which decides first, or what is lost alone."""
-    errors: list[SettingsError] = []
-    with collect_error(errors):
-        yield
-    if not partial:
-        with collect_error(before := []):
-            refuse_another_meaning(original.file, original.left_out)
-        errors = [*before, *errors]
-    if errors:
-        raise errors[0] if len(errors) == 1 else join_errors(errors)
 
 
 def accelerate_of(original: Original, root: Path) -> list[Source]:
@@ -186,7 +157,7 @@ def can_drop(mistake: Mistake) -> bool:
 def resolve_all(original: Original, accelerate: Sequence[Source]) -> Loaded:
     _, own = sources_of(original, {})
     loaded = check_runnable(resolve([*accelerate, own]))
-    values = settings_as_json(loaded)
+    values = settings_as_json(loaded)  # which of the original's defaults count depends on the others
     defaults, own = sources_of(original, {name: values[name] for name in loaded.origins})
     return check_runnable(resolve([defaults, *accelerate, own]))
 
@@ -213,26 +184,3 @@ def take_datasets(original: Original, loaded: Loaded, root: Path, new: Path | No
     value = replace(taken.value, value=taken.given.value if is_same else str(path))
     original.taken[DATASETS] = replace(taken, value=value)
     return datasets
-
-
-def as_json(datasets: ImportedDatasets) -> str:
-    return json.dumps(datasets.entries, indent=2, ensure_ascii=False) + "\n"
-
-
-def write(output: Path | None, text: str) -> None:
-    """Write TOML or JSON to a file or to stdout, with control characters escaped as both formats have it."""
-    text = CONTROLS.sub(lambda control: f"\\u{ord(control[0]):04x}", text)
-    if output is None:
-        Report().text(text)
-    else:
-        save(output, text)
-
-
-def report_left_out(taken: str, left_out: Sequence[LeftOut]) -> None:
-    report, lost = Report(), lost_of(left_out)
-    looks = [item for item in left_out if item.effect == "look"]
-    need = f"{len(looks)} need{'s' * (len(looks) == 1)} a look"
-    idle = len(left_out) - len(looks) - len(lost)
-    report.say(f"{taken}; {idle} left out without effect; {need}{f'; {len(lost)} lost' if lost else ''}")
-    report.warn_all(f"lost: {item}" for item in lost)
-    report.warn_all(map(str, looks))

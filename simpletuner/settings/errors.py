@@ -52,8 +52,9 @@ class InvalidSettings(SettingsError):
         invalid: frozenset[str],
         origins: Mapping[str, Origin],
         mistakes: Sequence[Mistake],
+        hint: str = "",
     ) -> None:
-        super().__init__(hint="`--help` lists every setting with its type", mistakes=mistakes)
+        super().__init__(hint=hint or "`--help` lists every setting with its type", mistakes=mistakes)
         self.settings = settings
         self.invalid = invalid
         """Names of settings that are at their default instead."""

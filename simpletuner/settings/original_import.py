@@ -32,6 +32,7 @@ from simpletuner.settings.original_translation import (
     translate,
     unread,
 )
+from simpletuner.settings.other_trainers import TranslatedFile
 from simpletuner.settings.raw_values import RawValue, Source, raw_value
 from simpletuner.settings.sections import SECTION_OF, setting_fields
 from simpletuner.settings.sources import (
@@ -110,9 +111,10 @@ class Original:
     left_out: list[LeftOut] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
     taken: dict[str, Taken] = field(default_factory=dict)
-
     own: list[RawValue] = field(default_factory=list)
     """Values that the original trains with where its file says nothing."""
+    is_simpletuner: bool = True
+    """Whether it is a file of the original SimpleTuner, not of another trainer."""
 
     def leave_out(self, given: RawValue, reason: str, effect: Effect = "look") -> None:
         self.left_out.append(LeftOut(given.name, given.as_written, given.place, without_advice(reason), effect))
@@ -250,6 +252,22 @@ def take_or_leave(given: RawValue, there: There, original: Original, root: Path)
     is_same = same_value(name, before.value.value, taken.value.value)
     said = "the same" if is_same else shorten(before.given.as_written)
     original.leave_out(given, f"{before.given.name} ({before.given.place}) says {said}", "none" if is_same else "look")
+
+
+def take_translated(original: Original, found: TranslatedFile, trainer: str) -> None:
+    """Take what another trainer's file means here; what has another value there is left out, as lost."""
+    place = str(original.file)
+    original.own = [
+        RawValue(name, value, f"{trainer} has it") for name, value in found.own.items() if value is not None
+    ]
+    original.left_out += [LeftOut(name, value, place, reason, "lost") for name, value, reason in found.lost]
+    original.left_out += [LeftOut(name, value, place, reason, "none") for name, value, reason in found.idle]
+    for setting, name, written, value in found.settings:
+        given = RawValue(name, written, place)
+        try:
+            original.taken[setting] = Taken(given, check_value(setting, RawValue(setting, value, place)))
+        except NotTaken as reason:
+            original.leave_out(given, str(reason), effect_of(setting))
 
 
 def same_value(setting: str, one: Any, other: Any) -> bool:

@@ -13,7 +13,7 @@ from simpletuner.settings.export import toml_value
 from simpletuner.settings.loading import Loaded, canonical_name, plain_name, settings_as_json
 from simpletuner.settings.original import OPTIMIZERS
 from simpletuner.settings.original_import import Effect, Original, same_value
-from simpletuner.settings.original_warnings import MEANINGS, defaults_there
+from simpletuner.settings.original_warnings import defaults_there
 from simpletuner.settings.raw_values import RawValue, Source
 from simpletuner.settings.sources import ACCELERATE_CONFIG
 from simpletuner.settings.spelling import normalize_name
@@ -31,7 +31,7 @@ def sources_of(original: Original, values: Mapping[str, Any]) -> list[Source]:
     own = {each.name: each for each in original.own}
     defaults = [
         own.get(name) or RawValue(name, theirs, THEIR_DEFAULT)
-        for name, theirs in {**defaults_there(values), **own}.items()
+        for name, theirs in {**(defaults_there(values) if original.is_simpletuner else {}), **own}.items()
         if name not in known and theirs != "none"
     ]
     taken = [taken.value for name, taken in original.taken.items() if name != ACCELERATE_CONFIG]
@@ -79,9 +79,6 @@ def remarks_about(name: str, value: Any, original: Original, loaded: Loaded) -> 
         reasons.append(origin.reason if origin else "")
         there = f"{taken.given.name.lstrip('-')} = {shorten(taken.given.as_written)} there"
         yield ": ".join(filter(None, [there, *reasons]))
-    given = {setting: other.given.value for setting, other in original.taken.items()}
-    given |= {normalize_name(item.name): item.value for item in original.left_out}
-    yield from (meaning.text for meaning in MEANINGS if meaning.setting == name and meaning.holds(given))
 
 
 def remark_lines(original: Original) -> Iterator[str]:
