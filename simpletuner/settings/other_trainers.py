@@ -85,13 +85,6 @@ def schedule_here(value: Any) -> str:
     return name
 
 
-def whole(value: Any) -> Any:
-    """Return a number of steps. Raises ValueError for a share of them."""
-    if isinstance(value, float) and value != int(value):
-        raise ValueError("write steps, not a share of them")
-    return value
-
-
 def only(*meant: Any) -> Callable[[Any], None]:
     """Accept the values with which a name asks for what happens here anyway. Raises ValueError for others."""
 
@@ -112,7 +105,7 @@ KOHYA_NAMES: dict[str, tuple[str, SAME | None]] = {
     "unet_lr": ("learning_rate", None),
     "optimizer_type": ("optimizer", optimizer_here),
     "lr_scheduler": ("lr_scheduler", schedule_here),
-    "lr_warmup_steps": ("lr_warmup_steps", whole),
+    "lr_warmup_steps": ("lr_warmup_steps", None),
     "max_train_steps": ("max_train_steps", None),
     "max_train_epochs": ("num_train_epochs", None),
     "train_batch_size": ("train_batch_size", None),

@@ -158,7 +158,6 @@ def test_diffusion_pipe_becomes_a_run_of_ours(run):
         ("min_snr_gamma = 5", "noise_offset = 0.1", "noise_offset = 0.1 "),
         ('"AdamW8bit"', '"Prodigy"', "does not have this optimizer"),
         ('"cosine"', '"cosine_with_restarts"', "does not have this schedule"),
-        ("lr_warmup_steps = 10", "lr_warmup_steps = 0.1", "write steps"),
         ("weight_decay=0.1", "decouple=True", "decouple=True"),
         ('dataset_config = "data.toml"', 'train_data_dir = "d"', "[[datasets.subsets]]"),
         ('"bf16"', '"fp16"', "mixed_precision = 'fp16' "),
