@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from simpletuner.models.registry import flavour_of
+from simpletuner.models.registry import TINY, flavour_of, load_preset
 from simpletuner.settings.sections import Model
 
 DENOISERS = ("transformer", "unet")
@@ -22,10 +22,19 @@ def parameters_of(model: Model) -> tuple[int, str] | None:
         folder = next((base / name for name in DENOISERS if (base / name).is_dir()), base)
         count = sum(map(parameters_in, weights_of_variant(folder.glob("*.safetensors"), model.variant)))
         return (count, f"counted in {folder}") if count else None
+    preset = load_preset(model.model_family)
+    if model.model_flavour == TINY and preset and preset.tiny_parameters:
+        return preset.tiny_parameters, f"those of the tiny {model.model_family}"
     flavour = flavour_of(model)
     if flavour is None or flavour.architecture.parameters is None:
         return None
     return flavour.architecture.parameters, f"as published for {model.model_family}"
+
+
+def copied_bytes(base: Path) -> int:
+    """Return the bytes of weights that an exported pipeline copies from a base model: all but the denoiser's."""
+    files = [path for path in base.glob("*/*.safetensors") if path.parent.name not in DENOISERS and path.is_file()]
+    return sum(path.stat().st_size for path in files)
 
 
 def weights_of_variant(files: Iterable[Path], variant: str | None) -> list[Path]:

@@ -76,6 +76,8 @@ class Preset:
     """Width of one latent cell in px."""
     loads_lora: bool = True
     """Whether diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""
+    tiny_parameters: int = 0
+    """Parameters of the flavour `tiny`, which is built where it is used."""
     order: float = float("inf")
     """Where the family stands in lists; without a number it comes last."""
 
