@@ -11,6 +11,7 @@ from pathlib import Path
 from simpletuner.checkpoints.export import base_files, check_export
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import CheckpointDamaged, Checksums, Verification
+from simpletuner.data.permutation import hash_key
 from simpletuner.data.prefetch import RankSlice, prefetch
 from simpletuner.errors import explain_system_errors
 from simpletuner.launch.launcher_connection import connect_to_launcher
@@ -266,7 +267,7 @@ def build_trainer(
         checkpoint_every=settings.checkpoints.checkpoint_step_interval,
         max_grad_norm=settings.optimizer.max_grad_norm,
         dtype=compute_dtype(settings),
-        seed=training.seed,
+        dropout_seed=hash_key(training.seed, "dropout", mesh.data_rank),
         profiler=open_profiler(session),
         durations=durations,
     )

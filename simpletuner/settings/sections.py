@@ -9,12 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, JsonValue
+from pydantic import AfterValidator, JsonValue, model_validator
 from pydantic.fields import FieldInfo
 
 from simpletuner.settings.hosts import check_host, check_repository, check_url
 from simpletuner.settings.image_sizes import normalize_sizes
 from simpletuner.settings.knob import Section, knob
+from simpletuner.settings.optimizer_defaults import with_own_defaults
 from simpletuner.settings.placeholders import OF_A_RUN, only_placeholders
 from simpletuner.settings.spelling import normalize_name
 from simpletuner.settings.step_ranges import normalize_step_range
@@ -149,10 +150,12 @@ class Optimizer(Section):
     lr_end: float = knob(0.0, "Learning rate that linear, cosine and polynomial reach when the run ends.", ge=0, aliases=("learning_rate_end",))
     lr_power: float = knob(1.0, "Exponent of the polynomial schedule.", gt=0)
     adam_beta1: float = knob(0.9, "Decay of the first moment.", ge=0, lt=1)
-    adam_beta2: float = knob(0.999, "Decay of the second moment.", ge=0, lt=1)
+    adam_beta2: float = knob(0.999, "Decay of the second moment; 0.99 for Lion unless set.", ge=0, lt=1)
     adam_epsilon: float = knob(1e-8, "Added to the denominator.", gt=0)
-    adam_weight_decay: float = knob(0.01, "Decoupled weight decay.", ge=0)
+    adam_weight_decay: float = knob(0.01, "Decoupled weight decay; 0 for Adam, Adagrad and Adafactor unless set.", ge=0)
     max_grad_norm: float = knob(2.0, "Scale gradients down to this global norm; 0 turns it off.", ge=0)
+
+    add_own_defaults = model_validator(mode="before")(with_own_defaults)
 
 
 class ObjectiveSettings(Section):

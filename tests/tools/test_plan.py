@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import planning
@@ -120,6 +121,33 @@ def test_engines_hold_what_is_estimated(run_on, pipelines, tmp_path):
     for name, pairs in run_on(planning.held_in_turn, 2, base, ENGINES).items():
         for held, estimated in pairs:
             assert held == pytest.approx(estimated, rel=0.05), name
+
+
+SAVED = [
+    *("whole", "ema whole", "split whole", "lora whole", "muon lora whole", "adafactor lora whole"),
+    *(f"{name} whole" for name in ("adam", "adagrad", "lion", "adafactor", "muon", "adamw_schedulefree")),
+    *(f"{name} fsdp2" for name in ("adafactor", "muon", "ema adamw_schedulefree", "ema split")),
+    *(["lion zero1", "ema zero3"] if find_spec("deepspeed") else []),
+]
+
+
+def test_every_optimizer_holds_and_writes_what_is_estimated(run_on, arguments_of):
+    found = run_on(planning.saved_in_turn, 2, arguments_of("sdxl"), SAVED)
+    for name, pairs in found.items():
+        for kind, (real, estimated) in pairs.items():
+            assert estimated == pytest.approx(real, rel=0.05), f"{name}: {kind}"
+    assert len(found) == len(SAVED)
+
+
+@pytest.mark.parametrize("flags", [["--optimizer=muon"], ["--use_ema"], ["--model_type=lora", "--lora_rank=64"]])
+def test_nfs_check_needs_what_plan_counts(flags, run, pipelines, tmp_path, capsys):
+    flags = [*flags, f"--pretrained_model_name_or_path={pipelines('sdxl')}", "--max_train_steps=700", "--json"]
+    run(*flags)
+    planned = json.loads(capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        main(["nfs", "check", "--nodes=1", "--model_family=sdxl", f"--path={tmp_path}", *flags])
+    (space,) = (each for each in json.loads(capsys.readouterr().out)["checks"] if each["check"] == "space")
+    assert space["values"]["need_bytes"] == planned["disk_bytes"] > 2 * planned["checkpoint_bytes"]
 
 
 def plan_of(settings, bytes_by_batch: float, seconds: float) -> RunPlan:

@@ -16,7 +16,8 @@ from simpletuner.settings.export import as_flags, format_command
 from simpletuner.settings.knob import kind_of
 from simpletuner.settings.sections import Model, setting_fields
 from simpletuner.settings.spelling import as_text
-from simpletuner.system.files import read_file, write_file
+from simpletuner.system.files import write_file
+from simpletuner.system.regular_files import read_file
 from simpletuner.training.image_files import read_info
 from simpletuner.training.metrics_reader import METRICS, read_columns
 from simpletuner.training.output_dir import pipelines_of
