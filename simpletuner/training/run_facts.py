@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from simpletuner.data.dataset_kinds import ImageDataset, LocalImages
 from simpletuner.preparation import Plan
 from simpletuner.settings import Loaded
-from simpletuner.settings.errors import is_secret
 from simpletuner.settings.explain import ExplainedSetting, explain_settings
 from simpletuner.settings.export import as_flags, format_command
 from simpletuner.training.metrics_reader import MetricColumns
@@ -51,7 +50,7 @@ class RunFacts:
 
 def facts_of(loaded: Loaded, rows: Rows, plan: Plan) -> RunFacts:
     """Return the facts of a run; `rows` are those of its first table."""
-    settings = list(changed_settings(loaded))
+    settings = [each for each in explain_settings(loaded) if each.value != each.default]
     words = ["simpletuner", "train", *as_flags({each.name: each.value for each in settings})]
     return RunFacts(
         name=loaded.settings.training.output_dir.absolute().name,
@@ -62,13 +61,6 @@ def facts_of(loaded: Loaded, rows: Rows, plan: Plan) -> RunFacts:
         settings=settings,
         command=format_command(words),
     )
-
-
-def changed_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
-    """Yield the settings that are not at their default; of secrets, such as an address to post to, no value."""
-    for setting in explain_settings(loaded):
-        if setting.value != setting.default:
-            yield replace(setting, value="...") if is_secret(setting.name) else setting
 
 
 def dataset_facts(dataset: ImageDataset, images: int) -> DatasetFacts:
