@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import engines
 import pytest
 import torch
 from conftest import base
@@ -127,6 +128,8 @@ def test_regularisation_data_is_trained_towards_the_base_model_on_any_number_of_
     assert run("alone", "alone", 4).losses == [0, 0, 0, 0], "B is 0, so the base model is what there is"
     mixed = run("mixed", "mixed", 4, "--gradient_accumulation_steps=2")
     assert all(loss > 0 for loss in mixed.losses)
+    back = run("alone", "back", 4, f"--lora_init={mixed.output / FILE}", "--max_train_steps=12").losses
+    assert back[0] > 5 * max(back[-4:]) > 0, "what the adapter adds is unlearnt"
     shared = run("mixed", "shared", 2, "--gradient_accumulation_steps=2", world=2)
     assert shared.losses == pytest.approx(mixed.losses, rel=1e-5)
     refused = " ".join(run("alone", "full", 4, "--model_type=full", code=2).said.split())
@@ -143,3 +146,16 @@ def test_the_base_is_held_in_int8(flux, shapes, train, tmp_path):
     assert "frozen in int8" in " ".join(run.said.split())
     assert run.losses != exact.losses
     assert run.losses == pytest.approx(exact.losses, rel=2e-2)
+
+
+def test_dropout_differs_between_ranks_steps_and_seeds_but_not_within_a_sequence(starter, flux, shapes, tmp_path):
+    arguments = {"family": "flux", "base": str(flux), "pictures": str(shapes), "folder": str(tmp_path)}
+    cases = {"whole": ("whole", 42), "again": ("whole", 42), "above": ("whole", 42 + (1 << 32)), "cp2": ("cp2", 42)}
+    run = starter.start(engines.dropout_in_turn, 2, arguments, cases, str(tmp_path / "report"))
+    assert run.wait(300) == [0, 0], run.said
+    drawn = json.loads((tmp_path / "report").read_text())
+    assert drawn["whole"] == drawn["again"]
+    one, other = zip(*drawn["cp2"], strict=True)
+    assert one == other == tuple(first for first, _ in drawn["whole"])
+    alone = [tuple(rank) for name in ("whole", "above") for step in drawn[name] for rank in step]
+    assert len(alone) == len(set(alone)) == 8
