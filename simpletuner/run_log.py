@@ -18,7 +18,8 @@ MOST_KEPT = 1000
 """Records that are kept before it is known where to write."""
 
 LOG = "log.txt"
-APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags for appending to a run's own files: symbolic links are not followed, and a FIFO is not waited for."""
 
 
 class RunLog(logging.Handler):

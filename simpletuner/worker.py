@@ -12,6 +12,7 @@ from pathlib import Path
 from simpletuner.checkpoints.export import base_files, check_export
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import CheckpointDamaged, Checksums, Verification
+from simpletuner.data.permutation import hash_key
 from simpletuner.data.prefetch import RankSlice, prefetch
 from simpletuner.errors import explain_system_errors
 from simpletuner.launch.launcher_connection import connect_to_launcher
@@ -187,7 +188,7 @@ def fine_tune_on(
             with trainer.durations.timed(EXPORTING):
                 export(session, family, state)
             trainer.durations.write()
-            write_cards(session, facts)
+            write_cards(session, family, facts)
 
 
 def start_base_checksums(
@@ -267,7 +268,7 @@ def build_trainer(
         checkpoint_every=settings.checkpoints.checkpoint_step_interval,
         max_grad_norm=settings.optimizer.max_grad_norm,
         dtype=compute_dtype(settings),
-        seed=training.seed,
+        dropout_seed=hash_key(training.seed, "dropout", mesh.data_rank),
         profiler=open_profiler(session),
         durations=durations,
     )

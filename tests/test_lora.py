@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import engines
 import pytest
 import torch
 from conftest import base
@@ -145,3 +146,16 @@ def test_the_base_is_held_in_int8(flux, shapes, train, tmp_path):
     assert "frozen in int8" in " ".join(run.said.split())
     assert run.losses != exact.losses
     assert run.losses == pytest.approx(exact.losses, rel=2e-2)
+
+
+def test_dropout_differs_between_ranks_steps_and_seeds_but_not_within_a_sequence(starter, flux, shapes, tmp_path):
+    arguments = {"family": "flux", "base": str(flux), "pictures": str(shapes), "folder": str(tmp_path)}
+    cases = {"whole": ("whole", 42), "again": ("whole", 42), "above": ("whole", 42 + (1 << 32)), "cp2": ("cp2", 42)}
+    run = starter.start(engines.dropout_in_turn, 2, arguments, cases, str(tmp_path / "report"))
+    assert run.wait(300) == [0, 0], run.said
+    drawn = json.loads((tmp_path / "report").read_text())
+    assert drawn["whole"] == drawn["again"]
+    one, other = zip(*drawn["cp2"], strict=True)
+    assert one == other == tuple(first for first, _ in drawn["whole"])
+    alone = [tuple(rank) for name in ("whole", "above") for step in drawn[name] for rank in step]
+    assert len(alone) == len(set(alone)) == 8

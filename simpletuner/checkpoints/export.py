@@ -24,7 +24,8 @@ from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World
 from simpletuner.system.checksums import is_intact, with_checksum
-from simpletuner.system.files import read_file, replace_folder, unfinished_path, write_json
+from simpletuner.system.files import replace_folder, unfinished_path, write_json
+from simpletuner.system.regular_files import read_file
 
 FINISHED = "simpletuner.json"
 """In an exported pipeline: after how many steps it was written, with size and checksum of every file; written last."""

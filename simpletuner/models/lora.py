@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from simpletuner.data.permutation import hash_key
 from simpletuner.errors import SettingsError
 from simpletuner.settings.errors import nearest
 from simpletuner.settings.sections import Settings
@@ -87,7 +88,8 @@ class Adapter:
             r=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=list(self.modules)
         )
         is_meta = next(model.parameters()).is_meta
-        torch.default_generator.manual_seed(self.seed)
+        # Hashed: on a CPU torch's generator keeps the lower 32 bits of a seed only.
+        torch.default_generator.manual_seed(hash_key(self.seed, "lora"))
         inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=is_meta)
         trained = {file_name(name): each for name, each in model.named_parameters() if is_adapter(name)}
         for each in trained.values():

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from simpletuner.errors import EnvironmentNotReady, without_errno
-from simpletuner.system.files import read_file
+from simpletuner.system.regular_files import read_file
 
 RAISED = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from simpletuner.models.registry import flavour_of
+from simpletuner.models.registry import flavour_of, tiny_architecture
 from simpletuner.settings.sections import Model
 
 DENOISERS = ("transformer", "unet")
@@ -22,6 +22,8 @@ def parameters_of(model: Model) -> tuple[int, str] | None:
         folder = next((base / name for name in DENOISERS if (base / name).is_dir()), base)
         count = sum(map(parameters_in, weights_of_variant(folder.glob("*.safetensors"), model.variant)))
         return (count, f"counted in {folder}") if count else None
+    if (tiny := tiny_architecture(model)) is not None and tiny.parameters is not None:
+        return tiny.parameters, f"of {tiny.source}"
     flavour = flavour_of(model)
     if flavour is None or flavour.architecture.parameters is None:
         return None

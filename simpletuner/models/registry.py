@@ -5,6 +5,7 @@ Each built-in family is one file, `presets/<family>.toml`: the import path of it
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ ENTRY_POINTS = "simpletuner.families"
 """Where installed packages register families: name = "package.module:ClassName"."""
 
 PRESETS = Path(__file__).parent / "presets"
+TINY_ARCHITECTURES = Path(__file__).parent / "tiny" / "architectures.json"
+"""The denoisers of tiny models by family. Generated: only building one, with torch, would tell."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,14 @@ def check_heads(name: str, heads: int, parallel: Parallel) -> None:
             f"divided by context_parallel_size = {size}",
             f"sizes that would do are {sizes}; context_parallel_comm_strategy=allgather takes any",
         )
+
+
+def tiny_architecture(model: Model) -> Architecture | None:
+    """The denoiser of a built-in family's tiny model, where settings mean that."""
+    if model.model_flavour != TINY or model.pretrained_model_name_or_path:
+        return None
+    entry = json.loads(TINY_ARCHITECTURES.read_text(encoding="utf-8")).get(model.model_family)
+    return Architecture(**entry, source=f"the tiny {model.model_family}") if entry else None
 
 
 def check_model(model: Model) -> None:

@@ -15,6 +15,7 @@ from simpletuner.settings.explain import because
 from simpletuner.settings.export import field_value
 from simpletuner.settings.knob import bounds_of, extra_of, kind_of, shown_default, type_name
 from simpletuner.settings.loading import NO_ORIGIN
+from simpletuner.settings.optimizer_defaults import own_defaults
 from simpletuner.settings.sections import SECTIONS, setting_fields
 from simpletuner.settings.spelling import SWITCHES, choices_of, normalize_value
 
@@ -126,7 +127,8 @@ def placeholder_of(name: str, examined: Examined) -> str:
     weaker = origin.outranks[0] if origin.outranks else None
     if weaker is not None and not is_secret(name):
         return shown_value(weaker.given)
-    return shown_default(setting_fields()[name])
+    own = own_defaults(examined.settings.optimizer.optimizer)
+    return shown_value(own[name]) if name in own else shown_default(setting_fields()[name])
 
 
 def options_of(name: str, value: str, unset: str, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:

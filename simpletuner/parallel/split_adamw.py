@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Generator, Tensor
 
+from simpletuner.data.permutation import hash_key
 from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW, zero_moments
 from simpletuner.parallel.split_state import BLOCK, QuantizedMoment, join_float32, write_float32
 
@@ -46,8 +47,9 @@ class SplitAdamW(ShardAdamW):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state.get(parameter) or self.start(parameter, 0)
         state["step"] += 1
-        # Of step and number alone: a resumed run draws the same, and so do all copies of a weight.
-        noise = Generator(parameter.device).manual_seed(state["step"] << 32 | self.numbers[parameter])
+        # Of step and number alone: a resumed run draws the same, and so do all copies of a weight. Hashed, since on a
+        # CPU torch's generator keeps the lower 32 bits of a seed only (ATen/core/MT19937RNGEngine.h).
+        noise = Generator(parameter.device).manual_seed(hash_key(state["step"], self.numbers[parameter]))
         tensors = [tensor.view(-1) for tensor in (parameter.detach(), self.remainders[parameter], gradient)]
         for start in range(0, parameter.numel(), CHUNK):
             weight, remainder, part = (tensor[start : start + CHUNK] for tensor in tensors)

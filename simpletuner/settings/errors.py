@@ -39,6 +39,8 @@ REASONS = {
 
 SECRET = re.compile(r"token(?!izer)|secret|access_key|password|webhook|notify_url", re.IGNORECASE)
 """Names of what is never shown."""
+UNKNOWN = "unknown setting"
+"""The mistake that a list of settings helps with; what is wrong with a value says what to write instead."""
 MAX_LENGTH = 80
 """Characters of a value that are shown."""
 
@@ -53,7 +55,11 @@ class InvalidSettings(SettingsError):
         origins: Mapping[str, Origin],
         mistakes: Sequence[Mistake],
     ) -> None:
-        super().__init__(hint="`--help` lists every setting with its type", mistakes=mistakes)
+        hints = (
+            "`--help` lists every setting" if each.message == UNKNOWN else each.hint * isinstance(each, BrokenRule)
+            for each in mistakes
+        )
+        super().__init__(hint=next(filter(None, hints), ""), mistakes=mistakes)
         self.settings = settings
         self.invalid = invalid
         """Names of settings that are at their default instead."""
@@ -123,6 +129,6 @@ def closest(word: str, known: Iterable[str]) -> str:
     return close[0] if close else ""
 
 
-def broken(message: str, setting: str, *others: str) -> BrokenRule:
+def broken(message: str, setting: str, *others: str, hint: str = "") -> BrokenRule:
     """A broken rule about some settings; a page shows it beside the first of them."""
-    return BrokenRule(setting, message, others=others)
+    return BrokenRule(setting, message, hint=hint, others=others)

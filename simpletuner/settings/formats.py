@@ -24,8 +24,8 @@ from simpletuner.settings.file_entries import (
     explain_parsing,
     json_mistake,
 )
-from simpletuner.system.files import read_file
 from simpletuner.system.paths import descriptor_of
+from simpletuner.system.regular_files import read_file
 
 Format = Callable[[str], Iterator[FileEntry]]
 YAML_HEAD = re.compile(r"""---|[\w"'-]+[ \t]*:(\s|$)|%YAML""")

@@ -15,9 +15,10 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from simpletuner.errors import MAX_MISTAKES, Mistake
+from simpletuner.run_log import LOG
 from simpletuner.settings.accelerate_messages import missing_ranks
 from simpletuner.settings.deepspeed.source import apply_deepspeed_config
-from simpletuner.settings.errors import InvalidSettings, did_you_mean, is_secret, shorten, to_mistake
+from simpletuner.settings.errors import UNKNOWN, InvalidSettings, did_you_mean, is_secret, shorten, to_mistake
 from simpletuner.settings.file_entries import TOO_DEEP, check_depth, reason_of
 from simpletuner.settings.formats import read_text
 from simpletuner.settings.key_table import Maps
@@ -36,7 +37,7 @@ from simpletuner.settings.sources import (
     is_equal,
     to_setting_type,
 )
-from simpletuner.settings.spelling import WORDS_FOR_NOTHING, normalize_name
+from simpletuner.settings.spelling import OTHER_NAMES, WORDS_FOR_NOTHING, normalize_name
 from simpletuner.system.paths import expand_path
 
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
@@ -161,13 +162,20 @@ def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
         return Mistake(given.name, "is neither a flag nor the value of one", given.place, hint=flag_for(given.name))
     is_variable = re.search(r"\.env:\d+$", given.place, re.IGNORECASE)
     otherwise = "set it in the shell if it is a variable of another program" if is_variable else ""
-    like = did_you_mean(given.name, setting_fields()) if may_guess else ""
-    return Mistake(given.name, "unknown setting", given.place, hint=like or otherwise)
+    like = did_you_mean(name_elsewhere(given.name) or given.name, setting_fields()) if may_guess else ""
+    return Mistake(given.name, UNKNOWN, given.place, hint=like or otherwise)
+
+
+def name_elsewhere(name: str) -> str:
+    """Return the setting that other tools call by a name; empty for a name that is not known."""
+    return next((ours for ours, theirs in OTHER_NAMES.items() if plain_name(name) in theirs.split()), "")
 
 
 def flag_for(word: str) -> str:
     """Return how a folder or a file that stands alone on a command line may be meant."""
     path = Path(word)
+    if (path / LOG).is_file():
+        return f"the folder of a run is named by --output_dir={word}"
     if path.is_dir():
         return f"a folder of images is named by --instance_data_dir={word}"
     return f"a config file is named by --config={word}" if path.is_file() else "values are written as --name=value"
@@ -274,7 +282,12 @@ def provenance(loaded: Loaded) -> str:
 def settings_as_json(loaded: Loaded) -> dict[str, Any]:
     """Return every setting by name, as `settings.json` holds them: a file that `--config` reads again."""
     dumped = loaded.settings.model_dump(mode="json")
-    return {name: dumped[section][name] for name, section in SECTION_OF.items()}
+    return {name: without_point(dumped[section][name]) for name, section in SECTION_OF.items()}
+
+
+def without_point(value: Any) -> Any:
+    """Return 64 for 64.0, as people write it; TOML cannot hold whole numbers that are very large."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53 else value
 
 
 def settings_to_share(loaded: Loaded) -> dict[str, Any]:

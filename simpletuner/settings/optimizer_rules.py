@@ -151,5 +151,8 @@ def float8_has_bf16_around_it(settings: Settings) -> Iterator[BrokenRule]:
 def warmup_ends(settings: Settings) -> Iterator[BrokenRule]:
     steps, warmup = settings.training.max_train_steps, settings.optimizer.lr_warmup_steps
     if steps is not None and warmup > steps:
-        message = f"lr_warmup_steps = {warmup} is more than max_train_steps = {steps}"
+        message = (
+            f"lr_warmup_steps = {warmup:.0f} is more than max_train_steps = {steps}: set it to {steps} or less, or "
+            "to a fraction of the run, such as 0.05"
+        )
         yield broken(message, "lr_warmup_steps", "max_train_steps")

@@ -9,12 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, JsonValue
+from pydantic import AfterValidator, JsonValue, model_validator
 from pydantic.fields import FieldInfo
 
 from simpletuner.settings.hosts import check_host, check_repository, check_url
 from simpletuner.settings.image_sizes import normalize_sizes
 from simpletuner.settings.knob import Section, knob
+from simpletuner.settings.optimizer_defaults import with_own_defaults
 from simpletuner.settings.placeholders import OF_A_RUN, only_placeholders
 from simpletuner.settings.spelling import normalize_name
 from simpletuner.settings.step_ranges import normalize_step_range
@@ -42,6 +43,13 @@ def encoding_name(name: str) -> str:
     except (LookupError, ValueError):
         raise ValueError("is no encoding that Python knows; use one such as windows-1252, shift_jis or utf-16-le") from None
     return codecs.lookup(name).name if name else ""
+
+
+def steps_or_fraction(value: float) -> float:
+    """Return a count of steps, or a fraction of a run. Raises ValueError for a count that is not whole."""
+    if value >= 1 and value != int(value):
+        raise ValueError("use a whole number of steps, or a fraction of the run below 1, such as 0.05")
+    return value
 
 
 CacheFolder = Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_RUN))]
@@ -145,14 +153,20 @@ class Optimizer(Section):
     optimizer_release_gradients: bool = knob(False, "Update each weight in the backward pass as soon as its gradient is there, and free the gradient.")
     learning_rate: float = knob(1e-5, "Peak learning rate.", gt=0)
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial"] = knob("constant", "How the learning rate changes after the warm-up.")  # fmt: skip
-    lr_warmup_steps: int = knob(0, "Optimizer steps over which the learning rate rises from 0.", ge=0)
+    lr_warmup_steps: Annotated[float, AfterValidator(steps_or_fraction)] = knob(0, "Optimizer steps over which the learning rate rises from 0; below 1: that fraction of all steps.", ge=0)
     lr_end: float = knob(0.0, "Learning rate that linear, cosine and polynomial reach when the run ends.", ge=0, aliases=("learning_rate_end",))
     lr_power: float = knob(1.0, "Exponent of the polynomial schedule.", gt=0)
     adam_beta1: float = knob(0.9, "Decay of the first moment.", ge=0, lt=1)
-    adam_beta2: float = knob(0.999, "Decay of the second moment.", ge=0, lt=1)
+    adam_beta2: float = knob(0.999, "Decay of the second moment; 0.99 for Lion unless set.", ge=0, lt=1)
     adam_epsilon: float = knob(1e-8, "Added to the denominator.", gt=0)
-    adam_weight_decay: float = knob(0.01, "Decoupled weight decay.", ge=0)
+    adam_weight_decay: float = knob(0.01, "Decoupled weight decay; 0 for Adam, Adagrad and Adafactor unless set.", ge=0)
     max_grad_norm: float = knob(2.0, "Scale gradients down to this global norm; 0 turns it off.", ge=0)
+
+    add_own_defaults = model_validator(mode="before")(with_own_defaults)
+
+    def warmup_steps(self, max_steps: int) -> int:
+        """Return the steps of the warm-up in a run of so many."""
+        return round(self.lr_warmup_steps * (max_steps if self.lr_warmup_steps < 1 else 1))
 
 
 class ObjectiveSettings(Section):

@@ -19,7 +19,7 @@ from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.accelerate import default_file, map_file, read_file
 from simpletuner.settings.accelerate_launch import launched_entries
 from simpletuner.settings.accelerate_messages import mistakes_of, place_of_ranks, warnings_of
-from simpletuner.settings.config_files import CONFIG_ENV, PREFIX, find_config, named_path
+from simpletuner.settings.config_files import CONFIG_CANDIDATES, CONFIG_ENV, PREFIX, find_config, named_path
 from simpletuner.settings.errors import shorten
 from simpletuner.settings.file_entries import FileEntry, file_place
 from simpletuner.settings.formats import read_entries, suffix_of
@@ -125,6 +125,18 @@ def collect_sources(flags: Mapping[str, Any], config: Path | None, environment: 
     chosen = pop_accelerate_config([*pairs, *files, variables, flag_source])
     accelerate = from_accelerate(chosen, environment)
     return [*from_launcher(environment), *pairs, *accelerate, *files, variables, flag_source]
+
+
+def usual_config(environment: Mapping[str, str]) -> Path:
+    """Return the config file that a run would read if no flag named one. Raises SettingsError where there is none."""
+    base = Path(CONFIG_ENV) if Path(CONFIG_ENV).is_file() else None
+    found = find_config(environment, folder_variables(base, environment) if base else {})
+    if path := found.path or found.env_file or base:
+        return path
+    raise SettingsError(
+        f"there is no {', '.join(CONFIG_CANDIDATES)} or {CONFIG_ENV}",
+        "name the file; `simpletuner config init` writes one to start from",
+    )
 
 
 def collect_from_file(path: Path) -> list[Source]:

@@ -10,9 +10,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from simpletuner.system.files import APPEND, read_file, refuse_link, write_file
+from simpletuner.run_log import APPEND
+from simpletuner.system.files import refuse_special, write_file
+from simpletuner.system.regular_files import read_file
 from simpletuner.training.curves import running_mean, window_of
-from simpletuner.training.metrics_reader import METRICS, MetricColumns, read_columns, rows_in
+from simpletuner.training.metrics_reader import MAX_BYTES, METRICS, MetricColumns, read_columns, rows_in
 
 if TYPE_CHECKING:
     from simpletuner.parallel.world import World
@@ -73,8 +75,8 @@ class Metrics:
 
 def drop_rows_after(path: Path, step: int) -> None:
     """Drop the rows after a step, atomically. A file without such rows is not rewritten."""
-    refuse_link(path)
-    content = read_file(path) if path.exists() else b""
+    refuse_special(path)
+    content = read_file(path, MAX_BYTES) if path.exists() else b""
     kept = [row for row in rows_in(content) if row["step"] <= step]
     if len(kept) < content.count(b"\n") or content[-1:] not in (b"", b"\n"):
         write_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())

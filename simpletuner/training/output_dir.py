@@ -19,7 +19,7 @@ from simpletuner.models.family import ModelFamily
 from simpletuner.run_log import LOG, LOGGER, write_log_to
 from simpletuner.session import Session
 from simpletuner.settings import Settings
-from simpletuner.system.files import refuse_link, remove, restore_replaced
+from simpletuner.system.files import refuse_special, remove, restore_replaced
 from simpletuner.system.locks import lock_output_dir
 from simpletuner.training.state import TrainingState
 
@@ -51,7 +51,7 @@ def open_output_dir(session: Session, stack: ExitStack) -> None:
 def open_log(output: Path, create: bool) -> None:
     """Keep what is said in this process in a run's log. Raises EnvironmentNotReady where it cannot be written."""
     path = output / LOG
-    refuse_link(path)
+    refuse_special(path)
     write_log_to(path, create)
     if create:
         command = shlex.join(["simpletuner", *sys.argv[1:]])

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from simpletuner.system.files import read_file, write_json
+from simpletuner.system.files import write_json
+from simpletuner.system.regular_files import read_file
 
 RECENT_STEPS = 50
 SAVING, WRITING, EXPORTING = "saving", "writing a checkpoint", "writing the pipeline"

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
+from simpletuner.run_log import APPEND
 from simpletuner.settings import Settings, settings_as_json
 from simpletuner.settings.errors import is_secret
-from simpletuner.system.files import APPEND, read_file, refuse_link, write_json
+from simpletuner.system.files import refuse_special, write_json
+from simpletuner.system.regular_files import read_file
 
 if TYPE_CHECKING:  # the page reads these files without torch
     from simpletuner.session import Session
@@ -103,7 +105,7 @@ def shown(value: Any) -> str:
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
     """Append one line; a link of that name is not followed. Raises EnvironmentNotReady for one."""
-    refuse_link(path)
+    refuse_special(path)
     descriptor = os.open(path, APPEND, 0o666)
     with os.fdopen(descriptor, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

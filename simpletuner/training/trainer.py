@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from simpletuner.data.permutation import hash_key
 from simpletuner.data.prefetch import Batch, StepBatch
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.lora import without_adapter
@@ -87,8 +88,8 @@ class Trainer:
     max_grad_norm: float
     dtype: torch.dtype
     """Of the latents that the denoiser is called with."""
-    seed: int
-    """For dropout inside the denoiser."""
+    dropout_seed: int
+    """Equal on ranks that share samples, which hold equal activations; different on all others."""
     profiler: StepProfiler | None
     durations: Durations
 
@@ -143,7 +144,7 @@ class Trainer:
         Nothing here waits for the device: kernels are queued while the GPU still computes earlier ones.
         """
         self.activity.begin(f"step {self.step + 1}", unsaved=self.step + 1, shown_as=TRAINING)
-        seed_dropout(self.seed + self.step)
+        seed_dropout(hash_key(self.dropout_seed, self.step))
         self.engine.set_learning_rate(learning_rate := self.learning_rate.at(self.step))
         losses = []
         for number, micro_batch in enumerate(batch.micro_batches, start=1):

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from simpletuner.run_log import LOGGER
 from simpletuner.session import Session
 from simpletuner.settings.loading import settings_to_share
 from simpletuner.system.files import write_json
+from simpletuner.system.python_process import module_command
 from simpletuner.training.wandb_process import STATE, read_state
 
 RETRY_SECONDS = 60.0
@@ -82,7 +82,7 @@ class WeightsAndBiases:
 
     def _run_process(self) -> None:
         """Run the process to its end, and report what it says."""
-        command = [sys.executable, "-P", "-m", "simpletuner.training.wandb_process"]
+        command = module_command("simpletuner.training.wandb_process")
         pipe = subprocess.PIPE
         # A session of its own: Ctrl-C is for the run, which ends the process by its input.
         with subprocess.Popen(

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from simpletuner.system.files import read_file, write_json
+from simpletuner.system.files import write_json
+from simpletuner.system.regular_files import read_file
 from simpletuner.training.metrics_reader import METRICS, MetricsReader
 
 STATE = "wandb.json"

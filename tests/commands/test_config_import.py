@@ -96,7 +96,7 @@ def test_every_name_is_a_line_or_a_remark_and_changes_say_why(run):
     for said in (
         "# optimizer = 'optimi-lion' there: weights and optimizer state are float32, 8 bytes per weight\noptimizer = ",
         "# gradients are clipped by their total norm; the original clips each value\nmax_grad_norm = 0.01\n",
-        "# flow_schedule_shift = 0.0 there\nflow_schedule_shift = 1.0\n",
+        "# flow_schedule_shift = 0.0 there\nflow_schedule_shift = 1\n",
         '# not set there: the original\'s default\nvae_dtype = "bf16"\n',
         "# push_checkpoints_to_hub = true (config/config.json:",
         "# report_to = 'comet_ml' (config/config.json:",

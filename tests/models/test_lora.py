@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -228,3 +229,15 @@ def test_the_frozen_base_takes_two_bytes_per_weight_of_a_matrix(sdxl):
         == {torch.float32}
     )
     assert sum(each.requires_grad for each in model.parameters()) == len(trained)
+
+
+def test_new_matrices_depend_on_the_whole_seed(pipelines):
+    def matrices(seed: int) -> list[torch.Tensor]:
+        family = opened("flux", pipelines("flux"))
+        adapter = dataclasses.replace(adapter_of(family), seed=seed)
+        trained = adapter.attach(diffusers_denoiser(family))
+        return [each for name, each in trained.items() if "lora_A" in name]
+
+    first, again, above = (matrices(seed) for seed in (42, 42, 42 + (1 << 32)))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(first, above, strict=True))

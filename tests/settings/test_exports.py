@@ -83,7 +83,7 @@ def shown(words: list[str]) -> dict[str, Any]:
     """Give the words after `simpletuner train` to the real command line; return the settings that it understood."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
-        main(["config", "show", "--json", *words[words.index("train") + 1 :]])
+        main(["config", "show", "--all", "--json", *words[words.index("train") + 1 :]])
     return {name: row["value"] for name, row in json.loads(out.getvalue()).items()}
 
 

@@ -226,7 +226,7 @@ REFUSED = [
     ),
     (
         {"profile_steps": "3:9", "max_train_steps": 8},
-        "profile_steps = 3:9 goes beyond max_train_steps = 8",
+        "profile_steps = 3:9 goes beyond max_train_steps = 8: end it at 8 or before",
     ),
     (
         {"dynamo_backend": "aot_eager", "dynamo_mode": "max-autotune"},
@@ -281,7 +281,8 @@ REFUSED = [
     ),
     (
         {"lr_warmup_steps": 11, "max_train_steps": 10},
-        "lr_warmup_steps = 11 is more than max_train_steps = 10",
+        "lr_warmup_steps = 11 is more than max_train_steps = 10: set it to 10 or less, or to a fraction of the run, "
+        "such as 0.05",
     ),
 ]
 
@@ -296,6 +297,7 @@ ACCEPTED = [
     {"validation_resolution": "1024X1024, 1280x768"},
     {"lr_warmup_steps": 10, "max_train_steps": 10},
     {"lr_warmup_steps": 1000},
+    {"lr_warmup_steps": 0.05, "max_train_steps": 3},
     {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune"},
     {"dynamo_mode": "max-autotune"},
     {"activation_memory_budget": 0.5},

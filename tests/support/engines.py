@@ -188,6 +188,28 @@ def losses_in_turn(arguments: dict[str, Any], names: list[str], steps: int, repo
         write(taken, report, world)
 
 
+def dropout_in_turn(arguments: dict[str, Any], cases: dict[str, tuple[str, int]], report: str) -> None:
+    """Write the first numbers that dropout draws in the denoiser, by case (engine, seed), step and rank."""
+    with joined_world() as world:
+        taken, prepared = {}, None
+        for name, (engine, seed) in cases.items():
+            folder = Path(arguments["folder"]) / name
+            settings = settings_of({**arguments, "training": {"seed": seed}}, engine, folder, world.size)
+            prepared = prepared or prepared_by(world, settings)
+            with opened(world, settings, prepared) as (trainer, _):
+                taken[name] = [drawn_in_step(trainer, world) for _ in range(2)]
+        write(taken, report, world)
+
+
+def drawn_in_step(trainer: Trainer, world: World) -> list[list[float]]:
+    drawn: list[float] = []
+    hook = trainer.engine.module.register_forward_pre_hook(lambda *_: drawn.extend(torch.rand(3).tolist()))
+    trainer.train_step(trainer.next_batch()[0])
+    trainer.step += 1
+    hook.remove()
+    return [json.loads(text) for text in world.gather_texts(json.dumps(drawn))]
+
+
 def save_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
     """Take two steps and save, and write the losses of the two that follow, by engine."""
     with joined_world() as world:

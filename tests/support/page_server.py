@@ -76,7 +76,9 @@ class PageServer:
 @contextmanager
 def page_server(folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[PageServer]:
     """Start a page in a folder, and stop it with Ctrl-C."""
-    command = [sys.executable, "-m", "simpletuner", "page", "--no_browser", "--port=0", *flags]
+    # The script, since `python -m` imports from the folder, too.
+    program = str(Path(sys.executable).with_name("simpletuner"))
+    command = [program, "page", "--no_browser", "--port=0", *flags]
     said = (folder.parent / f"{folder.name}-page.log").open("w+")
     own = {"SIMPLETUNER_HOME": str(folder.parent / "home"), **(environment or {})}
     process = subprocess.Popen(

@@ -123,6 +123,61 @@ def test_losses_are_those_of_float32_which_they_are_not_without_the_remainders()
     assert (losses_of("bf16 alone")[-10:] - exact[-10:]).abs().min() > 0.05 * change
 
 
+def split_over(values: Tensor, count: int = 1, **settings: float) -> SplitAdamW:
+    """Return an optimizer over so many bf16 weights, each of which begins as `values`."""
+    weights = [nn.Parameter(torch.empty_like(values, dtype=torch.bfloat16)) for _ in range(count)]
+    optimizer = make_optimizer(named(*weights), Optimizer(state_layout="split", **settings))
+    assert isinstance(optimizer, SplitAdamW)
+    for weight in weights:
+        optimizer.remainders[weight] = torch.empty_like(weight, dtype=torch.int16)
+        write_float32(values, weight.data, optimizer.remainders[weight])
+    return optimizer
+
+
+def codes_after(step: int, gradient: Tensor) -> list[Tensor]:
+    """Return the codes of the means of two equal weights after a step from moments of zero, which has this number."""
+    optimizer = split_over(torch.zeros(len(gradient)), 2)
+    for weight in optimizer.param_groups[0]["params"]:
+        optimizer.start(weight, step - 1)
+        weight.grad = gradient.bfloat16()
+    optimizer.step()
+    return [state["exp_avg"].codes for state in optimizer.state.values()]
+
+
+def test_noise_differs_between_steps_and_weights_and_is_that_of_the_step_after_a_resume():
+    gradient = torch.randn(64 * BLOCK, generator=torch.Generator().manual_seed(0))
+    found = {step: codes_after(step, gradient) for step in (1, 2, 3, 1 << 16)}
+    for step, (one, other) in found.items():
+        assert torch.equal(one, codes_after(step, gradient)[0])
+        # Codes differ where only one of two draws rounds up: a third of them, with fractions that are uniform.
+        assert 0.25 < (one != other).float().mean() < 0.4, f"two weights share the noise of step {step}"
+    for step in (2, 3, 1 << 16):
+        differing = (found[1][0] != found[step][0]).float().mean()
+        assert 0.25 < differing < 0.4, f"step {step} rounds with the noise of step 1"
+
+
+def test_weights_travel_as_far_as_those_of_torch_over_hundreds_of_steps():
+    noise, steps = torch.Generator().manual_seed(0), 300
+    values = torch.zeros(64 * BLOCK)
+    split, exact = split_over(values, learning_rate=1e-3), nn.Parameter(values.clone())
+    theirs = make_optimizer(named(exact), Optimizer(learning_rate=1e-3))
+    (weight,) = split.param_groups[0]["params"]
+    for _ in range(steps):
+        weight.grad = (0.1 + torch.randn(values.shape, generator=noise)).bfloat16()
+        exact.grad = weight.grad.float()
+        split.step()
+        theirs.step()
+    travel = join_float32(weight.detach(), split.remainders[weight])
+    apart = ((travel - exact.detach()).norm() / exact.detach().norm()).item()
+    roots = [
+        each.sqrt()
+        for each in (split.state[weight]["exp_avg_sq"].read(0, len(values)), theirs.state[exact]["exp_avg_sq"])
+    ]
+    ratios = (roots[0] / roots[1]).quantile(torch.tensor([0.01, 0.99])).tolist()
+    assert apart < 0.05
+    assert ratios == pytest.approx([1, 1], abs=0.1)
+
+
 def test_six_bytes_per_parameter_are_held_between_steps():
     parameter = nn.Parameter(torch.ones(64 * BLOCK + 1, dtype=torch.bfloat16))
     optimizer = make_optimizer(named(parameter), Optimizer(state_layout="split"))
@@ -139,13 +194,9 @@ def test_six_bytes_per_parameter_are_held_between_steps():
 def test_a_step_of_several_chunks_is_that_of_torch(monkeypatch):
     values, gradient = torch.randn(3 * BLOCK + 5), torch.randn(3 * BLOCK + 5).bfloat16()
     monkeypatch.setattr("simpletuner.parallel.split_adamw.CHUNK", BLOCK)
-    split = nn.Parameter(torch.empty_like(values, dtype=torch.bfloat16))
-    theirs = nn.Parameter(values.clone())
     settings = {"learning_rate": 0.1, "adam_weight_decay": 0.5}
-    optimizer = make_optimizer(named(split), Optimizer(state_layout="split", **settings))
-    assert isinstance(optimizer, SplitAdamW)
-    optimizer.remainders[split] = torch.empty_like(split, dtype=torch.int16)
-    write_float32(values, split.data, optimizer.remainders[split])
+    optimizer, theirs = split_over(values, **settings), nn.Parameter(values.clone())
+    (split,) = optimizer.param_groups[0]["params"]
     optimizer.gradient_scale = torch.tensor(0.5)
     split.grad, theirs.grad = gradient, 0.5 * gradient.float()
     for each in (optimizer, make_optimizer(named(theirs), Optimizer(**settings))):

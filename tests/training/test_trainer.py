@@ -142,7 +142,7 @@ def build(world, tmp_path):
             "checkpoint_every": 2,
             "max_grad_norm": 1.0,
             "dtype": torch.float32,
-            "seed": 0,
+            "dropout_seed": 0,
             "profiler": None,
             "durations": Durations(),
         }

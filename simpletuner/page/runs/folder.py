@@ -12,6 +12,7 @@ from simpletuner.page.configurations import MAX_DEPTH, SKIPPED
 from simpletuner.page.folders import Folders
 from simpletuner.run_log import LOG
 from simpletuner.system.locks import RUN_LOCK
+from simpletuner.system.regular_files import read_end
 from simpletuner.training.metrics_reader import METRICS
 from simpletuner.training.settings_record import SETTINGS
 
@@ -23,7 +24,7 @@ MAX_RUNS = 200
 
 @dataclass(frozen=True)
 class RunFolder:
-    """An output folder. Files and folders in it that are links to somewhere else count as missing."""
+    """An output folder. What is a link to somewhere else, or no regular file, counts as missing."""
 
     path: Path
     folders: Folders
@@ -38,16 +39,12 @@ class RunFolder:
 
     def file(self, name: str) -> Path | None:
         path = self.path / name
-        return path if path.exists() and self.folders.holds(path) else None
+        return path if path.is_file() and self.folders.holds(path) else None
 
     def tail(self, name: str, size: int) -> str:
         """Return the last `size` bytes of a file as text; empty where there is none."""
         path = self.file(name)
-        if path is None:
-            return ""
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - size))
-            return file.read(size).decode("utf-8", "replace")
+        return read_end(path, size).decode("utf-8", "replace") if path is not None else ""
 
     def written(self, *names: str) -> float:
         """Return when one of these files was last written, in seconds since the epoch; 0 where none is there."""

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ from simpletuner.page.documents import Document, load_document
 from simpletuner.page.rendering import folders_of
 from simpletuner.page.runs.folder import CONSOLE, RunFolder
 from simpletuner.system.locks import describe_holder, is_locked
+from simpletuner.system.python_process import module_command
 
 Started = dict[Path, subprocess.Popen[bytes]]
 """The processes that this page has started, by output folder; it keeps them to learn of their ends."""
@@ -41,7 +41,7 @@ def start_run(request: Request, name: str) -> RunFolder:
 
 
 def launch(run: RunFolder, config: Path, place: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "simpletuner", "train", "--config", str(config)]
+    command = module_command("simpletuner", "train", "--config", str(config))
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     descriptor = os.open(run.path / CONSOLE, flags, 0o666)
     try:
