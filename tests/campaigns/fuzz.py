@@ -226,7 +226,7 @@ def replay(case: Case, draw: random.Random) -> Iterator[str]:
     if wanted is None:
         yield f"VALID, BUT NOT SHOWN\n{problem}"
         return
-    table = ask("config", "show", f"--config={case.config}")
+    table = ask("config", "show", "--all", f"--config={case.config}")
     if CONTROLS.search(table.out) or table.code:
         yield f"CONTROL CHARACTER IN A TABLE\n{table.out!r}"
     to = draw.choice([name for name in FORMATS if name != "slurm" and (name != "deepspeed" or wanted["zero_stage"])])
@@ -245,7 +245,7 @@ def replay(case: Case, draw: random.Random) -> Iterator[str]:
 
 def shown(*flags: str) -> tuple[dict[str, Any] | None, str]:
     """Return the value of each setting, or why there are none."""
-    answer = ask("config", "show", "--json", *flags)
+    answer = ask("config", "show", "--all", "--json", *flags)
     if answer.code:
         return None, answer.err
     return {name: row["value"] for name, row in json.loads(answer.out).items()}, ""

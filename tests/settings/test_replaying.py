@@ -40,7 +40,7 @@ NODES: dict[str, Any] = {
 AS_SHOW = f"""#!/bin/bash
 [ "$1" = train ] || exit 9
 shift
-exec {sys.executable} -m simpletuner config show --json "$@"
+exec {sys.executable} -m simpletuner config show --all --json "$@"
 """
 
 
