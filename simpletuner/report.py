@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from simpletuner.credentials import mask_credentials
 from simpletuner.run_log import LOGGER
 from simpletuner.status_line import Erase, Progress, StatusLine, is_animated
 
@@ -30,9 +31,9 @@ bidirectional marks, and the surrogates that stand for bytes of a file name that
 
 
 def printable(text: str) -> str:
-    """Make text safe for terminals and logs: escape control characters and indent all lines but the first."""
+    """Make text safe for terminals and logs: mask credentials, escape control characters, indent all but one line."""
     # the indent keeps a file name with a newline from faking a line that begins with `error:`
-    return re.sub(r"\n(?=[^\n])(?!  )", "\n  ", CONTROLS.sub(escaped, text))
+    return re.sub(r"\n(?=[^\n])(?!  )", "\n  ", CONTROLS.sub(escaped, mask_credentials(text)))
 
 
 def escaped(control: re.Match[str]) -> str:
@@ -86,7 +87,7 @@ class Report:
             self._print(printable(f"hint: {error.hint}"), "dim")
 
     def json(self, value: Any) -> None:
-        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+        sys.stdout.write(mask_credentials(json.dumps(value, indent=2)) + "\n")
 
     def text(self, text: str) -> None:
         """Print text unchanged."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -19,6 +18,7 @@ from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.launch.node_info import node_info
 from simpletuner.launch.rendezvous import Group, verify_same_config
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
+from simpletuner.models.diffusers_io import silence_libraries
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.loading import load_family
 from simpletuner.parallel.attention_backend import attention_by
@@ -30,7 +30,6 @@ from simpletuner.parallel.same_folder import verify_same_folders
 from simpletuner.parallel.world import STALL_SECONDS, joined_world, report_first_failure
 from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare
 from simpletuner.report import Report
-from simpletuner.run_log import take_over
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
 from simpletuner.system.activity import Activity
@@ -283,17 +282,3 @@ def open_evaluations(
         for open_evaluation in (open_held_out_loss, open_validator)
     )
     return [each for each in opened if each is not None]
-
-
-def silence_libraries() -> None:
-    """Keep progress bars of libraries off the terminal, and their remarks in the log."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    for library in (diffusers_logging, transformers_logging):
-        library.set_verbosity_warning()
-        library.disable_progress_bar()
-    for name in ("diffusers", "transformers"):
-        take_over(name)
-    # Flux returns a view, which FSDP2 warns about at each forward; nothing here writes into it.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -90,7 +90,7 @@ def test_a_run_leaves_a_report_and_a_card_and_uploads_them_with_its_pipeline(sdx
     assert "| samples/00.png" not in text and "![sample](samples/00.png)" in text
     assert r"| a red \| circle &lt;/td&gt; \`x\` 猫 |" in text
     assert "at first" in text and "--max_train_steps=2" in text and "| held-out loss |" in text
-    info = read_info(output / "pipeline-ema" / "samples" / "00.png")
+    _, info = read_info(output / "pipeline-ema" / "samples" / "00.png")
     assert info is not None and (info.weights, info.step, info.prompt) == ("ema", 2, PROMPT)
     page = (output / "report.html").read_text()
     assert 'class="status">finished<' in page and "127.0.0.1:9" not in page

@@ -15,6 +15,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.run_log import start_run_log
 from simpletuner.settings import Loaded, Settings
+from simpletuner.settings.secret_names import mask_arguments
 from simpletuner.settings.sections import Launch
 from simpletuner.system.paths import descriptor_of
 
@@ -110,7 +111,7 @@ def show_plan(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_
 
     # Every machine gets its own --machine_rank.
     shared = {name: value for name, value in flags.items() if name != "machine_rank"}
-    arguments = [as_typed(argument) for argument in as_arguments(shared, config)]
+    arguments = mask_arguments([as_typed(argument) for argument in as_arguments(shared, config)])
     plans = describe_plans(loaded.settings.launch, ["train", *arguments])
     if as_json:
         Report().json(plans)

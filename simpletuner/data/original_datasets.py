@@ -13,10 +13,10 @@ from simpletuner.data.dataset_keys import NO_EFFECT, RULES
 from simpletuner.data.datasets import DatasetFile, is_disabled, parse_datasets, parse_entry
 from simpletuner.data.tables import BLOCK
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.settings.errors import is_secret
 from simpletuner.settings.key_table import Ignores
 from simpletuner.settings.original import TABLE, is_off
 from simpletuner.settings.original_import import Effect, LeftOut, relocated
+from simpletuner.settings.secret_names import is_secret
 from simpletuner.settings.sections import Data
 from simpletuner.settings.spelling import normalize_name
 

@@ -18,8 +18,10 @@ from simpletuner.settings.config_files import PREFIX
 from simpletuner.settings.deepspeed.config import deepspeed_config
 from simpletuner.settings.file_entries import FileEntry
 from simpletuner.settings.loading import Loaded, settings_as_json
+from simpletuner.settings.secret_names import is_secret
 from simpletuner.settings.sections import SECTION_OF, Settings, setting_fields
 from simpletuner.settings.spelling import as_text, normalize_value
+from simpletuner.system.paths import ENVIRONMENT
 
 SAVE_SECONDS = 300
 """How long before the end of its time SLURM asks a run to save and stop."""
@@ -103,8 +105,14 @@ def to_yaml(settings: Settings, values: dict[str, Any]) -> Exported:
 
 def to_env(settings: Settings, values: dict[str, Any]) -> Exported:
     """Variables, for `config/config.env` or for a shell to source."""
-    lines = [f"{PREFIX}{name.upper()}={shlex.quote(as_text(value))}\n" for name, value in values.items()]
+    lines = [f"{PREFIX}{name.upper()}={variable_value(name, value)}\n" for name, value in values.items()]
     return config_file("".join(lines), "config.env")
+
+
+def variable_value(name: str, value: Any) -> str:
+    """Write a value for a shell. A secret in the environment is named as one does there: it may be this variable."""
+    found = ENVIRONMENT.fullmatch(value) if is_secret(name) else None
+    return f'"${found[1]}"' if found else shlex.quote(as_text(value))
 
 
 def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:

@@ -9,14 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, JsonValue, model_validator
+from pydantic import AfterValidator, JsonValue, SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
-from simpletuner.settings.hosts import check_host, check_repository, check_url
+from simpletuner.settings.hosts import check_host, check_repository
 from simpletuner.settings.image_sizes import normalize_sizes
 from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.optimizer_defaults import with_own_defaults
 from simpletuner.settings.placeholders import OF_A_RUN, only_placeholders
+from simpletuner.settings.secret_values import SecretUrl
 from simpletuner.settings.spelling import normalize_name
 from simpletuner.settings.step_ranges import normalize_step_range
 from simpletuner.settings.trackers import normalize_trackers
@@ -288,7 +289,7 @@ class Logging(Section):
     logging_dir: Path | None = knob(None, "Folder for what trackers write on this machine; empty: output_dir/logs.")
     device_peak_tflops: float | None = knob(None, "What each device computes at most, for MFU; empty: dense bf16 of the GPUs that docs/performance.md lists.", unit="TFLOP/s", gt=0)
     profile_steps: Annotated[str, AfterValidator(normalize_step_range)] = knob("", "Optimizer steps FIRST:LAST that rank 0 traces with torch's profiler into output_dir/profile.")
-    notify_url: Annotated[str, AfterValidator(check_url)] = knob("", "Address that gets a POST of JSON after each round of validation and when the run ends or fails.")
+    notify_url: SecretUrl = knob(SecretStr(""), "Address that gets a POST of JSON after each round of validation and when the run ends or fails. `{env:NAME}` stands for a variable; it is a secret and never written down.")
 
 
 class Hub(Section):

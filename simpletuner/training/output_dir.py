@@ -19,6 +19,7 @@ from simpletuner.models.family import ModelFamily
 from simpletuner.run_log import LOG, LOGGER, write_log_to
 from simpletuner.session import Session
 from simpletuner.settings import Settings
+from simpletuner.settings.secret_names import mask_arguments
 from simpletuner.system.files import refuse_special, remove, restore_replaced
 from simpletuner.system.locks import lock_output_dir
 from simpletuner.training.state import TrainingState
@@ -54,7 +55,7 @@ def open_log(output: Path, create: bool) -> None:
     refuse_special(path)
     write_log_to(path, create)
     if create:
-        command = shlex.join(["simpletuner", *sys.argv[1:]])
+        command = shlex.join(["simpletuner", *mask_arguments(sys.argv[1:])])
         LOGGER.info(f"started: {command} (simpletuner {__version__}, {socket.gethostname()}, pid {os.getpid()})")
 
 

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import session_of, settings_of, write
+from engines import SAVED, opened, prepared_by, session_of, settings_of, steps_of, write
 
-from simpletuner.parallel.memory import estimate_torch, gradient_bytes
+from simpletuner.checkpoints.disk_usage import checkpoint_bytes
+from simpletuner.parallel.engine import Engine
+from simpletuner.parallel.memory import MemoryInputs, estimate_torch, gradient_bytes
+from simpletuner.parallel.split_state import QuantizedMoment
 from simpletuner.parallel.world import joined_world
 from simpletuner.training.engines import open_engine
 from simpletuner.training.memory_estimate import memory_inputs
+from simpletuner.training.optimizers import trained_weights
 from simpletuner.training.workload import Workload
 
 
@@ -49,4 +53,36 @@ def held_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
             taken[name] = [[living() - before, held], [with_gradients, held + gradients]]
             engine.close()
             del engine, trained
+        write(taken, report, world)
+
+
+def moments_of(engine: Engine) -> int:
+    """Return the bytes of an optimizer's moments, without those that are the parameters themselves."""
+    states: Any = engine.optimizer.state  # pyright: ignore[reportAttributeAccessIssue]
+    tensors = []
+    for shard, state in states.items():
+        for value in (value for name, value in state.items() if name != "step" and value is not None):
+            parts = [value.codes, value.scales] if isinstance(value, QuantizedMoment) else [value]
+            tensors += [part for part in parts if part.data_ptr() != shard.data_ptr()]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def saved_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
+    """Train two steps and save; write, by engine, bytes on disk and of moments on this rank beside the estimates."""
+    with joined_world() as world:
+        taken, prepared = {}, None
+        for name in names:
+            folder = Path(arguments["folder"]) / name
+            settings = settings_of(arguments, name, folder, world.size)
+            prepared = prepared or prepared_by(world, settings)
+            weights = trained_weights(session_of(world, settings)[1])
+            with opened(world, settings, prepared) as (trainer, state):
+                steps_of(trainer, world, SAVED)
+                rows = estimate_torch(settings, MemoryInputs.of(settings, weights)).rows
+                is_torch = settings.parallel.zero_stage is None
+                moments = [moments_of(state.engine), sum(row.gpu + row.host for row in rows if row.name == "optimizer")]
+            world.barrier()
+            files = (path for path in (folder / "checkpoints").rglob("*") if path.is_file())
+            disk = [sum(path.stat().st_size for path in files), checkpoint_bytes(settings, weights)]
+            taken[name] = {"disk": disk} | ({"moments": moments} if is_torch else {})
         write(taken, report, world)

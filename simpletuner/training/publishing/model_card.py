@@ -117,9 +117,13 @@ def copy_samples(validation: Path, folder: Path, variant: str) -> Samples:
     shutil.rmtree(folder, ignore_errors=True)
     copied: dict[str, ImageInfo | None] = {}
     for number, path in enumerate(last):
+        try:
+            _, info = read_info(path)
+        except OSError:  # it is no image (any more)
+            continue
         folder.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / f"{number:02d}.png")
-        copied[f"{folder.name}/{number:02d}.png"] = read_info(path)
+        copied[f"{folder.name}/{number:02d}.png"] = info
     return copied
 
 
