@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 DRAW_SECONDS = 0.5
 LINE_SECONDS = 60.0
 """Between lines where there is no terminal, and in the log."""
+LONGEST_SECONDS = 1e9
+"""30 years; timedelta raises beyond 3 million."""
 SOON_SECONDS = 3.0
 """A phase that takes longer shows for how long it has been running."""
 
@@ -180,7 +182,8 @@ class Progress:
 
 
 def format_seconds(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    """Format hours, minutes and seconds. An estimate may be anything: it follows from numbers in files."""
+    return str(timedelta(seconds=round(seconds))) if abs(seconds) < LONGEST_SECONDS else "a long time"
 
 
 def fitting(parts: Iterable[str], width: int) -> str:

@@ -88,7 +88,7 @@ def run_rank(loaded: Loaded) -> None:
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
         recorded_status(stop, activity) as status,
         report_first_failure(world, stop, launcher),
-        explain_system_errors(),
+        explain_system_errors(loaded.settings.training.output_dir),
         ExitStack() as stack,
     ):
         messages = MessageStore(TorchStore(world.store), message_signer(launch.run_secret_file))
