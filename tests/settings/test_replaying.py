@@ -151,7 +151,8 @@ def test_the_slurm_script_asks_for_its_nodes_and_gpus(bash):
     Path("job.sbatch").write_text(script)
     bash("bash -n job.sbatch")
     start = script.replace("\nsrun ", '\necho "${SRUN_CPUS_PER_TASK:-none}"; exit\n').replace("$(scontrol", "$(true")
-    assert bash(start).strip() == "none" and bash(start, SLURM_CPUS_PER_TASK="6").strip() == "6"
+    assert bash(start, SLURM_JOB_NODELIST="gpu1").strip() == "none"
+    assert bash(start, SLURM_JOB_NODELIST="gpu1", SLURM_CPUS_PER_TASK="6").strip() == "6"
 
 
 LAUNCH_ITSELF = {"num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids"}
