@@ -297,7 +297,7 @@ class Hub(Section):
 
     push_to_hub: bool = knob(False, "Upload what the run exports, with its model card, when it has ended.")
     hub_model_id: Annotated[str, AfterValidator(check_repository)] = knob("", "Repository to upload to, as OWNER/NAME or NAME; empty: the name of output_dir.")
-    model_card_private: bool = knob(False, "Create the repository as a private one.")
+    model_card_private: bool = knob(True, "Create the repository as a private one; false publishes to everybody. A repository that there is stays as it is.")
 
 
 class Settings(Section):
