@@ -85,12 +85,12 @@ class Report:
         sys.stdout.write(text)
 
     def table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str] = ()) -> None:
-        """Print rows as a table to stderr; without `columns`, as name and value pairs."""
+        """Print rows as a table to stderr, below a blank line; without `columns`, as name and value pairs."""
         if not self.quiet:
             table = table_of(title, rows, columns)
             if LOGGER.isEnabledFor(logging.INFO):
                 LOGGER.info(as_text(table))
-            self.talk.print(*self._erase(), table, markup=False)
+            self.talk.print(*self._erase(), "", table, markup=False)
 
     def data_table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str]) -> None:
         """Print rows as a table to stdout."""

@@ -27,12 +27,15 @@ SOON_SECONDS = 3.0
 
 
 class Erase:
-    """For rich: return to the start of the line, and erase from there to the end of the screen."""
+    """For rich: return to the start of the line, and erase from there to the end of the screen.
+
+    In two parts: what is erased from the upper left corner on, tmux adds to its history, each time.
+    """
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
         from rich.segment import ControlType, Segment
 
-        yield Segment("\r\x1b[J", None, [(ControlType.CLEAR,)])
+        yield Segment("\r\x1b[K\x1b[C\x1b[J\r", None, [(ControlType.CLEAR,)])
 
 
 def is_animated(console: Console) -> bool:
