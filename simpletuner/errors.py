@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from simpletuner.credentials import mask_credentials
+
 
 class ExitCode(IntEnum):
     """Exit codes of all commands; scripts rely on these numbers."""
@@ -36,9 +38,9 @@ class SimpleTunerError(Exception):
     exit_code: int = ExitCode.BUG
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = mask_credentials(message)
+        self.hint = mask_credentials(hint)
+        super().__init__(self.message)
         self.about: tuple[str, ...] = ()
         """The settings that the error is about, where it lists no mistakes."""
 
@@ -126,6 +128,11 @@ class TrainingError(SimpleTunerError):
     """Training failed: a loss that is not finite, a rank that died."""
 
     exit_code = ExitCode.TRAINING
+
+
+def describe_bug(error: Exception) -> SimpleTunerError:
+    """Return what is said of an exception that nothing explains."""
+    return SimpleTunerError(f"{type(error).__name__}: {error}", "this is a bug in simpletuner; `--debug` shows where")
 
 
 class Stopped(SimpleTunerError):

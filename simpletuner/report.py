@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from simpletuner.credentials import mask_credentials
 from simpletuner.run_log import LOGGER, escape_controls
 from simpletuner.status_line import Erase, Progress, StatusLine, is_animated
 
@@ -25,9 +26,9 @@ UNFOLDED = 10_000
 
 
 def printable(text: str) -> str:
-    """Make text safe for terminals and logs: escape control characters and indent all lines but the first."""
+    """Make text safe for terminals and logs: mask credentials, escape control characters, indent all but one line."""
     # the indent keeps a file name with a newline from faking a line that begins with `error:`
-    return re.sub(r"\n(?=[^\n])(?!  )", "\n  ", escape_controls(text))
+    return re.sub(r"\n(?=[^\n])(?!  )", "\n  ", escape_controls(mask_credentials(text)))
 
 
 class Report:
@@ -77,19 +78,19 @@ class Report:
             self._print(printable(f"hint: {error.hint}"), "dim")
 
     def json(self, value: Any) -> None:
-        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+        sys.stdout.write(mask_credentials(json.dumps(value, indent=2)) + "\n")
 
     def text(self, text: str) -> None:
         """Print text unchanged."""
         sys.stdout.write(text)
 
     def table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str] = ()) -> None:
-        """Print rows as a table to stderr; without `columns`, as name and value pairs."""
+        """Print rows as a table to stderr, below a blank line; without `columns`, as name and value pairs."""
         if not self.quiet:
             table = table_of(title, rows, columns)
             if LOGGER.isEnabledFor(logging.INFO):
                 LOGGER.info(as_text(table))
-            self.talk.print(*self._erase(), table, markup=False)
+            self.talk.print(*self._erase(), "", table, markup=False)
 
     def data_table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str]) -> None:
         """Print rows as a table to stdout."""

@@ -12,6 +12,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from simpletuner.credentials import mask_credentials
+
 LOGGER = logging.getLogger("simpletuner")
 """What `Report` says. It does not propagate: a library that configures the root logger would print it again."""
 
@@ -66,7 +68,7 @@ class RunLog(logging.Handler):
         """Return time, source where it is not rank 0's report, and text, whose further lines are indented."""
         time = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
         names = [self.source, "" if record.name == LOGGER.name else f"{record.name}:"]
-        text = escape_controls(self.format(record)).strip("\n").replace("\n", "\n    ")
+        text = escape_controls(mask_credentials(self.format(record))).strip("\n").replace("\n", "\n    ")
         return " ".join([time, *filter(None, names), text]) + "\n"
 
 

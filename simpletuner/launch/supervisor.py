@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from simpletuner.errors import EnvironmentNotReady, SimpleTunerError
@@ -31,6 +32,7 @@ from simpletuner.launch.termination import (
 from simpletuner.report import Report
 from simpletuner.run_log import LOG, write_log_to
 from simpletuner.settings import Loaded
+from simpletuner.system.run_status import RunState, StatusWriter
 from simpletuner.system.signals import StopRequest, handle_stop_signals
 
 if TYPE_CHECKING:
@@ -69,7 +71,9 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
     visible_gpus(launch)  # refuses wrong gpu_ids before any machine waits for another
     signer, ranks = message_signer(launch.run_secret_file), Ranks(inherited)
     with handle_stop_signals(ranks.unsaved) as stop:
-        stop.before_exit = ranks.kill
+        status = StatusWriter()
+        status.supervise(loaded.settings.training.output_dir)
+        stop.before_exit = partial(kill_ranks, ranks, status)
         served = serve(launch) if launch.machine_rank == 0 else None
         # several machines: machine 0 connects too, to find out whether main_process_ip leads to itself
         store = served if served and launch.num_machines == 1 else connect(launch, stop.check, Report().say)
@@ -90,7 +94,14 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
                 shut_down(run, termination)
             peers.leave(SAVE_ON_SIGNAL_SECONDS)
     if termination is not None:
+        status.fail(termination.error(launch.machine_rank, names))  # unless the rank that failed has written why
         exit_with_reason(termination, run)
+
+
+def kill_ranks(ranks: Ranks, status: StatusWriter, sentence: str) -> None:
+    """Leave without saving."""
+    ranks.kill()
+    status.end(RunState.STOPPED, sentence)
 
 
 def rendezvous(store: TCPStore, loaded: Loaded, check: Callable[[], None], signer: MessageSigner) -> list[NodeInfo]:

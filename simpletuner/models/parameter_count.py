@@ -31,6 +31,12 @@ def parameters_of(model: Model) -> tuple[int, str] | None:
     return flavour.architecture.parameters, f"as published for {model.model_family}"
 
 
+def copied_bytes(base: Path) -> int:
+    """Return the bytes of weights that an exported pipeline copies from a base model: all but the denoiser's."""
+    files = [path for path in base.glob("*/*.safetensors") if path.parent.name not in DENOISERS and path.is_file()]
+    return sum(path.stat().st_size for path in files)
+
+
 def weights_of_variant(files: Iterable[Path], variant: str | None) -> list[Path]:
     """Files of one variant; without a variant, those that have no dot in their stem."""
     marked = f".{variant}" if variant else ""
