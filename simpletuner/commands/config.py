@@ -130,11 +130,14 @@ def import_original(
     ],
     output: Annotated[Path | None, path_option("--output", "Write to this TOML file instead of stdout.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Write what is left of a file that would train something else here.")
+    ] = False,
 ) -> None:
     """Turn the original's files into ours; comments say what changed and what was left out."""
     from simpletuner.commands.config_import import import_files
 
-    import_files(source, output, force)
+    import_files(source, output, force, partial)
 
 
 def export(

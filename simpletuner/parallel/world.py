@@ -291,13 +291,13 @@ def is_first_failure(world: World, launcher: LauncherConnection, error: SimpleTu
     """Return whether no other rank of this machine has failed before; the first one sends the launcher the reason.
 
     A store that cannot be reached was served by the first rank, which has failed; or by the launcher: once that is
-    gone, each rank says itself what went wrong.
+    gone, each rank says itself what went wrong, and the first one that it has stopped.
     """
     try:
         if world.store.add(f"failures/{world.machine}/count", 1) > 1:
             return False
     except dist.DistError:
-        return launcher.is_gone and not isinstance(error, Stopped)
+        return launcher.is_gone and (world.is_first or not isinstance(error, Stopped))
     launcher.send(reason={"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint})
     return True
 

@@ -54,12 +54,13 @@ class InvalidSettings(SettingsError):
         invalid: frozenset[str],
         origins: Mapping[str, Origin],
         mistakes: Sequence[Mistake],
+        hint: str = "",
     ) -> None:
         hints = (
             "`--help` lists every setting" if each.message == UNKNOWN else each.hint * isinstance(each, BrokenRule)
             for each in mistakes
         )
-        super().__init__(hint=next(filter(None, hints), ""), mistakes=mistakes)
+        super().__init__(hint=hint or next(filter(None, hints), ""), mistakes=mistakes)
         self.settings = settings
         self.invalid = invalid
         """Names of settings that are at their default instead."""

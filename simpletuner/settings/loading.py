@@ -43,6 +43,9 @@ from simpletuner.system.paths import expand_path
 
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
 """A short table of texts as it is typed: name=text,name=text."""
+IMPORT = (
+    "`simpletuner config import {} --output=run.toml` translates a file of the original, or says what would be lost"
+)
 NO_ORIGIN = Origin("default", None)
 
 
@@ -101,7 +104,8 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     # Rules compare typed values: of a setting that is not valid by itself they know nothing.
     mistakes += [with_places(rule, origins) for rule in found if invalid.isdisjoint((rule.setting, *rule.others))]
     if mistakes:
-        raise InvalidSettings(settings, invalid, origins, mistakes)
+        theirs = next((name for name in originals if any(name in mistake.place for mistake in mistakes)), "")
+        raise InvalidSettings(settings, invalid, origins, mistakes, IMPORT.format(theirs) if theirs else "")
     about = [str(with_places(warning, origins)) for warning in warnings_about(settings)]
     settings, reasons = normalize(settings)
     # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
@@ -156,6 +160,11 @@ def canonical_values(fields: Fields, mistakes: list[Mistake]) -> Iterable[RawVal
 
 
 def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
+    if isinstance(given.value, Mapping) and given.name == "config":
+        message = (
+            "settings stand side by side, not in it: `simpletuner config import` reads files of the original's WebUI"
+        )
+        return Mistake(given.name, message, given.place)
     if isinstance(given.value, Mapping):
         message = "settings stand side by side, not in sections: move what is in it to the top of the file"
         return Mistake(given.name, message, given.place)

@@ -95,6 +95,7 @@ class DatasetSettings(Section):
     repeats: int = knob(0, "Extra passes over the images in every epoch.", ge=0, le=1_000_000)
     resolution: float = knob(1024, "Target size, in the unit of resolution_type.", gt=0)
     resolution_type: Literal["pixel", "area", "pixel_area"] = knob("pixel_area", "Unit of resolution: short edge, megapixels, or the edge of a square of the same area.")  # fmt: skip
+    aspect_bucket_sizes: Literal["least_crop", "nearest"] = knob("least_crop", "Which size near the target area an image's bucket has: the one that crops least, or each side rounded by itself, as in other trainers (4:3 at 1024: 1152x896).")  # fmt: skip
     crop: bool = knob(False, "Crop images; without it, only what extends beyond the aspect bucket is cut off.")
     crop_style: Literal["center", "corner", "random"] = knob("center", "Where to crop: corner is the upper left one; random depends on the seed and the image alone.")
     crop_aspect: Literal["square", "preserve", "closest", "random"] = knob("square", "Shape of the crop: square, the image's aspect bucket, or of a list of aspects the closest or a random one.")  # fmt: skip
@@ -162,6 +163,7 @@ class Optimizer(Section):
     adam_epsilon: float = knob(1e-8, "Added to the denominator.", gt=0)
     adam_weight_decay: float = knob(0.01, "Decoupled weight decay; 0 for Adam, Adagrad and Adafactor unless set.", ge=0)
     max_grad_norm: float = knob(2.0, "Scale gradients down to this global norm; 0 turns it off.", ge=0)
+    grad_clip_method: Literal["norm", "value"] = knob("norm", "What max_grad_norm limits: the norm of all gradients, or the size of each value.")  # fmt: skip
 
     add_own_defaults = model_validator(mode="before")(with_own_defaults)
 

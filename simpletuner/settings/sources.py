@@ -25,6 +25,7 @@ from simpletuner.settings.file_entries import FileEntry, file_place
 from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.key_table import MappedField
 from simpletuner.settings.original_names import RENAMED
+from simpletuner.settings.other_trainers import trainer_of
 from simpletuner.settings.raw_values import RawValue, Source, raw_value
 from simpletuner.settings.secret_names import is_secret
 from simpletuner.settings.secret_values import is_reference
@@ -188,6 +189,9 @@ def from_file(path: Path, environment: Mapping[str, str] = os.environ) -> Source
     entries = [entry for entry in read_entries(path, environment) if entry.key != "$schema"]  # for editors, not for us
     if suffix_of(path) == ".env":
         return from_env_file(path, environment)
+    if trainer := trainer_of({entry.key: entry.value for entry in entries}):
+        message = f"{shown_path(path)} is a file of {trainer}"
+        raise SettingsError(message, f"`simpletuner config import {path} --output=run.toml` translates it")
     return Source(shown_path(path), [raw_value(path, entry) for entry in entries], is_file=True)
 
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def open_output_dir(session: Session, stack: ExitStack) -> None:
         try:
             with explain_system_errors():
                 stack.enter_context(lock_output_dir(output, session.stop.check, session.report.say))
+                session.status.begin(output, config_alone(sys.argv[1:]))
                 open_log(output, create=True)
                 remove_leftovers(output)
                 check_targets(pipelines_of(session.settings))
@@ -47,6 +49,15 @@ def open_output_dir(session: Session, stack: ExitStack) -> None:
         raise RemoteFailure(*json.loads(failure))
     if not session.world.is_first:
         open_log(output, create=False)  # once it is known to be the folder of this run
+        session.status.follow(output)
+
+
+def config_alone(arguments: Sequence[str]) -> str:
+    """Return the file of settings of a command line that names nothing else, such as that of the page."""
+    match [part for argument in arguments for part in argument.split("=", 1)]:
+        case ["train", "--config", name]:
+            return str(Path(name).resolve())
+    return ""
 
 
 def open_log(output: Path, create: bool) -> None:
