@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
 from simpletuner.data.folders import default_folder
 from simpletuner.data.geometry import Size
-from simpletuner.errors import DataError
+from simpletuner.errors import ExitCode, SimpleTunerError
 from simpletuner.models.architecture import architecture_of
 from simpletuner.models.diffusers_io import silence_libraries
 from simpletuner.models.family import ModelFamily
@@ -41,7 +41,7 @@ class SampleSizes:
     counts: Mapping[Size, int]
     steps: int | None = None
     """None where nothing says it: neither max_train_steps nor images."""
-    problem: DataError | None = None
+    problem: SimpleTunerError | None = None
     """Why the images cannot be trained on."""
 
     @property
@@ -62,7 +62,7 @@ class SampleSizes:
 def count_sizes(loaded: Loaded, report: Report) -> SampleSizes:
     """Read the sizes of all images, or of what earlier starts kept; without images take squares of `resolution`.
 
-    What would end the run with a DataError, such as buckets that do not fill the effective batch, is the `problem`.
+    What would end the run, such as buckets that do not fill the effective batch, becomes the `problem`.
     """
     data, steps = loaded.settings.data, loaded.settings.training.max_train_steps
     square = SampleSizes({square_of(data): 1}, steps)
@@ -71,22 +71,25 @@ def count_sizes(loaded: Loaded, report: Report) -> SampleSizes:
     kept = default_folder(loaded.settings, "scan")
     with TemporaryDirectory() as folder:
         scans = kept if kept.is_dir() else Path(folder)
-        try:
-            return sizes_of_images(loaded, scans, report)
-        except DataError as error:
-            problem = error
-        try:  # sizes are known where buckets are too small
-            with_repeats = data.model_copy(update={"allow_dataset_oversubscription": True})
-            repeated = replace(loaded, settings=loaded.settings.model_copy(update={"data": with_repeats}))
-            counts = sizes_of_images(repeated, scans, Report(quiet=True)).counts
-        except DataError:
-            counts = square.counts
-    return SampleSizes(counts, steps, problem)
+        found = sizes_of_images(loaded, scans, report)
+        if isinstance(found, SampleSizes):
+            return found
+        # of buckets that are too small the sizes are known
+        with_repeats = data.model_copy(update={"allow_dataset_oversubscription": True})
+        repeated = replace(loaded, settings=loaded.settings.model_copy(update={"data": with_repeats}))
+        sizes = sizes_of_images(repeated, scans, Report(quiet=True))
+    return SampleSizes(sizes.counts if isinstance(sizes, SampleSizes) else square.counts, steps, found)
 
 
-def sizes_of_images(loaded: Loaded, scans_folder: Path, report: Report) -> SampleSizes:
+def sizes_of_images(loaded: Loaded, scans_folder: Path, report: Report) -> SampleSizes | SimpleTunerError:
+    """Return the sizes of all images, or what is wrong with the data."""
     with joined_world({}, use_cpu=True) as world:
-        plan = plan_data(Session(loaded, Mesh(world), report, StopRequest()), scans_folder=scans_folder)
+        try:
+            plan = plan_data(Session(loaded, Mesh(world), report, StopRequest()), scans_folder=scans_folder)
+        except SimpleTunerError as error:  # as such or as a RemoteFailure, by what it is about
+            if error.exit_code != ExitCode.DATA:
+                raise
+            return error
         return SampleSizes(samples_by_size(plan), new_schedule(loaded.settings, plan.sampler).max_steps)
 
 
