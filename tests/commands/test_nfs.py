@@ -68,7 +68,7 @@ def test_one_node_gets_a_table_on_stdout_and_0(tmp_path):
     ("flags", "said"),
     [
         (["--model_flavour=tiny"], "6 x 0.03 GB of checkpoints, 1 x 0.01 GB exported (2,114,148 parameters"),
-        (["--optimizer=adamw_schedulefree"], "6 x 51 GB of checkpoints, 1 x 10 GB exported"),
+        (["--optimizer=adamw_schedulefree"], "6 x 41 GB of checkpoints, 1 x 10 GB exported"),
         ([], "needs about 195 GB: 6 x 31 GB of checkpoints"),
     ],
 )
