@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from simpletuner.errors import EnvironmentNotReady
+from simpletuner.errors import EnvironmentNotReady, naming
 from simpletuner.system.regular_files import open_regular
 
 READ_AHEAD_BYTES = 128 << 10
@@ -23,8 +24,9 @@ def unfinished_path(folder: Path) -> Path:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Rename `new` to `folder`. The previous folder is removed only once the new one is in place."""
+    """Sync `new` and rename it to `folder`. The previous folder is removed only once the new one is in place."""
     old = folder.with_name(f".{folder.name}.old")
+    flush_tree(new)
     remove(old)
     if os.path.lexists(folder):
         folder.rename(old)
@@ -74,7 +76,7 @@ def write_file(path: Path, *content: bytes | memoryview) -> None:
     hidden.unlink(missing_ok=True)
     descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with naming(path), os.fdopen(descriptor, "wb") as file:
             file.writelines(content)
             file.flush()
             os.fsync(descriptor)
@@ -104,6 +106,17 @@ def refuse_special(path: Path) -> None:
         raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
     if path.exists() and not path.is_file():
         raise EnvironmentNotReady(f"{path} is not a regular file", "remove it, or move it away")
+
+
+def flush_tree(folder: Path) -> None:
+    """Sync all regular files and folders in a folder, and itself last. Raises OSError."""
+    for name, _, files in os.walk(folder, topdown=False):
+        for file in files:
+            path = Path(name, file)
+            if stat.S_ISREG(path.lstat().st_mode):
+                with suppress(PermissionError):  # a user's own file, which was moved and not written
+                    flush_to_disk(path)
+        flush_to_disk(Path(name))
 
 
 def flush_to_disk(path: Path) -> None:

@@ -148,6 +148,7 @@ def build_engine(
         engine = fsdp2_engine(model, settings.parallel, mesh, make_optimizer, make_engine)
     else:
         engine = ddp_engine(model, mesh, make_optimizer, dtype, attach(model) if attach else None, make_engine)
+    engine.clips_values = settings.optimizer.grad_clip_method == "value"
     if settings.optimizer.optimizer_release_gradients:
         engine.release_gradients()
     return engine

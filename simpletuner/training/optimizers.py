@@ -116,7 +116,7 @@ class LearningRate:
     def at(self, step: int) -> float:
         """Return the learning rate of the optimizer step that follows `step` finished ones."""
         settings = self.settings
-        peak, end, warm_up = settings.learning_rate, settings.lr_end, settings.lr_warmup_steps
+        peak, end, warm_up = settings.learning_rate, settings.lr_end, self.schedule.warmup_steps(settings)
         if step < warm_up:
             return peak * (step + 1) / (warm_up + 1)
         progress = self.schedule.progress(step, warm_up)
