@@ -49,10 +49,13 @@ MEANINGS = (
         says("lr_scheduler", "cosine"),
     ),
 )
+DIFFUSION = ("sd1x", "sd2x", "sdxl", "kolors", "pixart_sigma")
+"""Families whose noise levels are no flow's."""
 DEFAULTS: dict[str, str] = {
     "learning_rate": "4e-07",
     "lr_end": "4e-07",
     "lr_power": "0.8",
+    "flow_schedule_shift": "3.0",
     "lora_dropout": "0.1",
     "seed": "none",
     "caption_strategy": "filename",
@@ -65,6 +68,7 @@ DEFAULTS: dict[str, str] = {
 COUNT_WITH = {
     "lr_end": says("lr_scheduler", "polynomial"),
     "lr_power": says("lr_scheduler", "polynomial"),
+    "flow_schedule_shift": lambda values: not says("model_family", *DIFFUSION)(values),
     "crop_style": says("crop", "true"),
     "lora_dropout": says("model_type", "lora"),
 }
