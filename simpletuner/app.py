@@ -22,12 +22,19 @@ from simpletuner.commands.detect_blocks import SHOWN, detect_blocks
 from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.models import models
 from simpletuner.commands.nfs import build_nfs
-from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, with_settings
+from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, outranked_flags, with_settings
 from simpletuner.commands.page import page
 from simpletuner.commands.plan import plan
 from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
-from simpletuner.errors import SIGNAL_CODES, ExitCode, SettingsError, SimpleTunerError, explain_system_errors
+from simpletuner.errors import (
+    SIGNAL_CODES,
+    ExitCode,
+    SettingsError,
+    SimpleTunerError,
+    describe_bug,
+    explain_system_errors,
+)
 from simpletuner.report import Report
 from simpletuner.run_log import LOGGER, stop_run_log
 
@@ -100,7 +107,7 @@ def run(program: str, arguments: Sequence[str]) -> None:
         raise SystemExit(int(ExitCode.OK))
     command = command_of(program, next(iter(arguments), ""))
     try:
-        code = command(arguments, prog_name=program, standalone_mode=False)
+        code = command(arguments, prog_name=program, standalone_mode=False, help_option_names=["-h", "--help"])
     except typer.Abort:
         raise KeyboardInterrupt from None
     except TyperException as error:
@@ -125,7 +132,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
     debug = bool(os.environ.get(DEBUG))
     try:
         with explain_system_errors():
-            run(program, normalize_argv([argument for argument in given if argument != "--debug"]))
+            arguments = [argument for argument in given if argument != "--debug"]
+            if os.environ.get("RANK", "0") == "0":  # each rank has the same command line
+                Report().warn_all(outranked_flags(arguments))
+            run(program, normalize_argv(arguments))
     except SimpleTunerError as error:
         print_error(error)
         if debug:
@@ -139,10 +149,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
         if debug:
             raise
         LOGGER.info("traceback", exc_info=error)
-        bug = SimpleTunerError(
-            f"{type(error).__name__}: {error}", "this is a bug in simpletuner; `--debug` shows where"
-        )
-        Report().error(bug)
+        Report().error(describe_bug(error))
         raise SystemExit(int(ExitCode.BUG)) from None
     finally:
         stop_run_log()

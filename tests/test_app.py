@@ -96,8 +96,7 @@ def test_every_way_to_start_training_explains_every_setting(tmp_path, command):
 def test_the_real_command_ends_with_2_and_one_sentence_on_stderr(tmp_path):
     done = start(SCRIPTS / "simpletuner", "train", *ENOUGH, "--seed=-1", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[0] == "error: seed = '-1' (flag): use a whole number of at least 0"
-    assert done.stderr.splitlines()[1].startswith("hint: ")
+    assert done.stderr == "error: seed = '-1' (flag): use a whole number of at least 0\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -126,7 +126,7 @@ def test_epochs_are_counted_on_with_another_effective_batch(sdxl_flags, train, t
 ORDER = sampler_of({"a": list(range(20)), "b": list(range(20, 33))}, seed=1)
 
 
-def settings_of(batch: int, epochs: int, warm_up: int = 0) -> Settings:
+def settings_of(batch: int, epochs: int, warm_up: float = 0) -> Settings:
     return Settings(
         model=Model(model_family="sdxl"),
         data=Data(instance_data_dir=Path("x")),
@@ -136,7 +136,7 @@ def settings_of(batch: int, epochs: int, warm_up: int = 0) -> Settings:
     )
 
 
-@pytest.mark.parametrize("warm_up", [0, 5])
+@pytest.mark.parametrize("warm_up", [0, 5, 0.1])
 @pytest.mark.parametrize(("batch", "other"), [(2, 4), (4, 2), (3, 5), (2, 2)])
 @pytest.mark.parametrize("at", [1, 7, 30, 61])
 def test_the_learning_rate_does_not_jump_when_the_batch_changes_and_ends_with_the_run(batch, other, at, warm_up):

@@ -128,6 +128,8 @@ def test_regularisation_data_is_trained_towards_the_base_model_on_any_number_of_
     assert run("alone", "alone", 4).losses == [0, 0, 0, 0], "B is 0, so the base model is what there is"
     mixed = run("mixed", "mixed", 4, "--gradient_accumulation_steps=2")
     assert all(loss > 0 for loss in mixed.losses)
+    back = run("alone", "back", 4, f"--lora_init={mixed.output / FILE}", "--max_train_steps=12").losses
+    assert back[0] > 5 * max(back[-4:]) > 0, "what the adapter adds is unlearnt"
     shared = run("mixed", "shared", 2, "--gradient_accumulation_steps=2", world=2)
     assert shared.losses == pytest.approx(mixed.losses, rel=1e-5)
     refused = " ".join(run("alone", "full", 4, "--model_type=full", code=2).said.split())

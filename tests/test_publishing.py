@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
+import pytest
 import ranks
 import yaml
-from conftest import ROOT, SMALL
+from conftest import ROOT, SMALL, base
 from hub import serving
+from PIL import Image
 
 from simpletuner.training.image_files import read_info
 
+CODE = re.compile(r"^(`{3,})python\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 PROMPT = "a red | circle </td> `x` 猫"
+
+
+@pytest.fixture
+def run_code(starter, tmp_path) -> Callable[[Path], Path]:
+    """Run the Python of a card as it is written; return the image that it saves."""
+
+    def run(card: Path) -> Path:
+        found = CODE.search(card.read_text())
+        assert found is not None
+        started = starter.start(ranks.run_python, 1, found[2], str(tmp_path))
+        assert started.wait() == [0], started.said
+        return tmp_path / "image.png"
+
+    return run
+
+
+def assert_same_image(path: Path, other: Path) -> None:
+    one, two = (np.asarray(Image.open(each).convert("RGB"), dtype=float) for each in (path, other))
+    assert one.shape == two.shape and np.abs(one - two).mean() < 2, "in 8 bits"
 
 
 def test_a_run_leaves_a_report_and_a_card_and_uploads_them_with_its_pipeline(sdxl_flags, starter, tmp_path):
     output, hooks = tmp_path / "run", tmp_path / "hooks"
     flags = (*sdxl_flags, *SMALL, f"--output_dir={output}", f"--validation_prompt={PROMPT}", "--use_ema")
     flags = (*flags, "--validation_num_inference_steps=1", "--max_train_steps=2", "--train_batch_size=2")
-    flags = (*flags, "--push_to_hub", "--hub_model_id=me/shapes", "--model_card_private", "--eval_split=0.1")
+    flags = (*flags, "--push_to_hub", "--hub_model_id=me/shapes", "--eval_split=0.1")
     flags = (*flags, "--notify_url=http://127.0.0.1:9/secret", "--validation_step_interval=1")
     (tmp_path / "hub").mkdir()
     with serving(tmp_path / "hub") as hub:
@@ -55,23 +81,41 @@ def test_a_run_leaves_a_report_and_a_card_and_uploads_them_with_its_pipeline(sdx
     facts = yaml.safe_load(front)
     assert facts["library_name"] == "diffusers" and facts["pipeline_tag"] == "text-to-image"
     assert "sdxl" in facts["tags"] and "base_model" not in facts
+    assert facts["widget"] == [{"text": PROMPT, "output": {"url": "samples/00.png"}}] and "license" not in facts
+    assert text.lstrip().splitlines()[2] == "# shapes" and "No `license` is set" in text
+    assert 'from_pretrained("me/shapes", dtype=torch.float32)' in text
+    average = (output / "pipeline-ema" / "README.md").read_text()
+    assert 'from_pretrained(snapshot_download("me/shapes", allow_patterns="ema/*") + "/ema", dtype' in average
     assert str(tmp_path) not in card and "secret" not in card, "paths of a machine and addresses are not published"
     assert "| samples/00.png" not in text and "![sample](samples/00.png)" in text
     assert r"| a red \| circle &lt;/td&gt; \`x\` 猫 |" in text
     assert "at first" in text and "--max_train_steps=2" in text and "| held-out loss |" in text
-    info = read_info(output / "pipeline-ema" / "samples" / "00.png")
+    _, info = read_info(output / "pipeline-ema" / "samples" / "00.png")
     assert info is not None and (info.weights, info.step, info.prompt) == ("ema", 2, PROMPT)
     page = (output / "report.html").read_text()
     assert 'class="status">finished<' in page and "127.0.0.1:9" not in page
 
 
-def test_a_later_run_renews_the_card_unless_somebody_has_made_it_theirs(sdxl_flags, train, tmp_path):
-    flags = (*sdxl_flags, "--train_batch_size=4")
+def test_a_later_run_renews_the_card_unless_somebody_has_made_it_theirs(sdxl_flags, train, run_code, tmp_path):
+    flags = (*sdxl_flags, "--train_batch_size=4", f"--validation_prompt={PROMPT}", "--validation_guidance=3")
+    flags = (*flags, "--validation_num_inference_steps=2")
     card = tmp_path / "run" / "pipeline" / "README.md"
     train(tmp_path / "run", *flags, "--max_train_steps=1")
-    assert "| steps | 1 |" in card.read_text()
+    assert "| steps | 1 |" in card.read_text() and "| `train_batch_size` | 4 |" not in card.read_text()
+    assert "| `validation_guidance` | 3.0 |" in card.read_text(), "names in code spans have no backslashes"
+    assert_same_image(run_code(card), card.parent / "samples/00.png")
     train(tmp_path / "run", *flags, "--max_train_steps=2")
     assert "| steps | 2 |" in card.read_text()
     card.write_text("# mine")
     train(tmp_path / "run", *flags, "--max_train_steps=3")
     assert card.read_text() == "# mine"
+
+
+@pytest.mark.parametrize("family", ["flux", "qwen_image", "wan"])
+def test_the_code_of_a_lora_s_card_samples_its_first_image(family, pipelines, shapes, train, run_code, tmp_path):
+    flags = (*base(family, pipelines(family), shapes), "--model_type=lora", "--lora_rank=4", "--learning_rate=1e-2")
+    sampling = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_guidance=2")
+    output = train(tmp_path / "run", *flags, *sampling, "--max_train_steps=2").output
+    card = output / "pipeline_lora_weights" / "README.md"
+    assert "A LoRA for" in card.read_text()
+    assert_same_image(run_code(card), card.parent / "samples/00.png")

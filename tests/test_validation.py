@@ -26,7 +26,7 @@ def test_each_prompt_of_a_file_has_its_own_seed_size_and_guidance_on_any_number_
     folders = [output / "validation" / "step-000001" for output in (one, two)]
     names = ["trained-00.png", "trained-01.png", "trained-02.png", "trained-03-48x64.png", "trained-03-64x64.png"]
     assert [[path.name for path in sorted(folder.iterdir())] for folder in folders] == [names, names]
-    assert [read_info(folders[0] / name) for name in names] == [
+    assert [read_info(folders[0] / name)[1] for name in names] == [
         ImageInfo("", "", 42, 2, 3, 64, 64, 1, "trained"),
         ImageInfo("a blue square", "", 7, 2, 1, 96, 64, 1, "trained"),
         ImageInfo("", "grey", 44, 1, 3, 64, 64, 1, "trained"),

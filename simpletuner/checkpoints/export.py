@@ -24,7 +24,8 @@ from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World
 from simpletuner.system.checksums import is_intact, with_checksum
-from simpletuner.system.files import flush_to_disk, read_file, replace_folder, unfinished_path, write_json
+from simpletuner.system.files import replace_folder, unfinished_path, write_json
+from simpletuner.system.regular_files import read_file
 
 FINISHED = "simpletuner.json"
 """In an exported pipeline: after how many steps it was written, with size and checksum of every file; written last."""
@@ -66,12 +67,9 @@ def export_lora(
     family: ModelFamily, adapter: Adapter, target: Path, weights: NamedTensors, world: World, steps: int
 ) -> None:
     """Collective: write a LoRA, which every rank has whole, as diffusers' `load_lora_weights` opens it."""
-
-    def write(hidden: Path) -> None:
-        write_lora(hidden / LORA_WEIGHTS, family, adapter, weights)
-        flush_to_disk(hidden / LORA_WEIGHTS)
-
-    replace_export(target, world, steps, lambda _: {}, write)
+    replace_export(
+        target, world, steps, lambda _: {}, lambda hidden: write_lora(hidden / LORA_WEIGHTS, family, adapter, weights)
+    )
 
 
 def replace_export(
@@ -102,14 +100,11 @@ def replace_export(
 
 
 def copy_other_components(family: ModelFamily, target: Path) -> None:
-    """Copy model_index.json and the components that it names, without the denoiser, and flush them to the disk."""
+    """Copy model_index.json and the components that it names, without the denoiser."""
     for name, source in files_to_copy(family):
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)
-        flush_to_disk(copy)
-    for folder in {path.parent for path in target.rglob("*")}:
-        flush_to_disk(folder)
 
 
 def files_to_copy(family: ModelFamily) -> list[tuple[str, Path]]:

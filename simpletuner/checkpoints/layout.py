@@ -23,7 +23,8 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.system.checksums import is_intact
-from simpletuner.system.files import read_file, remove, replace_folder, restore_replaced, unfinished_path
+from simpletuner.system.files import remove, replace_folder, restore_replaced, unfinished_path
+from simpletuner.system.regular_files import read_file
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"

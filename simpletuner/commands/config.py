@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
@@ -14,7 +15,8 @@ from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.report import Report
-from simpletuner.settings import load
+from simpletuner.settings import load, settings_as_json
+from simpletuner.settings.sections import setting_fields
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.output_file import refuse_overwriting, save
 
@@ -51,10 +53,10 @@ def build_config() -> typer.Typer:
 def show(
     flags: Mapping[str, Any],
     config: Path | None,
-    changed: Annotated[bool, typer.Option("--changed", help="Show only settings not at their default.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show settings at their default, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show every setting, its value, where it came from and why."""
+    """Show what is set: each value, where it came from and why."""
     from simpletuner.models.support import family_defaults
     from simpletuner.settings.explain import explain_settings
 
@@ -64,20 +66,29 @@ def show(
     rows = [
         replace(row, value=of_family[row.name][0], because=of_family[row.name][1]) if row.name in of_family else row
         for row in explain_settings(loaded)
-        if not changed or row.value != row.default
+        if everything or row.is_set
     ]
     report.warn_all(loaded.warnings)
     if as_json:
         report.json({row.name: row.as_json() for row in rows})
-    else:
+        return
+    if rows:
         report.data_table("", [row.cells() for row in rows], ("setting", "value", "from", "because"))
+    if not everything:
+        others = count_noun(len(setting_fields()) - len(rows), "setting")
+        report.say(f"{others} at their default: `--all` shows them, too", style="dim")
 
 
-def validate(file: Annotated[Path, path_argument("JSON, TOML, YAML or .env file of settings.")]) -> None:
+def validate(
+    file: Annotated[
+        Path | None, path_argument("JSON, TOML, YAML or .env file of settings; else the one that `train` would find.")
+    ] = None,
+) -> None:
     """Check a config file as `train` would, without running anything."""
-    from simpletuner.settings.sources import collect_from_file
+    from simpletuner.settings.sources import collect_from_file, usual_config
     from simpletuner.tools.run_check import check_run, load_run
 
+    file = file or usual_config(os.environ)
     loaded = check_run(load_run(collect_from_file(file)))
     Report().warn_all(loaded.warnings)
     Report().say(f"{file}: {count_noun(len(loaded.origins), 'setting')}, all valid")
@@ -104,7 +115,7 @@ def docs(
 
 
 def init(
-    model_family: Annotated[str, typer.Option("--model_family", help="Which architecture to train.")],
+    model_family: Annotated[str, typer.Option("--model_family", help="Which architecture to train.")] = "",
     model_flavour: Annotated[str, typer.Option("--model_flavour", help="Which published checkpoint of it.")] = "",
     num_processes: Annotated[str, typer.Option("--num_processes", help="How many GPUs.", metavar="INTEGER")] = "1",
     output: Annotated[Path, path_option("--output", "Where to write it.")] = Path("config/config.toml"),
@@ -126,11 +137,14 @@ def import_original(
     ],
     output: Annotated[Path | None, path_option("--output", "Write to this TOML file instead of stdout.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Write what is left of a file that would train something else here.")
+    ] = False,
 ) -> None:
     """Turn the original's files into ours; comments say what changed and what was left out."""
     from simpletuner.commands.config_import import import_files
 
-    import_files(source, output, force)
+    import_files(source, output, force, partial)
 
 
 def export(
@@ -141,6 +155,7 @@ def export(
     output: Output = None,
 ) -> None:
     """Write settings in a format that replays them 1:1. The replay command goes to stderr."""
+    from simpletuner.settings.secret_names import is_secret
     from simpletuner.tools.exporting import export_checked
 
     report = Report()
@@ -150,6 +165,9 @@ def export(
         report.text(result.text)
     else:
         save(output, result.text)
+    for name, reference in settings_as_json(loaded).items():
+        if reference and is_secret(name):
+            report.say(f"{name} is a secret and not written: a replay reads it from {reference}", style="dim")
     if to is not Format.CLI:
         report.say("replay with:", style="dim")
         report.say(result.replay(str(output or "")).rstrip(), style="dim")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 from simpletuner.commands.help import help_all
 from simpletuner.commands.paths import parse_path
 from simpletuner.errors import SettingsError
-from simpletuner.settings.errors import closest
+from simpletuner.settings.errors import closest, shown_value
 from simpletuner.settings.extra_args import parse_arguments
 from simpletuner.settings.knob import extra_of, shown_default, type_name
 from simpletuner.settings.loading import canonical_name
@@ -130,16 +130,15 @@ def as_arguments(flags: Mapping[str, Any], config: Path | None) -> list[str]:
 
 
 def normalize_argv(arguments: Sequence[str]) -> list[str]:
-    """Rewrite known flags in canonical spelling, and bare boolean flags as `=true`.
-
-    Raises SettingsError for a setting that is given twice with two values.
-    """
-    refuse_duplicates(arguments)
+    """Rewrite known flags in canonical spelling, and bare boolean flags as `=true`."""
     return [part for index in range(len(arguments)) for part in normalize_argument(arguments, index)]
 
 
-def refuse_duplicates(arguments: Sequence[str]) -> None:
-    """Raise SettingsError where two flags give one setting two values; several flags make a list."""
+def outranked_flags(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each setting that two flags give two values: the last one counts, as scripts append flags.
+
+    Several flags of a setting that is a list are its items.
+    """
     given: dict[str, str] = {}
     for index, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
@@ -153,7 +152,8 @@ def refuse_duplicates(arguments: Sequence[str]) -> None:
             is_bool = name in setting_fields() and setting_fields()[name].annotation in SWITCHES
             value = "true" if is_bool and normalize_name(following) not in SWITCH_WORDS else following
         if given.setdefault(name, value) != value:
-            raise SettingsError(f"--{name} is given twice: {given[name]} and {value}", "keep one of them")
+            yield f"--{name} is given twice: {shown_value(name, value)} counts, not {shown_value(name, given[name])}"
+        given[name] = value
 
 
 def normalize_argument(arguments: Sequence[str], index: int) -> list[str]:

@@ -227,4 +227,5 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
 def format_names(names: Sequence[str]) -> str:
     """Return names on lines of their own, only the first ones if there are many."""
     more = [f"and {len(names) - MAX_NAMES:,} more"] * (len(names) > MAX_NAMES)
-    return "".join(f"\n  {name}" for name in [*names[:MAX_NAMES], *more])
+    shown = [name.replace("\n", "\\n") for name in names[:MAX_NAMES]]  # a file's name may have a newline
+    return "".join(f"\n  {name}" for name in [*shown, *more])

@@ -19,6 +19,7 @@ from simpletuner.data.captions import caption_file
 from simpletuner.data.kept_scan import open_table
 from simpletuner.data.storage import stored_file
 from simpletuner.report import Report
+from simpletuner.system.python_process import module_command
 
 MODULE = "simpletuner.data.file_check"
 
@@ -27,7 +28,7 @@ class FileCheck:
     """A running check; `found` is given how many files have changed, and the first one, if there is any."""
 
     def __init__(self, scan: Path, folder: Path, with_captions: bool, found: Callable[[int, str], None]) -> None:
-        command = [sys.executable, "-m", MODULE, str(scan), str(folder), str(int(with_captions)), str(os.getpid())]
+        command = module_command(MODULE, str(scan), str(folder), str(int(with_captions)), str(os.getpid()))
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self._found = found
         self._thread = threading.Thread(target=self._wait, name="file check", daemon=True)

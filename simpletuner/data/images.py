@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from simpletuner.data.colour_profiles import to_srgb
-from simpletuner.data.image_formats import INSTALL, is_heif, register_plugin
+from simpletuner.data.image_formats import INSTALL, PILLOW_FORMATS, PLUGIN_FORMAT, is_heif, register_plugin
 
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values that swap width and height."""
@@ -54,13 +54,17 @@ def read_header(file: BinaryIO) -> ImageHeader:
 
 
 def open_image(file: BinaryIO) -> Image.Image:
-    """Open an image by its content, whatever its name says. Raises one of DECODE_ERRORS."""
+    """Open an image by its content, whatever its name says. Raises one of DECODE_ERRORS.
+
+    Pillow has 40 more plugins, for any of which content decides: that of EPS starts Ghostscript, whatever the name.
+    """
     file.seek(0)
-    lacks_plugin = is_heif(file.read(12)) and not register_plugin()
-    file.seek(0)
+    is_heic = is_heif(file.read(12))
+    has_plugin = is_heic and register_plugin()
     try:
-        return Image.open(file)
+        return Image.open(file, formats=(*PILLOW_FORMATS, *([PLUGIN_FORMAT] if has_plugin else [])))  # noqa: TID251
     except UnidentifiedImageError:  # its own message shows the stream object
+        lacks_plugin = is_heic and not has_plugin
         reason = f"is HEIC: {INSTALL}" if lacks_plugin else "is not an image in a known format, or is damaged"
         raise UnidentifiedImageError(reason) from None
 

@@ -18,6 +18,7 @@ from typing import BinaryIO, Protocol
 from simpletuner.data.bucket_places import BucketPlace
 from simpletuner.data.dataset_kinds import BucketImages, ImageDataset, LocalImages, SnapshotImages
 from simpletuner.errors import DataError, EnvironmentNotReady
+from simpletuner.system.regular_files import open_regular
 
 INSTALL = "pip install 'simpletuner[s3]'"
 MAX_BYTES = 1 << 30
@@ -111,20 +112,18 @@ class LocalStorage:
         return listing
 
     def open(self, name: str) -> BinaryIO:
-        return (self.folder / name).open("rb")
+        return open_regular(self.folder / name)
 
     def open_header(self, name: str) -> BinaryIO:
         return self.open(name)
 
     def read(self, name: str, limit_bytes: int) -> bytes:
-        path = self.folder / name
         try:
-            found = path.stat()
-            if not stat.S_ISREG(found.st_mode):  # reading a FIFO or a device may never end
-                raise UnreadableFileError("is not a regular file")
-            if found.st_size > limit_bytes:
-                raise UnreadableFileError(f"has {found.st_size:,} bytes; at most {limit_bytes:,} are read")
-            return path.read_bytes()
+            with open_regular(self.folder / name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > limit_bytes:
+                    raise UnreadableFileError(f"has {size:,} bytes; at most {limit_bytes:,} are read")
+                return file.read(size)
         except FileNotFoundError:
             raise
         except OSError as error:

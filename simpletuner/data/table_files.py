@@ -9,7 +9,6 @@ Arrow's threads are never used: now and then they abort a process at its exit. P
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from simpletuner.data.tables import FORMATS, TableSettings
 from simpletuner.errors import DataError
 from simpletuner.settings.errors import nearest
 from simpletuner.system.checksums import stream_checksum, value_checksum
+from simpletuner.system.regular_files import check_regular
 from simpletuner.system.threads import map_in_threads
 
 ROWS = 65_536
@@ -121,8 +121,7 @@ class TableFile:
     def _open(self) -> pa.NativeFile:
         if self.is_stored:
             return pa.BufferReader(self.storage.open(self.name).read())
-        if not stat.S_ISREG(self.settings.path.stat().st_mode):  # reading a FIFO or a device may never end
-            raise UnreadableFileError("is not a regular file")
+        check_regular(self.settings.path)
         return pa.OSFile(self.address)
 
     def _require(self, names: Sequence[str]) -> list[str]:

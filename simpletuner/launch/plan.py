@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
 from simpletuner.settings import Loaded
 from simpletuner.settings.sections import Launch
 from simpletuner.system.network import interface_towards
+from simpletuner.system.python_process import module_command
 
 LOOPBACK = "127.0.0.1"
 FREE_PORT = "a free port"
@@ -104,8 +104,7 @@ class LaunchPlan:
     @property
     def command(self) -> list[str]:
         """The command line of every rank."""
-        # -P: a file of the current folder, such as queue.py, must not shadow a library
-        return [sys.executable, "-P", "-u", "-m", "simpletuner", *self.arguments]
+        return module_command("simpletuner", *self.arguments)
 
     @property
     def common(self) -> dict[str, str]:

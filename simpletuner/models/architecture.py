@@ -10,9 +10,9 @@ from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.parameter_count import DENOISERS
-from simpletuner.models.registry import TINY, Architecture, check_model, flavour_of, flavours_of
+from simpletuner.models.registry import TINY, Architecture, check_model, flavour_of, flavours_of, tiny_architecture
 from simpletuner.settings.sections import Model
-from simpletuner.system.files import read_file
+from simpletuner.system.regular_files import read_file
 
 CONFIGS = (*(f"{name}/config.json" for name in DENOISERS), "config.json")
 """Paths of the denoiser's config in a pipeline's folder, or in the denoiser's own."""
@@ -114,11 +114,13 @@ def published_architecture(model: Model, warn: Callable[[str], None]) -> Archite
     Raises SettingsError where nothing is published.
     """
     check_named(model)
+    if (tiny := tiny_architecture(model)) is not None:
+        return tiny
     name, flavours = model.pretrained_model_name_or_path, flavours_of(model.model_family)
     if not flavours or (model.model_flavour == TINY and not name):
         raise SettingsError(
-            f"what {model.model_family} {model.model_flavour or 'is made of'} is not published".replace("  ", " "),
-            "name a folder with --pretrained_model_name_or_path (a tiny run leaves one in its output_dir)",
+            f"the denoiser of {model.model_family} is not known without a folder: it is a family of your own",
+            "set pretrained_model_name_or_path to a pipeline's folder (a tiny run leaves one in its output_dir)",
         )
     same = next((flavour for flavour in flavours.values() if flavour.hub == name), None)
     chosen = same or flavours.get(model.model_flavour) or next(iter(flavours.values()))

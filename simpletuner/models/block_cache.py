@@ -14,8 +14,9 @@ from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.cache_files import block_cache_paths, damaged_of, lock_of
-from simpletuner.system.files import read_file, replace_file
+from simpletuner.system.files import replace_file
 from simpletuner.system.locks import exclusive_lock
+from simpletuner.system.regular_files import read_file
 
 Warn = Callable[[str], None]
 

@@ -5,6 +5,7 @@ Each built-in family is one file, `presets/<family>.toml`: the import path of it
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.errors import nearest, shorten
+from simpletuner.settings.original_values import FAMILY_NAMES, ONLY_THERE
 from simpletuner.settings.sections import Model, Parallel
 from simpletuner.system.importing import import_named
 
@@ -26,6 +28,8 @@ ENTRY_POINTS = "simpletuner.families"
 """Where installed packages register families: name = "package.module:ClassName"."""
 
 PRESETS = Path(__file__).parent / "presets"
+TINY_ARCHITECTURES = Path(__file__).parent / "tiny" / "architectures.json"
+"""The denoisers of tiny models by family. Generated: only building one, with torch, would tell."""
 
 
 @dataclass(frozen=True)
@@ -173,14 +177,27 @@ def check_heads(name: str, heads: int, parallel: Parallel) -> None:
         )
 
 
+def tiny_architecture(model: Model) -> Architecture | None:
+    """The denoiser of a built-in family's tiny model, where settings mean that."""
+    if model.model_flavour != TINY or model.pretrained_model_name_or_path:
+        return None
+    entry = json.loads(TINY_ARCHITECTURES.read_text(encoding="utf-8")).get(model.model_family)
+    return Architecture(**entry, source=f"the tiny {model.model_family}") if entry else None
+
+
 def check_model(model: Model) -> None:
     """Raise SettingsError for a family or flavour that is not known, with the nearest one."""
     if class_path_of(model) is None:
+        hint = "`simpletuner models` lists all families; your own goes into model_families"
+        name = shorten(model.model_family)
+        if model.model_family in ONLY_THERE:
+            raise SettingsError(
+                f"model_family {name} is trained by the original SimpleTuner; this version does not have it", hint
+            )
         names = [*presets(), *(model.model_families or {})]
-        raise SettingsError(
-            f"Unknown model_family {shorten(model.model_family)}{nearest(model.model_family, names)}",
-            "`simpletuner models` lists all families; your own goes into model_families",
-        )
+        other = FAMILY_NAMES.get(model.model_family)
+        like = f"; did you mean `{other}`?" if other else nearest(model.model_family, names)
+        raise SettingsError(f"Unknown model_family {name}{like}", hint)
     known = [*flavours_of(model.model_family), TINY]
     if model.model_flavour and model.model_flavour not in known:
         near = nearest(model.model_flavour, known)

@@ -20,6 +20,9 @@ from simpletuner.page.folders import Folders
 from simpletuner.page.guard import HEADERS, Guard, Secrets
 from simpletuner.page.rendering import HERE, editor_address, folders_of, render, respond_error
 from simpletuner.page.runs import routes as runs
+from simpletuner.page.runs.fragments import KeptRows
+from simpletuner.page.runs.listing import RunList
+from simpletuner.page.runs.processes import Processes
 from simpletuner.page.runs.watching import Watched
 
 PAGES = (configurations, editor, blocks, builder_dialog, exports, runs, preferences)
@@ -44,7 +47,9 @@ def build_application(folders: Folders, config: Path | None, secrets: Secrets, h
     application.state.folders, application.state.config = folders, config
     # Locks of the server, not of a visitor: files are saved one after the other, and so are models built.
     application.state.saving, application.state.detecting = threading.Lock(), threading.Lock()
-    application.state.watched, application.state.started = Watched(), {}
+    application.state.watched, application.state.rows = Watched(), KeptRows()
+    application.state.processes = processes = Processes()
+    application.state.runs = RunList(folders, processes)
     application.state.secrets, application.state.csrf = secrets, secrets.csrf
     return application
 

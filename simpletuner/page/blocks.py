@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,7 @@ from simpletuner.page.rendering import folders_of, render
 from simpletuner.settings import Settings
 from simpletuner.settings.export import as_flags
 from simpletuner.settings.sections import Model
+from simpletuner.system.python_process import module_command
 
 SETTING = "fsdp_transformer_layer_cls_to_wrap"
 NAMES_MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revision", "model_families")
@@ -61,11 +61,14 @@ def detect_apart(model: Model) -> Detection | None:
     Raises:
         EnvironmentNotReady: what the process said went wrong, or that it took too long.
     """
+    command = module_command("simpletuner", *arguments_for(model))
     try:
-        done = subprocess.run(command_for(model), capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired as error:
         message = f"detecting took longer than {SECONDS} s and was ended"
-        raise EnvironmentNotReady(message, f"run it in a terminal: {shlex.join(command_for(model)[2:])}") from error
+        raise EnvironmentNotReady(
+            message, f"run it in a terminal: {shlex.join(['simpletuner', *arguments_for(model)])}"
+        ) from error
     if done.returncode:
         raise error_in(done.stderr)
     detected = from_json(json.loads(done.stdout))
@@ -77,12 +80,12 @@ def model_of(request: Request) -> tuple[Document, Model]:
     return document, examine(document, folders_of(request)).settings.model
 
 
-def command_for(model: Model) -> list[str]:
-    """The command that detects this model, whatever else this folder's config files say."""
+def arguments_for(model: Model) -> list[str]:
+    """The arguments of the command that detects this model, whatever else this folder's config files say."""
     values: Mapping[str, Any] = Settings(model=model).model_dump(mode="json")["model"]
     flags = as_flags({name: values[name] for name in NAMES_MODEL})
     own = ["--json", "--refresh", f"--config={os.devnull}", "--accelerate_config=none"]
-    return [sys.executable, "-m", "simpletuner", "detect-blocks", *own, *flags]
+    return ["detect-blocks", *own, *flags]
 
 
 def error_in(said: str) -> EnvironmentNotReady:

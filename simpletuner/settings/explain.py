@@ -8,7 +8,7 @@ from typing import Any
 
 from simpletuner.settings.loading import NO_ORIGIN, Loaded, settings_as_json
 from simpletuner.settings.optimizer_defaults import own_defaults
-from simpletuner.settings.sections import SECTION_OF, Settings, setting_fields
+from simpletuner.settings.sections import Settings, setting_fields
 from simpletuner.settings.sources import Origin
 from simpletuner.settings.spelling import as_text, normalize_name
 
@@ -23,6 +23,11 @@ class ExplainedSetting:
     origin: str
     because: str
 
+    @property
+    def is_set(self) -> bool:
+        """Whether a source gives it, or it is not at its default."""
+        return self.origin != str(NO_ORIGIN) or self.value != self.default
+
     def cells(self) -> tuple[str, str, str, str]:
         """The row of a table."""
         is_auto = self.value is None and setting_fields()[self.name].annotation == bool | None
@@ -34,13 +39,13 @@ class ExplainedSetting:
 
 def explain_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
     """Explain every setting, in the order of the sections."""
-    defaults = Settings().model_dump(mode="json")
+    defaults = settings_as_json(Loaded(Settings(), {}))
     optimizer = loaded.settings.optimizer.optimizer
     own = own_defaults(optimizer)
     own_origin = Origin("default", None, reason=f"{optimizer}'s own")
     for name, value in settings_as_json(loaded).items():
         origin = loaded.origins.get(name, own_origin if name in own else NO_ORIGIN)
-        default = own.get(name, defaults[SECTION_OF[name]][name])
+        default = own.get(name, defaults[name])
         yield ExplainedSetting(name, value, default, str(origin), because(value, origin))
 
 

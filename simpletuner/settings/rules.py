@@ -120,13 +120,15 @@ def one_shift_is_meant(settings: Settings) -> Iterator[BrokenRule]:
 
 def needs_model_family(settings: Settings) -> Iterator[BrokenRule]:
     if not settings.model.model_family:
-        yield broken("model_family is missing: say what to train, such as --model_family=sdxl", "model_family")
+        message = "model_family is missing: say what to train, such as --model_family=sdxl"
+        yield broken(message, "model_family", hint="`simpletuner models` lists all families")
 
 
 def needs_images(settings: Settings) -> Iterator[BrokenRule]:
     names = ("instance_data_dir", "data_backend_config")
     if settings.data.instance_data_dir is None and settings.data.data_backend_config is None:
-        yield broken("no images: give --instance_data_dir=FOLDER or --data_backend_config=FILE", *names)
+        message = "no images: give --instance_data_dir=FOLDER or --data_backend_config=FILE"
+        yield broken(message, *names, hint="`simpletuner dataset check` shows what a run would make of a folder")
 
 
 def needs_length(settings: Settings) -> Iterator[BrokenRule]:
@@ -165,7 +167,8 @@ def lora_is_for_whole_denoisers(settings: Settings) -> Iterator[BrokenRule]:
         return
     if settings.parallel.fsdp_enable:
         message = "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable"
-        yield broken(message, "model_type", "fsdp_enable")
+        hint = "on several GPUs, --num_processes alone trains it on all of them"
+        yield broken(message, "model_type", "fsdp_enable", hint=hint)
     if settings.parallel.zero_stage is not None:
         message = (
             "model_type=lora cannot run with DeepSpeed: it shares out the state of all weights, of which an adapter "
@@ -205,7 +208,7 @@ def single_files_have_a_known_layout(settings: Settings) -> Iterator[BrokenRule]
 def profile_begins_in_time(settings: Settings) -> Iterator[BrokenRule]:
     steps, traced = settings.training.max_train_steps, settings.logging.profile_steps
     if traced and steps is not None and parse_step_range(traced)[1] > steps:
-        message = f"profile_steps = {traced} goes beyond max_train_steps = {steps}"
+        message = f"profile_steps = {traced} goes beyond max_train_steps = {steps}: end it at {steps} or before"
         yield broken(message, "profile_steps", "max_train_steps")
 
 

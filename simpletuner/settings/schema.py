@@ -117,7 +117,7 @@ def scaffold_toml(settings: Settings) -> str:
         "model_flavour": settings.model.model_flavour,
         "instance_data_dir": "pictures",
         "max_train_steps": 1000,
-        "lr_warmup_steps": 100,
+        "lr_warmup_steps": 0.05,
         "num_processes": num_processes,
         "fsdp_enable": num_processes > 1,
         "validation_prompt": ["a photo of a lighthouse at dusk"],

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import stat
-import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from simpletuner.errors import EnvironmentNotReady
-from simpletuner.system.paths import descriptor_of
-
-APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Flags for appending to a run's own files: symbolic links are not followed, a FIFO without a reader is refused."""
+from simpletuner.errors import EnvironmentNotReady, naming
+from simpletuner.system.regular_files import open_regular
 
 READ_AHEAD_BYTES = 128 << 10
 """Linux reads no more than its read-ahead window for one request, by default 128 KiB (mm/readahead.c)."""
@@ -29,8 +24,9 @@ def unfinished_path(folder: Path) -> Path:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Rename `new` to `folder`. The previous folder is removed only once the new one is in place."""
+    """Sync `new` and rename it to `folder`. The previous folder is removed only once the new one is in place."""
     old = folder.with_name(f".{folder.name}.old")
+    flush_tree(new)
     remove(old)
     if os.path.lexists(folder):
         folder.rename(old)
@@ -70,36 +66,6 @@ def replace_file(path: Path, content: bytes) -> None:
     flush_to_disk(path.parent)
 
 
-def read_file(path: Path, max_bytes: int | None = None) -> bytes:
-    """Return a file's content, or what a pipe at /dev/stdin or /dev/fd/N holds (`--config=<(...)`).
-
-    Raises OSError, also for a file above `max_bytes`, and for any other FIFO and all devices: reading them might never
-    end.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, opening a FIFO blocks until there is a writer
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        pipe = descriptor_of(path) if stat.S_ISFIFO(mode) else None
-        if not stat.S_ISREG(mode) and pipe is None and str(path) != os.devnull:
-            code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-            raise OSError(code, "is a directory" if code == errno.EISDIR else "not a regular file", str(path))
-        os.set_blocking(descriptor, True)
-        content = file.read(-1 if max_bytes is None else max_bytes + 1)
-    if max_bytes is not None and len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {max_bytes >> 20} MiB", str(path))
-    if pipe is not None:
-        replace_pipe(pipe, content)
-    return content
-
-
-def replace_pipe(descriptor: int, content: bytes) -> None:
-    """Put a file with its content in the place of a pipe, which gives it only once: ranks must read it, too."""
-    with tempfile.TemporaryFile() as file:
-        file.write(content)
-        file.flush()
-        os.dup2(file.fileno(), descriptor)
-
-
 def write_json(path: Path, value: object) -> None:
     write_file(path, (json.dumps(value, indent=2) + "\n").encode("utf-8"))
 
@@ -110,7 +76,7 @@ def write_file(path: Path, *content: bytes | memoryview) -> None:
     hidden.unlink(missing_ok=True)
     descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with naming(path), os.fdopen(descriptor, "wb") as file:
             file.writelines(content)
             file.flush()
             os.fsync(descriptor)
@@ -126,20 +92,31 @@ def read_ahead(paths: Sequence[Path]) -> None:
 
     def advise() -> None:
         for path in paths:
-            with suppress(OSError):
-                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # O_NONBLOCK: it could be a FIFO by now
-                for start in range(0, os.fstat(descriptor).st_size, READ_AHEAD_BYTES):
-                    os.posix_fadvise(descriptor, start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-                os.close(descriptor)
+            with suppress(OSError), open_regular(path) as file:
+                for start in range(0, os.fstat(file.fileno()).st_size, READ_AHEAD_BYTES):
+                    os.posix_fadvise(file.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     if hasattr(os, "posix_fadvise"):  # not on macOS
         threading.Thread(target=advise, name="read ahead", daemon=True).start()
 
 
-def refuse_link(path: Path) -> None:
-    """Raise EnvironmentNotReady for a symbolic link in the place of one of a run's own files."""
+def refuse_special(path: Path) -> None:
+    """Raise EnvironmentNotReady where one of a run's own files is a link, a folder, a FIFO or a device."""
     if path.is_symlink():
         raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
+    if path.exists() and not path.is_file():
+        raise EnvironmentNotReady(f"{path} is not a regular file", "remove it, or move it away")
+
+
+def flush_tree(folder: Path) -> None:
+    """Sync all regular files and folders in a folder, and itself last. Raises OSError."""
+    for name, _, files in os.walk(folder, topdown=False):
+        for file in files:
+            path = Path(name, file)
+            if stat.S_ISREG(path.lstat().st_mode):
+                with suppress(PermissionError):  # a user's own file, which was moved and not written
+                    flush_to_disk(path)
+        flush_to_disk(Path(name))
 
 
 def flush_to_disk(path: Path) -> None:

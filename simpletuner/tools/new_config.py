@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from simpletuner.models.registry import check_trainable
+from simpletuner.errors import SettingsError
+from simpletuner.models.registry import check_trainable, presets
 from simpletuner.settings.loading import resolve
 from simpletuner.settings.schema import scaffold_toml
 from simpletuner.settings.sources import from_flags
@@ -10,6 +11,9 @@ from simpletuner.settings.sources import from_flags
 
 def new_config(model_family: str, model_flavour: str, num_processes: str) -> str:
     """Return the text of a TOML file. Raises SettingsError for a family that cannot be trained."""
+    if not model_family:
+        known = [name for name, preset in presets().items() if preset.family_class]
+        raise SettingsError("--model_family is missing: say what to train", f"known families: {', '.join(known)}")
     flags = {"model_family": model_family, "model_flavour": model_flavour, "num_processes": num_processes}
     settings = resolve([from_flags(flags)], complete=False).settings
     check_trainable(settings.model)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
@@ -11,8 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, PngImagePlugin
+from pydantic import TypeAdapter, ValidationError
 
+from simpletuner.data.images import DECODE_ERRORS, open_image
+from simpletuner.data.storage import MAX_BYTES
 from simpletuner.system.files import write_file
+from simpletuner.system.regular_files import open_regular
 
 if TYPE_CHECKING:  # the page reads these files without torch
     from torch import Tensor
@@ -78,11 +84,35 @@ def write_png(path: Path, image: Image.Image, texts: Mapping[str, str]) -> None:
     write_file(path, content.getvalue())
 
 
-def read_info(path: Path) -> ImageInfo | None:
-    """Return how an image was made; None for one without metadata, such as of an older version."""
+@contextmanager
+def opened(path: Path) -> Iterator[Image.Image]:
+    """Open a validation image. Raises OSError for whatever is wrong with the file, also while it is decoded."""
     try:
-        with Image.open(path) as image:
-            text = image.text.get(OWN_CHUNK, "") if isinstance(image, PngImagePlugin.PngImageFile) else ""
-        return ImageInfo(**json.loads(text))
-    except (OSError, ValueError, TypeError, SyntaxError):
-        return None
+        with open_regular(path, MAX_BYTES) as file, open_image(file) as image:
+            yield image
+    except OSError as error:
+        raise OSError(error.errno or errno.EINVAL, error.strerror or str(error), str(path)) from None
+    except DECODE_ERRORS as error:
+        raise OSError(errno.EINVAL, f"cannot be decoded: {error}", str(path)) from None
+
+
+def read_rgb(path: Path, max_pixels: int | None = None) -> Image.Image:
+    """Decode a validation image. Raises OSError for a damaged one, and for one of more pixels."""
+    with opened(path) as image:
+        if max_pixels is not None and image.width * image.height > max_pixels:
+            raise ValueError(f"it has {image.width}x{image.height} px")
+        return image.convert("RGB")
+
+
+def read_info(path: Path) -> tuple[tuple[int, int], ImageInfo | None]:
+    """Return an image's (width, height), and how it was made; None for one without metadata, or with damaged ones.
+
+    Raises OSError for what is no image.
+    """
+    with opened(path) as image:
+        text = image.text.get(OWN_CHUNK, "") if isinstance(image, PngImagePlugin.PngImageFile) else ""
+        size = image.size
+    try:
+        return size, TypeAdapter(ImageInfo).validate_json(text, strict=True)
+    except ValidationError:
+        return size, None

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 
 from simpletuner.training.fonts import Typesetter
-from simpletuner.training.image_files import ImageInfo
+from simpletuner.training.image_files import ImageInfo, read_rgb
 
 GAP = 8
 EMPTY = "(empty prompt)"
@@ -85,8 +85,7 @@ def draw_band(bands: Sequence[Sequence[Cell]]) -> Image.Image:
         top = head
         for (path, info), notes, height in zip(column.cells, column.notes, heights, strict=False):
             size = shown_size(info)
-            with Image.open(path) as image:
-                sheet.paste(image.convert("RGB").resize(size, Image.Resampling.NEAREST), (left, top))
+            sheet.paste(read_rgb(path).resize(size, Image.Resampling.NEAREST), (left, top))
             small.draw_lines(sheet, left, top + size[1], notes, "#666666")
             top += height
         left += column.width + GAP

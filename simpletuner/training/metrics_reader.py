@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -11,13 +10,19 @@ from typing import Any
 
 import numpy as np
 
+from simpletuner.system.regular_files import open_regular, read_end
+
 METRICS = "metrics.jsonl"
 
 LOSSES = ("loss", "eval_loss", "eval_loss_ema")
 """Every row of the metrics has a step, and at least one of these."""
 
 TAIL_BYTES = 64 << 10
+MAX_BYTES = 4 << 30
+"""The largest file of metrics that is read: 15 million rows of 280 bytes."""
 NUMBERS = {int, float, bool}
+LARGEST_INTEGER = 1 << 53
+"""Up to which float64 has all integers."""
 
 
 class MetricsReader:
@@ -45,8 +50,7 @@ class MetricsReader:
         Its inode would not tell, since file systems use them again; timings make each row differ from all others.
         """
         try:
-            # O_NONBLOCK: opening a FIFO would wait for a writer.
-            with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            with open_regular(self.path, MAX_BYTES) as file:
                 file.seek(self.offset - len(self.last_line))
                 is_same = file.read(len(self.last_line)) == self.last_line
                 if not is_same:
@@ -121,11 +125,7 @@ def read_columns(path: Path) -> MetricColumns:
 
 def last_row(path: Path) -> dict[str, Any]:
     """Return the last row of an optimizer step; empty where there is none. Reads the end of the file alone."""
-    if not path.exists():
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        rows = [row for row in rows_in(file.read()) if "loss" in row]
+    rows = [row for row in rows_in(read_end(path, TAIL_BYTES)) if "loss" in row]
     return rows[-1] if rows else {}
 
 
@@ -155,10 +155,14 @@ def parse_line(line: bytes) -> list[Any]:
 
 
 def is_row(row: Any) -> bool:
+    if not isinstance(row, dict):
+        return False
+    step, loss = row.get("step"), row.get(loss_of(row))
+    # JSON as Python reads it has Infinity, NaN and integers that no float can hold.
     return (
-        isinstance(row, dict)
-        and isinstance(row.get("step"), float | int)
-        and isinstance(row.get(loss_of(row)), float | int)
+        isinstance(step, float | int)
+        and abs(step) <= LARGEST_INTEGER
+        and (isinstance(loss, float) or (isinstance(loss, int) and abs(loss) <= LARGEST_INTEGER))
     )
 
 

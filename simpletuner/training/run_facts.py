@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from simpletuner.data.dataset_kinds import ImageDataset, LocalImages
+from simpletuner.models.registry import flavour_of
 from simpletuner.preparation import Plan
-from simpletuner.settings import Loaded
-from simpletuner.settings.errors import is_secret
+from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.explain import ExplainedSetting, explain_settings
 from simpletuner.settings.export import as_flags, format_command
+from simpletuner.settings.sections import Model, Training
 from simpletuner.training.metrics_reader import MetricColumns
 
 Rows = list[tuple[str, Any]]
@@ -21,6 +24,8 @@ Rows = list[tuple[str, Any]]
 
 LOSS_STEPS = 20
 """How many steps, at most, the first and the last loss are means of; they never overlap."""
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,10 @@ class RunFacts:
 
 def facts_of(loaded: Loaded, rows: Rows, plan: Plan) -> RunFacts:
     """Return the facts of a run; `rows` are those of its first table."""
-    settings = list(changed_settings(loaded))
+    settings = [each for each in explain_settings(loaded) if each.value != each.default]
     words = ["simpletuner", "train", *as_flags({each.name: each.value for each in settings})]
     return RunFacts(
-        name=loaded.settings.training.output_dir.absolute().name,
+        name=name_of(loaded.settings),
         rows=rows,
         datasets=[dataset_facts(part.dataset, len(part)) for part in plan.samples.parts],
         buckets=[(name, bucket.num_samples, len(bucket)) for name, bucket in plan.buckets.items()],
@@ -64,11 +69,30 @@ def facts_of(loaded: Loaded, rows: Rows, plan: Plan) -> RunFacts:
     )
 
 
-def changed_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
-    """Yield the settings that are not at their default; of secrets, such as an address to post to, no value."""
-    for setting in explain_settings(loaded):
-        if setting.value != setting.default:
-            yield replace(setting, value="...") if is_secret(setting.name) else setting
+def name_of(settings: Settings) -> str:
+    """Return what a run is called: as its repository, at its tracker, or as its folder; else what it trains."""
+    folder = settings.training.output_dir
+    if own := settings.hub.hub_model_id.rpartition("/")[2] or settings.logging.tracker_run_name:
+        return own
+    if folder != Training().output_dir:
+        return folder.absolute().name
+    kind = "LoRA" if settings.model.model_type == "lora" else "fine-tune"
+    return f"{base_of(settings.model)} {kind}"
+
+
+def base_of(model: Model) -> str:
+    """Return the name of the base model: its hub id, or that of its folder, with the run's where a run exported it."""
+    if (name := hub_id(model)) or not model.pretrained_model_name_or_path:
+        return name or f"{model.model_family} with random weights"
+    path = Path(model.pretrained_model_name_or_path).absolute()
+    return f"{path.parent.name}/{path.name}" if path.name.startswith("pipeline") else path.name
+
+
+def hub_id(model: Model) -> str | None:
+    """Return the base model's id on the hub; None for a folder, and for the tiny flavour."""
+    flavour = flavour_of(model)
+    name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
+    return name if HUB_ID.fullmatch(name) and not Path(name).exists() else None
 
 
 def dataset_facts(dataset: ImageDataset, images: int) -> DatasetFacts:

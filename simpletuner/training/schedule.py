@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.errors import DataError
 from simpletuner.settings import Settings
+from simpletuner.settings.sections import Optimizer
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class Schedule:
     epochs: int | None = None
     start_step: int = 0
     start_progress: float = 0.0
+    planned_steps: int = 0
+    """The last step as the run began, if it was another: what a warm-up that is a fraction is a fraction of."""
+
+    def warmup_steps(self, optimizer: Optimizer) -> int:
+        return optimizer.warmup_steps(self.planned_steps or self.max_steps)
 
     def progress(self, step: int, warmup_steps: int) -> float:
         """Return the share of the schedule after warm-up that is done before a step, from 0 to 1."""
@@ -33,7 +39,7 @@ class Schedule:
 
     def as_json(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        start = {"start_step": self.start_step, "start_progress": self.start_progress}
+        start = {name: getattr(self, name) for name in ("start_step", "start_progress", "planned_steps")}
         return {"max_steps": self.max_steps, "schedule": {"epochs": self.epochs, **start}}
 
 
@@ -61,14 +67,15 @@ def resumed_schedule(
     before = saved_schedule(saved)
     epochs, total = training.num_train_epochs, step + sampler.count_steps_left(position, training.num_train_epochs)
     if total == before.max_steps:
-        return Schedule(total, epochs, before.start_step, before.start_progress)
+        return replace(before, epochs=epochs)
     if before.epochs not in (epochs, None):  # the user asked for another length: the schedule stretches over it
         return Schedule(total, epochs)
-    return Schedule(total, epochs, step, before.progress(step, settings.optimizer.lr_warmup_steps))
+    progress = before.progress(step, before.warmup_steps(settings.optimizer))
+    return Schedule(total, epochs, step, progress, before.planned_steps or before.max_steps)
 
 
 def saved_schedule(saved: Mapping[str, Any]) -> Schedule:
     """Return the schedule in a checkpoint's state; older versions wrote only its last step."""
     more = saved.get("schedule", {})
-    start = more.get("start_step", 0), more.get("start_progress", 0.0)
+    start = more.get("start_step", 0), more.get("start_progress", 0.0), more.get("planned_steps", 0)
     return Schedule(int(saved.get("max_steps", 0)), more.get("epochs"), *start)

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,8 +14,9 @@ from typing import IO, Any
 
 from simpletuner.run_log import LOGGER
 from simpletuner.session import Session
-from simpletuner.settings.loading import settings_to_share
+from simpletuner.settings import settings_as_json
 from simpletuner.system.files import write_json
+from simpletuner.system.python_process import module_command
 from simpletuner.training.wandb_process import STATE, read_state
 
 RETRY_SECONDS = 60.0
@@ -42,7 +42,7 @@ class WeightsAndBiases:
             "folder": str(folder),
             "project": logging.tracker_project_name or os.environ.get("WANDB_PROJECT") or "simpletuner",
             "name": logging.tracker_run_name or output.resolve().name,
-            "settings": settings_to_share(session.loaded),
+            "settings": settings_as_json(session.loaded),
         }
         self.closing, self.has_warned, self.is_sent = threading.Event(), False, False
         self.process: subprocess.Popen[str] | None = None
@@ -82,7 +82,7 @@ class WeightsAndBiases:
 
     def _run_process(self) -> None:
         """Run the process to its end, and report what it says."""
-        command = [sys.executable, "-P", "-m", "simpletuner.training.wandb_process"]
+        command = module_command("simpletuner.training.wandb_process")
         pipe = subprocess.PIPE
         # A session of its own: Ctrl-C is for the run, which ends the process by its input.
         with subprocess.Popen(

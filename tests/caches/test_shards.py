@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disk_calls import recorded_calls
 
 from simpletuner.caches.filling import why_missing
 from simpletuner.caches.keys import KeyParts
@@ -196,6 +197,19 @@ def test_a_writer_never_uses_the_name_of_a_shard_again_that_was_removed_meanwhil
             if closed:
                 closed[0].unlink(missing_ok=True)
     assert len({*closed}) == 3 and closed[2].exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_shard_and_then_its_index_are_on_the_disk_before_it_counts_as_closed(tmp_path):
+    closed: list[tuple[Path, int]] = []
+    with recorded_calls() as calls:
+        writer = ShardWriter(tmp_path, 0, on_closed=lambda path: closed.append((path, len(calls))))
+        writer.write("a", PARTS, {"t": torch.ones(500)})
+        assert calls == [], "records are not synced one by one"
+        writer.close()
+    shard, index = only(tmp_path, ".shard"), only(tmp_path, ".index.jsonl")
+    assert calls == [("sync", str(path), path.stat().st_size) for path in (shard, index)]
+    assert closed == [(shard, 2)]
 
 
 def test_a_full_shard_is_followed_by_the_next_one(tmp_path):

@@ -1,10 +1,11 @@
 """Kill runs at random moments, run the same command until it is done, and compare every file with an undisturbed run.
 
-    .venv/bin/python tests/campaigns/kills.py --kills 300      # about an hour on 2 cores
+    .venv/bin/python tests/campaigns/kills.py --count=500 --results=kills.jsonl     # about 90 minutes on 2 cores
+    .venv/bin/python tests/campaigns/kills.py --count=20 --kind=zero3 --seed=1
 
-Who is killed is drawn, too: all ranks at once, one rank, whose launcher must then end the others, or the launcher,
-whose ranks must then end by themselves.
-`tests/test_campaigns.py` runs a small sample.
+Who is killed is drawn, too: all ranks at once, one rank, whose launcher must then end the others, the launcher, whose
+ranks must then end by themselves, or the page that started the run, which must then go on. With `--results`, what is
+found is appended there, and a campaign that was stopped goes on where it was. `tests/test_campaigns.py` runs a sample.
 """
 
 from __future__ import annotations
@@ -20,65 +21,86 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
 from conftest import SMALL, Starter, fork_server_context  # noqa: E402
 from flags import last_wins  # noqa: E402
+from page_server import page_server  # noqa: E402
 
 from simpletuner.caches.shards import ShardReader  # noqa: E402
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint  # noqa: E402
 
 OLDEST_SECONDS = 15
 """How long a process of a killed run may live on."""
-RANKS = 2
-VICTIMS = {"group": 0.65, "one rank": 0.15, "launcher": 0.2}
+MOST_KILLS = 8
+"""Of one run, before it may end."""
 TIMINGS = {"samples_per_second", "seconds", "data_seconds", "tflops_per_second"}
-FLAGS = (
-    "--fsdp_enable",
-    "--train_batch_size=2",
-    "--vae_batch_size=3",
-    "--use_ema",
-    "--checkpoint_step_interval=2",
-    "--checkpoints_total_limit=3",
-    "--validation_prompt=a red circle",
-    "--validation_step_interval=4",
-    "--validation_num_inference_steps=1",
-    "--max_train_steps=10",
-)
+COMMON = ("--train_batch_size=2", "--vae_batch_size=3", "--checkpoint_step_interval=2", "--checkpoints_total_limit=3")
+VALIDATION = ("--validation_prompt=a red circle", "--validation_step_interval=4", "--validation_num_inference_steps=1")
+HELD_OUT = ("--eval_split=0.2", "--eval_step_interval=2", "--eval_timesteps=2")
+ON_DEMAND = ("--vae_cache_ondemand", "--text_cache_ondemand")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A sort of run, and how likely each victim is."""
+
+    flags: tuple[str, ...]
+    ranks: int = 2
+    victims: Mapping[str, float] = field(default_factory=lambda: {"group": 0.65, "one rank": 0.15, "launcher": 0.2})
+
+
+KINDS = {
+    "fsdp2": Kind(("--fsdp_enable", "--use_ema", *VALIDATION)),
+    "zero3": Kind(("--zero_stage=3", "--use_ema", "--mixed_precision=bf16")),
+    "lora": Kind(("--model_type=lora", "--lora_rank=4", *HELD_OUT, *ON_DEMAND)),
+    "split": Kind(("--fsdp_enable", "--state_layout=split", "--mixed_precision=bf16", *HELD_OUT)),
+    "one": Kind(("--mixed_precision=bf16", "--use_ema", *HELD_OUT, *ON_DEMAND, *VALIDATION), ranks=1),
+    "page": Kind(("--use_ema", *HELD_OUT), victims={"launcher": 0.4, "one rank": 0.3, "page": 0.3}),
+}
 
 
 @dataclass
 class Campaign:
-    """Kills of one command; `problems` is empty if all promises held."""
+    """Kills of one kind of run; `problems` is empty if all promises held."""
 
     starter: Starter
-    flags: tuple[str, ...]
+    base: tuple[str, ...]
     folder: Path
-    random: random.Random
+    kind: Kind
+    seed: int = 0
+    steps: int = 10
+    victims: Mapping[str, float] = field(default_factory=dict)
+    """In place of the kind's own."""
     problems: list[str] = field(default_factory=list)
-    killed: dict[str, int] = field(default_factory=dict)
+    killed: Counter[str] = field(default_factory=Counter)
 
-    def run(self, kills: int, most_in_a_run: int = 8) -> None:
-        """Kill that often, spread over several runs, each of which is compared in the end."""
-        began = time.monotonic()
-        reference = self.undisturbed()
+    def run(self, kills: int, first: int = 0, note: Callable[[int, int], None] = lambda number, kills: None) -> None:
+        """Kill that often, spread over runs that are numbered from `first` on; `note` is told of each."""
+        began, number = time.monotonic(), first
+        wanted = self.undisturbed()
         # a real launcher and its ranks import torch first, which warm ranks do not
         longest = {"group": time.monotonic() - began, "launched": 3 * (time.monotonic() - began) + 15}
-        number = 0
-        while (left := kills - sum(self.killed.values())) > 0:
-            output = self.folder / f"run{number}"
-            for _ in range(min(left, self.random.randint(1, most_in_a_run))):
-                self.kill_once(output, longest)
+        while (left := kills - self.killed.total()) > 0:
+            draw, output = random.Random(f"{self.seed} {number}"), self.folder / f"run{number}"
+            count = min(left, draw.randint(1, MOST_KILLS))
+            self.killed.update(self.kill_once(output, longest, draw) for _ in range(count))
             self.finish(output)
-            self.compare(reference, contents(output), output)
+            self.compare(wanted, contents(output), output)
             shutil.rmtree(output, ignore_errors=True)
+            note(number, count)
             number += 1
 
     def undisturbed(self) -> dict[str, str]:
@@ -91,65 +113,102 @@ class Campaign:
 
     def command(self, output: Path) -> tuple[str, ...]:
         """Return the flags of every start."""
-        return tuple(last_wins((f"--output_dir={output}", *SMALL, *self.flags, *FLAGS)))
+        steps = f"--max_train_steps={self.steps}"
+        return tuple(last_wins((f"--output_dir={output}", *SMALL, *self.base, *COMMON, *self.kind.flags, steps)))
 
     def finish(self, output: Path) -> None:
         """Run the command to its end."""
-        run = self.starter.train(RANKS, *self.command(output))
-        if (codes := run.wait()) != [0] * RANKS:
+        run = self.starter.train(self.kind.ranks, *self.command(output))
+        if (codes := run.wait()) != [0] * self.kind.ranks:
             self.problems.append(f"{output.name} ended with {codes}:\n{run.said}")
 
-    def kill_once(self, output: Path, longest: dict[str, float]) -> None:
-        """Start the command, kill at a random moment, and look at what is left."""
-        victim = self.random.choices(list(VICTIMS), list(VICTIMS.values()))[0]
+    def kill_once(self, output: Path, longest: dict[str, float], draw: random.Random) -> str:
+        """Start the command, kill at a random moment, and look at what is left; return who was killed."""
+        victims = self.victims or self.kind.victims
+        victim = draw.choices(list(victims), list(victims.values()))[0]
         if victim == "group":
-            left = self.kill_ranks(output, self.random.uniform(0.05, longest["group"]))
+            left = self.kill_ranks(output, draw.uniform(0.05, longest["group"]))
         else:
-            left = self.kill_launched(output, self.random.uniform(0.5, longest["launched"]), victim)
-        self.killed[victim] = self.killed.get(victim, 0) + 1
-        if late := psutil.wait_procs(left, timeout=OLDEST_SECONDS)[1]:
-            doing = self.abort(late)
+            left = self.kill_launched(output, draw.uniform(0.5, longest["launched"]), victim, draw)
+        if late := survivors(left):
+            doing = self.abort(late, output)
             self.problems.append(f"{output.name}: {victim} killed, {len(late)} live {OLDEST_SECONDS} s on:\n{doing}")
             print(self.problems[-1], flush=True)
         for checkpoint in list_checkpoints(output / "checkpoints"):
             load_checkpoint(checkpoint)  # raises when one that can be seen is not whole
+        return victim
 
     def kill_ranks(self, output: Path, after: float) -> list[psutil.Process]:
         """Kill all warm ranks; return them."""
-        run = self.starter.train(RANKS, *self.command(output))
+        run = self.starter.train(self.kind.ranks, *self.command(output))
         time.sleep(after)
         ranks = [psutil.Process(process.pid) for process in run.processes if process.is_alive()]
         run.kill()
         run.wait()
         return ranks
 
-    def kill_launched(self, output: Path, after: float, victim: str) -> list[psutil.Process]:
-        """Kill a real launcher, or one of its ranks; return all processes that should end then."""
+    def kill_launched(self, output: Path, after: float, victim: str, draw: random.Random) -> list[psutil.Process]:
+        """Kill a real launcher, one of its ranks, or the page; return all processes that should end then."""
+        start = self.started_on_page if "page" in self.kind.victims else self.launched
+        with start(output) as (launcher, parent):
+            end = time.monotonic() + after
+            while time.monotonic() < end and is_alive(launcher):
+                time.sleep(0.01)
+            if victim == "page":
+                parent.kill()
+        if victim == "page":
+            self.expect_end(launcher, output)
+        if not is_alive(launcher):
+            return []
+        processes = [launcher, *launcher.children(recursive=True)]
+        ranks = [process for process in processes if is_rank(process)]
+        (launcher if victim == "launcher" or not ranks else draw.choice(ranks)).kill()
+        return processes
+
+    @contextmanager
+    def launched(self, output: Path) -> Iterator[tuple[psutil.Process, psutil.Process]]:
+        """Start the command in a process of its own; yield the launcher twice."""
         command = [str(Path(sys.executable).with_name("simpletuner")), "train", *self.command(output)]
-        with (self.folder / "launched.log").open("wb") as log:
+        with self.log_of(output).open("wb") as log:
             launcher = psutil.Popen(
-                [*command, f"--num_processes={RANKS}"],
+                [*command, f"--num_processes={self.kind.ranks}"],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 env={**os.environ, "PYTHONFAULTHANDLER": "1"},
             )
-        end = time.monotonic() + after
-        while time.monotonic() < end and launcher.poll() is None:
-            time.sleep(0.01)
-        if launcher.poll() is not None:
-            return []
-        processes = [launcher, *launcher.children(recursive=True)]
-        ranks = [process for process in processes if is_rank(process)]
-        (launcher if victim == "launcher" or not ranks else self.random.choice(ranks)).kill()
-        return processes
+        yield launcher, launcher
 
-    def abort(self, processes: list[psutil.Process]) -> str:
+    @contextmanager
+    def started_on_page(self, output: Path) -> Iterator[tuple[psutil.Process, psutil.Process]]:
+        """Start the command on a page; yield the launcher and the page. It outlives the page, which ends then."""
+        pairs = (flag.removeprefix("--").partition("=") for flag in self.command(output))
+        values = {name: value or "true" for name, _, value in pairs}
+        values |= {"output_dir": output.name, "num_processes": str(self.kind.ranks)}
+        (self.folder / f"{output.name}.json").write_text(json.dumps(values, indent=1))
+        with page_server(self.folder) as server:
+            answer = server.post("/runs/start", {"file": f"{output.name}.json"})
+            if answer.code != 200:
+                self.problems.append(f"{output.name} cannot be started on the page: {answer.code}\n{answer.text}")
+            page = psutil.Process(server.process.pid)
+            (launcher,) = (each for each in page.children() if "train" in each.cmdline())
+            yield launcher, page
+
+    def expect_end(self, launcher: psutil.Process, output: Path) -> None:
+        """Wait for a run whose page was killed: it must go on to its last step."""
+        survivors([launcher], 240)
+        if not (output / "pipeline").exists():
+            self.problems.append(f"{output.name} ended with its page:\n{self.log_of(output).read_text()}")
+
+    def log_of(self, output: Path) -> Path:
+        return output / "console.log" if "page" in self.kind.victims else self.folder / "launched.log"
+
+    def abort(self, processes: list[psutil.Process], output: Path) -> str:
         """End processes that should have ended; return the log, where faulthandler writes what they were doing."""
         for process in processes:
             process.send_signal(signal.SIGABRT)
-        psutil.wait_procs(processes, timeout=OLDEST_SECONDS)
-        return (self.folder / "launched.log").read_text(errors="replace")
+        survivors(processes)
+        return self.log_of(output).read_text(errors="replace")
 
     def compare(self, wanted: dict[str, str], found: dict[str, str], output: Path) -> None:
         """Note every file that differs."""
@@ -157,6 +216,23 @@ class Campaign:
             if wanted.get(name) != found.get(name):
                 how = "is missing" if name not in found else "is left behind" if name not in wanted else "differs"
                 self.problems.append(f"{output.name}: {name} {how}")
+                if name.endswith(".jsonl"):
+                    self.problems.append(f"wanted {wanted.get(name)}\nfound  {found.get(name)}")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def survivors(processes: list[psutil.Process], seconds: float = OLDEST_SECONDS) -> list[psutil.Process]:
+    """Wait until processes have ended; return those that have not. A zombie, which waits for its parent, has."""
+    end = time.monotonic() + seconds
+    while (alive := [each for each in processes if is_alive(each)]) and time.monotonic() < end:
+        time.sleep(0.02)
+    return alive
 
 
 def is_rank(process: psutil.Process) -> bool:
@@ -177,16 +253,21 @@ def contents(output: Path) -> dict[str, str]:
         reader = ShardReader(folder)
         for place in reader.records():
             record = reader.read(place)
-            values = b"".join(record[name].numpy().tobytes() for name in sorted(record))
-            found[f"{folder.relative_to(output)}:{place.name}"] = hashlib.sha256(values).hexdigest()
+            found[f"{folder.relative_to(output)}:{place.name}"] = hashed(record)
     return found
 
 
 def tensors(path: Path) -> str:
     """Return a hash of the tensors in a file: the order of names in its header is not always the same."""
+    return hashed(load_file(path))
+
+
+def hashed(named: Mapping[str, Tensor]) -> str:
+    """Hash names, types, shapes and bytes."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(load_file(path).items()):
-        digest.update(name.encode() + tensor.numpy().tobytes())
+    for name, tensor in sorted(named.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
 
 
@@ -243,17 +324,51 @@ def fixtures(folder: Path, starter: Starter, family: str = "sdxl") -> tuple[str,
 def main() -> None:
     """Run a campaign in a temporary folder, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--count", type=int, default=300, help="kills of all kinds together")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=KINDS, action="append", help="one of several; default: all")
+    parser.add_argument("--results", type=Path, help="a file of JSON lines to append to, and to go on from")
     given = parser.parse_args()
+    kinds = given.kind or list(KINDS)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        starter = Starter(fork_server_context(), folder)
-        campaign = Campaign(starter, fixtures(folder, starter), folder, random.Random(given.seed))
-        campaign.run(given.kills)
-    print(f"{sum(campaign.killed.values())} kills {campaign.killed}: {len(campaign.problems)} problems")
-    print("\n".join(campaign.problems))
-    raise SystemExit(bool(campaign.problems))
+        results = given.results or Path(name) / "results.jsonl"
+        starter = Starter(fork_server_context(), Path(name))
+        base = fixtures(Path(name), starter)
+        for kind in kinds:
+            done = [row for row in read_results(results) if row["kind"] == kind and row["seed"] == given.seed]
+            left = given.count // len(kinds) - sum(row["kills"] for row in done)
+            if left > 0:
+                folder = Path(name) / kind
+                folder.mkdir()
+                campaign = Campaign(starter, base, folder, KINDS[kind], given.seed)
+                campaign.run(left, len(done), Recorder(campaign, results, kind))
+        rows = read_results(results)
+    for kind in KINDS:
+        print(f"{kind}: {sum(row['kills'] for row in rows if row['kind'] == kind)} kills")
+    problems = [problem for row in rows for problem in row["problems"]]
+    print(f"{len(problems)} problems", *problems, sep="\n")
+    raise SystemExit(bool(problems))
+
+
+@dataclass
+class Recorder:
+    """Append each run of a campaign, with the problems that are new, to a file of JSON lines."""
+
+    campaign: Campaign
+    file: Path
+    kind: str
+    told: int = 0
+
+    def __call__(self, number: int, kills: int) -> None:
+        new, self.told = self.campaign.problems[self.told :], len(self.campaign.problems)
+        row = {"kind": self.kind, "seed": self.campaign.seed, "run": number, "kills": kills, "problems": new}
+        print(json.dumps(row), flush=True)
+        with self.file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 if __name__ == "__main__":

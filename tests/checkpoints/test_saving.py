@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import saving
 import torch
 from safetensors.torch import load_file
 
-from simpletuner.checkpoints.layout import load_checkpoint
+from simpletuner.checkpoints.layout import STATE, load_checkpoint
 from simpletuner.checkpoints.verification import find_file_damage
+from simpletuner.system.files import unfinished_path
 
 
 def test_shards_and_whole_tensors_are_written_at_once_and_in_the_background(starter, tmp_path):
@@ -24,6 +27,8 @@ def test_shards_and_whole_tensors_are_written_at_once_and_in_the_background(star
     names = [f"diffusion_pytorch_model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)]
     files = ["config.json", *names, "diffusion_pytorch_model.safetensors.index.json"]
     assert reports[0]["files"] == files
+    for form in ("sharded", "full"):
+        check_calls(tmp_path / form / "checkpoint-000001", [report[f"{form}, calls"] for report in reports])
 
     wanted = saving.whole_tensors()
     folder = tmp_path / "full" / "checkpoint-000001" / "model"
@@ -39,6 +44,20 @@ def test_shards_and_whole_tensors_are_written_at_once_and_in_the_background(star
     shards = [load_file(file) for file in sorted((tmp_path / "sharded" / "checkpoint-000001" / "model").glob("*.saf*"))]
     assert len(shards) == 4, "copies share the writing"
     assert sum(tensor.nbytes for shard in shards for tensor in shard.values()) == index["metadata"]["total_size"]
+
+
+def check_calls(folder: Path, calls: list[list[Any]]) -> None:
+    """Expect each rank to sync what it writes, and the first one all, before state.json and the folder have names."""
+    first, hidden = calls[0], unfinished_path(folder)
+    state, renamed = (first.index(["rename", str(path), -1]) for path in (hidden / STATE, folder))
+    assert state < renamed
+    weights = {path.name: path.stat().st_size for path in (folder / "model").glob("*.safetensors")}
+    by_writer = [path for own in (first[:state], *calls[1:]) for call, path, _ in own if path.endswith(".safetensors")]
+    assert sorted(by_writer) == sorted(f"{hidden}/model/{name}" for name in weights)
+    synced = {path: size for call, path, size in first[:renamed] if call == "sync"}
+    assert {f"{hidden}/model/{name}": size for name, size in weights.items()}.items() <= synced.items()
+    assert {str(hidden), f"{hidden}/model", f"{hidden}/model/config.json"} <= synced.keys()
+    assert first[renamed + 1][:2] == ["sync", str(folder.parent)]
 
 
 def test_a_rank_that_dies_while_a_checkpoint_is_written_is_noticed_by_the_others(starter, tmp_path):

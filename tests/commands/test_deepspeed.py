@@ -195,6 +195,9 @@ def test_auto_takes_the_lowest_stage_that_fits_and_says_why(capsys):
     config, told = built(capsys, "--stage=auto", "--gpu_memory=24GiB", "--num_processes=8", PARAMETERS)
     assert config["zero_optimization"] == {"stage": 1}
     assert told.startswith("stage 1 fits 24.0 GiB per GPU, ")
+    flags = ("--gpu_memory=24GiB", "--num_processes=8", "--offload_optimizer=cpu", PARAMETERS)
+    config, _ = built(capsys, "--stage=auto", *flags)  # what is chosen already holds
+    assert config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     config, told = built(capsys, "--stage=auto", "--gpu_memory=8GiB", "--num_processes=8", PARAMETERS)
     assert config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     assert "stage 1 would need 11.8 GiB per GPU" in told
@@ -266,7 +269,7 @@ def test_apply_writes_the_result_into_a_config_file(capsys, name):
     assert f"config/deepspeed.json is written, and {config} names it" in told
     assert "stage 3: 2,567,463,684 parameters, 4 ranks" in told
     assert all(line.rstrip(",") in config.read_text() for line in written.splitlines())
-    assert command("config", "show", f"--config={config}", "--changed", "--json") == ExitCode.OK
+    assert command("config", "show", f"--config={config}", "--json") == ExitCode.OK
     rows = json.loads(capsys.readouterr().out)
     assert (rows["zero_stage"]["value"], rows["max_grad_norm"]["value"]) == (3, 1.0)
     built = json.loads(Path("config/deepspeed.json").read_text())
@@ -310,7 +313,7 @@ def test_what_an_inline_config_says_is_never_dropped(capsys):
     Path("run.json").write_text(json.dumps({"model_family": "sdxl", "num_processes": 4, "deepspeed_config": INLINE}))
 
     def changed() -> dict[str, object]:
-        assert command("config", "show", "--config=run.json", "--changed", "--json") == ExitCode.OK
+        assert command("config", "show", "--config=run.json", "--json") == ExitCode.OK
         return {name: row["value"] for name, row in json.loads(capsys.readouterr().out).items()}
 
     before = changed()

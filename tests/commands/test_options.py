@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from simpletuner.commands.options import as_arguments, metavar, normalize_argv, with_settings
-from simpletuner.errors import SettingsError
+from simpletuner.app import main
+from simpletuner.commands.options import as_arguments, metavar, normalize_argv, outranked_flags, with_settings
 from simpletuner.settings.sections import setting_fields
 
 CANONICAL = ["--fsdp_enable=true"]
@@ -105,22 +106,38 @@ def test_flags_can_be_given_again_to_another_process():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--learning_rate=1e-4", "--learning-rate", "2e-4"], "--learning_rate is given twice: 1e-4 and 2e-4"),
+        (
+            ["--learning_rate=1", "--learning-rate", "2"],
+            "--learning_rate is given twice: '2' counts, not '1'",
+        ),
         (
             ["--validation_steps=1", "--validation_step_interval=2"],
-            "--validation_step_interval is given twice: 1 and 2",
+            "--validation_step_interval is given twice: '2' counts, not '1'",
         ),
-        (["--use_ema", "--seed=1", "--use_ema=false"], "--use_ema is given twice: true and false"),
-        (["--config", "a.toml", "--config=b.toml"], "--config is given twice: a.toml and b.toml"),
-        (["--accelerate_config=a", "--accelerate_config=none"], "--accelerate_config is given twice: a and none"),
+        (["--use_ema", "--seed=1", "--use_ema=false"], "--use_ema is given twice: 'false' counts, not 'true'"),
+        (["--config", "a.toml", "--config=b.toml"], "--config is given twice: 'b.toml' counts, not 'a.toml'"),
+        (
+            ["--accelerate_config=a", "--accelerate_config=none"],
+            "--accelerate_config is given twice: 'none' counts, not 'a'",
+        ),
+        (["--notify_url=http://a", "--notify_url=http://b"], "--notify_url is given twice: ... counts, not ..."),
     ],
 )
-def test_a_flag_with_two_values_is_refused(arguments, said):
-    with pytest.raises(SettingsError) as caught:
-        normalize_argv(["train", *arguments])
-    assert caught.value.message == said
+def test_of_two_values_the_last_one_counts_and_is_named(arguments, said):
+    assert list(outranked_flags(["train", *arguments])) == [said]
+
+
+def test_the_command_line_says_which_of_two_values_it_takes(capsys, monkeypatch):
+    twice = ["config", "show", "--json", "--seed=1", "--ema_decay=0.9", "--seed=2"]
+    for variables, said in (({}, "warning: --seed is given twice: '2' counts, not '1'\n"), ({"RANK": "1"}, "")):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit):
+            main(twice)
+        out, err = capsys.readouterr()
+        assert (json.loads(out)["seed"]["value"], err) == (2, said)
 
 
 def test_the_same_value_twice_and_several_items_of_a_list_are_fine():
     for arguments in (["--seed=3", "--seed=3"], ["--validation_prompt=a", "--validation_prompt="], ["--use_ema"] * 2):
-        assert len(normalize_argv(arguments)) == len(arguments)
+        assert len(normalize_argv(arguments)) == len(arguments) and not list(outranked_flags(arguments))

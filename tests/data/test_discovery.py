@@ -126,7 +126,7 @@ def test_captions_that_are_no_text_are_named_with_the_reason_and_never_trained_o
         "\n  cut.txt is not UTF-16: byte 12 is 0x74"
         "\n  large.txt has 2,097,152 bytes; at most 1,048,576 are read"
         '\n  latin.txt is not UTF-8: byte 3 is 0xe9 (as windows-1252: "café au lait")'
-        "\n  pipe.txt is not a regular file"
+        "\n  pipe.txt cannot be read: not a regular file"
         "\n  utf16.txt has a zero at byte 1: is it UTF-16 without a byte order mark?"
     )
     assert "iconv" in caught.value.hint and "--caption_encoding=windows-1252" in caught.value.hint

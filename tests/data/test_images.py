@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -7,10 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 
 from simpletuner.data import images
-from simpletuner.data.image_formats import read_suffixes, register_plugin, suffix_of_content
+from simpletuner.data.image_formats import (
+    PILLOW_FORMATS,
+    PLUGIN_FORMAT,
+    read_suffixes,
+    register_plugin,
+    suffix_of_content,
+)
 from simpletuner.data.images import DECODE_ERRORS, ImageHeader, resize_and_crop
 from simpletuner.data.storage import LocalStorage
 
@@ -268,6 +276,55 @@ def test_a_text_file_called_a_picture_is_broken(tmp_path, suffix):
         read_header(path)
     with pytest.raises(DECODE_ERRORS):
         read_rgb(path, (8, 8))
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage"
+NOT_READ = {
+    "EPS": EPS,
+    "EPS with a preview": b"\xc5\xd0\xd3\xc6" + struct.pack("<2I18x", 30, len(EPS)) + EPS,
+    "PDF": b"%PDF-1.7\n1 0 obj\n<< /Type /Catalog >>\nendobj\n",
+    "SVG": b'<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"/>',
+    "PSD": b"8BPS\0\1" + bytes(6) + b"\0\3" + (8).to_bytes(4) * 2 + b"\0\x08\0\3" + bytes(400),
+    "FITS": b"".join(
+        each.ljust(80)
+        for each in (b"SIMPLE  = T", b"BITPIX  = 8", b"NAXIS   = 2", b"NAXIS1  = 8", b"NAXIS2  = 8", b"END")
+    ).ljust(5760),
+    "WMF": b"\xd7\xcd\xc6\x9a\0\0" + bytes(4) + b"\x40\0\x40\0\x60\0" + bytes(6) + b"\1\0\x09\0" + bytes(60),
+    "ZIP": b"PK\3\4" + bytes(100),
+}
+
+
+@pytest.fixture
+def ghostscript(tmp_path, monkeypatch) -> Path:
+    """A `gs` in PATH that says that it was called."""
+    called, gs = tmp_path / "called", tmp_path / "bin" / "gs"
+    gs.parent.mkdir()
+    gs.write_text(f"#!/bin/sh\ntouch {called}\n")
+    gs.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{gs.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # Pillow looks for it once
+    return called
+
+
+@pytest.mark.filterwarnings("ignore:.* image format is deprecated:DeprecationWarning")
+def test_content_of_another_format_is_broken_whatever_plugin_pillow_has_for_it(tmp_path, ghostscript):
+    Image.init()
+    contents = dict(NOT_READ)
+    for name in sorted(Image.SAVE.keys() - {*PILLOW_FORMATS, PLUGIN_FORMAT, "MPO", *NOT_READ} | {"EPS"}):
+        with suppress(OSError, ValueError, KeyError):  # writers of some formats take other modes
+            saved(red_and_blue(), tmp_path / name, format=name)
+            contents[name] = (tmp_path / name).read_bytes()
+    assert len(contents) > 15
+    for name, content in contents.items():
+        path = tmp_path / "evil.jpg"
+        path.write_bytes(content)
+        for read in (read_header, lambda path: read_rgb(path, (8, 8))):
+            with pytest.raises(UnidentifiedImageError, match="not an image in a known format"):
+                pytest.fail(f"{name} was read: {read(path)}")
+    assert not ghostscript.exists()
+    with Image.open(tmp_path / "EPS") as image, suppress(OSError, subprocess.CalledProcessError):
+        image.load()
+    assert ghostscript.exists(), "Pillow by itself calls it"
 
 
 def test_a_png_that_claims_an_absurd_size_is_broken(tmp_path):

@@ -91,7 +91,7 @@ def test_a_small_file_is_read_whole_or_not_at_all(tmp_path):
     assert storage.read("a.txt", 5) == b"12345"
     with pytest.raises(UnreadableFileError, match="has 5 bytes; at most 4 are read"):
         storage.read("a.txt", 4)
-    with pytest.raises(UnreadableFileError, match="is not a regular file"):
+    with pytest.raises(UnreadableFileError, match="cannot be read: is a directory"):
         storage.read("folder", 5)
     with pytest.raises(FileNotFoundError):
         storage.read("missing.txt", 5)

@@ -45,7 +45,7 @@ def open_accelerate(page: Page, server: PageServer) -> None:
 
 
 def values_of(folder: Path, *command: str) -> dict[str, Any]:
-    shown = [sys.executable, "-m", "simpletuner", "config", "show", "--json", *command]
+    shown = [sys.executable, "-m", "simpletuner", "config", "show", "--all", "--json", *command]
     done = subprocess.run(shown, cwd=folder, capture_output=True, text=True, check=True)
     return {name: row["value"] for name, row in json.loads(done.stdout).items()}
 

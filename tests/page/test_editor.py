@@ -38,7 +38,7 @@ def open_editor(page: Page, server: PageServer, view: str = "all") -> None:
 
 def replayed(folder: Path, path: Path) -> dict[str, Any]:
     """What the command line makes of a file."""
-    command = [sys.executable, "-m", "simpletuner", "config", "show", "--json", f"--config={path}"]
+    command = [sys.executable, "-m", "simpletuner", "config", "show", "--all", "--json", f"--config={path}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     return {name: row["value"] for name, row in json.loads(done.stdout).items()}
 

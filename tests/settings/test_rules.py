@@ -91,14 +91,18 @@ REFUSED = [
         "layers as one tensor; use fsdp_enable",
     ),
     (
+        {"grad_clip_method": "value", "zero_stage": 2},
+        "grad_clip_method = value cannot run with DeepSpeed, which clips by the norm: set norm, or use fsdp_enable",
+    ),
+    (
         {"optimizer": "muon", "fsdp_enable": True, "fsdp_offload_params": True},
         "optimizer = muon multiplies matrices in each step, which fsdp_offload_params would leave to the CPU: set "
         "fsdp_offload_params=false",
     ),
     (
         {"optimizer_release_gradients": True},
-        "optimizer_release_gradients updates weights before the norm of all gradients is known, by which max_grad_norm "
-        "= 2.0 scales them: set max_grad_norm=0",
+        "optimizer_release_gradients updates weights before all gradients are there, which max_grad_norm = 2.0 clips "
+        "together: set max_grad_norm=0",
     ),
     (
         {"optimizer_release_gradients": True, "max_grad_norm": 0, "gradient_accumulation_steps": 2},
@@ -226,7 +230,7 @@ REFUSED = [
     ),
     (
         {"profile_steps": "3:9", "max_train_steps": 8},
-        "profile_steps = 3:9 goes beyond max_train_steps = 8",
+        "profile_steps = 3:9 goes beyond max_train_steps = 8: end it at 8 or before",
     ),
     (
         {"dynamo_backend": "aot_eager", "dynamo_mode": "max-autotune"},
@@ -281,12 +285,13 @@ REFUSED = [
     ),
     (
         {"flow_schedule_auto_shift": True, "flow_schedule_shift": 3.0},
-        "flow_schedule_auto_shift shifts by image size, but flow_schedule_shift = 3.0 is for all sizes: leave one of them "
-        "out",
+        "flow_schedule_auto_shift shifts by image size, but flow_schedule_shift = 3.0 is for all sizes: leave one of "
+        "them out",
     ),
     (
         {"lr_warmup_steps": 11, "max_train_steps": 10},
-        "lr_warmup_steps = 11 is more than max_train_steps = 10",
+        "lr_warmup_steps = 11 is more than max_train_steps = 10: set it to 10 or less, or to a fraction of the run, "
+        "such as 0.05",
     ),
 ]
 
@@ -301,6 +306,7 @@ ACCEPTED = [
     {"validation_resolution": "1024X1024, 1280x768"},
     {"lr_warmup_steps": 10, "max_train_steps": 10},
     {"lr_warmup_steps": 1000},
+    {"lr_warmup_steps": 0.05, "max_train_steps": 3},
     {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune"},
     {"dynamo_mode": "max-autotune"},
     {"activation_memory_budget": 0.5},

@@ -57,6 +57,12 @@ def command_line_beside(folder: str, arguments: list[str]) -> None:
     command_line(arguments)
 
 
+def run_python(code: str, folder: str) -> None:
+    """Run a program in a folder, as a user would who has copied it from a page."""
+    os.chdir(folder)
+    exec(compile(code, "<card>", "exec"), {"__name__": "__main__"})
+
+
 def build_pipeline(family: str, folder: str) -> None:
     """Write the tiny pipeline of a family; of SDXL a smaller one, since nearly every test trains it."""
     from simpletuner.models.registry import family_class

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from disk_calls import recorded_calls
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -78,7 +79,8 @@ def save_all_ways(root: str, report: str) -> None:
     with joined_world() as world:
         tensors, path = tensors_of_rank(), Path(root)
         for form, full in (("sharded", False), ("full", True)):
-            folder = save(path / form, snapshot_of(tensors, 1), world, full, keep=5)
+            with recorded_calls() as answers[f"{form}, calls"]:
+                folder = save(path / form, snapshot_of(tensors, 1), world, full, keep=5)
             answers[form] = read_back(folder, tensors)
             answers[f"{form} in the background"] = saved_in_background(path / form, tensors, world, full)
         answers["no room"] = failed_in_background(path, tensors, world)

@@ -8,9 +8,19 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from disk_calls import recorded_calls
 
-from simpletuner.system.files import read_ahead, replace_file, replace_folder, unfinished_path, write_json
+from simpletuner.system.checksums import write_with_checksum
+from simpletuner.system.files import (
+    read_ahead,
+    replace_file,
+    replace_folder,
+    unfinished_path,
+    write_file,
+    write_json,
+)
 
 
 def names(root: Path) -> list[str]:
@@ -70,6 +80,38 @@ def test_replace_folder_loses_nothing_when_the_new_one_cannot_be_renamed(tmp_pat
     with pytest.raises(FileNotFoundError):
         replace_folder(tmp_path / "never written", tmp_path / "pipeline")
     assert [path.read_text() for path in tmp_path.rglob("weights")] == ["trained"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_content_is_on_the_disk_before_the_name_and_the_name_before_anything_else(tmp_path):
+    path, folder = tmp_path / "a", str(tmp_path)
+    for write in (write_file, replace_file):
+        with recorded_calls() as calls:
+            write(path, b"new")
+        renamed = calls.index(("rename", str(path), -1))
+        assert calls[:renamed] == [("sync", f"{folder}/.a.unfinished", 3)]
+        assert [call[:2] for call in calls[renamed + 1 :]] == [("sync", folder)]
+    with recorded_calls() as calls:
+        write_with_checksum(path, [np.zeros(300_000, np.uint8).data], b"head")
+    assert calls == [("sync", str(path), 300_004)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_folder_and_all_that_is_in_it_is_on_the_disk_before_its_name(tmp_path):
+    (tmp_path / "new" / "inner").mkdir(parents=True)
+    (tmp_path / "new" / "inner" / "weights").write_bytes(b"12345")
+    (tmp_path / "new" / "index").write_bytes(b"123")
+    os.mkfifo(tmp_path / "new" / "fifo")
+    (tmp_path / "new" / "link").symlink_to("/dev/tty")
+    (tmp_path / "pipeline").mkdir()
+    with recorded_calls() as calls:
+        replace_folder(tmp_path / "new", tmp_path / "pipeline")
+    renamed = calls.index(("rename", str(tmp_path / "pipeline"), -1))
+    synced = [path.removeprefix(f"{tmp_path}/") for call, path, _ in calls[:renamed] if call == "sync"]
+    assert sorted(synced) == ["new", "new/index", "new/inner", "new/inner/weights"]
+    assert synced.index("new/inner/weights") < synced.index("new/inner") < synced.index("new") == 3
+    assert ("sync", f"{tmp_path}/new/inner/weights", 5) in calls
+    assert [call[:2] for call in calls[renamed + 1 :]] == [("sync", str(tmp_path))]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs posix_fadvise and mincore")

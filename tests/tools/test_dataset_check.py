@@ -165,6 +165,9 @@ def test_a_contact_sheet_shows_the_crop(tmp_path, capsys, style):
     flags = {"instance_data_dir": str(tmp_path), "caption_strategy": "filename", "crop": "true", "crop_style": style}
     code, out, _ = run(capsys, f"--contact_sheets={sheets}", "--headers_only", **flags)
     assert code == 0 and "50.0%" in out and "damaged ones and duplicates stay unknown" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["captions", "ok", "none", "is", "missing"] in rows, "lengths were not counted: no model is named"
+    assert ["images", "ok", "every", "header", "can", "be", "read"] in rows, "none was decoded"
     (sheet,) = sheets.iterdir()
     with Image.open(sheet) as image:
         pixels = np.asarray(image.convert("L"))[40 : 40 + 88, 10 : 10 + 176]  # where the image is

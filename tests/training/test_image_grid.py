@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from PIL import Image
 
 from simpletuner.training.fonts import Typesetter, fonts_for
-from simpletuner.training.image_files import ImageInfo, read_info, write_image
+from simpletuner.training.image_files import OWN_CHUNK, ImageInfo, read_info, write_image, write_png
 from simpletuner.training.image_grid import grid
 
 FONTS = (
@@ -40,14 +42,25 @@ def drawn(text: str, size: int = 24) -> np.ndarray:
 def test_a_png_says_how_it_was_made_and_an_older_one_says_nothing(tmp_path):
     about = info("猫 \n and 'quotes' 🎨" + LONG * 20, negative_prompt="blurry", weights="ema")
     path, _ = cell(tmp_path, about)
-    assert read_info(path) == about
+    assert read_info(path) == ((64, 64), about)
     with Image.open(path) as image:
         said = image.text["parameters"]
     assert said.startswith("猫 \n and 'quotes'")
     assert said.endswith("\nNegative prompt: blurry\nSteps: 30, CFG scale: 7.5, Seed: 42, Size: 64x64")
     Image.new("RGB", (8, 8)).save(tmp_path / "old.png")
     (tmp_path / "torn.png").write_bytes(path.read_bytes()[:60])
-    assert read_info(tmp_path / "old.png") is None and read_info(tmp_path / "torn.png") is None
+    assert read_info(tmp_path / "old.png") == ((8, 8), None)
+    with pytest.raises(OSError, match=r"torn\.png"):
+        read_info(tmp_path / "torn.png")
+
+
+@pytest.mark.parametrize("odd", [{"guidance": "y"}, {"prompt": ["a"]}, {"width": None}, {"seed": 1e999}], ids=str)
+def test_a_png_whose_metadata_are_odd_says_nothing(odd, tmp_path):
+    path, about = cell(tmp_path, info("a"))
+    write_png(path, Image.new("RGB", (16, 8)), {OWN_CHUNK: json.dumps(asdict(about) | odd)})
+    assert read_info(path) == ((16, 8), None)
+    write_png(path, Image.new("RGB", (16, 8)), {OWN_CHUNK: "[" * 100_000})
+    assert read_info(path) == ((16, 8), None)
 
 
 def test_prompts_are_whole_and_images_of_other_sizes_have_room(tmp_path):

@@ -55,6 +55,13 @@ def test_beyond_the_end_the_rate_stays_at_its_end():
     assert rates([14, 15, 1000], lr_scheduler="linear", lr_end=0.1) == pytest.approx([0.1] * 3)
 
 
+def test_a_warm_up_may_be_a_fraction_of_the_run():
+    steps = LearningRate(Schedule(80), Optimizer(learning_rate=1.0, lr_scheduler="cosine", lr_warmup_steps=4))
+    share = LearningRate(Schedule(80), Optimizer(learning_rate=1.0, lr_scheduler="cosine", lr_warmup_steps=0.05))
+    assert [share.at(step) for step in range(81)] == [steps.at(step) for step in range(81)]
+    assert LearningRate(Schedule(9), share.settings).at(0) == 1.0, "of a run of nine steps 5 % is none"
+
+
 def test_a_warm_up_as_long_as_the_run_never_divides_by_zero():
     assert rates([13, 14], lr_scheduler="cosine", lr_warmup_steps=14) == pytest.approx([14 / 15, 1.0])
 

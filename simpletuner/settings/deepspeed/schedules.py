@@ -105,9 +105,11 @@ def read_end(name: str, given: Mapping[str, Any], learning_rate: float, parsed: 
 def scheduler_block(settings: Settings) -> dict[str, Any]:
     """Return the scheduler of DeepSpeed's JSON for our settings; empty where DeepSpeed has none that does the same."""
     own, total = settings.optimizer, settings.training.max_train_steps
+    if 0 < own.lr_warmup_steps < 1:
+        return {}  # DeepSpeed has no warm-up that is a fraction of the run
     rises = own.lr_warmup_steps > 0
     # No warm-up is written as one from the peak to the peak: DeepSpeed has no schedule without one.
-    warmup = {"warmup_num_steps": max(1, own.lr_warmup_steps), "warmup_type": "linear"}
+    warmup = {"warmup_num_steps": max(1, int(own.lr_warmup_steps)), "warmup_type": "linear"}
     rates = {"warmup_min_lr": 0.0 if rises else own.learning_rate, "warmup_max_lr": own.learning_rate}
     if own.lr_scheduler in CONSTANT:
         return {"type": "WarmupLR", "params": rates | warmup}

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
-from PIL import Image
-
-from simpletuner.training.image_files import ImageInfo, read_info
+from simpletuner.system.cache_files import is_plain_folder
+from simpletuner.training.image_files import ImageInfo, read_info, read_rgb
 
 MAX_IMAGES = 600
 """In the report. Of more rounds some evenly chosen ones are shown, the first and the last among them."""
 MAX_BYTES = 12 << 20
 """Of all thumbnails, which base64 makes a third larger."""
+MAX_PIXELS = 1 << 26
+"""Of an image that is decoded: 8192x8192 px take 200 MB."""
 EDGES_PX = (384, 256, 160, 96)
 """Longer sides of thumbnails: the first at which all together are within MAX_BYTES."""
 WEIGHTS = ("base", "trained", "ema")
 FILE = re.compile(rf"(?P<weights>{'|'.join(WEIGHTS)})-(?P<name>\d+(-\d+x\d+)?)\.png")
+
+Thumbnail = tuple[bytes, tuple[int, int]]
+"""As WebP, and its (width, height)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Gallery:
     def __init__(self, output: Path) -> None:
         self.output = output
         self.infos: dict[Path, ImageInfo] = {}
-        self.encoded: dict[tuple[Path, int], tuple[bytes, tuple[int, int]]] = {}
+        self.encoded: dict[tuple[Path, int], Thumbnail] = {}
 
     def collect(self) -> tuple[list[PromptRounds], str]:
         """Return the prompts, and a sentence about what is left out, if anything is."""
@@ -82,7 +87,7 @@ class Gallery:
 
     def _files(self) -> Iterator[tuple[int, Path]]:
         folders = [path for path in (self.output / "validation").glob("step-*") if path.name[5:].isdecimal()]
-        folders = [path for path in folders if not path.is_symlink()]
+        folders = [path for path in folders if is_plain_folder(path)]
         for folder in sorted(folders, key=lambda path: int(path.name[5:])):
             files = {path: found for path in folder.iterdir() if (found := FILE.fullmatch(path.name))}
             files = {path: found for path, found in files.items() if not path.is_symlink()}
@@ -91,11 +96,10 @@ class Gallery:
     def _info(self, path: Path, step: int) -> ImageInfo:
         """Return how an image was made; of one without metadata what its name says."""
         if path not in self.infos:
-            with Image.open(path) as image:
-                width, height = image.size
+            (width, height), info = read_info(path)
             weights, _, name = path.stem.partition("-")
             unknown = ImageInfo(f"prompt {int(name[:2])}", "", 0, 0, 0, width, height, step, weights)
-            self.infos[path] = read_info(path) or unknown
+            self.infos[path] = info or unknown
         return self.infos[path]
 
     def _with_thumbnails(self, prompts: Sequence[PromptRounds]) -> list[PromptRounds]:
@@ -106,31 +110,36 @@ class Gallery:
         return [
             replace(
                 prompt,
-                before=prompt.before and self._embedded(prompt.before, edge),
-                rounds=[(step, [self._embedded(image, edge) for image in shown]) for step, shown in prompt.rounds],
+                before=next(self._embedded([prompt.before] if prompt.before else [], edge), None),
+                rounds=[(step, [*self._embedded(shown, edge)]) for step, shown in prompt.rounds],
             )
             for prompt in prompts
         ]
 
     def _bytes_at(self, images: Sequence[GalleryImage], edge: int) -> int:
         total = 0
-        for image in images:
-            total += len(self._thumbnail(image.path, edge)[0])
+        for _, (content, _) in self._decodable(images, edge):
+            total += len(content)
             if total > MAX_BYTES:  # do not encode the others for nothing
                 break
         return total
 
-    def _embedded(self, image: GalleryImage, edge: int) -> GalleryImage:
-        content, size = self._thumbnail(image.path, edge)
-        return replace(image, data=f"data:image/webp;base64,{base64.b64encode(content).decode()}", size=size)
+    def _embedded(self, images: Iterable[GalleryImage], edge: int) -> Iterator[GalleryImage]:
+        for image, (content, size) in self._decodable(images, edge):
+            yield replace(image, data=f"data:image/webp;base64,{base64.b64encode(content).decode()}", size=size)
 
-    def _thumbnail(self, path: Path, edge: int) -> tuple[bytes, tuple[int, int]]:
+    def _decodable(self, images: Iterable[GalleryImage], edge: int) -> Iterator[tuple[GalleryImage, Thumbnail]]:
+        """Yield images with their thumbnails, without those whose pixels are damaged, or that are too large."""
+        for image in images:
+            with suppress(OSError):
+                yield image, self._thumbnail(image.path, edge)
+
+    def _thumbnail(self, path: Path, edge: int) -> Thumbnail:
         if (path, edge) not in self.encoded:
             content = BytesIO()
-            with Image.open(path) as image:
-                small = image.convert("RGB")
-                small.thumbnail((edge, edge))
-                small.save(content, "WEBP", quality=82)
+            small = read_rgb(path, MAX_PIXELS)
+            small.thumbnail((edge, edge))
+            small.save(content, "WEBP", quality=82)
             self.encoded[path, edge] = content.getvalue(), small.size
         return self.encoded[path, edge]
 

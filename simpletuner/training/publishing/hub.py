@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 
 from simpletuner.session import Session
 from simpletuner.settings import Settings
+from simpletuner.system.python_process import module_command
 from simpletuner.training.output_dir import pipelines_of
 
-HF = [sys.executable, "-m", "huggingface_hub.cli.hf"]
-"""The command `hf`, whatever PATH is."""
+HF = "huggingface_hub.cli.hf"
+"""The module behind the command `hf`, which need not be in PATH."""
 
 
 def push_to_hub(session: Session) -> None:
@@ -25,7 +25,10 @@ def push_to_hub(session: Session) -> None:
         session.world.activity.begin(f"uploading to {repository}", watched=False)
         session.report.say(f"uploading {words[3]} to {repository}")
         done = subprocess.run(
-            [*HF, *words[1:]], stdin=subprocess.DEVNULL, capture_output=True, env=os.environ | {"NO_COLOR": "1"}
+            module_command(HF, *words[1:]),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=os.environ | {"NO_COLOR": "1"},
         )
         if done.returncode:
             session.report.warn(

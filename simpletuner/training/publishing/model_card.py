@@ -5,22 +5,30 @@ from __future__ import annotations
 import html
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from simpletuner.models.registry import flavour_of
+from simpletuner.models.family import ModelFamily
 from simpletuner.session import Session
 from simpletuner.settings.explain import ExplainedSetting
 from simpletuner.settings.export import as_flags, format_command
 from simpletuner.settings.knob import kind_of
 from simpletuner.settings.sections import Model, setting_fields
 from simpletuner.settings.spelling import as_text
-from simpletuner.system.files import read_file, write_file
-from simpletuner.training.image_files import read_info
+from simpletuner.system.files import write_file
+from simpletuner.system.regular_files import read_file
+from simpletuner.training.image_files import ImageInfo, read_info
 from simpletuner.training.metrics_reader import METRICS, read_columns
 from simpletuner.training.output_dir import pipelines_of
-from simpletuner.training.run_facts import DatasetFacts, RunFacts, describe_result
+from simpletuner.training.publishing.usage import usage_code
+from simpletuner.training.run_facts import DatasetFacts, RunFacts, base_of, describe_result, hub_id
+
+if TYPE_CHECKING:  # the library is imported when a run has ended
+    from huggingface_hub import ModelCardData
+
+Samples = Mapping[str, ImageInfo | None]
+"""Images by their names in the card's folder, and how each was made."""
 
 CARD, SAMPLES = "README.md", "samples"
 TEMPLATE = Path(__file__).parent / "card.md.jinja"
@@ -30,71 +38,69 @@ ROWS = ("model", "engine", "effective batch", "images")
 """Of the first table of a run: those that say something to others."""
 OF_A_MACHINE = ("output_dir", "logging_dir", "main_process_ip", "machine_rank", "notify_url", "run_secret_file")
 """Settings that others can do nothing with."""
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def write_cards(session: Session, facts: RunFacts) -> None:
+def write_cards(session: Session, family: ModelFamily, facts: RunFacts) -> None:
     """Write a card into each folder that the run exports to, on rank 0."""
     if session.world.is_first:
         for pipeline in pipelines_of(session.settings):
-            write_card(session, facts, pipeline)
+            write_card(session, family, facts, pipeline)
 
 
-def write_card(session: Session, facts: RunFacts, pipeline: Path) -> None:
+def write_card(session: Session, family: ModelFamily, facts: RunFacts, pipeline: Path) -> None:
     """Write a card and its sample images. One that somebody has made theirs stays."""
     path = pipeline / CARD
     if path.exists() and OURS not in read_file(path).decode("utf-8", "replace"):
         return
     variant = "ema" if pipeline.name.endswith("-ema") else "trained"
     samples = copy_samples(session.settings.training.output_dir / "validation", pipeline / SAMPLES, variant)
-    write_file(path, render(session, facts, variant, samples).encode())
+    write_file(path, render(session, family, facts, pipeline, samples).encode())
 
 
-def render(session: Session, facts: RunFacts, variant: str, samples: list[tuple[str, str]]) -> str:
-    from huggingface_hub import ModelCard, ModelCardData
+def render(session: Session, family: ModelFamily, facts: RunFacts, pipeline: Path, samples: Samples) -> str:
+    from huggingface_hub import ModelCard
 
     settings = session.settings
     base, lora = base_of(settings.model), settings.model.model_type == "lora"
     public = {each.name: public_value(each, settings.model) for each in facts.settings if each.name not in OF_A_MACHINE}
     command = format_command(["simpletuner", "train", *as_flags(public)]).strip()
-    data = ModelCardData(
-        base_model=hub_id(settings.model),
-        library_name="diffusers",
-        pipeline_tag="text-to-image",
-        tags=[settings.model.model_family, *(["lora"] if lora else []), "simpletuner"],
-    )
+    code = usage_code(family, pipeline, next(iter(samples.values()), None))
+    prompts = [(file, info.prompt if info else "") for file, info in samples.items()]
     card = ModelCard.from_template(
-        data,
+        front_matter(settings.model, prompts),
         template_path=str(TEMPLATE),
         ours=OURS,
         name=escaped(facts.name),
         base=escaped(base),
         lora=lora,
-        variant=variant,
-        repository=settings.hub.hub_model_id or "PATH_OR_ID",
-        samples=[(file, escaped(prompt) or "(empty prompt)") for file, prompt in samples],
+        average=pipeline.name.endswith("-ema"),
+        samples=[(file, escaped(prompt) or "(empty prompt)") for file, prompt in prompts],
+        sampler=f"{family.pipeline_class.__name__} with {type(family.scheduler()).__name__}",
+        code=code,
         numbers=table(describe_result(read_columns(settings.training.output_dir / METRICS))),
         rows=table((name, value) for name, value in facts.rows if name in ROWS),
         datasets=[dataset_cells(each) for each in facts.datasets],
-        settings=table((name, as_text(value)) for name, value in public.items()),
+        settings=[(name, escaped(as_text(value))) for name, value in public.items()],
         command=command,
-        fence="`" * max(3, 1 + max(map(len, re.findall("`+", command)), default=0)),
+        fence="`" * max(3, 1 + max(map(len, re.findall("`+", code + command)), default=0)),
     )
     return str(card)
 
 
-def base_of(model: Model) -> str:
-    """Return the name of the base model: its hub id, or the name of its folder without what is above it."""
-    flavour = flavour_of(model)
-    name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
-    return (name if hub_id(model) else Path(name).name) or f"{model.model_family} with random weights"
+def front_matter(model: Model, prompts: Iterable[tuple[str, str]]) -> ModelCardData:
+    """Return what the hub reads: sample images with their prompts are its gallery."""
+    from huggingface_hub import ModelCardData
 
-
-def hub_id(model: Model) -> str | None:
-    """Return the base model's id on the hub; None for a folder, and for the tiny flavour."""
-    flavour = flavour_of(model)
-    name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
-    return name if HUB_ID.fullmatch(name) and not Path(name).exists() else None
+    base, is_lora = hub_id(model), model.model_type == "lora"
+    return ModelCardData(
+        base_model=base,
+        base_model_relation=("adapter" if is_lora else "finetune") if base else None,
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=[model.model_family, *(["lora"] if is_lora else []), "simpletuner"],
+        # An entry without a text is not shown.
+        widget=[{"text": prompt or " ", "output": {"url": file}} for file, prompt in prompts] or None,
+    )
 
 
 def public_value(setting: ExplainedSetting, model: Model) -> Any:
@@ -104,17 +110,20 @@ def public_value(setting: ExplainedSetting, model: Model) -> Any:
     return Path(setting.value).name if isinstance(setting.value, str) and (is_path or is_folder) else setting.value
 
 
-def copy_samples(validation: Path, folder: Path, variant: str) -> list[tuple[str, str]]:
-    """Copy images of the last round that has any; return their names in the card's folder, with their prompts."""
+def copy_samples(validation: Path, folder: Path, variant: str) -> Samples:
+    """Copy images of the last round that has any."""
     rounds = sorted(validation.glob(f"step-*/{variant}-*.png"), key=lambda path: (len(path.parent.name), path))
     last = [path for path in rounds if path.parent == rounds[-1].parent][:MAX_SAMPLES]
     shutil.rmtree(folder, ignore_errors=True)
-    copied: list[tuple[str, str]] = []
+    copied: dict[str, ImageInfo | None] = {}
     for number, path in enumerate(last):
+        try:
+            _, info = read_info(path)
+        except OSError:  # it is no image (any more)
+            continue
         folder.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / f"{number:02d}.png")
-        info = read_info(path)
-        copied.append((f"{folder.name}/{number:02d}.png", info.prompt if info else ""))
+        copied[f"{folder.name}/{number:02d}.png"] = info
     return copied
 
 

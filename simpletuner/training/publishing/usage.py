@@ -1,0 +1,95 @@
+"""The code of a model card: how diffusers opens what a run has exported, and samples the card's first image with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from simpletuner.models.family import ModelFamily, SamplingParams
+from simpletuner.settings import Settings
+from simpletuner.training.image_files import ImageInfo
+from simpletuner.training.publishing.hub import repository_of
+from simpletuner.training.run_facts import hub_id
+
+
+def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> str:
+    """Return Python that samples an image with an exported folder.
+
+    Where the run is uploaded it names the repository, and no path of this machine.
+    """
+    lines = [f"pipeline = DiffusionPipeline.from_pretrained({', '.join(loading(family, export))})"]
+    if family.adapter is not None:
+        lines.append(f"pipeline.load_lora_weights({', '.join(lora_source(family.settings, export))})")
+    call = ['prompt="a prompt"'] if sample is None else sampling_arguments(family, sample)
+    image = "frames[0][0]" if any(each.startswith("num_frames") for each in call) else "images[0]"
+    head = ["import torch", "from diffusers import DiffusionPipeline"]
+    if any("snapshot_download" in line for line in lines):
+        head.append("from huggingface_hub import snapshot_download")
+    lines.append('pipeline.to("cuda" if torch.cuda.is_available() else "cpu")')
+    lines += ["image = pipeline(", *(f"    {argument}," for argument in call), f").{image}", 'image.save("image.png")']
+    return "\n".join([*head, "", *lines])
+
+
+def loading(family: ModelFamily, export: Path) -> list[str]:
+    """Return the arguments of `from_pretrained`."""
+    settings = family.settings
+    dtype = f"dtype=torch.{'float32' if settings.training.mixed_precision == 'no' else 'bfloat16'}"
+    if family.adapter is None:
+        return [full_source(settings, export), dtype]
+    model = settings.model
+    arguments = {"revision": model.revision if hub_id(model) else None, "variant": model.variant}
+    return [base_source(family), dtype, *as_python({name: value for name, value in arguments.items() if value})]
+
+
+def base_source(family: ModelFamily) -> str:
+    """Return the base model of a LoRA: its hub id or folder; where others read it, no more than the folder's name."""
+    folder = family.folder.name if family.settings.hub.push_to_hub else str(family.folder)
+    return quoted(hub_id(family.settings.model) or folder)
+
+
+def full_source(settings: Settings, export: Path) -> str:
+    if not settings.hub.push_to_hub:
+        return quoted(str(export))
+    if not export.name.endswith("-ema"):
+        return quoted(shown_repository(settings))
+    # `from_pretrained` of a whole pipeline has no argument `subfolder`.
+    return f'snapshot_download({quoted(shown_repository(settings))}, allow_patterns="ema/*") + "/ema"'
+
+
+def lora_source(settings: Settings, export: Path) -> list[str]:
+    if not settings.hub.push_to_hub:
+        return [quoted(str(export))]
+    return [quoted(shown_repository(settings)), *(['subfolder="ema"'] if export.name.endswith("-ema") else [])]
+
+
+def shown_repository(settings: Settings) -> str:
+    """Return OWNER/NAME. A name alone is uploaded to the account of the token, which only the hub knows."""
+    name = repository_of(settings)
+    return name if "/" in name else f"OWNER/{name}"
+
+
+def sampling_arguments(family: ModelFamily, sample: ImageInfo) -> list[str]:
+    """Return the arguments with which the family's pipeline sampled an image, as Python."""
+    params = SamplingParams((sample.width, sample.height), sample.num_inference_steps, sample.guidance, sample.seed)
+    numbers = {
+        name: value
+        for name, value in family.pipeline_kwargs({}, {}, params).items()
+        if isinstance(value, bool | int | float)
+    }
+    texts = {"prompt": sample.prompt}
+    # Qwen-Image's pipeline guides only where it is given a negative prompt.
+    if sample.negative_prompt or numbers.get("true_cfg_scale", 0) > 1:
+        texts["negative_prompt"] = sample.negative_prompt
+    video = {"output_type": "pil"} if "num_frames" in numbers else {}
+    # A generator on the CPU gives the same noise on every device.
+    return [*as_python(texts | numbers | video), f"generator=torch.Generator().manual_seed({sample.seed})"]
+
+
+def as_python(arguments: dict[str, Any]) -> list[str]:
+    return [f"{name}={quoted(value) if isinstance(value, str) else value}" for name, value in arguments.items()]
+
+
+def quoted(text: str) -> str:
+    """Quote a text as ruff does, which is how JSON does."""
+    return json.dumps(text, ensure_ascii=False)
