@@ -166,6 +166,8 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     )
     assert re.search(sentence + r"the process is stopped \(SIGSTOP\)", said(output)), said(output)
     assert said(output).count("error:") == 1
+    for text in (said(output), (output / "log.txt").read_text()):
+        assert text.count(f"`kill -CONT {victim.pid}` lets it go on; the run ends when that lasts 3 s") == 1, text
     assert ended(output)[0] == "failed" and "the process is stopped (SIGSTOP)" in ended(output)[1]
 
     # a launcher that is killed: no time to ask its ranks, which save; while they start they have nothing to save

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import load
 from simpletuner.system.signals import StopRequest
-from simpletuner.tools.dataset.contents import content_of
+from simpletuner.tools.dataset.contents import Content, content_of
 from simpletuner.tools.dataset.duplicates import exact_duplicates, near_duplicates
 
 SMALL = {"resolution": "64", "aspect_bucket_alignment": "16", "train_batch_size": "1"}
@@ -221,3 +222,19 @@ def test_greys_whose_scale_is_a_guess_are_named_by_the_check_and_by_a_run(sdxl, 
     small = [f"--{name}={value}" for name, value in SMALL.items()]
     said = " ".join(train(tmp_path / "out", *flags, *small, "--max_train_steps=1").said.split())
     assert "2 images may be meant brighter or darker, such as " in said and why.format(255) in said
+
+
+def test_comparing_many_plain_images_takes_no_more_memory_than_the_images():
+    rng = np.random.default_rng(0)
+    plain = rng.integers(0, 256, (8000, 1, 1, 3), np.uint8)
+    noise = rng.integers(0, 40, (8000, 16, 16, 3), np.uint8)
+    colours = np.clip(plain.astype(int) + noise, 0, 255).astype(np.uint8)
+    colours[7999] = np.clip(colours[7].astype(int) + 1, 0, 255)
+    images = {index: Content(index.to_bytes(16, "big"), 0, each) for index, each in enumerate(colours)}
+    tracemalloc.start()
+    try:
+        assert [7, 7999] in near_duplicates(images)
+        peak = tracemalloc.get_traced_memory()[1]
+        assert peak < 3 * colours.nbytes, f"{peak:,} bytes"
+    finally:
+        tracemalloc.stop()
