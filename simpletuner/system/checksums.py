@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from simpletuner.errors import naming
 from simpletuner.system.regular_files import open_regular
@@ -27,7 +27,7 @@ class SupportsReadinto(Protocol):
 def file_checksum(path: Path) -> str:
     """Hash a file's content. Raises OSError."""
     with open_regular(path, buffering=0) as file:
-        return stream_checksum(file)
+        return stream_checksum(cast(SupportsReadinto, file))  # BinaryIO does not declare it
 
 
 def stream_checksum(file: SupportsReadinto) -> str:
