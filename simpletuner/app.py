@@ -27,7 +27,14 @@ from simpletuner.commands.page import page
 from simpletuner.commands.plan import plan
 from simpletuner.commands.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
-from simpletuner.errors import SIGNAL_CODES, ExitCode, SettingsError, SimpleTunerError, explain_system_errors
+from simpletuner.errors import (
+    SIGNAL_CODES,
+    ExitCode,
+    SettingsError,
+    SimpleTunerError,
+    describe_bug,
+    explain_system_errors,
+)
 from simpletuner.report import Report
 from simpletuner.run_log import LOGGER, stop_run_log
 
@@ -142,10 +149,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
         if debug:
             raise
         LOGGER.info("traceback", exc_info=error)
-        bug = SimpleTunerError(
-            f"{type(error).__name__}: {error}", "this is a bug in simpletuner; `--debug` shows where"
-        )
-        Report().error(bug)
+        Report().error(describe_bug(error))
         raise SystemExit(int(ExitCode.BUG)) from None
     finally:
         stop_run_log()

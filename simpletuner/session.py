@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -11,6 +11,7 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, Settings
+from simpletuner.system.run_status import StatusWriter
 from simpletuner.system.signals import StopRequest
 
 
@@ -24,6 +25,7 @@ class Session:
     stop: StopRequest
     background: ExitStack | None = None
     """Ends what runs beside training, with the rank."""
+    status: StatusWriter = field(default_factory=StatusWriter)
 
     @property
     def settings(self) -> Settings:

@@ -20,17 +20,22 @@ if TYPE_CHECKING:
 DRAW_SECONDS = 0.5
 LINE_SECONDS = 60.0
 """Between lines where there is no terminal, and in the log."""
+LONGEST_SECONDS = 1e9
+"""30 years; timedelta raises beyond 3 million."""
 SOON_SECONDS = 3.0
 """A phase that takes longer shows for how long it has been running."""
 
 
 class Erase:
-    """For rich: return to the start of the line, and erase from there to the end of the screen."""
+    """For rich: return to the start of the line, and erase from there to the end of the screen.
+
+    In two parts: what is erased from the upper left corner on, tmux adds to its history, each time.
+    """
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
         from rich.segment import ControlType, Segment
 
-        yield Segment("\r\x1b[J", None, [(ControlType.CLEAR,)])
+        yield Segment("\r\x1b[K\x1b[C\x1b[J\r", None, [(ControlType.CLEAR,)])
 
 
 def is_animated(console: Console) -> bool:
@@ -47,6 +52,8 @@ class StatusLine:
     def __init__(self, console: Console, say: Callable[[str], None], log: Callable[[str], None], quiet: bool) -> None:
         self.console, self.quiet = console, quiet
         self.emit = log if is_animated(console) else say
+        self.watch: Callable[[str, int, int], None] = lambda doing, done, total: None
+        """Called twice a second with the phase and how much of it is done; `total` is 0 where that is not counted."""
         self.jobs: list[Progress] = []
         self.phase, self.phase_began = "", 0.0
         self.line_seconds, self.next_line = LINE_SECONDS, 0.0
@@ -80,10 +87,20 @@ class StatusLine:
         while not closed.wait(DRAW_SECONDS):
             if animated:
                 self._draw()
+            self._tell()
             if time.monotonic() >= self.next_line:
                 self.write_line()
         if animated:
             self.console.print(Erase(), end="")
+
+    def _tell(self) -> None:
+        inner = self._inner_job()
+        self.watch(self.phase, *((inner.done, inner.total) if inner else (0, 0)))
+
+    def _inner_job(self) -> Progress | None:
+        """Return the job that is the present phase."""
+        jobs = list(self.jobs)
+        return jobs[-1] if jobs and jobs[-1].title == self.phase else None
 
     def _draw(self) -> None:
         from rich.text import Text
@@ -100,9 +117,8 @@ class StatusLine:
 
     def parts(self) -> list[str]:
         """Return what the line says, the most important first."""
-        jobs = list(self.jobs)
-        inner = jobs.pop() if jobs and jobs[-1].title == self.phase else None
-        outer = jobs[0] if jobs else None
+        inner = self._inner_job()
+        outer = next((job for job in list(self.jobs) if job is not inner), None)
         parts = [inner.count() if inner else self._phase_text()]
         if outer is not None:
             parts += [outer.time_left(), outer.count()]
@@ -169,7 +185,8 @@ class Progress:
 
 
 def format_seconds(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    """Format hours, minutes and seconds. An estimate may be anything: it follows from numbers in files."""
+    return str(timedelta(seconds=round(seconds))) if abs(seconds) < LONGEST_SECONDS else "a long time"
 
 
 def fitting(parts: Iterable[str], width: int) -> str:

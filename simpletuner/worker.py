@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +15,10 @@ from simpletuner.data.permutation import hash_key
 from simpletuner.data.prefetch import RankSlice, prefetch
 from simpletuner.errors import explain_system_errors
 from simpletuner.launch.launcher_connection import connect_to_launcher
-from simpletuner.launch.node_info import node_info
+from simpletuner.launch.node_info import check_local_ranks, node_info
 from simpletuner.launch.rendezvous import Group, verify_same_config
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
+from simpletuner.models.diffusers_io import silence_libraries
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.loading import load_family
 from simpletuner.parallel.attention_backend import attention_by
@@ -30,13 +30,13 @@ from simpletuner.parallel.same_folder import verify_same_folders
 from simpletuner.parallel.world import STALL_SECONDS, joined_world, report_first_failure
 from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare
 from simpletuner.report import Report
-from simpletuner.run_log import take_over
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
 from simpletuner.system.activity import Activity
 from simpletuner.system.locks import shared_lock
 from simpletuner.system.numbers import count_noun
-from simpletuner.system.signals import handle_stop_signals
+from simpletuner.system.run_status import RunState, StatusWriter
+from simpletuner.system.signals import StopRequest, handle_stop_signals, what_follows
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.compiler_choice import with_compiler_chosen
 from simpletuner.training.data_position import data_version, resume_point, warn_of_changed_data
@@ -86,23 +86,37 @@ def run_rank(loaded: Loaded) -> None:
         handle_stop_signals(lambda: activity.unsaved) as stop,
         connect_to_launcher(os.environ, activity, stop, launch.stall_timeout) as launcher,
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
+        recorded_status(stop, activity) as status,
         report_first_failure(world, stop, launcher),
-        explain_system_errors(),
+        explain_system_errors(loaded.settings.training.output_dir),
         ExitStack() as stack,
     ):
         messages = MessageStore(TorchStore(world.store), message_signer(launch.run_secret_file))
-        verify_same_config(
+        infos = verify_same_config(
             messages, Group("rank", world.rank, world.size), node_info(loaded), stop.check, STALL_SECONDS
         )
-        session = Session(loaded, build_mesh(loaded.settings, world), Report(quiet=not world.is_first), stop, stack)
+        check_local_ranks(infos, world.rank, os.environ)
+        session = Session(
+            loaded, build_mesh(loaded.settings, world), Report(quiet=not world.is_first), stop, stack, status
+        )
         stack.enter_context(session.report.phase("starting"))
-        activity.show = session.report.status.begin
+        activity.show, session.report.status.watch = session.report.status.begin, status.show
         open_output_dir(session, stack)
         set_float32_precision(loaded.settings.training.allow_tf32)
         training = loaded.settings.training
         stack.enter_context(attention_by(training.attention_backend, world.device, compute_dtype(loaded.settings)))
         with open_notifier(session) as notifier, explain_out_of_memory(loaded.settings, world.device):
             fine_tune(session, notifier)
+
+
+@contextmanager
+def recorded_status(stop: StopRequest, activity: Activity) -> Iterator[StatusWriter]:
+    """Record how the run goes in `status.json`, from the moment at which its folder is known."""
+    status = StatusWriter()
+    stop.when_asked = lambda: status.stopping(what_follows(activity.unsaved))
+    stop.before_exit = partial(status.end, RunState.STOPPED)
+    with status.recording():
+        yield status
 
 
 def fine_tune(session: Session, notifier: Notifier) -> None:
@@ -253,7 +267,9 @@ def build_trainer(
         batches=prefetch(prepared.reader, prepared.plan.sampler, state.sampler_state, state.step, rank_slice, ahead),
         learning_rate=LearningRate(state.schedule, settings.optimizer),
         ema=state.ema,
-        logger=StepLogger(mesh, stop_vote, metrics, open_throughput(session, family), settings.effective_batch_size),
+        logger=StepLogger(
+            mesh, stop_vote, metrics, open_throughput(session, family), settings.effective_batch_size, session.status
+        ),
         checkpointer=checkpointer,
         evaluations=[
             *open_evaluations(session, family, state, prepared, metrics),
@@ -283,17 +299,3 @@ def open_evaluations(
         for open_evaluation in (open_held_out_loss, open_validator)
     )
     return [each for each in opened if each is not None]
-
-
-def silence_libraries() -> None:
-    """Keep progress bars of libraries off the terminal, and their remarks in the log."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    for library in (diffusers_logging, transformers_logging):
-        library.set_verbosity_warning()
-        library.disable_progress_bar()
-    for name in ("diffusers", "transformers"):
-        take_over(name)
-    # Flux returns a view, which FSDP2 warns about at each forward; nothing here writes into it.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -21,6 +21,7 @@ from conftest import SMALL
 from flags import last_wins
 
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
+from simpletuner.system.run_status import STATUS, read_status
 
 LAUNCHED: list[subprocess.Popen] = []
 
@@ -64,6 +65,13 @@ def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
     return [rank for rank in psutil.Process(process.pid).children() if "RANK" in rank.environ()]
 
 
+def ended(output: Path) -> tuple[str, str]:
+    """Return how a run says that it ended: its state and the reason."""
+    status = read_status(output / STATUS)
+    assert status is not None
+    return status.state.value, status.reason
+
+
 def is_free(output: Path) -> bool:
     """Return whether nobody holds a run's folder."""
     with (output / ".lock").open("a") as file:
@@ -101,6 +109,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     time.sleep(1)  # progress is shown meanwhile
     process.send_signal(signal.SIGHUP)
     assert process.wait(60) == 129
+    assert re.fullmatch(r"stopped by SIGHUP at step \d+; its checkpoint is saved", ended(output)[1])
     assert len(list_checkpoints(output / "checkpoints")) == 1
 
     # Ctrl-C reaches the whole group, as in a terminal
@@ -114,6 +123,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     assert said(output).count(confirmed) == 1
     assert len(list_checkpoints(output / "checkpoints")) == 2
     assert said(output).count("stopped by SIGINT at step") == 1
+    assert ended(output)[0] == "stopped" and ended(output)[1].startswith("stopped by SIGINT at step")
     assert "error:" not in said(output), "it is what was asked for"
     log = (output / "log.txt").read_text()
     assert re.search(r"\d \[launcher 0\] stopping: finishing this step", log) and "\n     engine " in log
@@ -122,11 +132,15 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     process = trained(2, "--checkpoint_step_interval=1")
     assert "resuming from" in said(output)
     victim, ranks = ranks_of(process)[1], ranks_of(process)
+    status = read_status(output / STATUS)
+    assert status is not None and status.pid == process.pid and status.rank_pid == ranks[0].pid
     victim.kill()
     assert process.wait(30) == 5, said(output)
     assert "lost contact" not in said(output), "only the launcher knows what happened"
     assert re.search(rf"rank \d \(pid {victim.pid}\) was killed by SIGKILL", said(output))
     assert "Traceback" not in said(output)
+    assert re.fullmatch(rf"rank \d \(pid {victim.pid}\) was killed by SIGKILL", ended(output)[1])
+    assert ended(output)[0] == "failed", "the launcher has written it"
     expect_nothing_left(output, ranks, 1)
 
     # a rank that is stopped: Ctrl-C has no effect, as nothing can be saved, and a second one ends all
@@ -139,6 +153,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     assert process.wait(10) == 130
     expect_nothing_left(output, ranks, 1)
     assert said(output).rstrip().endswith("stopped without saving")
+    assert ended(output) == ("stopped", "stopped without saving, by a second SIGINT")
 
     # a rank that is stopped, and no one there
     process = trained(2, "--stall_timeout=3")
@@ -151,6 +166,9 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     )
     assert re.search(sentence + r"the process is stopped \(SIGSTOP\)", said(output)), said(output)
     assert said(output).count("error:") == 1
+    for text in (said(output), (output / "log.txt").read_text()):
+        assert text.count(f"`kill -CONT {victim.pid}` lets it go on; the run ends when that lasts 3 s") == 1, text
+    assert ended(output)[0] == "failed" and "the process is stopped (SIGSTOP)" in ended(output)[1]
 
     # a launcher that is killed: no time to ask its ranks, which save; while they start they have nothing to save
     newest = load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step
@@ -160,6 +178,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     process.wait()
     expect_nothing_left(output, ranks, 30)  # saving takes its time on a loaded machine
     assert load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step >= newest + 2
+    assert ended(output)[0] == "stopped" and "its checkpoint is saved" in ended(output)[1]
     process = launched("simpletuner", output, *flags)
     while len(psutil.Process(process.pid).children()) < 2:
         time.sleep(0.01)
@@ -199,7 +218,7 @@ def test_a_rank_that_hangs_while_caching_is_named_and_nothing_is_imported_by_acc
         assert "imported by accident" not in done.stderr
         if world == 2:
             assert re.search(
-                r"error: rank 1 \(pid \d+\) has made no progress for [3-6] s \(.*\), at making text", done.stderr
+                r"error: rank 1 \(pid \d+\) has made no progress for [3-6] s \(.*\), at encoding captions", done.stderr
             )
             assert done.stderr.count("error:") == 1 and is_free(tmp_path / "2")
 
@@ -242,6 +261,7 @@ def test_one_rank_saves_and_leaves_too(sdxl_flags, starter, tmp_path):
     assert run.wait() == [143]
     newest = load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[0])
     assert f"stopped by SIGTERM at step {newest.step}; its checkpoint is saved" in run.said.replace("\n", " ")
+    assert ended(tmp_path / "run") == ("stopped", f"stopped by SIGTERM at step {newest.step}; its checkpoint is saved")
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
@@ -271,6 +291,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_a_sentence(form, sdxl_flags
     run = train(output, *flags, world=2, code=3)
     assert "cannot save to" in run.said and "No space left" in run.said
     assert run.said.count("\nerror: ") == 1
+    assert ended(output)[0] == "failed" and "No space left" in ended(output)[1], "it is written on a full disk, too"
     checkpoints = list_checkpoints(output / "checkpoints")
     assert [folder.name for folder in checkpoints] == ["checkpoint-000002"]
     load_checkpoint(checkpoints[0])
@@ -291,7 +312,7 @@ def test_a_full_disk_while_caching_is_one_sentence_and_caching_goes_on(sdxl_flag
     run = train(tmp_path / "run", *flags, code=3)
     assert "cannot write to the cache" in run.said and "No space left" in run.said
     ballast.unlink()
-    assert re.search(r"latents: making \d+ of 36", train(tmp_path / "run", *flags).said)
+    assert re.search(r"encoding (\d+ of )?36 images", train(tmp_path / "run", *flags).said)
 
 
 def test_a_loss_that_is_not_a_number_stops_with_step_and_samples(sdxl_flags, train, tmp_path):
@@ -299,5 +320,6 @@ def test_a_loss_that_is_not_a_number_stops_with_step_and_samples(sdxl_flags, tra
     run = train(tmp_path / "run", *flags, "--checkpoint_step_interval=1", code=5)
     assert re.search(r"step \d: loss is (nan|inf)", run.said)
     assert ".png" in run.said
+    assert ended(tmp_path / "run")[0] == "failed" and ".png" in ended(tmp_path / "run")[1]
     for folder in list_checkpoints(tmp_path / "run" / "checkpoints"):
         assert load_checkpoint(folder).step < int(re.search(r"step (\d): loss is", run.said)[1])

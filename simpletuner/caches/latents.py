@@ -57,7 +57,7 @@ class LatentsCache:
         Return the samples that are known to be impossible to decode, with the reason.
         """
         job = CacheJob(
-            title="latents",
+            title="images",
             folder=self.folder,
             digest=short_hash([self.samples.checksum("name", "version"), self.fingerprint, self.dtype]),
             chunk=chunk,

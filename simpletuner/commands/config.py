@@ -14,7 +14,7 @@ from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.report import Report
-from simpletuner.settings import load
+from simpletuner.settings import load, settings_as_json
 from simpletuner.settings.sections import setting_fields
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.output_file import refuse_overwriting, save
@@ -130,11 +130,14 @@ def import_original(
     ],
     output: Annotated[Path | None, path_option("--output", "Write to this TOML file instead of stdout.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Write what is left of a file that would train something else here.")
+    ] = False,
 ) -> None:
     """Turn the original's files into ours; comments say what changed and what was left out."""
     from simpletuner.commands.config_import import import_files
 
-    import_files(source, output, force)
+    import_files(source, output, force, partial)
 
 
 def export(
@@ -145,6 +148,7 @@ def export(
     output: Output = None,
 ) -> None:
     """Write settings in a format that replays them 1:1. The replay command goes to stderr."""
+    from simpletuner.settings.secret_names import is_secret
     from simpletuner.tools.exporting import export_checked
 
     report = Report()
@@ -154,6 +158,9 @@ def export(
         report.text(result.text)
     else:
         save(output, result.text)
+    for name, reference in settings_as_json(loaded).items():
+        if reference and is_secret(name):
+            report.say(f"{name} is a secret and not written: a replay reads it from {reference}", style="dim")
     if to is not Format.CLI:
         report.say("replay with:", style="dim")
         report.say(result.replay(str(output or "")).rstrip(), style="dim")

@@ -2,54 +2,78 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from simpletuner.commands.import_trainer import DATASETS, import_their_datasets, import_their_run, other_trainer
+from simpletuner.commands.import_writing import (
+    after_what_is_lost,
+    as_json,
+    beside_of,
+    refuse_another_meaning,
+    report_left_out,
+    write,
+    write_run,
+)
 from simpletuner.data.dataset_file import read_entries
 from simpletuner.data.original_datasets import ImportedDatasets, import_datasets
-from simpletuner.errors import SettingsError
+from simpletuner.errors import Mistake, SettingsError
+from simpletuner.models.registry import check_trainable
 from simpletuner.models.support import check_runnable
-from simpletuner.report import CONTROLS, Report
+from simpletuner.report import Report
 from simpletuner.settings.config_files import CONFIG_ENV
 from simpletuner.settings.file_entries import NotParsed
 from simpletuner.settings.formats import read_text
 from simpletuner.settings.loading import Loaded, resolve, settings_as_json
 from simpletuner.settings.original_import import (
-    LeftOut,
     Original,
     first_existing,
     read_original,
+    read_there,
+    relocated,
+    setting_of,
     split_variables,
     take_values,
     working_folder,
 )
-from simpletuner.settings.original_toml import MARK, sources_of, write_toml
-from simpletuner.settings.sections import SECTION_OF, Data
-from simpletuner.settings.sources import ACCELERATE_CONFIG, from_accelerate
+from simpletuner.settings.original_toml import MARK, sources_of
+from simpletuner.settings.original_translation import There, translate
+from simpletuner.settings.other_trainers import is_dataset_file
+from simpletuner.settings.places import naming_places
+from simpletuner.settings.raw_values import Source
+from simpletuner.settings.sections import SECTION_OF, Data, Model
+from simpletuner.settings.sources import Origin, from_accelerate, is_accelerate_config
 from simpletuner.settings.variables import from_env_file
-from simpletuner.system.numbers import count_noun
-from simpletuner.system.output_file import refuse_overwriting, save
+from simpletuner.system.output_file import refuse_overwriting
 
-DATASETS = "data_backend_config"
-OPTIONAL = ("validation", "logging")
+MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path")
+OPTIONAL = ("validation", "logging", "compile")
 """Sections that do not change what is trained: settings of theirs that cannot be run are left out."""
-ALSO_OPTIONAL = ("lr_warmup_steps", "aspect_bucket_alignment")
+ONLY_FASTER = ("fuse_qkv_projections",)
 
 
-def import_files(path: Path, output: Path | None, force: bool) -> None:
-    """Write our form of a file or folder of the original. Raises SettingsError where nothing is left that could run."""
+def import_files(path: Path, output: Path | None, force: bool, partial: bool = False) -> None:
+    """Write our form of a file or folder of the original.
+
+    Raises SettingsError where nothing is left that could run, or, unless `partial`, where it would be another run.
+    """
     head = "" if path.is_dir() else first_text(path)
     if head.startswith(f"# {MARK}"):
         raise SettingsError(f"{path} is imported already: there is nothing to do", f"simpletuner train --config={path}")
-    is_list = head.startswith("[") and path.suffix.lower() == ".json"
+    trainer, values = other_trainer(path)
+    is_list = (head.startswith("[") and path.suffix.lower() == ".json") or is_dataset_file(values)
     suffix = ".json" if is_list else ".toml"
     if output is not None:
         if output.suffix != suffix:
             raise SettingsError(f"{output}: a {suffix} file is written", f"name it {output.with_suffix(suffix)}")
         refuse_overwriting(output, force)
-    (import_dataset_file if is_list else import_run)(path, output, force)
+    if trainer and is_list:
+        import_their_datasets(path, values, output, partial)
+    elif trainer:
+        import_their_run(path, values, trainer, output, force, partial)
+    else:
+        (import_dataset_file if is_list else import_run)(path, output, force, partial)
 
 
 def first_text(path: Path) -> str:
@@ -62,67 +86,78 @@ def first_text(path: Path) -> str:
         return ""  # its reader names the line
 
 
-def import_dataset_file(path: Path, output: Path | None, force: bool) -> None:
+def import_dataset_file(path: Path, output: Path | None, force: bool, partial: bool) -> None:
     datasets = import_datasets(read_entries(path), path, Data(), working_folder(path), {})
+    if not partial:
+        refuse_another_meaning(path, datasets.left_out)
     write(output, as_json(datasets))
     report_left_out(f"{path}: {len(datasets.entries)} datasets taken", datasets.left_out)
     if output is not None:
         Report().say(f"{output} is written: name it with --{DATASETS}")
 
 
-def import_run(path: Path, output: Path | None, force: bool) -> None:
+def import_run(path: Path, output: Path | None, force: bool, partial: bool) -> None:
     original = read_original(path)
     split_variables(original)
+    check_model(original)
     root = working_folder(original.file)
-    take_values(original, root)
-    loaded = resolve_taken(original)
-    beside = output and output.with_suffix(".datasets.json")
-    datasets = take_datasets(original, loaded, root, beside)
-    if datasets is not None:
-        loaded = resolve_taken(original)
-    text, count, changed = write_toml(original, loaded, root)
-    written = [output] if output else []
-    if datasets is not None and datasets.is_changed and beside:
-        refuse_overwriting(beside, force)
-        write(beside, as_json(datasets))
-        written.insert(0, beside)
-    write(output, text)
-    report_left_out(f"{original.file}: {count_noun(count, 'setting')}, {changed} with a remark", original.left_out)
+    accelerate = accelerate_of(original, root)
+    take_values(original, read_there(original, accelerate), root)
+    beside = output and beside_of(output)
+    with after_what_is_lost(original, partial):
+        loaded = resolve_taken(original, accelerate)
+        datasets = take_datasets(original, loaded, root, beside)
+        if datasets is not None:
+            loaded = resolve_taken(original, accelerate)
+    write_run(original, loaded, datasets, root, output, force)
     if Path(CONFIG_ENV).is_file() and from_env_file(Path(CONFIG_ENV)).values:
         Report().warn(f"{CONFIG_ENV} is read by every run in this folder: leave only variables of other programs in it")
-    if output is not None:
-        names = " and ".join(map(str, written))
-        verb = "are" if len(written) > 1 else "is"
-        Report().say(f"{names} {verb} written: `simpletuner train --config={output}` starts the run")
 
 
-def resolve_taken(original: Original) -> Loaded:
+def check_model(original: Original) -> None:
+    """Raise SettingsError for a model that cannot be trained, before anything else that a file of it asks for."""
+    given = {setting_of(each): each for each in reversed(original.values)}
+    if "model_family" not in given or "model_families" in given:
+        return  # what is missing is said with the rest
+    names = [name for name in MODEL if name in given and isinstance(given[name].value, str)]
+    values = {name: translate(given[name], There({}))[0].value for name in names}
+    with naming_places({name: Origin(given[name].place, given[name].value) for name in names}, *MODEL[:2]):
+        check_trainable(Model(**values))
+
+
+def accelerate_of(original: Original, root: Path) -> list[Source]:
+    """Return what the accelerate file says that a file of the original names."""
+    named = next((each.value for each in original.values if is_accelerate_config(each.name) and each.value), None)
+    return from_accelerate(relocated(named, root), {}) if named else []
+
+
+def resolve_taken(original: Original, accelerate: Sequence[Source]) -> Loaded:
     """Return the settings that were taken, after leaving out optional ones that contradict others.
 
     Raises SettingsError for what cannot be run.
     """
     while True:
         try:
-            return resolve_all(original)
+            return resolve_all(original, accelerate)
         except SettingsError as error:
-            optional = [
-                mistake
-                for mistake in error.mistakes
-                if mistake.setting in original.taken
-                and (SECTION_OF.get(mistake.setting) in OPTIONAL or mistake.setting in ALSO_OPTIONAL)
-            ]
-            if not optional:
+            dropped = [mistake for mistake in error.mistakes if mistake.setting in original.taken and can_drop(mistake)]
+            if not dropped:
                 raise
-            for mistake in optional:
-                original.drop(mistake.setting, mistake.message)
+            for mistake in dropped:
+                is_lost = mistake.setting == "lr_warmup_steps"
+                original.drop(mistake.setting, mistake.message, "lost" if is_lost else "look")
 
 
-def resolve_all(original: Original) -> Loaded:
-    named = original.taken.get(ACCELERATE_CONFIG)
-    accelerate = from_accelerate(named.value.value, {}) if named else []
+def can_drop(mistake: Mistake) -> bool:
+    """Whether the setting of a mistake can be left out: it does not change what is trained, or is counted as lost."""
+    name = mistake.setting
+    return SECTION_OF.get(name) in OPTIONAL or name in ONLY_FASTER or name == "lr_warmup_steps"
+
+
+def resolve_all(original: Original, accelerate: Sequence[Source]) -> Loaded:
     _, own = sources_of(original, {})
     loaded = check_runnable(resolve([*accelerate, own]))
-    values = settings_as_json(loaded)
+    values = settings_as_json(loaded)  # which of the original's defaults count depends on the others
     defaults, own = sources_of(original, {name: values[name] for name in loaded.origins})
     return check_runnable(resolve([defaults, *accelerate, own]))
 
@@ -149,23 +184,3 @@ def take_datasets(original: Original, loaded: Loaded, root: Path, new: Path | No
     value = replace(taken.value, value=taken.given.value if is_same else str(path))
     original.taken[DATASETS] = replace(taken, value=value)
     return datasets
-
-
-def as_json(datasets: ImportedDatasets) -> str:
-    return json.dumps(datasets.entries, indent=2, ensure_ascii=False) + "\n"
-
-
-def write(output: Path | None, text: str) -> None:
-    """Write TOML or JSON to a file or to stdout, with control characters escaped as both formats have it."""
-    text = CONTROLS.sub(lambda control: f"\\u{ord(control[0]):04x}", text)
-    if output is None:
-        Report().text(text)
-    else:
-        save(output, text)
-
-
-def report_left_out(taken: str, left_out: Sequence[LeftOut]) -> None:
-    report, looks = Report(), [item for item in left_out if item.needs_look]
-    need = f"{len(looks)} need{'s' * (len(looks) == 1)} a look"
-    report.say(f"{taken}; {len(left_out) - len(looks)} left out without effect; {need}")
-    report.warn_all(map(str, looks))

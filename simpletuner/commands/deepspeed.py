@@ -83,7 +83,8 @@ def build(
     template_path = user_template_path(save_template) if save_template is not None else None
     check_targets(output, template_path, apply, force)  # before the first question
     report = Report()
-    typed = dict(flags) | ({"zero_stage": stage.value} if stage and stage is not StageOption.AUTO else {})
+    # Until `auto` has chosen, the stage that allows all offloading: without one --offload_optimizer is a mistake.
+    typed = dict(flags) | ({"zero_stage": "3" if stage is StageOption.AUTO else stage.value} if stage else {})
     builder = DeepSpeedBuilder.from_arguments(typed, config, template, apply, gpu_memory, host_memory, parameters)
     is_interactive = stage is not StageOption.AUTO and builder.load().settings.parallel.zero_stage is None
     if stage is StageOption.AUTO:

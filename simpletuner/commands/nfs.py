@@ -11,7 +11,7 @@ import typer
 from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.paths import path_option
-from simpletuner.errors import ExitCode, SettingsError
+from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
 from simpletuner.tools.nfs.results import CHECKS, Finding, Status, format_ranks, plural
@@ -19,7 +19,6 @@ from simpletuner.tools.nfs.results import CHECKS, Finding, Status, format_ranks,
 if TYPE_CHECKING:
     from simpletuner.tools.nfs.check import CheckOutcome
     from simpletuner.tools.nfs.rendezvous import Node
-    from simpletuner.tools.nfs.resources import DiskUsage
 
 SHOWN = (
     *("model_family", "model_flavour", "model_type", "pretrained_model_name_or_path", "output_dir", "max_train_steps"),
@@ -95,17 +94,29 @@ def node_of(
         size_mib=size,
         address=launch.main_process_ip,
         port=launch.main_process_port,
-        disk_usage=disk_usage(settings),
+        **written_by(settings),
     )
 
 
-def disk_usage(settings: Settings) -> DiskUsage | None:
-    """Estimate what the configured run will write; None when its model is not known, or only a LoRA, which is small."""
-    from simpletuner.models.parameter_count import parameters_of
-    from simpletuner.tools.nfs.resources import estimate_disk_usage
+def written_by(settings: Settings) -> dict[str, Any]:
+    """Return `disk_usage` of a node: what the configured run will write, or `disk_unknown`: why that is not known."""
+    from simpletuner.checkpoints.disk_usage import estimate_disk_usage
+    from simpletuner.models.parameter_count import copied_bytes, parameters_of
+    from simpletuner.parallel.moments import TrainedWeights, needs_shapes
 
-    counted = parameters_of(settings.model) if settings.model.model_type == "full" else None
-    return estimate_disk_usage(settings, *counted) if counted else None
+    model, counted = settings.model, parameters_of(settings.model)
+    if counted and model.model_type == "full" and not needs_shapes(settings.optimizer.optimizer):
+        copied = copied_bytes(Path(model.pretrained_model_name_or_path)) if model.pretrained_model_name_or_path else 0
+        count, origin = counted
+        return {"disk_usage": estimate_disk_usage(settings, TrainedWeights.of_count(count), origin, copied)}
+    if not model.model_family:
+        return {}
+    try:
+        from simpletuner.tools.plan.inputs import opened_disk_usage  # torch, to know the shapes of all weights
+
+        return {"disk_usage": opened_disk_usage(settings)}
+    except SimpleTunerError as error:
+        return {"disk_unknown": error.message}
 
 
 def show(outcome: CheckOutcome, report: Report) -> None:

@@ -14,13 +14,14 @@ import typer
 from simpletuner.commands.paths import path_option
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.parallel.devices import DEVICES, Device, device_by_driver_name, device_by_name
+from simpletuner.parallel.memory import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.settings.spelling import as_text
 from simpletuner.system.numbers import format_count, format_gb, format_gib, parse_bytes
 
 if TYPE_CHECKING:
-    from simpletuner.tools.plan.estimate import Budget, RunPlan
+    from simpletuner.tools.plan.estimate import RunPlan
     from simpletuner.tools.plan.search import Proposal
 
 LEGEND = "P parameters that are trained, F frozen ones, U those of the largest unit, N ranks that share them"
@@ -58,13 +59,12 @@ def plan(
         raise SettingsError("--apply needs --auto", "add --auto, whose proposal it writes")
     loaded = load(flags, config or apply, complete=False)
     loaded.pass_on_variables(os.environ)
-    from simpletuner.tools.plan.estimate import Budget
     from simpletuner.tools.plan.planner import Planner
 
     report = Report()
     device = device_by_name(gpu) if gpu else device_of_this_machine(loaded)
     gpu_bytes = parse_bytes(gpu_memory, "--gpu_memory") if gpu_memory else device and device.memory_bytes
-    budget = Budget(gpu_bytes, parse_bytes(host_memory, "--host_memory") if host_memory else None)
+    budget = MemoryBudget(gpu_bytes, parse_bytes(host_memory, "--host_memory") if host_memory else None)
     if auto and (device is None or gpu_bytes is None):
         raise SettingsError(
             "--auto needs to know the GPU", f"give --gpu={next(iter(DEVICES))}, or another of the table"
@@ -90,7 +90,7 @@ def device_of_this_machine(loaded: Loaded) -> Device | None:
     return device_by_driver_name(torch.cuda.get_device_name())
 
 
-def print_plan(proposal: Proposal, budget: Budget, device: Device | None, report: Report) -> None:
+def print_plan(proposal: Proposal, budget: MemoryBudget, device: Device | None, report: Report) -> None:
     """Print tables for people: memory by kind and by phase, time, disk, and what was proposed."""
     plan, ranks = proposal.plan, proposal.plan.memory.inputs.ranks_per_machine
     report.line(title_of(proposal), style="bold")
@@ -122,7 +122,7 @@ def title_of(proposal: Proposal) -> str:
     )
 
 
-def summary(plan: RunPlan, budget: Budget, device: Device | None) -> Iterator[tuple[str, str]]:
+def summary(plan: RunPlan, budget: MemoryBudget, device: Device | None) -> Iterator[tuple[str, str]]:
     for phase, size in plan.phases.items():
         mark = " <- the most" if phase == plan.peak_phase else ""
         yield phase, f"{format_gib(size)}{mark}" if size else "unknown: needs the files of the model"
@@ -139,15 +139,10 @@ def summary(plan: RunPlan, budget: Budget, device: Device | None) -> Iterator[tu
             yield "of which", ", ".join(f"{name} {each:.2g} s" for name, each in asdict(plan.parts).items() if each)
         if plan.steps is not None:
             yield "run", f"{timedelta(seconds=round(plan.steps * plan.step_seconds))} for {plan.steps:,} steps"
-    yield "checkpoint", f"{format_gb(plan.checkpoint_bytes)} each, {kept_bytes(plan)} in all"
+    yield "disk", f"{format_gb(plan.disk.total_bytes)} at most: {plan.disk.parts}"
 
 
-def kept_bytes(plan: RunPlan) -> str:
-    limit = plan.settings.checkpoints.checkpoints_total_limit
-    return f"{format_gb((limit + 1) * plan.checkpoint_bytes)} ({limit}, and one that is being written)"
-
-
-def as_dict(proposal: Proposal, budget: Budget, device: Device | None) -> dict[str, Any]:
+def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> dict[str, Any]:
     """Return the form of `--json`: bytes and seconds."""
     plan = proposal.plan
     return {
@@ -166,7 +161,8 @@ def as_dict(proposal: Proposal, budget: Budget, device: Device | None) -> dict[s
         "samples_per_second": plan.samples_per_second,
         "mfu": plan.mfu(device) if device else None,
         "steps": plan.steps,
-        "checkpoint_bytes": plan.checkpoint_bytes,
+        "checkpoint_bytes": plan.disk.checkpoint_bytes,
+        "disk_bytes": plan.disk.total_bytes,
         "settings": proposal.settings,
         "reasons": proposal.reasons,
     }

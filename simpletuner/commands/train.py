@@ -15,6 +15,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.run_log import start_run_log
 from simpletuner.settings import Loaded, Settings
+from simpletuner.settings.secret_names import mask_arguments
 from simpletuner.settings.sections import Launch
 from simpletuner.system.paths import descriptor_of
 
@@ -26,6 +27,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     """Fine-tune a model. Run the same command again to resume."""
     from simpletuner.launch.launcher_connection import exit_if_launcher_died
     from simpletuner.launch.plan import check_world_size, choose_gpus, is_rank
+    from simpletuner.launch.started_tasks import check_started_once
     from simpletuner.launch.supervisor import launch_ranks
     from simpletuner.models.support import check_runnable
     from simpletuner.settings.sources import collect_sources
@@ -33,6 +35,8 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     from simpletuner.tools.run_check import check_run, load_run
 
     loaded = load_run(collect_sources(flags, config, os.environ))
+    if not dry_run:
+        check_started_once(loaded.settings.launch, os.environ)
     loaded.pass_on_variables(os.environ)  # first: CUDA_VISIBLE_DEVICES decides which GPUs there are
     # What started a rank has checked all this, or each rank does so as it goes.
     loaded = check_runnable(loaded) if is_rank(os.environ) else check_run(loaded)
@@ -110,7 +114,7 @@ def show_plan(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_
 
     # Every machine gets its own --machine_rank.
     shared = {name: value for name, value in flags.items() if name != "machine_rank"}
-    arguments = [as_typed(argument) for argument in as_arguments(shared, config)]
+    arguments = mask_arguments([as_typed(argument) for argument in as_arguments(shared, config)])
     plans = describe_plans(loaded.settings.launch, ["train", *arguments])
     if as_json:
         Report().json(plans)

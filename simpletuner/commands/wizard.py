@@ -79,9 +79,9 @@ class Wizard:
         rows = []
         for candidate in stage_candidates(with_files=True):
             estimate = builder.estimate(**candidate, **folder)
-            fits = ("no" if builder.budget.shortfall(estimate) else "yes") if builder.budget else ""
-            sizes = map(format_gib, (estimate.gpu_bytes, estimate.host_bytes, estimate.disk_bytes))
-            rows.append((*candidate.values(), *sizes, fits))
+            needed = (estimate.gpu_bytes, estimate.host_bytes)
+            fits = ("no" if builder.budget.shortfall(*needed) else "yes") if builder.budget else ""
+            rows.append((*candidate.values(), *map(format_gib, (*needed, estimate.disk_bytes)), fits))
         columns = ("stage", "optimizer", "weights", "per GPU", "per machine", "on its disk", "fits")
         self.report.table(f"{builder.num_parameters:,} parameters", rows, columns)
 
@@ -89,3 +89,5 @@ class Wizard:
         result = self.builder.result()
         self.report.say(json.dumps(result.json, indent=2))
         result.print_estimate(self.report)
+        if result.shortfall:
+            self.report.say(f"does not fit: it needs {result.shortfall}")

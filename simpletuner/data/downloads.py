@@ -29,6 +29,7 @@ from simpletuner.data.storage import LocalStorage
 from simpletuner.data.table_files import TableFile
 from simpletuner.data.tables import TableSettings
 from simpletuner.system.files import replace_file
+from simpletuner.system.http_requests import http_request
 from simpletuner.system.threads import run_bounded
 
 MAX_BYTES = 256 << 20
@@ -159,7 +160,7 @@ def raise_if_final(error: Exception) -> None:
 def read_body(url: str) -> bytes:
     """Ask once. Raises LostImageError, or one of PASSING_ERRORS."""
     try:
-        request = urllib.request.Request(quote(url, safe=SAFE), headers={"User-Agent": "simpletuner"})
+        request = http_request(quote(url, safe=SAFE), headers={"User-Agent": "simpletuner"})
         if request.type not in ("http", "https"):  # urllib would open files
             raise LostImageError("is no http:// or https:// address")
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
@@ -169,8 +170,8 @@ def read_body(url: str) -> bytes:
     except urllib.error.HTTPError as error:
         error.close()  # it holds the connection
         raise
-    except (ValueError, http.client.InvalidURL) as error:
-        raise LostImageError(f"is no address: {error}") from None
+    except (ValueError, http.client.InvalidURL):  # whose text may quote a password
+        raise LostImageError("is no address") from None
     if len(content) > MAX_BYTES:
         raise LostImageError(f"has more than {MAX_BYTES:,} bytes")
     if expected.isdigit() and len(content) < int(expected):

@@ -72,6 +72,8 @@ def sizes_of_shapes(
     Both sides are multiples of the alignment. Where none of them is near the area, each side is rounded by itself, as
     version 1 always did.
     """
+    if dataset.aspect_bucket_sizes == "nearest":
+        return nearest_sizes(dataset, shapes, alignment_px)
     area = target_areas(dataset, shapes[:, 0] / shapes[:, 1])
     ideal = np.sqrt(np.stack([area * shapes[:, 0] / shapes[:, 1], area * shapes[:, 1] / shapes[:, 0]], axis=1))
     best = round_to_multiples(ideal, alignment_px)
@@ -88,6 +90,21 @@ def sizes_of_shapes(
         better = is_near & ((share < least[:, 0]) | ((share == least[:, 0]) & (distance < least[:, 1])))
         best[better], least[better] = sizes[better], np.stack([share, distance], axis=1)[better]
     return best
+
+
+def nearest_sizes(dataset: ImageDataset, shapes: np.ndarray, alignment_px: int) -> np.ndarray:
+    """Return the sizes with the aspects of shapes, to two decimals, each side rounded by itself.
+
+    Areas are those of a square whose edge is a multiple of the alignment; an edge in px counts as it is.
+    """
+    aspects = np.maximum(np.round(shapes[:, 0] / shapes[:, 1], 2), 0.01)  # above 100:1 nothing is left of them
+    if dataset.resolution_type == "pixel":
+        edges = np.full(len(aspects), float(int(dataset.resolution)))
+        ideal = np.stack([edges * np.maximum(aspects, 1), edges * np.maximum(1 / aspects, 1)], axis=1).astype(np.int64)
+    else:
+        edges = round_to_multiples(np.sqrt(target_areas(dataset, aspects)).astype(np.int64), alignment_px)
+        ideal = np.stack([edges * np.sqrt(aspects), edges / np.sqrt(aspects)], axis=1)
+    return np.maximum(1, np.round(ideal / alignment_px).astype(np.int64)) * alignment_px
 
 
 def closest_aspects(dataset: ImageDataset, originals: np.ndarray, targets: np.ndarray) -> np.ndarray:

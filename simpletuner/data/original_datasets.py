@@ -13,10 +13,10 @@ from simpletuner.data.dataset_keys import NO_EFFECT, RULES
 from simpletuner.data.datasets import DatasetFile, is_disabled, parse_datasets, parse_entry
 from simpletuner.data.tables import BLOCK
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.settings.errors import is_secret
 from simpletuner.settings.key_table import Ignores
 from simpletuner.settings.original import TABLE, is_off
-from simpletuner.settings.original_import import LeftOut, relocated
+from simpletuner.settings.original_import import Effect, LeftOut, relocated
+from simpletuner.settings.secret_names import is_secret
 from simpletuner.settings.sections import Data
 from simpletuner.settings.spelling import normalize_name
 
@@ -32,6 +32,7 @@ ESSENTIAL = (
     "azure_container_name",
     "csv_file",
     "csv_cache_dir",
+    "dataset_name",
     "instance_prompt",
     "resolution",
 )
@@ -39,8 +40,14 @@ ESSENTIAL = (
 BUCKETS = ("aws", "gcs", "azure")
 """Values of `type` with which the path of a table is that of an object."""
 NOT_COPIED = "a secret is not copied: write it into the new file, or use the environment or a profile in ~/.aws"
-HARMLESS = ("image_embeds", "vae_cache_clear_each_epoch", "default", "cache_dir", *NO_EFFECT)
+HARMLESS = ("image_embeds", "default", "cache_dir", *NO_EFFECT)
 """Keys that change nothing here, besides those whose setting of the same name has no effect."""
+KEEPS_RESULT = (
+    *("vae_cache_clear_each_epoch", "delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"),
+    *("text_encoder_batch_size", "conditioning_image_embed_batch_size", "streaming", "num_proc", "hf_token"),
+    *("parquet.num_frames_column", "parquet.fps_column", "parquet.audio_duration_column"),
+)
+"""Keys that do not change what is trained on."""
 KEEPS_ZERO = ("repeats", "crop", "disabled", "disable", "prepend_instance_prompt", "default")
 
 
@@ -61,8 +68,8 @@ def import_datasets(
     Raises SettingsError where none is left, or where the datasets do not fit together.
     """
     left_out: list[LeftOut] = []
-    found = [(entry.place(), import_entry(entry, data, root, names, left_out)) for entry in entries]
-    taken = with_one_text_cache([(place, new) for place, new in found if new is not None], left_out)
+    found = [import_entry(entry, data, root, names, left_out) for entry in entries]
+    taken = [new for new in found if new is not None]
     if not any(entry.get("dataset_type", "image") == "image" for entry in taken):
         reasons = [f"\n  {item}" for item in left_out if item.name in ESSENTIAL]
         raise SettingsError(f"{path} has no dataset of images that this version can train on{''.join(reasons)}", HINT)
@@ -76,8 +83,10 @@ def import_entry(
     """Return an entry without what is refused; None, with the reason, where the dataset itself is."""
     old, place = entry.as_dict, entry.place()
     if is_disabled(entry):
-        left_out.append(LeftOut("disabled", True, place, "it is left out of the run there, too", needs_look=False))
+        left_out.append(LeftOut("disabled", True, place, "it is left out of the run there, too", "none"))
         return None
+    if isinstance(inside := old.get("huggingface"), dict):  # its keys stand beside the others here
+        old = {**inside, **{key: value for key, value in old.items() if key != "huggingface"}}
     new = {key: value for key, value in old.items() if key in (*ESSENTIAL, *KEEPS_ZERO) or not is_off(value)}
     for key in PATHS:
         if isinstance(new.get(key), str):
@@ -87,7 +96,7 @@ def import_entry(
         if isinstance(path := block.get("path"), str) and normalize_name(new.get("type")) not in BUCKETS:
             new[BLOCK]["path"] = relocated(fill_in(path, {**names, **texts_of(old)}), root)
     idle = {key: rule for key in new if isinstance(rule := RULES.get(name_of_key(key)), Ignores)}
-    left_out += [LeftOut(key, new.pop(key), place, rule.reason, asks(key)) for key, rule in idle.items()]
+    left_out += [LeftOut(key, new.pop(key), place, rule.reason, effect_of(key)) for key, rule in idle.items()]
     while problems := problems_of(new, entry, data):
         # Without an essential key, or with one that is missing, nothing is left to take.
         fatal = next((each for each in problems if each.setting in ESSENTIAL or not has_key(new, each.setting)), None)
@@ -96,7 +105,7 @@ def import_entry(
             hint = f"; {problem.hint}" if problem.hint else ""
             reason = f"{problem.message}{hint}" + (f"; dataset `{old.get('id')}` is left out" if fatal else "")
             (given, name), (holder, _) = holder_of(old, key), holder_of(new, key)
-            left_out.append(LeftOut(key, given.get(name), place, reason, asks(key)))
+            left_out.append(LeftOut(key, given.get(name), place, reason, "lost" if fatal else effect_of(key)))
             holder.pop(name, None)
         if fatal:
             return None
@@ -122,9 +131,11 @@ def problems_of(values: Mapping[str, Any], entry: DatasetEntry, data: Data) -> l
     return parsed.mistakes
 
 
-def asks(key: str) -> bool:
-    """Whether a refused key asks for something."""
-    return key not in HARMLESS and not isinstance(TABLE.rules.get(key), Ignores)
+def effect_of(key: str) -> Effect:
+    """Return what leaving out a refused key changes."""
+    if key in HARMLESS or isinstance(TABLE.rules.get(key), Ignores):
+        return "none"
+    return "look" if key in KEEPS_RESULT else "lost"
 
 
 def texts_of(entry: Mapping[str, Any]) -> dict[str, str]:
@@ -134,14 +145,3 @@ def texts_of(entry: Mapping[str, Any]) -> dict[str, str]:
 def fill_in(path: str, names: Mapping[str, str]) -> str:
     """Replace `{model_family}` and the like as the original does; other braces stay, such as `{env:HOME}`."""
     return re.sub(r"\{([^{}]+)\}", lambda found: names.get(found[1], found[0]), path)
-
-
-def with_one_text_cache(found: Sequence[tuple[str, dict[str, Any]]], left_out: list[LeftOut]) -> list[dict[str, Any]]:
-    """Return entries, which come with their places, with one text cache: the default one."""
-    texts = [entry for _, entry in found if entry.get("dataset_type") == "text_embeds"]
-    kept = next((entry for entry in texts if entry.get("default") is True), texts[0] if texts else None)
-    others = [(place, entry) for place, entry in found if any(entry is text for text in texts) and entry is not kept]
-    left_out += [
-        LeftOut("id", entry.get("id"), place, "there is one text cache", needs_look=False) for place, entry in others
-    ]
-    return [entry for _, entry in found if not any(entry is other for _, other in others)]

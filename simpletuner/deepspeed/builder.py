@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.deepspeed.estimate import (
-    MemoryBudget,
+    FREE_SHARE,
     StageChoice,
     choose_stage,
     describe_stage,
@@ -18,7 +18,7 @@ from simpletuner.deepspeed.estimate import (
 )
 from simpletuner.deepspeed.requirements import check_settings
 from simpletuner.errors import SettingsError
-from simpletuner.parallel.memory import MemoryEstimate
+from simpletuner.parallel.memory import MemoryBudget, MemoryEstimate
 from simpletuner.report import Report
 from simpletuner.settings.deepspeed.config import deepspeed_config, with_auto
 from simpletuner.settings.deepspeed.source import NAME, as_source
@@ -72,7 +72,7 @@ class DeepSpeedBuilder:
         builder.inline = frozenset(given.name for source in inline for given in source.values)
         if gpu_memory is not None:
             host_bytes = parse_bytes(host_memory, "--host_memory") if host_memory is not None else None
-            builder.budget = MemoryBudget(parse_bytes(gpu_memory, "--gpu_memory"), host_bytes)
+            builder.budget = MemoryBudget(parse_bytes(gpu_memory, "--gpu_memory"), host_bytes, FREE_SHARE)
         counted = parameters_of(builder.load().settings.model) if parameters is None else None
         builder.num_parameters = parse_count(parameters, "--parameters") if parameters else counted and counted[0]
         return builder
@@ -161,7 +161,8 @@ class BuildResult:
         """What the configuration needs more of than there is; empty if it fits, or if that is unknown."""
         if self.budget is None or self.num_parameters is None:
             return ""
-        return self.budget.shortfall(estimate_for_settings(self.loaded.settings, self.num_parameters))
+        estimate = estimate_for_settings(self.loaded.settings, self.num_parameters)
+        return self.budget.shortfall(estimate.gpu_bytes, estimate.host_bytes)
 
     def print_warnings(self, report: Report) -> None:
         """Print warnings. Raises EnvironmentNotReady for a folder that cannot be offloaded to."""
@@ -178,10 +179,9 @@ class BuildResult:
         title = f"{describe_stage(choice)}: {self.num_parameters:,} parameters, {ranks} rank{'s' * (ranks > 1)}"
         report.table(title, memory_table(estimate), ("", "per GPU", "per machine", "on its disk", "per rank"))
         report.say(LEGEND, style="dim")
-        if self.budget is not None:
+        if self.budget is not None and self.budget.gpu_bytes is not None and not self.shortfall:
             left = format_gib(self.budget.gpu_bytes - estimate.gpu_bytes)
-            fits = f"fits: {left} of each GPU are left"
-            report.say(f"does not fit: it needs {self.shortfall}" if self.shortfall else fits)
+            report.say(f"fits: {left} of each GPU are left")
 
 
 def read_inline(apply: Path, flags: Mapping[str, Any]) -> Source:

@@ -15,9 +15,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.parallel.memory import FLOAT32_BYTES, MemoryEstimate, MemoryInputs, MemoryRow, place_row
+from simpletuner.parallel.memory import (
+    FLOAT32_BYTES,
+    MemoryBudget,
+    MemoryEstimate,
+    MemoryInputs,
+    MemoryRow,
+    place_row,
+)
+from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings import Settings
-from simpletuner.settings.deepspeed.config import deepspeed_config, deepspeed_options
+from simpletuner.settings.deepspeed.config import deepspeed_config
 from simpletuner.system.numbers import format_gib
 
 DEFAULT_ELEMENTS = {
@@ -34,14 +42,7 @@ OPTIMIZER_BUFFER_COUNT, PARAM_BUFFER_COUNT = 4, 5
 
 def estimate_for_settings(settings: Settings, num_parameters: int) -> MemoryEstimate:
     config = deepspeed_config(settings, settings.launch.num_processes)
-    return estimate_memory(config, estimate_inputs(settings, num_parameters))
-
-
-def estimate_inputs(settings: Settings, num_parameters: int) -> MemoryInputs:
-    options, launch = deepspeed_options(settings), settings.launch
-    num_states = len(options.states) if options else 2
-    ema_device = settings.ema.ema_device if settings.ema.use_ema else ""
-    return MemoryInputs(num_parameters, launch.num_processes, launch.num_machines, num_states, ema_device)
+    return estimate_memory(config, MemoryInputs.of(settings, TrainedWeights.of_count(num_parameters)))
 
 
 def estimate_memory(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryEstimate:
@@ -90,7 +91,7 @@ def estimate_optimizer(config: Mapping[str, Any], inputs: MemoryInputs) -> Memor
     """Estimate float32 master weights and optimizer states."""
     width = FLOAT32_BYTES * (1 + inputs.num_states)
     place = place_of(config, "offload_optimizer")
-    return place_row("optimizer", place, width * inputs.parameters_per_rank, f"{width} P / N")
+    return place_row("optimizer", place, width * inputs.parameters_per_rank, f"{width:.3g} P / N")
 
 
 def estimate_ema(config: Mapping[str, Any], inputs: MemoryInputs) -> MemoryRow:
@@ -142,22 +143,6 @@ FREE_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class MemoryBudget:
-    """Memory of each GPU and of each machine; None if unknown, which counts as enough."""
-
-    gpu_bytes: int
-    host_bytes: int | None = None
-
-    def shortfall(self, estimate: MemoryEstimate) -> str:
-        """Describe what an estimate needs more of than there is; empty if it fits."""
-        if estimate.gpu_bytes > (1 - FREE_SHARE) * self.gpu_bytes:
-            return f"{format_gib(estimate.gpu_bytes)} per GPU"
-        if self.host_bytes is not None and estimate.host_bytes > self.host_bytes:
-            return f"{format_gib(estimate.host_bytes)} of memory per machine"
-        return ""
-
-
-@dataclass(frozen=True)
 class StageChoice:
     """The ZeRO stage and offloading that were chosen, as settings, and why."""
 
@@ -185,10 +170,11 @@ def choose_stage(
     estimate_of: Callable[[dict[str, Any]], MemoryEstimate],
 ) -> StageChoice:
     """Return the first candidate that fits. Raises SettingsError if none does."""
+    assert budget.gpu_bytes is not None
     too_large: list[str] = []
     for settings in candidates:
         estimate = estimate_of(settings)
-        shortfall = budget.shortfall(estimate)
+        shortfall = budget.shortfall(estimate.gpu_bytes, estimate.host_bytes)
         if not shortfall:
             gpu, left = format_gib(budget.gpu_bytes), format_gib(budget.gpu_bytes - estimate.gpu_bytes)
             fits = f"{describe_stage(settings)} fits {gpu} per GPU, {left} are left for activations"

@@ -20,8 +20,8 @@ from simpletuner.settings import Loaded, settings_as_json
 from simpletuner.system.network import own_address_towards
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
-MAY_DIFFER = ("machine_rank", "main_process_ip", "gpu_ids", "node_join_timeout", "run_secret_file")
-"""Settings that say where a machine is and what it has, not what is trained."""
+MAY_DIFFER = ("machine_rank", "main_process_ip", "gpu_ids", "node_join_timeout", "run_secret_file", "notify_url")
+"""Settings that say where a machine is and what it has, not what is trained; and what the first rank alone uses."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,21 @@ def differing(first: dict[str, Any], other: dict[str, Any], names: tuple[str, st
         for name in [*first, *(name for name in other if name not in first)]
         if first.get(name) != other.get(name)
     ]
+
+
+def check_local_ranks(infos: Sequence[NodeInfo], rank: int, environment: Mapping[str, str]) -> None:
+    """Refuse several ranks on one machine without LOCAL_RANK: all would use GPU 0. `infos` are those of all ranks.
+
+    Raises SettingsError.
+    """
+    if len(infos) == 1 or "LOCAL_RANK" in environment:
+        return
+    beside = [number for number, info in enumerate(infos) if info.boot and info.boot == infos[rank].boot]
+    if len(beside) > 1:
+        raise SettingsError(
+            f"ranks {', '.join(map(str, beside))} run on {infos[rank].host} without LOCAL_RANK: all would use GPU 0",
+            "set LOCAL_RANK from 0 on each machine (0 for all where each sees a GPU of its own), or let torchrun do so",
+        )
 
 
 def check_addresses(infos: Sequence[NodeInfo]) -> None:

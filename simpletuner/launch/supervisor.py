@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from simpletuner.errors import EnvironmentNotReady, SimpleTunerError
@@ -31,6 +32,7 @@ from simpletuner.launch.termination import (
 from simpletuner.report import Report
 from simpletuner.run_log import LOG, write_log_to
 from simpletuner.settings import Loaded
+from simpletuner.system.run_status import RunState, StatusWriter
 from simpletuner.system.signals import StopRequest, handle_stop_signals
 
 if TYPE_CHECKING:
@@ -42,7 +44,10 @@ SAVE_ON_SIGNAL_SECONDS = 900
 LINGER_SECONDS = 1.0
 """How long machine 0 keeps serving the store when machines disagree, so that all of them can read why."""
 EXIT_SECONDS = 15
-"""How long ranks may take to exit when another failed."""
+"""How long ranks may take to exit when another failed: it may still write its report, and they theirs."""
+BEREFT_SECONDS = 4
+"""The same when another one is known to be dead. What a survivor does then needs the dead one, too: a collective, whose
+wait SIGTERM does not end, or a checkpoint, which all ranks write and which counts only when all have."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,9 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
     visible_gpus(launch)  # refuses wrong gpu_ids before any machine waits for another
     signer, ranks = message_signer(launch.run_secret_file), Ranks(inherited)
     with handle_stop_signals(ranks.unsaved) as stop:
-        stop.before_exit = ranks.kill
+        status = StatusWriter()
+        status.supervise(loaded.settings.training.output_dir)
+        stop.before_exit = partial(kill_ranks, ranks, status)
         served = serve(launch) if launch.machine_rank == 0 else None
         # several machines: machine 0 connects too, to find out whether main_process_ip leads to itself
         store = served if served and launch.num_machines == 1 else connect(launch, stop.check, Report().say)
@@ -87,7 +94,14 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> None:
                 shut_down(run, termination)
             peers.leave(SAVE_ON_SIGNAL_SECONDS)
     if termination is not None:
+        status.fail(termination.error(launch.machine_rank, names))  # unless the rank that failed has written why
         exit_with_reason(termination, run)
+
+
+def kill_ranks(ranks: Ranks, status: StatusWriter, sentence: str) -> None:
+    """Leave without saving."""
+    ranks.kill()
+    status.end(RunState.STOPPED, sentence)
 
 
 def rendezvous(store: TCPStore, loaded: Loaded, check: Callable[[], None], signer: MessageSigner) -> list[NodeInfo]:
@@ -127,6 +141,9 @@ def supervise(run: SupervisedRun) -> Termination | None:
         peers.phase, peers.lost_contact = ranks.phase, ranks.lost_contact
         if termination := find_termination(run):
             return termination
+        for paused in run.stalls.find_paused():
+            limit = f"the run ends when that lasts {run.stalls.stall_seconds:g} s (stall_timeout)"
+            Report().warn(str(paused), f"`kill -CONT {paused.pid}` lets it go on; {limit}")
         if not ranks.alive:
             # machine 0 serves the store, so a machine that is done keeps sending heartbeats until all are
             peers.state = "finished"
@@ -166,7 +183,7 @@ def shut_down(run: SupervisedRun, termination: Termination) -> None:
         Report().say(f"{peers.names[termination.machine]} was asked to stop; the ranks here save and stop with it")
     ranks.send_signal(termination.signal_number or signal.SIGTERM)
     # a rank that waits in a collective for one that failed can neither save nor exit by itself
-    end = time.monotonic() + (SAVE_ON_SIGNAL_SECONDS if termination.signal_number else EXIT_SECONDS)
+    end = time.monotonic() + exit_seconds(termination)
     while ranks.alive and time.monotonic() < end and not peers.find_silent():
         ranks.receive()
         if stall := run.stalls.find(peers.phase_elsewhere):
@@ -176,6 +193,13 @@ def shut_down(run: SupervisedRun, termination: Termination) -> None:
         time.sleep(POLL_SECONDS)
     ranks.kill()
     ranks.receive()
+
+
+def exit_seconds(termination: Termination) -> float:
+    """Return how long ranks may take to exit."""
+    if termination.signal_number:
+        return SAVE_ON_SIGNAL_SECONDS
+    return BEREFT_SECONDS if termination.killed else EXIT_SECONDS
 
 
 def exit_with_reason(termination: Termination, run: SupervisedRun) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.architecture import plain_class_name
 from simpletuner.models.malformed import CHECK_COPY
+from simpletuner.run_log import take_over
 
 TEXT_PARTS = ("tokenizer", "text_encoder")
 """Prefixes of the components that turn captions into tensors."""
@@ -26,6 +28,20 @@ def choose_accelerator() -> None:
     It would print what it detects to stdout otherwise.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def silence_libraries() -> None:
+    """Keep progress bars of libraries off the terminal, and their remarks in the log."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    for library in (diffusers_logging, transformers_logging):
+        library.set_verbosity_warning()
+        library.disable_progress_bar()
+    for name in ("diffusers", "transformers"):
+        take_over(name)
+    # Flux returns a view, which FSDP2 warns about at each forward; nothing here writes into it.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def text_folders(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from simpletuner.models.registry import flavour_of, tiny_architecture
 from simpletuner.settings.sections import Model
+from simpletuner.system.regular_files import open_regular
 
 DENOISERS = ("transformer", "unet")
 LONGEST_HEADER = 100_000_000
@@ -30,6 +31,12 @@ def parameters_of(model: Model) -> tuple[int, str] | None:
     return flavour.architecture.parameters, f"as published for {model.model_family}"
 
 
+def copied_bytes(base: Path) -> int:
+    """Return the bytes of weights that an exported pipeline copies from a base model: all but the denoiser's."""
+    files = [path for path in base.glob("*/*.safetensors") if path.parent.name not in DENOISERS and path.is_file()]
+    return sum(path.stat().st_size for path in files)
+
+
 def weights_of_variant(files: Iterable[Path], variant: str | None) -> list[Path]:
     """Files of one variant; without a variant, those that have no dot in their stem."""
     marked = f".{variant}" if variant else ""
@@ -38,10 +45,8 @@ def weights_of_variant(files: Iterable[Path], variant: str | None) -> list[Path]
 
 def parameters_in(path: Path) -> int:
     """Count the numbers of a safetensors file by its header, which lists every shape; 0 for a damaged file."""
-    if not path.is_file():  # opening a FIFO would wait for somebody to write into it
-        return 0
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, LONGEST_HEADER)))
         return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.errors import nearest, shorten
+from simpletuner.settings.original_values import FAMILY_NAMES, ONLY_THERE
 from simpletuner.settings.sections import Model, Parallel
 from simpletuner.system.importing import import_named
 
@@ -175,11 +176,16 @@ def tiny_architecture(model: Model) -> Architecture | None:
 def check_model(model: Model) -> None:
     """Raise SettingsError for a family or flavour that is not known, with the nearest one."""
     if class_path_of(model) is None:
+        hint = "`simpletuner models` lists all families; your own goes into model_families"
+        name = shorten(model.model_family)
+        if model.model_family in ONLY_THERE:
+            raise SettingsError(
+                f"model_family {name} is trained by the original SimpleTuner; this version does not have it", hint
+            )
         names = [*presets(), *(model.model_families or {})]
-        raise SettingsError(
-            f"Unknown model_family {shorten(model.model_family)}{nearest(model.model_family, names)}",
-            "`simpletuner models` lists all families; your own goes into model_families",
-        )
+        other = FAMILY_NAMES.get(model.model_family)
+        like = f"; did you mean `{other}`?" if other else nearest(model.model_family, names)
+        raise SettingsError(f"Unknown model_family {name}{like}", hint)
     known = [*flavours_of(model.model_family), TINY]
     if model.model_flavour and model.model_flavour not in known:
         near = nearest(model.model_flavour, known)

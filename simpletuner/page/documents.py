@@ -23,6 +23,8 @@ from simpletuner.settings.formats import parse_entries
 from simpletuner.settings.knob import kind_of
 from simpletuner.settings.loading import canonical_name, parse_json, resolve
 from simpletuner.settings.raw_values import RawValue, Source
+from simpletuner.settings.secret_names import is_secret
+from simpletuner.settings.secret_values import file_of_reference
 from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.sources import (
     ACCELERATE_CONFIG,
@@ -146,19 +148,21 @@ def named_outside(document: Document, folders: Folders) -> Iterator[tuple[str, S
     entries = parse_entries(document.path, document.text.removeprefix("\ufeff"))
     accelerate = [(ACCELERATE_CONFIG, entry.value) for entry in entries if is_accelerate_config(entry.key)]
     for name, value in [*accelerate, *(document.values | document.changes).items()]:
-        if isinstance(value, str) and reads_file(name, value):
+        if isinstance(value, str) and (file := read_for(name, value)):
             try:
-                folders.resolve(value)
+                folders.resolve(file)
             except SettingsError as error:
                 yield name, error
 
 
-def reads_file(name: str, value: str) -> bool:
-    """Whether the settings layer or a check would read the file that a setting's text names."""
+def read_for(name: str, value: str) -> str:
+    """Return the file that the settings layer or a check would read for a setting's text; empty where there is none."""
     if normalize_name(value) in WORDS_FOR_NOTHING:
-        return False
+        return ""
+    if is_secret(name):
+        return str(file_of_reference(value) or "")
     is_table_itself = value.lstrip().startswith("{") or (name == "model_families" and "=" in value)
-    return (holds_table(name) and not is_table_itself) or name in (*READ_AS_TEXT, ACCELERATE_CONFIG)
+    return value if (holds_table(name) and not is_table_itself) or name in (*READ_AS_TEXT, ACCELERATE_CONFIG) else ""
 
 
 def shown_value(value: Any) -> str:

@@ -10,12 +10,12 @@ from simpletuner.models.registry import presets, trainable_flavours
 from simpletuner.page.documents import TYPED, Document, shown_value
 from simpletuner.page.examination import Examined
 from simpletuner.settings import Settings
-from simpletuner.settings.errors import is_secret
 from simpletuner.settings.explain import because
 from simpletuner.settings.export import field_value
 from simpletuner.settings.knob import bounds_of, extra_of, kind_of, shown_default, type_name
 from simpletuner.settings.loading import NO_ORIGIN
 from simpletuner.settings.optimizer_defaults import own_defaults
+from simpletuner.settings.secret_names import is_secret
 from simpletuner.settings.sections import SECTIONS, setting_fields
 from simpletuner.settings.spelling import SWITCHES, choices_of, normalize_value
 

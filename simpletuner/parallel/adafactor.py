@@ -31,11 +31,7 @@ class Adafactor(ShardOptimizer):
         self.ranks = parameters[0].ranks
 
     def new_moments(self, parameter: Tensor) -> NewMoments:
-        shape, zeros = parameter.shape, parameter.detach().new_zeros
-        if len(shape) < 2:
-            return zero_moments(parameter, "variance")
-        columns = shape[1:] if len(shape) == 2 else (*shape[:-2], 1, shape[-1])
-        return {"row_var": lambda: zeros((*shape[:-1], 1)), "col_var": lambda: zeros(columns)}
+        return zero_moments(parameter, "adafactor")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

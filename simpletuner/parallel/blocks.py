@@ -79,6 +79,12 @@ def recommended_blocks(model: nn.Module) -> tuple[str, ...]:
     return choose(class_stats(model), count_parameters(model))
 
 
+def block_paths(model: nn.Module) -> tuple[str, ...]:
+    """The names of all modules of the recommended classes."""
+    classes = recommended_blocks(model)
+    return tuple(name for name, module in model.named_modules() if type(module).__name__ in classes)
+
+
 def blocks_of(model: nn.Module) -> list[str]:
     """The classes that could become sharding units."""
     return sorted(name for name, own in class_stats(model).items() if is_block(name, own))

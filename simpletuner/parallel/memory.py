@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
+from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings.sections import Settings
+from simpletuner.system.numbers import format_gib
 
 FLOAT32_BYTES, BF16_BYTES = 4, 2
-
-MOMENTS = {"adamw": 2, "adam": 2, "adagrad": 1, "lion": 1, "adafactor": 0, "muon": 1, "adamw_schedulefree": 2}
-"""Moments of each optimizer, each as large as the weights: of Adafactor rows and columns alone, and Muon has two where
-it is AdamW, outside the linear layers of the blocks."""
 
 SPLIT_MOMENT_BYTES = 1 + 4 / 128
 """A moment of state_layout=split: 8 bits, and a float32 scale for each 128 of them (parallel/split_state.py)."""
@@ -24,12 +22,12 @@ SPLIT_MOMENT_BYTES = 1 + 4 / 128
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """What is partitioned over what: parameters, ranks, machines, float32 states per weight; and where the EMA is."""
+    """What is partitioned over what: parameters, ranks, machines, states per weight; and where the EMA is."""
 
     num_parameters: int
     num_ranks: int
     num_machines: int = 1
-    num_states: int = 2
+    num_states: float = 2
     ema_device: Literal["", "cpu", "accelerator"] = ""
     """Empty without EMA."""
     frozen_parameters: int = 0
@@ -38,6 +36,16 @@ class MemoryInputs:
     """Parameters of the largest unit that FSDP2 gathers."""
     root_parameters: int = 0
     """Parameters outside all units."""
+
+    @classmethod
+    def of(cls, settings: Settings, weights: TrainedWeights, frozen: int = 0, units: tuple[int, int] = (0, 0)) -> Self:
+        """Combine settings with a model; `units` are the parameters of the largest one, and those outside all."""
+        launch, ema = settings.launch, settings.ema
+        states = weights.held_states(settings.optimizer.optimizer, shard_ranks(settings))
+        ema_device = ema.ema_device if ema.use_ema else ""
+        return cls(
+            weights.num_parameters, launch.num_processes, launch.num_machines, states, ema_device, frozen, *units
+        )
 
     @property
     def ranks_per_machine(self) -> int:
@@ -82,6 +90,24 @@ class MemoryEstimate:
         return round(sum(row.disk for row in self.rows) * self.inputs.ranks_per_machine)
 
 
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Memory of each GPU and of each machine; None where it is not known, which counts as enough."""
+
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+    reserved_share: float = 0
+    """Of each GPU, for what an estimate does not count."""
+
+    def shortfall(self, gpu_bytes: float, host_bytes: float, phase: str = "") -> str:
+        """Describe what is needed of which there is less; empty if all fits."""
+        if self.gpu_bytes is not None and gpu_bytes > (1 - self.reserved_share) * self.gpu_bytes:
+            return f"{format_gib(gpu_bytes)} per GPU" + (f" while {phase}" if phase else "")
+        if self.host_bytes is not None and host_bytes > self.host_bytes:
+            return f"{format_gib(host_bytes)} of memory per machine"
+        return ""
+
+
 def place_row(name: str, place: str, num_bytes: float, formula: str) -> MemoryRow:
     """Put bytes in the column of their place: `none` (GPU), `cpu` or `nvme`."""
     column = {"none": "gpu", "cpu": "host", "nvme": "disk"}[place]
@@ -103,8 +129,7 @@ def torch_rows(settings: Settings, inputs: MemoryInputs) -> Iterator[MemoryRow]:
     if inputs.frozen_parameters:
         width = frozen_bytes(settings)
         yield MemoryRow("frozen base", gpu=width * inputs.frozen_parameters, formula=f"{width} F")
-    moments = MOMENTS[settings.optimizer.optimizer]
-    state = moments * (SPLIT_MOMENT_BYTES if is_split else FLOAT32_BYTES)
+    state = inputs.num_states * (SPLIT_MOMENT_BYTES if is_split else FLOAT32_BYTES)
     yield place_row("optimizer", place, state * share, f"{state:.3g} P{divided}")
     yield place_row(
         "EMA",

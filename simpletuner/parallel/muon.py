@@ -41,9 +41,7 @@ class Muon(ShardOptimizer):
         self.matrices = sorted(matrices, key=lambda each: each.parameter.numel(), reverse=True)
 
     def new_moments(self, parameter: Tensor) -> NewMoments:
-        return zero_moments(
-            parameter, *(("momentum_buffer",) if parameter in self.hidden else ("exp_avg", "exp_avg_sq"))
-        )
+        return zero_moments(parameter, "muon", parameter in self.hidden)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simpletuner.parallel.moments import moment_shapes
+
 NamedTensors = Mapping[str, Tensor]
 
 Read = Callable[[NamedTensors], None]
@@ -18,18 +20,9 @@ Read = Callable[[NamedTensors], None]
 NewMoments = Mapping[str, Callable[[], Tensor]]
 """What makes each moment of a parameter as it is before the first step, by name."""
 
-TORCH_MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
-    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
-    torch.optim.Adagrad: ("sum",),
-}
-
 
 class ShardOptimizer(torch.optim.Optimizer):
-    """An optimizer of our own over this rank's shards, which are plain tensors.
-
-    A moment of as many dimensions as its weight is cut into the same rows; any other is whole on every rank.
-    """
+    """An optimizer of our own over this rank's shards, which are plain tensors."""
 
     def new_moments(self, parameter: Tensor) -> NewMoments:
         raise NotImplementedError
@@ -66,11 +59,12 @@ class ShardAdamW(ShardOptimizer):
 def new_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> NewMoments:
     if isinstance(optimizer, ShardOptimizer):
         return optimizer.new_moments(parameter)
-    return zero_moments(parameter, *TORCH_MOMENTS[type(optimizer)])
+    return zero_moments(parameter, type(optimizer).__name__.lower())  # torch's: AdamW, Adam and Adagrad
 
 
-def zero_moments(parameter: Tensor, *names: str) -> NewMoments:
-    return {name: partial(torch.zeros_like, parameter.detach(), dtype=torch.float32) for name in names}
+def zero_moments(parameter: Tensor, optimizer: str, is_hidden_matrix: bool = False) -> dict[str, Callable[[], Tensor]]:
+    zeros, shapes = parameter.detach().new_zeros, moment_shapes(optimizer, tuple(parameter.shape), is_hidden_matrix)
+    return {name: partial(zeros, shape, dtype=torch.float32) for name, shape in shapes.items()}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW
+from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW, zero_moments
 from simpletuner.parallel.torch_engine import TorchEngine
 
 
@@ -24,10 +24,9 @@ class ScheduleFreeAdamW(ShardAdamW):
 
     def new_moments(self, parameter: Tensor) -> NewMoments:
         y = parameter.detach()
-        return {
+        return zero_moments(y, "adamw_schedulefree") | {
             "y": lambda: y,  # the parameter's own memory, so that checkpoints, whose weights are x, hold it, too
             "z": y.clone,
-            "exp_avg_sq": lambda: torch.zeros_like(y),
             # float64: in float32 a sum over 100,000 steps is off by a part of each further weight
             "weight_sum": lambda: torch.zeros((), dtype=torch.float64),
         }

@@ -33,7 +33,7 @@ class SplitAdamW(ShardAdamW):
         self.gradient_scale = 1.0
 
     def new_moments(self, parameter: Tensor) -> NewMoments:
-        return zero_moments(parameter, "exp_avg", "exp_avg_sq")
+        return zero_moments(parameter, "adamw")
 
     def start(self, parameter: Tensor, steps: int) -> dict[str, Any]:
         """Return the state of a parameter, with moments of zero, after so many steps."""

@@ -57,7 +57,7 @@ class SplitEngine(TorchEngine):
         self.remainders = remainders
         self.optimizer.remainders = {each.shard: remainders[name] for name, each in self.parameters.items()}
 
-    def clip(self, shards: list[nn.Parameter], max_grad_norm: float, grad_norm: Tensor) -> None:
+    def scale_to_norm(self, shards: list[nn.Parameter], max_grad_norm: float, grad_norm: Tensor) -> None:
         # as torch.nn.utils.clip_grads_with_norm_ scales them
         self.optimizer.gradient_scale = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
 

@@ -63,6 +63,8 @@ class TorchEngine:
     """
 
     updates_in_backward = False
+    clips_values = False
+    """Whether `max_grad_norm` limits each value of the gradients instead of their norm."""
 
     def __init__(
         self,
@@ -109,6 +111,12 @@ class TorchEngine:
         return grad_norm
 
     def clip(self, shards: list[nn.Parameter], max_grad_norm: float, grad_norm: Tensor) -> None:
+        if self.clips_values:
+            nn.utils.clip_grad_value_(shards, max_grad_norm)
+        else:
+            self.scale_to_norm(shards, max_grad_norm, grad_norm)
+
+    def scale_to_norm(self, shards: list[nn.Parameter], max_grad_norm: float, grad_norm: Tensor) -> None:
         nn.utils.clip_grads_with_norm_(shards, max_grad_norm, grad_norm)
 
     def release_gradients(self) -> None:

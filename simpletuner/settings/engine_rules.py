@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simpletuner.errors import BrokenRule
-from simpletuner.settings.errors import broken
+from simpletuner.settings.errors import broken, nearest
 from simpletuner.settings.sections import Settings
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -178,5 +178,6 @@ def wrap_policy_is_known(settings: Settings) -> Iterator[BrokenRule]:
     policy = settings.parallel.fsdp_auto_wrap_policy
     if policy not in WRAP_POLICIES and "." not in policy:
         known = ", ".join(WRAP_POLICIES)
-        message = f"fsdp_auto_wrap_policy = {policy!r}: use {known}, or a dotted path to a callable"
+        like = nearest(policy.upper(), WRAP_POLICIES)
+        message = f"fsdp_auto_wrap_policy = {policy!r}: use {known}, or a dotted path to a callable{like}"
         yield broken(message, "fsdp_auto_wrap_policy")

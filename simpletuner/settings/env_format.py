@@ -26,6 +26,12 @@ TOKEN = re.compile(
 )
 PAIRS_ONLY = "a line is NAME=value; quote a value with blanks or shell characters in it"
 COMMANDS = "commands in `$(...)` or backticks are not run here: write the value itself"
+LINES_OF_SHELLS = re.compile(
+    r"\s*(source|\.|eval|cd|if|then|else|fi|unset|set|echo|mkdir|conda|module|layout|use|dotenv|PATH_add)(\s|$)"
+)
+NO_PROGRAM = (
+    "this line is a command, and only assignments are read: remove it, and write what it would set as NAME=value"
+)
 NAMES_ONLY = "only $NAME and ${NAME} are replaced here: write the value itself, or put `$` in single quotes"
 HOME_ONLY = "only `~` or `~/` at the start of a value is replaced here: write the folder itself"
 
@@ -75,6 +81,8 @@ def assignments(text: str) -> Iterator[tuple[int, re.Match[str]]]:
 
 def reason_for(line: str) -> str:
     """Say why a line is no assignment."""
+    if LINES_OF_SHELLS.match(line):
+        return NO_PROGRAM
     if "$(" in line or "`" in line:
         return COMMANDS
     return NAMES_ONLY if "${" in line else PAIRS_ONLY

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,8 +11,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
+from simpletuner.credentials import MASK, mask_credentials
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.knob import bounds_of, kind_of
+from simpletuner.settings.secret_names import is_secret, without_secrets
+from simpletuner.settings.secret_values import is_reference
 from simpletuner.settings.sections import Settings
 from simpletuner.settings.spelling import choices_of, normalize_name
 
@@ -37,8 +39,6 @@ REASONS = {
 }
 """Values that users of other tools have in their files, and why they are refused."""
 
-SECRET = re.compile(r"token(?!izer)|secret|access_key|password|webhook|notify_url", re.IGNORECASE)
-"""Names of what is never shown."""
 UNKNOWN = "unknown setting"
 """The mistake that a list of settings helps with; what is wrong with a value says what to write instead."""
 MAX_LENGTH = 80
@@ -54,12 +54,13 @@ class InvalidSettings(SettingsError):
         invalid: frozenset[str],
         origins: Mapping[str, Origin],
         mistakes: Sequence[Mistake],
+        hint: str = "",
     ) -> None:
         hints = (
             "`--help` lists every setting" if each.message == UNKNOWN else each.hint * isinstance(each, BrokenRule)
             for each in mistakes
         )
-        super().__init__(hint=next(filter(None, hints), ""), mistakes=mistakes)
+        super().__init__(hint=hint or next(filter(None, hints), ""), mistakes=mistakes)
         self.settings = settings
         self.invalid = invalid
         """Names of settings that are at their default instead."""
@@ -69,6 +70,8 @@ class InvalidSettings(SettingsError):
 def to_mistake(item: Any, field: FieldInfo, origin: Origin) -> Mistake:
     """Convert one of pydantic's errors about what was given for a setting."""
     name, given, file = str(item["loc"][0]), origin.given, origin.file
+    if is_secret(name) and not is_reference(item["input"]):
+        given = None  # the mistake is in what was written, which the reference does not show
     message, hint = f"use {allowed(field)}", ""
     if item["type"] == "value_error":
         message = str(item["ctx"]["error"])
@@ -81,23 +84,26 @@ def to_mistake(item: Any, field: FieldInfo, origin: Origin) -> Mistake:
         message = f"{reason}; {message}"
     elif given is not None:
         hint = did_you_mean(str(given), map(str, choices_of(field.annotation)))
-    return Mistake(name, message, origin.place, shorten(given), hint)
+    return Mistake(name, message, origin.place, MASK if is_secret(name) and given is None else shorten(given), hint)
 
 
 def shown_value(name: str, value: Any) -> str:
     """Return a value as it was written, shortened, or dots in the place of a secret."""
-    return "..." if is_secret(name) else shorten(value)
+    return MASK if is_secret(name) and not is_reference(value) else shorten(value)
 
 
 def shorten(value: Any) -> str:
-    """Return a value as it was written, without its middle where it is long."""
+    """Return a value as it was written, without secrets inside it, and without its middle where it is long."""
     is_json = isinstance(value, dict | list | bool | int | float | None)
-    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str) if is_json else str(value)
+    text = (
+        repr(value)
+        if isinstance(value, str)
+        else json.dumps(without_secrets(value), default=str)
+        if is_json
+        else str(value)
+    )
+    text = mask_credentials(text)  # as a whole: a half of an address is not recognized
     return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]}...{text[-MAX_LENGTH // 4 :]}"
-
-
-def is_secret(name: str) -> bool:
-    return SECRET.search(name) is not None
 
 
 def allowed(field: FieldInfo) -> str:

@@ -78,7 +78,8 @@ def format_of(path: Path, environment: Mapping[str, str]) -> Format:
 def suffix_of(path: Path) -> str:
     """A file's suffix; `.env` is a whole name, too. For a pipe, the one that suits its text. Raises OSError."""
     if descriptor_of(path) is None and str(path) != os.devnull:
-        return path.suffix.lower() or path.name.lower()
+        suffix = path.suffix.lower() or path.name.lower()
+        return ".env" if suffix == ".envrc" else suffix  # direnv's
     text = read_text(path)
     head = re.sub(r"\A(\s|#.*\n)+", "", text)
     if head.startswith("{"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -56,7 +56,16 @@ def bounds_of(field: FieldInfo, words: Mapping[str, str]) -> list[str]:
 def type_name(annotation: Any) -> str:
     if annotation == bool | None:
         return "true|false|auto"
-    names = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", list: "TEXT", dict: "JSON"}
+    names = {
+        bool: "true|false",
+        int: "INTEGER",
+        float: "NUMBER",
+        str: "TEXT",
+        SecretStr: "TEXT",
+        Path: "PATH",
+        list: "TEXT",
+        dict: "JSON",
+    }
     return names[kind_of(annotation)]
 
 

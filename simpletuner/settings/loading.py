@@ -18,7 +18,7 @@ from simpletuner.errors import MAX_MISTAKES, Mistake
 from simpletuner.run_log import LOG
 from simpletuner.settings.accelerate_messages import missing_ranks
 from simpletuner.settings.deepspeed.source import apply_deepspeed_config
-from simpletuner.settings.errors import UNKNOWN, InvalidSettings, did_you_mean, is_secret, shorten, to_mistake
+from simpletuner.settings.errors import UNKNOWN, InvalidSettings, did_you_mean, shorten, shown_value, to_mistake
 from simpletuner.settings.file_entries import TOO_DEEP, check_depth, reason_of
 from simpletuner.settings.formats import read_text
 from simpletuner.settings.key_table import Maps
@@ -28,6 +28,7 @@ from simpletuner.settings.original_warnings import Fields, about_source, is_orig
 from simpletuner.settings.places import with_places
 from simpletuner.settings.raw_values import RawValue, Source
 from simpletuner.settings.rules import find_contradictions, find_missing, normalize, warnings_about
+from simpletuner.settings.secret_names import is_secret
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings, setting_fields
 from simpletuner.settings.sources import (
     RANKS,
@@ -42,6 +43,9 @@ from simpletuner.system.paths import expand_path
 
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
 """A short table of texts as it is typed: name=text,name=text."""
+IMPORT = (
+    "`simpletuner config import {} --output=run.toml` translates a file of the original, or says what would be lost"
+)
 NO_ORIGIN = Origin("default", None)
 
 
@@ -100,7 +104,8 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     # Rules compare typed values: of a setting that is not valid by itself they know nothing.
     mistakes += [with_places(rule, origins) for rule in found if invalid.isdisjoint((rule.setting, *rule.others))]
     if mistakes:
-        raise InvalidSettings(settings, invalid, origins, mistakes)
+        theirs = next((name for name in originals if any(name in mistake.place for mistake in mistakes)), "")
+        raise InvalidSettings(settings, invalid, origins, mistakes, IMPORT.format(theirs) if theirs else "")
     about = [str(with_places(warning, origins)) for warning in warnings_about(settings)]
     settings, reasons = normalize(settings)
     # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
@@ -143,7 +148,7 @@ def canonical_values(fields: Fields, mistakes: list[Mistake]) -> Iterable[RawVal
             # Looking for a like name takes a millisecond, which tens of thousands of mistakes must not cost.
             mistakes.append(unknown_setting(given, may_guess=len(mistakes) < MAX_MISTAKES))
         elif found.outcome == "refused":
-            mistakes.append(Mistake(given.name, found.note, given.place, shorten(given.as_written)))
+            mistakes.append(Mistake(given.name, found.note, given.place, shown_value(given.name, given.as_written)))
         elif found.outcome == "set" and name in taken:
             if not says_the_same(name, taken[name], replace(given, value=found.value)):
                 place = f"{taken[name].place} and {given.place}"
@@ -155,6 +160,11 @@ def canonical_values(fields: Fields, mistakes: list[Mistake]) -> Iterable[RawVal
 
 
 def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
+    if isinstance(given.value, Mapping) and given.name == "config":
+        message = (
+            "settings stand side by side, not in it: `simpletuner config import` reads files of the original's WebUI"
+        )
+        return Mistake(given.name, message, given.place)
     if isinstance(given.value, Mapping):
         message = "settings stand side by side, not in sections: move what is in it to the top of the file"
         return Mistake(given.name, message, given.place)
@@ -280,16 +290,15 @@ def provenance(loaded: Loaded) -> str:
 
 
 def settings_as_json(loaded: Loaded) -> dict[str, Any]:
-    """Return every setting by name, as `settings.json` holds them: a file that `--config` reads again."""
+    """Return every setting by name, as `settings.json` holds them: a file that `--config` reads again.
+
+    A reference stands for a secret, so whoever reads the file learns only where it is, and a replay finds it there.
+    """
     dumped = loaded.settings.model_dump(mode="json")
-    return {name: without_point(dumped[section][name]) for name, section in SECTION_OF.items()}
+    values = {name: without_point(dumped[section][name]) for name, section in SECTION_OF.items()}
+    return values | {name: loaded.origins[name].given for name in loaded.origins if values[name] and is_secret(name)}
 
 
 def without_point(value: Any) -> Any:
     """Return 64 for 64.0, as people write it; TOML cannot hold whole numbers that are very large."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53 else value
-
-
-def settings_to_share(loaded: Loaded) -> dict[str, Any]:
-    """Return what others may see of them: of secrets, such as an address to post to, no value."""
-    return {name: "..." if value and is_secret(name) else value for name, value in settings_as_json(loaded).items()}

@@ -73,6 +73,11 @@ def optimizer_fits_the_engine(settings: Settings) -> Iterator[BrokenRule]:
     if name in NOT_FOR_DEEPSPEED and parallel.zero_stage is not None:
         message = f"optimizer = {name} cannot run with DeepSpeed: {NOT_FOR_DEEPSPEED[name]}; use fsdp_enable"
         yield broken(message, "optimizer", "zero_stage", "fsdp_enable")
+    if settings.optimizer.grad_clip_method == "value" and parallel.zero_stage is not None:
+        message = (
+            "grad_clip_method = value cannot run with DeepSpeed, which clips by the norm: set norm, or use fsdp_enable"
+        )
+        yield broken(message, "grad_clip_method", "zero_stage", "fsdp_enable")
     if name == "muon" and parallel.fsdp_offload_params:
         message = (
             "optimizer = muon multiplies matrices in each step, which fsdp_offload_params would leave to the CPU: set "
@@ -91,8 +96,8 @@ def gradients_can_be_released(settings: Settings) -> Iterator[BrokenRule]:
     reasons = {
         "max_grad_norm": (
             own.max_grad_norm > 0,
-            f"updates weights before the norm of all gradients is known, by which max_grad_norm = {own.max_grad_norm} "
-            "scales them: set max_grad_norm=0",
+            f"updates weights before all gradients are there, which max_grad_norm = {own.max_grad_norm} clips "
+            "together: set max_grad_norm=0",
         ),
         "gradient_accumulation_steps": (
             passes > 1,

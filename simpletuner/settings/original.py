@@ -34,8 +34,8 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
 """The original's optimizers whose place one of ours takes, and what that costs."""
 FEW_BITS = ("8bit", "4bit", "fp8")
 EIGHT_BIT = (
-    "this version has no 8-bit optimizers; adamw takes its place, with 8 bytes of state per weight instead of 2, which "
-    "fsdp_enable shares out over the ranks"
+    "optimizer=adamw with state_layout=split has moments of 8 bits (model_type=full); without it adamw takes its place "
+    "with 8 bytes of state per weight instead of 2, which fsdp_enable shares out over the ranks"
 )
 LIBRARIES = ("optimi_", "bnb_", "torch_", "torchao_", "ao_", "dadapt", "prodigy")
 NOT_HERE = "this version does not have it; adamw takes its place, with a learning_rate of its own"

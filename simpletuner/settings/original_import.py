@@ -1,26 +1,39 @@
 """Sort the values of the original's files: those that become settings, and those that are left out, with the reason.
 
-Reading a file for a run is strict (`loading.py`); an import leaves out what it cannot take, with a remark.
+Reading a file for a run is strict (`loading.py`); an import leaves out what it cannot take, with a remark, and knows
+which of it decides what is trained.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from simpletuner.errors import Mistake, SettingsError
-from simpletuner.settings.errors import did_you_mean, shorten, shown_value, to_mistake
+from simpletuner.settings.errors import did_you_mean, is_secret, shorten, shown_value, to_mistake
 from simpletuner.settings.formats import read_entries, suffix_of
-from simpletuner.settings.key_table import inner_entries
+from simpletuner.settings.key_table import Maps, Refuses, inner_entries
 from simpletuner.settings.knob import kind_of
 from simpletuner.settings.loading import canonical_name, plain_name, read_table
-from simpletuner.settings.original import map_name
-from simpletuner.settings.raw_values import RawValue, raw_value
+from simpletuner.settings.original import TABLE, is_off, map_name
+from simpletuner.settings.original_refusals import DECIDES
+from simpletuner.settings.original_translation import (
+    OVERRIDES,
+    There,
+    only_there,
+    own_values,
+    split_optimizer_config,
+    translate,
+    unread,
+)
+from simpletuner.settings.other_trainers import TranslatedFile
+from simpletuner.settings.raw_values import RawValue, Source, raw_value
 from simpletuner.settings.sections import SECTION_OF, setting_fields
 from simpletuner.settings.sources import (
     ACCELERATE_CONFIG,
@@ -39,8 +52,23 @@ BACKEND = ("config_backend", "config_type")
 LAUNCHERS = ("mixed_precision", "dynamo_backend", ACCELERATE_CONFIG)
 """Settings that the original reads from config.env even beside a config.json, as it does those of section `launch`."""
 DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")
-"""Names that decide what is trained: without them it would be another run."""
+"""Names without whose value nothing is left to train, in part either."""
 NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args")}
+ASIDE = ("checkpoints", "compile", "hub", "launch", "logging", "validation")
+"""Sections that do not change what is trained."""
+ALSO_ASIDE = (
+    *("attention_backend", "gradient_checkpointing", "offload_activations", "fuse_qkv_projections", "allow_tf32"),
+    *("vae_dtype", "vae_enable_tiling", "vae_enable_slicing", "vae_batch_size", "text_encoder_batch_size"),
+    *("cache_dir_vae", "cache_dir_text", "compress_disk_cache", "max_workers", "dataloader_prefetch_qlen"),
+    *("preserve_data_backend_cache", "rescan", "ema_device", "optimizer_release_gradients"),
+)
+"""Other settings that only change time, memory or the last bits."""
+NOTE_OF_THEIRS = re.compile(r"[_$#]|//")
+"""How names begin that people use for comments."""
+
+
+Effect = Literal["none", "look", "lost"]
+"""What leaving a value out changes: nothing, something besides the training, or what is trained."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +79,7 @@ class LeftOut:
     value: Any
     place: str
     reason: str
-    needs_look: bool = True
-    """Whether the user should look at it; otherwise it has no effect here."""
+    effect: Effect = "look"
 
     @property
     def given(self) -> str:
@@ -84,13 +111,17 @@ class Original:
     left_out: list[LeftOut] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
     taken: dict[str, Taken] = field(default_factory=dict)
+    own: list[RawValue] = field(default_factory=list)
+    """Values that the original trains with where its file says nothing."""
+    is_simpletuner: bool = True
+    """Whether it is a file of the original SimpleTuner, not of another trainer."""
 
-    def leave_out(self, given: RawValue, reason: str, needs_look: bool = True) -> None:
-        self.left_out.append(LeftOut(given.name, given.as_written, given.place, reason, needs_look))
+    def leave_out(self, given: RawValue, reason: str, effect: Effect = "look") -> None:
+        self.left_out.append(LeftOut(given.name, given.as_written, given.place, without_advice(reason), effect))
 
-    def drop(self, setting: str, reason: str) -> None:
+    def drop(self, setting: str, reason: str, effect: Effect = "look") -> None:
         """Leave out a setting that was taken."""
-        self.leave_out(self.taken.pop(setting).given, reason)
+        self.leave_out(self.taken.pop(setting).given, reason, effect)
 
 
 def read_original(path: Path) -> Original:
@@ -118,7 +149,7 @@ def read_one(path: Path) -> Original:
     inside = list(inner_entries(wrapper)) if wrapper else [entry for entry in entries if entry.key not in variables]
     original = Original(path, [raw_value(path, entry) for entry in inside], variables=variables)
     for entry in around:
-        original.leave_out(raw_value(path, entry), "the WebUI's own notes", needs_look=False)
+        original.leave_out(raw_value(path, entry), "the WebUI's own notes", "none")
     return original
 
 
@@ -130,7 +161,7 @@ def add_launch_values(original: Original, beside: Original) -> None:
         if (SECTION_OF.get(setting) == "launch" or setting in LAUNCHERS) and setting not in known:
             original.values.append(given)
         else:
-            original.leave_out(given, f"{original.file.name} is read in its place", needs_look=False)
+            original.leave_out(given, f"{original.file.name} is read in its place", "none")
 
 
 def setting_of(given: RawValue) -> str:
@@ -140,6 +171,24 @@ def setting_of(given: RawValue) -> str:
     return found.setting or found.key
 
 
+def without_advice(reason: str) -> str:
+    """Return why a name is refused without what a reader of the original's file should do: it is left out already."""
+    return reason.replace("; leave it out", "")
+
+
+def effect_of(name: str) -> Effect:
+    """Return what leaving out a name of the original's, with a value that asks for something, changes."""
+    rule = TABLE.rules.get(name)
+    setting = rule.setting if isinstance(rule, Maps) else name
+    if isinstance(rule, Refuses):
+        return "lost" if rule.reason in DECIDES else "look"
+    if setting in SECTION_OF:
+        return "look" if SECTION_OF[setting] in ASIDE or setting in ALSO_ASIDE else "lost"
+    if is_secret(name):
+        return "look"
+    return "none" if NOTE_OF_THEIRS.match(name) else "lost"
+
+
 def split_variables(original: Original) -> None:
     """Replace the variables that hold arguments by the arguments."""
     mistakes: list[Mistake] = []
@@ -147,31 +196,77 @@ def split_variables(original: Original) -> None:
     original.values = [value for variable in given for value in with_arguments(variable, mistakes)]
     for mistake in mistakes:
         variable = next(each for each in given if each.place == mistake.place and each.name == mistake.setting)
-        original.leave_out(variable, mistake.message)
+        original.leave_out(variable, mistake.message, "lost")
 
 
-def take_values(original: Original, root: Path) -> None:
-    """Take every value or leave it out. Raises SettingsError for one left out that decides what is trained."""
+def read_there(original: Original, accelerate: Iterable[Source]) -> There:
+    """Return the file as the original's program reads it. `accelerate` is what the file that it names says."""
+    given = {}
+    for each in original.values:
+        name = plain_name(each.name)
+        given[name if name in OVERRIDES else setting_of(each)] = each.value
+    given |= {each.name: each.value for source in accelerate for each in source.values}
+    json = read_table("deepspeed_config", RawValue("deepspeed_config", given.get("deepspeed_config"), ""), []).value
+    has_deepspeed = isinstance(json, Mapping) or given.get("zero_stage") is not None
+    has_fsdp = "fsdp_enable" in given and not is_off(given["fsdp_enable"])
+    return There(given, has_fsdp, has_deepspeed, isinstance(json, Mapping) and "optimizer" in json)
+
+
+def take_values(original: Original, there: There, root: Path) -> None:
+    """Take every value or leave it out. Raises SettingsError for one without which nothing is left to train."""
+    original.own = list(own_values(there))
+    ignored = dict(unread(there))
     for given in original.values:
+        name = plain_name(given.name)
+        name = name if name in OVERRIDES else setting_of(given)
+        if name in ignored:
+            original.leave_out(given, ignored[name], "none")
+            continue
+        for each in split_optimizer_config(given):
+            take_or_leave(each, there, original, root)
+    places = {setting_of(each): each.place for each in reversed(original.values)}
+    for name, value, reason in only_there(there):
+        place = places.get(name) or f"{places['model_family']}, by default"
+        original.left_out.append(LeftOut(name, value, place, reason, "lost"))
+
+
+def take_or_leave(given: RawValue, there: There, original: Original, root: Path) -> None:
+    translated, note = translate(given, there)
+    try:
+        taken = take_value(translated, original, root)
+    except NotTaken as reason:
+        if plain_name(given.name) in DECISIVE:
+            mistake = Mistake(given.name, str(reason), given.place, shorten(given.as_written))
+            raise SettingsError(mistakes=[mistake], hint="it decides what is trained") from None
+        original.leave_out(given, str(reason), effect_of(canonical_name(given.name) or plain_name(given.name)))
+        return
+    if taken is None:
+        return
+    taken = replace(taken, given=given, note="; ".join(filter(None, [note, taken.note])))
+    name = taken.value.name
+    if name not in original.taken:
+        original.taken[name] = taken
+        return
+    before = original.taken[name]
+    is_same = same_value(name, before.value.value, taken.value.value)
+    said = "the same" if is_same else shorten(before.given.as_written)
+    original.leave_out(given, f"{before.given.name} ({before.given.place}) says {said}", "none" if is_same else "look")
+
+
+def take_translated(original: Original, found: TranslatedFile, trainer: str) -> None:
+    """Take what another trainer's file means here; what has another value there is left out, as lost."""
+    place = str(original.file)
+    original.own = [
+        RawValue(name, value, f"{trainer} has it") for name, value in found.own.items() if value is not None
+    ]
+    original.left_out += [LeftOut(name, value, place, reason, "lost") for name, value, reason in found.lost]
+    original.left_out += [LeftOut(name, value, place, reason, "none") for name, value, reason in found.idle]
+    for setting, name, written, value in found.settings:
+        given = RawValue(name, written, place)
         try:
-            taken = take_value(given, original, root)
+            original.taken[setting] = Taken(given, check_value(setting, RawValue(setting, value, place)))
         except NotTaken as reason:
-            if plain_name(given.name) in DECISIVE:
-                mistake = Mistake(given.name, str(reason), given.place, shorten(given.as_written))
-                raise SettingsError(mistakes=[mistake], hint="it decides what is trained") from None
-            original.leave_out(given, str(reason))
-            continue
-        if taken is None:
-            continue
-        name = taken.value.name
-        if name not in original.taken:
-            original.taken[name] = taken
-            continue
-        before = original.taken[name]
-        is_same = same_value(name, before.value.value, taken.value.value)
-        said = "the same" if is_same else shorten(before.given.as_written)
-        reason = f"{before.given.name} ({before.given.place}) says {said}"
-        original.leave_out(given, reason, needs_look=not is_same)
+            original.leave_out(given, str(reason), effect_of(setting))
 
 
 def same_value(setting: str, one: Any, other: Any) -> bool:
@@ -185,18 +280,19 @@ def take_value(given: RawValue, original: Original, root: Path) -> Taken | None:
     """Return the setting that a value becomes, or None where it asks for nothing. Raises NotTaken."""
     name = canonical_name(given.name) or plain_name(given.name)
     if name in NOT_SETTINGS:
-        original.leave_out(given, NOT_SETTINGS[name] or "it is no setting", NOT_SETTINGS[name] in NEEDS_LOOK)
+        effect = "look" if NOT_SETTINGS[name] in NEEDS_LOOK else "none"
+        original.leave_out(given, NOT_SETTINGS[name] or "it is no setting", effect)
         return None
     # An empty text is not set in the original.
     written = None if given.value == "" else given.value
     if is_accelerate_config(name) and not written:
-        original.leave_out(given, "not set", needs_look=False)
+        original.leave_out(given, "not set", "none")
         return None
     if is_accelerate_config(name):
         return Taken(given, replace(given, name=ACCELERATE_CONFIG, value=relocated(written, root)))
     found = map_name(given.name, name, written, True)
     if found.outcome in ("neutral", "unused"):
-        original.leave_out(given, found.note, needs_look=False)
+        original.leave_out(given, found.note, "none")
         return None
     if found.outcome != "set":
         like = did_you_mean(given.name, setting_fields())

@@ -71,7 +71,6 @@ ASKS_FOR_NOTHING: dict[str, str] = {
     "gradients and weights are float32": "gradient_precision base_model_default_dtype pure_bf16",
     "the command finds its own Python and libraries": "venv_path disable_ld_override",
     "AdamW is torch's fused one": "fuse_optimizer",
-    "max_grad_norm is the norm of all gradients": "grad_clip_method",
     "training draws from all timesteps, each sample by itself": (
         "disable_segmented_timestep_sampling training_scheduler_timestep_spacing"
     ),

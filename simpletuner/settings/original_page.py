@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from simpletuner.settings.errors import REASONS
 from simpletuner.settings.knob import shown_default
 from simpletuner.settings.original import EIGHT_BIT, LIBRARIES, NOT_HERE, OFF, OPTIMIZERS
 from simpletuner.settings.original_names import ASKS_FOR_NOTHING, RENAMED
-from simpletuner.settings.original_refusals import REFUSED
-from simpletuner.settings.original_warnings import DEFAULTS, MEANINGS
+from simpletuner.settings.original_refusals import DECIDES, REFUSED
+from simpletuner.settings.original_values import FAMILIES_THERE, OPTIMIZERS_THERE, OptimizerThere
+from simpletuner.settings.original_warnings import DEFAULTS, MEANINGS, SAME_RESULT
 from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.variables import NOT_SETTINGS, OTHER_PROGRAMS
 
@@ -24,10 +25,16 @@ says what becomes of one file. The page is written by `simpletuner config docs -
 `simpletuner config import FILE --output run.toml` writes a file of this version, which `train --config=run.toml` runs:
 a line per setting, and comments that say what changed, what was left out, and why. FILE is config.json, config.toml,
 config.env, the WebUI's file, a list of datasets, or a folder such as `config/foo`, with the file that the original
-takes there. Where the original's defaults are others and the result depends on them, they are written, too.
+takes there. Where the original's defaults are others and the result depends on them, they are written, too: those of
+its settings, its optimizers, its families and its LoRA targets. What it does not read (warm-up steps with
+lr_scheduler=constant) is left out. dataset TOML and training TOML of kohya's sd-scripts and diffusion-pipe's TOML are
+translated as well, where they map one to one.
 
-- What is refused below is left out, and stands in the file's comments and on stderr: the file runs without it. What
-  decides what is trained (family, LoRA, ControlNet) ends the import with exit code 2 and no file.
+- A file that would train something else here ends the import with exit code 2 and writes nothing: names under
+  "Refused, and decisive", optimizers and bases that this version has not got, conditioning, masks, videos and other
+  datasets that it cannot read, methods of a family, and names that are not known. All are listed; with `--partial` a
+  file of what is left is written, with the rest in its comments.
+- What is refused and does not decide what is trained is left out, and stands in the file's comments and on stderr.
 - Datasets that this version refuses as they are become a copy, `run.datasets.json`, with the same reasons.
 - Relative paths stay where the original was started in the same folder (the one that holds `config/`); else they
   become absolute ones.
@@ -56,8 +63,12 @@ Variables of other programs are passed on to the ranks; those that are set in th
 def original_page() -> str:
     """All of docs/from-the-original.md."""
     renamed = [(marked([name]), f"`{setting}`") for setting, text in RENAMED.items() for name in bare(text)]
-    optimizers = [(f"`{name}`", f"`{ours}`", cost) for name, (ours, cost) in OPTIMIZERS.items()]
+    optimizers = [
+        (f"`{name}`", f"`{there.ours}`", values_of(there), OPTIMIZERS.get(name, ("", ""))[1] or there.note)
+        for name, there in OPTIMIZERS_THERE.items()
+    ]
     values = [(f"`{name}` = `{value}`", reason) for (name, value), reason in REASONS.items()]
+    others = {reason: names for reason, names in REFUSED.items() if reason not in DECIDES}
     ours = setting_fields()
     defaults = [(f"`{name}`", theirs, shown_default(ours[name]) or "empty") for name, theirs in DEFAULTS.items()]
     ignored = [(f"`{name.upper()}`", reason) for name, reason in NOT_SETTINGS.items() if reason]
@@ -68,25 +79,50 @@ def original_page() -> str:
         + section("Another name", "", ("there", "here"), renamed)
         + NULL
         + section("The same name with another meaning", MEANING, ("setting", "here"), meanings())
-        + section("Other defaults", "", ("setting", "there", "here"), defaults)
-        + section("Optimizers", "Values of `optimizer`.", ("there", "here", "what it costs"), optimizers)
-        + f"8-bit ones are refused: {EIGHT_BIT}. So are others of {libraries}: {NOT_HERE}.\n\n"
+        + section("Other defaults", WRITTEN, ("setting", "there", "here"), defaults)
+        + section("Other defaults of families", FORCED, ("family", "there"), families())
+        + section("Other defaults without effect on what is trained", "", ("names", "because of"), same_results())
+        + section("Optimizers", OWN_VALUES, ("there", "here", "its values", "what it costs"), optimizers)
+        + f"In a run 8-bit ones are refused: {EIGHT_BIT}. So are others of {libraries}: {NOT_HERE}.\n\n"
         + section("Values that are refused", "", ("value", "why"), values)
         + section("No effect", IDLE, ("names", "why"), by_reason(ASKS_FOR_NOTHING))
-        + section("Refused", OFF_VALUES, ("names", "why, and what to do instead"), by_reason(REFUSED))
+        + section("Refused, and decisive", OFF_VALUES, REFUSED_HEADER, by_reason(DECIDES))
+        + section("Refused", OFF_VALUES, REFUSED_HEADER, by_reason(others))
         + VARIABLES.format(prefixes=prefixes)
         + table(("name", "instead"), ignored)
     )
 
 
+WRITTEN = "`config import` writes them where the file says nothing else."
+FORCED = "Written by `config import`, whatever the file says; a limit (≤) holds unless i_know_what_i_am_doing is set."
+OWN_VALUES = """\
+Values of `optimizer`. The original reads `adam_beta1` and the like only with DeepSpeed's optimizers; `config import`
+writes the values that each optimizer has there."""
 MEANING = "Reported with the line, for files with names that only the original has."
 IDLE = "Accepted with any value; one line per file counts them."
+REFUSED_HEADER = ("names", "why, and what to do instead")
 OFF_WORDS = ", ".join(f"`{word}`" for word in OFF if word)
 OFF_VALUES = f"Accepted where the value says off ({OFF_WORDS}, or empty), or is in brackets."
 
 
 def meanings() -> list[Sequence[str]]:
     return [(f"`{meaning.setting}`", meaning.text) for meaning in MEANINGS]
+
+
+def values_of(there: OptimizerThere) -> str:
+    return ", ".join(f"{name.removeprefix('adam_')} {value:g}" for name, value in there.settings.items())
+
+
+def families() -> Iterator[Sequence[str]]:
+    for name, family in FAMILIES_THERE.items():
+        forced = [f"`{setting}` = {value}" for setting, value in family.forces.items()]
+        limits = [f"`{setting}` ≤ {value}" for setting, value in family.limits.items()]
+        yield f"`{name}`", ", ".join([*forced, *limits, *([f"lost: {family.lost}"] if family.lost else [])])
+
+
+def same_results() -> Iterator[Sequence[str]]:
+    for reason in dict.fromkeys(SAME_RESULT.values()):
+        yield ", ".join(f"`{name}`" for name, other in SAME_RESULT.items() if other == reason), reason
 
 
 def by_reason(texts: Mapping[str, str]) -> list[Sequence[str]]:

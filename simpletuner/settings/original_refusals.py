@@ -5,7 +5,7 @@ Names stand in one text per reason. `name=value|value` adds values that ask for 
 
 from __future__ import annotations
 
-REFUSED: dict[str, str] = {
+DECIDES: dict[str, str] = {
     # Parts of a model.
     "the parts of a model come from one pipeline folder: put this one there, and name the folder with "
     "pretrained_model_name_or_path": (
@@ -16,7 +16,6 @@ REFUSED: dict[str, str] = {
     ),
     "ControlNets and control channels are not trained by this version": "controlnet control",
     "grounding is not trained by this version": "max_grounding_entities",
-    "adapters are not loaded by this version": "validation_adapter_path validation_adapter_config",
     "text encoders are not trained by this version; leave it out": "train_text_encoder lyrics_embedder_train",
     "SDXL's refiner is not trained by this version": "refiner_training",
     "all weights are trained; leave it out": "layer_freeze_strategy use_bitfit",
@@ -26,14 +25,6 @@ REFUSED: dict[str, str] = {
     "the first matrix is drawn from a uniform distribution, the second is 0; leave it out": "lora_init_type=default",
     "set lora_target_modules; without it the attention projections are adapted": "flux_lora_target=all",
     "no other adapter is loaded while one is trained; leave it out": "assistant_lora_path",
-    "adapters are written in diffusers' format; leave it out": "lora_format=diffusers",
-    # Memory.
-    "set fsdp_enable and fsdp_offload_params, which keep weights in the machine's memory, with one GPU, too": (
-        "ramtorch musubi_blocks_to_swap enable_group_offload"
-    ),
-    "leave it out; zero_stage=2 with offload_optimizer=cpu keeps optimizer state in memory": (
-        "optimizer_cpu_offload_method optimizer_offload_gradients"
-    ),
     # The objective.
     "the objective is the mean squared error; leave it out": "loss_type=l2 use_soft_min_snr snr_weight=1",
     "the base model's scheduler decides: set rescale_betas_zero_snr in its scheduler_config.json": (
@@ -60,11 +51,7 @@ REFUSED: dict[str, str] = {
     "write the product into learning_rate yourself": "lr_scale lr_scale_sqrt",
     "write adam_beta1, adam_beta2, adam_epsilon and adam_weight_decay as settings": "optimizer_config",
     "the average begins at the first step; leave it out": "ema_warmup_steps",
-    # Data and caches.
-    "your images are never deleted; leave it out": (
-        "delete_unwanted_images delete_problematic_images delete_nsfw_images delete_small_images delete_errored_images"
-    ),
-    "downloads are never deleted; leave it out": "delete_model_after_load",
+    # Data.
     "what images show is not checked; leave it out": "enable_nsfw_check",
     "it is a key of a dataset: write it into the file of data_backend_config": (
         "type maximum_image_size target_downsample_size max_upscale_threshold crop_aspect_buckets "
@@ -72,6 +59,26 @@ REFUSED: dict[str, str] = {
     ),
     "datasets are weighted by repeats and probability alone": "data_backend_sampling=auto-weighting",
     "set caption_strategy=instanceprompt": "only_instance_prompt",
+}
+"""Names that decide what is trained: without them a file would train something else."""
+
+REFUSED: dict[str, str] = {
+    **DECIDES,
+    # Adapters.
+    "adapters are not loaded by this version": "validation_adapter_path validation_adapter_config",
+    "adapters are written in diffusers' format; leave it out": "lora_format=diffusers",
+    # Memory.
+    "set fsdp_enable and fsdp_offload_params, which keep weights in the machine's memory, with one GPU, too": (
+        "ramtorch musubi_blocks_to_swap enable_group_offload"
+    ),
+    "leave it out; zero_stage=2 with offload_optimizer=cpu keeps optimizer state in memory": (
+        "optimizer_cpu_offload_method optimizer_offload_gradients"
+    ),
+    # Data and caches.
+    "your images are never deleted; leave it out": (
+        "delete_unwanted_images delete_problematic_images delete_nsfw_images delete_small_images delete_errored_images"
+    ),
+    "downloads are never deleted; leave it out": "delete_model_after_load",
     "captions are encoded before training, or with text_cache_ondemand while training; leave it out": (
         "text_embed_full_cache"
     ),

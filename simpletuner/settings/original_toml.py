@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from simpletuner.report import printable
 from simpletuner.settings.errors import shorten
 from simpletuner.settings.export import toml_value
 from simpletuner.settings.loading import Loaded, canonical_name, plain_name, settings_as_json
 from simpletuner.settings.original import OPTIMIZERS
-from simpletuner.settings.original_import import Original, same_value
-from simpletuner.settings.original_warnings import COUNT_WITH, DEFAULTS, MEANINGS
+from simpletuner.settings.original_import import Effect, Original, same_value
+from simpletuner.settings.original_warnings import defaults_there
 from simpletuner.settings.raw_values import RawValue, Source
 from simpletuner.settings.sources import ACCELERATE_CONFIG
 from simpletuner.settings.spelling import normalize_name
@@ -27,11 +27,12 @@ def sources_of(original: Original, values: Mapping[str, Any]) -> list[Source]:
 
     `values` are those that any source of the run gives.
     """
-    known = {*values, *(canonical_name(item.name) for item in original.left_out if item.needs_look)}
+    known = {*values, *(canonical_name(item.name) for item in original.left_out if item.effect != "none")}
+    own = {each.name: each for each in original.own}
     defaults = [
-        RawValue(name, theirs, THEIR_DEFAULT)
-        for name, theirs in DEFAULTS.items()
-        if theirs != "none" and name not in known and COUNT_WITH.get(name, lambda _: True)(values)
+        own.get(name) or RawValue(name, theirs, THEIR_DEFAULT)
+        for name, theirs in {**(defaults_there(values) if original.is_simpletuner else {}), **own}.items()
+        if name not in known and theirs != "none"
     ]
     taken = [taken.value for name, taken in original.taken.items() if name != ACCELERATE_CONFIG]
     return [Source(THEIR_DEFAULT, defaults), Source(str(original.file), taken)]
@@ -69,7 +70,7 @@ def remarks_about(name: str, value: Any, original: Original, loaded: Loaded) -> 
     taken = original.taken.get(name)
     origin = loaded.origins.get(name)
     if taken is None:
-        yield f"not set there: {origin}" if origin and origin.place == THEIR_DEFAULT else f"from {origin}"
+        yield f"not set there: {origin}" if origin and origin.source == THEIR_DEFAULT else f"from {origin}"
         return
     renamed = plain_name(taken.given.name) != name
     changed = not same_value(name, taken.given.value, value)
@@ -78,16 +79,14 @@ def remarks_about(name: str, value: Any, original: Original, loaded: Loaded) -> 
         reasons.append(origin.reason if origin else "")
         there = f"{taken.given.name.lstrip('-')} = {shorten(taken.given.as_written)} there"
         yield ": ".join(filter(None, [there, *reasons]))
-    given = {setting: other.given.value for setting, other in original.taken.items()}
-    given |= {normalize_name(item.name): item.value for item in original.left_out}
-    yield from (meaning.text for meaning in MEANINGS if meaning.setting == name and meaning.holds(given))
 
 
 def remark_lines(original: Original) -> Iterator[str]:
     """Yield the comments at the end of the file: what was left out, by reason."""
-    looks = [item for item in original.left_out if item.needs_look]
-    idle = [item for item in original.left_out if not item.needs_look]
-    yield from section("Left out, look at these:", [str(item) for item in looks])
+    by_effect = {effect: [item for item in original.left_out if item.effect == effect] for effect in get_args(Effect)}
+    idle = by_effect["none"]
+    yield from section("Lost, so this file trains something else:", list(map(str, by_effect["lost"])))
+    yield from section("Left out, look at these:", list(map(str, by_effect["look"])))
     by_reason = sorted(idle, key=lambda item: item.reason)
     groups = [(reason, list(items)) for reason, items in groupby(by_reason, lambda item: item.reason)]
     yield from section(

@@ -34,11 +34,6 @@ def says(name: str, *words: str) -> Callable[[Mapping[str, Any]], bool]:
 
 MEANINGS = (
     Meaning(
-        "max_grad_norm",
-        "gradients are clipped by their total norm; the original clips each value",
-        lambda values: not says("grad_clip_method", "norm")(values),
-    ),
-    Meaning(
         "lr_warmup_steps",
         "lr_scheduler=constant warms up, too; in the original it does not",
         says("lr_scheduler", "constant"),
@@ -51,6 +46,8 @@ MEANINGS = (
 )
 DEFAULTS: dict[str, str] = {
     "learning_rate": "4e-07",
+    "grad_clip_method": "value",
+    "aspect_bucket_sizes": "nearest",
     "lr_end": "4e-07",
     "lr_power": "0.8",
     "lora_dropout": "0.1",
@@ -58,15 +55,32 @@ DEFAULTS: dict[str, str] = {
     "caption_strategy": "filename",
     "crop_style": "random",
     "vae_dtype": "bf16",
+    "compress_disk_cache": "true",
+    "eval_timesteps": "28",
+    "model_card_private": "true",
     "validation_negative_prompt": "blurry, cropped, ugly",
     "validation_resolution": "256",
 }
 """The original's defaults where ours differ and the result depends on them."""
+SAME_RESULT: dict[str, str] = {
+    **dict.fromkeys(("output_dir", "logging_dir", "tracker_run_name", "tracker_project_name"), "names of results"),
+    **dict.fromkeys(("cache_dir_text", "main_process_ip"), "an address or a folder of this run"),
+    **dict.fromkeys(("dataloader_prefetch_qlen", "text_encoder_batch_size", "max_workers"), "time and memory alone"),
+    **dict.fromkeys(("dynamo_backend", "dynamo_use_regional_compilation"), "time alone"),
+    "fsdp_cpu_ram_efficient_loading": "memory alone",
+    "lr_scheduler": "constant and constant_with_warmup are the same here",
+    "sana_complex_human_instruction": "the pipeline's own text",
+}
+"""Names whose defaults differ without changing what is trained, and why."""
 COUNT_WITH = {
     "lr_end": says("lr_scheduler", "polynomial"),
     "lr_power": says("lr_scheduler", "polynomial"),
-    "crop_style": says("crop", "true"),
+    # Datasets of a file crop by themselves.
+    "crop_style": lambda values: says("crop", "true")(values) or bool(values.get("data_backend_config")),
     "lora_dropout": says("model_type", "lora"),
+    "model_card_private": lambda values: bool(values.get("push_to_hub")),
+    # DeepSpeed clips by the norm there, too.
+    "grad_clip_method": lambda values: values.get("zero_stage") is None,
 }
 """The settings with which some of these defaults count."""
 
@@ -99,12 +113,20 @@ def other_meanings(fields: Fields) -> Iterator[str]:
                 yield f"{given.name} = {shorten(given.as_written)} ({given.place}): {meaning.text}"
 
 
+def defaults_there(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the original's defaults that are others here and count with these values, which take their place."""
+    return {
+        name: theirs
+        for name, theirs in DEFAULTS.items()
+        if name not in values and COUNT_WITH.get(name, lambda _: True)(values)
+    }
+
+
 def other_defaults(files: Sequence[str], values: Mapping[str, Any]) -> list[str]:
     """Return one sentence about defaults that are not the original's, where one of its files leaves settings out."""
     names = [
         f"{name} is {shown_default(setting_fields()[name]) or 'empty'} (there {theirs})"
-        for name, theirs in DEFAULTS.items()
-        if name not in values and COUNT_WITH.get(name, lambda _: True)(values)
+        for name, theirs in defaults_there(values).items()
     ]
     sentence = f"{', '.join(files)}: not set, with another default here: {', '.join(names)}"
     return [sentence] if files and names else []

@@ -9,6 +9,7 @@ from typing import Any
 
 from simpletuner.errors import Mistake
 from simpletuner.settings.file_entries import FileEntry, file_place
+from simpletuner.settings.secret_values import file_reference
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class RawValue:
     """The JSON file that was read for the value, if there was one."""
     written: Any = None
     """What messages show, where `value` was converted from it."""
+    reference: str = ""
+    """What stands for the value where it is a secret: `{env:NAME}` or `{file:PATH#KEY}`."""
 
     @property
     def as_written(self) -> Any:
@@ -49,4 +52,5 @@ class Source:
 
 
 def raw_value(path: Path, entry: FileEntry) -> RawValue:
-    return RawValue(entry.key, entry.value, file_place(path, entry.line), written=entry.written)
+    place, reference = file_place(path, entry.line), file_reference(path, entry.key)
+    return RawValue(entry.key, entry.value, place, written=entry.written, reference=reference)

@@ -9,14 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, JsonValue, model_validator
+from pydantic import AfterValidator, JsonValue, SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
-from simpletuner.settings.hosts import check_host, check_repository, check_url
+from simpletuner.settings.hosts import check_host, check_repository
 from simpletuner.settings.image_sizes import normalize_sizes
 from simpletuner.settings.knob import Section, knob
 from simpletuner.settings.optimizer_defaults import with_own_defaults
 from simpletuner.settings.placeholders import OF_A_RUN, only_placeholders
+from simpletuner.settings.secret_values import SecretUrl
 from simpletuner.settings.spelling import normalize_name
 from simpletuner.settings.step_ranges import normalize_step_range
 from simpletuner.settings.trackers import normalize_trackers
@@ -94,6 +95,7 @@ class DatasetSettings(Section):
     repeats: int = knob(0, "Extra passes over the images in every epoch.", ge=0, le=1_000_000)
     resolution: float = knob(1024, "Target size, in the unit of resolution_type.", gt=0)
     resolution_type: Literal["pixel", "area", "pixel_area"] = knob("pixel_area", "Unit of resolution: short edge, megapixels, or the edge of a square of the same area.")  # fmt: skip
+    aspect_bucket_sizes: Literal["least_crop", "nearest"] = knob("least_crop", "Which size near the target area an image's bucket has: the one that crops least, or each side rounded by itself, as in other trainers (4:3 at 1024: 1152x896).")  # fmt: skip
     crop: bool = knob(False, "Crop images; without it, only what extends beyond the aspect bucket is cut off.")
     crop_style: Literal["center", "corner", "random"] = knob("center", "Where to crop: corner is the upper left one; random depends on the seed and the image alone.")
     crop_aspect: Literal["square", "preserve", "closest", "random"] = knob("square", "Shape of the crop: square, the image's aspect bucket, or of a list of aspects the closest or a random one.")  # fmt: skip
@@ -161,6 +163,7 @@ class Optimizer(Section):
     adam_epsilon: float = knob(1e-8, "Added to the denominator.", gt=0)
     adam_weight_decay: float = knob(0.01, "Decoupled weight decay; 0 for Adam, Adagrad and Adafactor unless set.", ge=0)
     max_grad_norm: float = knob(2.0, "Scale gradients down to this global norm; 0 turns it off.", ge=0)
+    grad_clip_method: Literal["norm", "value"] = knob("norm", "What max_grad_norm limits: the norm of all gradients, or the size of each value.")  # fmt: skip
 
     add_own_defaults = model_validator(mode="before")(with_own_defaults)
 
@@ -286,7 +289,7 @@ class Logging(Section):
     logging_dir: Path | None = knob(None, "Folder for what trackers write on this machine; empty: output_dir/logs.")
     device_peak_tflops: float | None = knob(None, "What each device computes at most, for MFU; empty: dense bf16 of the GPUs that docs/performance.md lists.", unit="TFLOP/s", gt=0)
     profile_steps: Annotated[str, AfterValidator(normalize_step_range)] = knob("", "Optimizer steps FIRST:LAST that rank 0 traces with torch's profiler into output_dir/profile.")
-    notify_url: Annotated[str, AfterValidator(check_url)] = knob("", "Address that gets a POST of JSON after each round of validation and when the run ends or fails.")
+    notify_url: SecretUrl = knob(SecretStr(""), "Address that gets a POST of JSON after each round of validation and when the run ends or fails. `{env:NAME}` stands for a variable; it is a secret and never written down.")
 
 
 class Hub(Section):
@@ -294,7 +297,7 @@ class Hub(Section):
 
     push_to_hub: bool = knob(False, "Upload what the run exports, with its model card, when it has ended.")
     hub_model_id: Annotated[str, AfterValidator(check_repository)] = knob("", "Repository to upload to, as OWNER/NAME or NAME; empty: the name of output_dir.")
-    model_card_private: bool = knob(False, "Create the repository as a private one.")
+    model_card_private: bool = knob(True, "Create the repository as a private one; false publishes to everybody. A repository that there is stays as it is.")
 
 
 class Settings(Section):

@@ -25,7 +25,10 @@ from simpletuner.settings.file_entries import FileEntry, file_place
 from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.key_table import MappedField
 from simpletuner.settings.original_names import RENAMED
+from simpletuner.settings.other_trainers import trainer_of
 from simpletuner.settings.raw_values import RawValue, Source, raw_value
+from simpletuner.settings.secret_names import is_secret
+from simpletuner.settings.secret_values import is_reference
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
 from simpletuner.settings.spelling import WORDS_FOR_NOTHING, normalize_name, normalize_value
 from simpletuner.settings.variables import folder_variables, from_env_file, from_environment
@@ -42,6 +45,7 @@ class Origin:
 
     place: str
     given: Any
+    """Of a secret, a reference to it."""
     source: str = ""
     outranks: tuple[Origin, ...] = ()
     reason: str = ""
@@ -65,7 +69,8 @@ class MergedValues:
         before = self.origins.get(given.name)
         outranks = (replace(before, outranks=()), *before.outranks) if before else ()
         self.values[given.name] = normalize_value(given.name, setting_fields()[given.name], given.value)
-        self.origins[given.name] = Origin(given.place, given.as_written, source, outranks, file=given.file)
+        as_written = reference_to(given) if is_secret(given.name) else given.as_written
+        self.origins[given.name] = Origin(given.place, as_written, source, outranks, file=given.file)
 
     def require_equal(self, given: RawValue, source: str, reason: str = "") -> None:
         """Take a value that another setting implies; a source that says otherwise is a mistake, not outranked."""
@@ -82,6 +87,13 @@ class MergedValues:
     def value(self, name: str) -> Any:
         """A setting's value in its type, or its default; as it was written if it is none of its type."""
         return to_setting_type(name, self.values[name]) if name in self.values else setting_fields()[name].default
+
+
+def reference_to(given: RawValue) -> str:
+    """Return what a file can hold for a secret. One that was typed has to be in the environment of a replay."""
+    if is_reference(given.value):
+        return given.value
+    return given.reference or f"{{env:{PREFIX}{given.name.upper()}}}"
 
 
 def to_setting_type(name: str, value: Any) -> Any:
@@ -177,6 +189,9 @@ def from_file(path: Path, environment: Mapping[str, str] = os.environ) -> Source
     entries = [entry for entry in read_entries(path, environment) if entry.key != "$schema"]  # for editors, not for us
     if suffix_of(path) == ".env":
         return from_env_file(path, environment)
+    if trainer := trainer_of({entry.key: entry.value for entry in entries}):
+        message = f"{shown_path(path)} is a file of {trainer}"
+        raise SettingsError(message, f"`simpletuner config import {path} --output=run.toml` translates it")
     return Source(shown_path(path), [raw_value(path, entry) for entry in entries], is_file=True)
 
 

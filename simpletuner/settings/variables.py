@@ -67,7 +67,8 @@ def is_variable(key: str) -> bool:
 
 def from_environment(environment: Mapping[str, str]) -> Source:
     ours = [name for name in environment if name.startswith(PREFIX)]
-    return from_variables("environment", [RawValue(name, environment[name], f"environment {name}") for name in ours])
+    values = [RawValue(name, environment[name], f"environment {name}", reference=f"{{env:{name}}}") for name in ours]
+    return from_variables("environment", values)
 
 
 def from_variables(name: str, variables: Iterable[RawValue]) -> Source:

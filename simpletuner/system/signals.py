@@ -32,7 +32,10 @@ class StopRequest:
         self.unsaved = unsaved
         """The step that is finished and saved before exit, 0 for none and -1 for one whose number is not known; None
         where another process prints the confirmation."""
-        self.before_exit: Callable[[], None] = lambda: None
+        self.when_asked: Callable[[], None] = lambda: None
+        """Called once, when the first signal has been confirmed."""
+        self.before_exit: Callable[[str], None] = lambda sentence: None
+        """Called when a second signal ends this process, with the sentence that says so."""
         self.may_exit = True
         """Whether a second signal exits this process. Not in ranks: their launcher kills them."""
 
@@ -55,6 +58,7 @@ class StopRequest:
         if not self.signal_number:
             self.requested_at, self.signal_number = time.monotonic(), number
             self.confirm(number)
+            self.when_asked()
         elif self.may_exit and time.monotonic() - self.requested_at > REPEAT_SECONDS:
             self.exit_now(number)
 
@@ -62,20 +66,25 @@ class StopRequest:
         if self.unsaved is None:
             return
         again = "press Ctrl-C again" if number == signal.SIGINT else "signal again"
-        if step := self.unsaved():
-            # Or the one after it, since the wish to stop is read with the loss, one step late (step_logger.py).
-            name = f"step {step}" if step > 0 else "this step"
-            print_line(f"stopping: finishing {name}, then saving a checkpoint; {again} to leave without saving")
-        else:
-            print_line(f"stopping: what is done is kept; {again} to leave at once")
+        unsaved = self.unsaved()
+        leave = "leave without saving" if unsaved else "leave at once"
+        print_line(f"stopping: {what_follows(unsaved)}; {again} to {leave}")
 
     def exit_now(self, number: int) -> NoReturn:
         """Exit without saving, even while the main thread is blocked in a library."""
-        lost = self.unsaved is not None and self.unsaved()
-        self.before_exit()
+        sentence = "stopped without saving" if self.unsaved is not None and self.unsaved() else "stopped"
+        self.before_exit(f"{sentence}, by a second {signal.Signals(number).name}")
         if self.unsaved is not None:
-            print_line("stopped without saving" if lost else "stopped")
+            print_line(sentence)
         os._exit(128 + number)  # sys.exit in this thread would only end the thread
+
+
+def what_follows(unsaved: int) -> str:
+    """Return what is done before a run stops; `unsaved`: see StopRequest."""
+    if not unsaved:
+        return "what is done is kept"
+    # Or the step after it, since the wish to stop is read with the loss, one step late (step_logger.py).
+    return f"finishing {f'step {unsaved}' if unsaved > 0 else 'this step'}, then saving a checkpoint"
 
 
 @contextmanager

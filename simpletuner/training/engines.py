@@ -17,7 +17,7 @@ from simpletuner.models.lora_file import check_lora_init, lora_file
 from simpletuner.models.quantization import check_torchao, quantize_linear_layers
 from simpletuner.models.registry import check_heads
 from simpletuner.models.weights import weights_files
-from simpletuner.parallel.blocks import recommended_blocks
+from simpletuner.parallel.blocks import block_paths, recommended_blocks
 from simpletuner.parallel.context_parallel import SequencePlan
 from simpletuner.parallel.ddp import ddp_engine
 from simpletuner.parallel.engine import Engine, compute_dtype
@@ -90,8 +90,7 @@ def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | 
     blocks = recommended_blocks(model)
     if is_lora:
         freeze(model, compute_dtype(settings))
-    inside = tuple(name for name, module in model.named_modules() if type(module).__name__ in blocks)
-    optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=inside)
+    optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
     attach = partial(attach_adapter, family, checkpoint) if is_lora else None
     return build_engine(model, blocks, settings, session.mesh, load_weights, optimizer, attach, family.sequence_plan)
 
@@ -149,6 +148,7 @@ def build_engine(
         engine = fsdp2_engine(model, settings.parallel, mesh, make_optimizer, make_engine)
     else:
         engine = ddp_engine(model, mesh, make_optimizer, dtype, attach(model) if attach else None, make_engine)
+    engine.clips_values = settings.optimizer.grad_clip_method == "value"
     if settings.optimizer.optimizer_release_gradients:
         engine.release_gradients()
     return engine

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from simpletuner.deepspeed.estimate import estimate_inputs, estimate_memory
+from simpletuner.checkpoints.disk_usage import checkpoint_bytes
+from simpletuner.deepspeed.estimate import estimate_memory
 from simpletuner.models.step_trace import StepTrace
 from simpletuner.parallel.activations import describe_activations
 from simpletuner.parallel.fsdp2 import is_synced_each_batch
 from simpletuner.parallel.memory import (
     FLOAT32_BYTES,
-    MOMENTS,
     MemoryEstimate,
     MemoryInputs,
     MemoryRow,
@@ -30,32 +30,22 @@ def estimate_training(settings: Settings, workload: Workload) -> MemoryEstimate:
     """Estimate what training takes while the backward pass runs, where a step takes most."""
     on_gpu = not settings.launch.use_cpu
     trace = workload.trace(settings, settings.training.train_batch_size, on_gpu)
-    inputs = memory_inputs(settings, workload)
-    return MemoryEstimate(inputs, tuple(training_rows(settings, inputs, trace, on_gpu)))
+    inputs, checkpoint = memory_inputs(settings, workload), checkpoint_bytes(settings, workload.weights)
+    return MemoryEstimate(inputs, tuple(training_rows(settings, inputs, checkpoint, trace, on_gpu)))
 
 
 def memory_inputs(settings: Settings, workload: Workload) -> MemoryInputs:
-    trained, frozen = workload.trained_parameters
-    largest, root = workload.units(settings) if settings.parallel.fsdp_enable else (0, 0)
-    launch, ema = settings.launch, settings.ema
-    return MemoryInputs(
-        trained,
-        launch.num_processes,
-        launch.num_machines,
-        MOMENTS[settings.optimizer.optimizer],
-        ema.ema_device if ema.use_ema else "",
-        frozen,
-        largest,
-        root,
-    )
+    units = workload.units(settings) if settings.parallel.fsdp_enable else (0, 0)
+    return MemoryInputs.of(settings, workload.weights, workload.frozen_parameters, units)
 
 
-def training_rows(settings: Settings, inputs: MemoryInputs, trace: StepTrace, on_gpu: bool) -> Iterator[MemoryRow]:
+def training_rows(
+    settings: Settings, inputs: MemoryInputs, checkpoint: int, trace: StepTrace, on_gpu: bool
+) -> Iterator[MemoryRow]:
     """Yield what is there at the worst moment of a backward pass."""
     if settings.parallel.zero_stage is not None:
         # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
-        zero_inputs = estimate_inputs(settings, inputs.num_parameters)
-        yield from estimate_memory(deepspeed_config(settings, inputs.num_ranks), zero_inputs).rows
+        yield from estimate_memory(deepspeed_config(settings, inputs.num_ranks), inputs).rows
         yield activations_row(settings, trace.peak_bytes(0), trace.kept_bytes)
     else:
         yield from estimate_torch(settings, inputs).rows
@@ -68,24 +58,18 @@ def training_rows(settings: Settings, inputs: MemoryInputs, trace: StepTrace, on
         activations, gradients = trace.peak(0 if on_host else whole, are_kept)
         yield MemoryRow("gradients", gpu=gradients, host=whole * on_host)
         yield activations_row(settings, activations, trace.kept_bytes)
-    yield from host_rows(settings, inputs, on_gpu)
+    yield from host_rows(settings, inputs, checkpoint, on_gpu)
     if on_gpu:
         yield MemoryRow("CUDA", gpu=CONTEXT_BYTES, formula="context and libraries, assumed")
 
 
-def host_rows(settings: Settings, inputs: MemoryInputs, on_gpu: bool) -> Iterator[MemoryRow]:
+def host_rows(settings: Settings, inputs: MemoryInputs, checkpoint: int, on_gpu: bool) -> Iterator[MemoryRow]:
     """Yield what is held of weights a second time in the host's memory, to copy it without waiting."""
     share = inputs.num_parameters / (inputs.num_ranks if settings.parallel.zero_stage else shard_ranks(settings))
     if on_gpu and inputs.ema_device == "cpu":
         yield MemoryRow("EMA's copy", host=FLOAT32_BYTES * share, formula="of the weights, page-locked")
     if settings.checkpoints.async_checkpointing:  # where it is not asked for, it depends on the memory that is free
-        copied = checkpoint_bytes(settings, inputs.num_parameters) / inputs.num_ranks
-        yield MemoryRow("checkpoint", host=copied, formula="while it is written")
-
-
-def checkpoint_bytes(settings: Settings, parameters: int) -> int:
-    """Return the bytes of one checkpoint, over all ranks: weights, moments and EMA in float32."""
-    return FLOAT32_BYTES * parameters * (1 + MOMENTS[settings.optimizer.optimizer] + settings.ema.use_ema)
+        yield MemoryRow("checkpoint", host=checkpoint / inputs.num_ranks, formula="while it is written")
 
 
 def activations_row(settings: Settings, peak: float, kept: int) -> MemoryRow:

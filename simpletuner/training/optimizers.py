@@ -9,7 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from simpletuner.models.family import ModelFamily
 from simpletuner.parallel.adafactor import Adafactor
+from simpletuner.parallel.blocks import block_paths
+from simpletuner.parallel.module_stats import count_parameters
+from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.parallel.muon import Muon
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
 from simpletuner.parallel.schedule_free import ScheduleFreeAdamW
@@ -42,18 +46,30 @@ def make_optimizer(
         return ScheduleFreeAdamW(shards, rate, betas, epsilon, decay)
     adamw = {"lr": rate, "betas": betas, "eps": epsilon, "weight_decay": decay, "fused": True}
     if name == "muon":
-        matrices = {key: each for key, each in parameters.items() if is_hidden_matrix(key, each, blocks)}
+        hidden = [key for key, each in parameters.items() if is_hidden_matrix(key, each.parameter.dim(), blocks)]
+        matrices = {key: parameters[key] for key in hidden}
         return Muon([*matrices.values()], [each for key, each in parameters.items() if key not in matrices], **adamw)
     return (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(shards, **adamw)
 
 
-def is_hidden_matrix(name: str, each: ShardedParameter, blocks: tuple[str, ...]) -> bool:
+def trained_weights(family: ModelFamily) -> TrainedWeights:
+    """Return the shapes of what a run trains, as its optimizer is given them."""
+    model, saved = family.meta_denoiser, {name: torch.Size(shape) for name, shape in family.trained_shapes().items()}
+    trained, count = saved, sum(map(torch.Size.numel, saved.values()))
+    if family.adapter is None:
+        trained = {name: each.shape for name, each in model.named_parameters() if each.requires_grad}
+    blocks = block_paths(model)
+    shapes = [(tuple(shape), is_hidden_matrix(name, len(shape), blocks)) for name, shape in trained.items()]
+    return TrainedWeights(shapes, count_parameters(model) if family.adapter is None else count, count)
+
+
+def is_hidden_matrix(name: str, dimensions: int, blocks: tuple[str, ...]) -> bool:
     """Whether a parameter is a linear layer's weight inside a block.
 
     Embeddings and the first and last layers are outside; tables of shifts and scales, though 2-D, are no `weight`.
     """
     is_inside = any(name.startswith(f"{block}.") for block in blocks)
-    return is_inside and name.endswith(".weight") and each.parameter.dim() == 2
+    return is_inside and name.endswith(".weight") and dimensions == 2
 
 
 class Lion(ShardOptimizer):
@@ -65,7 +81,7 @@ class Lion(ShardOptimizer):
         super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def new_moments(self, parameter: Tensor) -> NewMoments:
-        return zero_moments(parameter, "exp_avg")
+        return zero_moments(parameter, "lion")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

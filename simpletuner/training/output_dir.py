@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from simpletuner.models.family import ModelFamily
 from simpletuner.run_log import LOG, LOGGER, write_log_to
 from simpletuner.session import Session
 from simpletuner.settings import Settings
+from simpletuner.settings.secret_names import mask_arguments
 from simpletuner.system.files import refuse_special, remove, restore_replaced
 from simpletuner.system.locks import lock_output_dir
 from simpletuner.training.state import TrainingState
@@ -34,6 +36,7 @@ def open_output_dir(session: Session, stack: ExitStack) -> None:
         try:
             with explain_system_errors():
                 stack.enter_context(lock_output_dir(output, session.stop.check, session.report.say))
+                session.status.begin(output, config_alone(sys.argv[1:]))
                 open_log(output, create=True)
                 remove_leftovers(output)
                 check_targets(pipelines_of(session.settings))
@@ -46,6 +49,15 @@ def open_output_dir(session: Session, stack: ExitStack) -> None:
         raise RemoteFailure(*json.loads(failure))
     if not session.world.is_first:
         open_log(output, create=False)  # once it is known to be the folder of this run
+        session.status.follow(output)
+
+
+def config_alone(arguments: Sequence[str]) -> str:
+    """Return the file of settings of a command line that names nothing else, such as that of the page."""
+    match [part for argument in arguments for part in argument.split("=", 1)]:
+        case ["train", "--config", name]:
+            return str(Path(name).resolve())
+    return ""
 
 
 def open_log(output: Path, create: bool) -> None:
@@ -54,7 +66,7 @@ def open_log(output: Path, create: bool) -> None:
     refuse_special(path)
     write_log_to(path, create)
     if create:
-        command = shlex.join(["simpletuner", *sys.argv[1:]])
+        command = shlex.join(["simpletuner", *mask_arguments(sys.argv[1:])])
         LOGGER.info(f"started: {command} (simpletuner {__version__}, {socket.gethostname()}, pid {os.getpid()})")
 
 

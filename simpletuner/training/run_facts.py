@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from simpletuner.data.dataset_kinds import ImageDataset, LocalImages
 from simpletuner.models.registry import flavour_of
 from simpletuner.preparation import Plan
 from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.errors import is_secret
 from simpletuner.settings.explain import ExplainedSetting, explain_settings
 from simpletuner.settings.export import as_flags, format_command
 from simpletuner.settings.sections import Model, Training
@@ -57,7 +56,7 @@ class RunFacts:
 
 def facts_of(loaded: Loaded, rows: Rows, plan: Plan) -> RunFacts:
     """Return the facts of a run; `rows` are those of its first table."""
-    settings = list(changed_settings(loaded))
+    settings = [each for each in explain_settings(loaded) if each.value != each.default]
     words = ["simpletuner", "train", *as_flags({each.name: each.value for each in settings})]
     return RunFacts(
         name=name_of(loaded.settings),
@@ -94,13 +93,6 @@ def hub_id(model: Model) -> str | None:
     flavour = flavour_of(model)
     name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
     return name if HUB_ID.fullmatch(name) and not Path(name).exists() else None
-
-
-def changed_settings(loaded: Loaded) -> Iterator[ExplainedSetting]:
-    """Yield the settings that are not at their default; of secrets, such as an address to post to, no value."""
-    for setting in explain_settings(loaded):
-        if setting.value != setting.default:
-            yield replace(setting, value="...") if is_secret(setting.name) else setting
 
 
 def dataset_facts(dataset: ImageDataset, images: int) -> DatasetFacts:

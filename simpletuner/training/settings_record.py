@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
+from simpletuner.errors import naming
 from simpletuner.run_log import APPEND
 from simpletuner.settings import Settings, settings_as_json
-from simpletuner.settings.errors import is_secret
 from simpletuner.system.files import refuse_special, write_json
 from simpletuner.system.regular_files import read_file
 
@@ -35,10 +35,7 @@ def report_changes(session: Session, checkpoint: Checkpoint | None) -> None:
     if not changes:
         return
     effects = effects_on(checkpoint.state, session.settings, changes) if checkpoint is not None else {}
-    rows = [
-        (name, *(("...", "...") if is_secret(name) else (shown(old), shown(new))), effects.get(name, ""))
-        for name, (old, new) in changes.items()
-    ]
+    rows = [(name, shown(old), shown(new), effects.get(name, "")) for name, (old, new) in changes.items()]
     columns = ("setting", "before", "now", "what happens")
     width = len(columns) if any(row[-1] for row in rows) else len(columns) - 1
     title = f"settings changed since the last start{last_start(output / HISTORY)}"
@@ -107,5 +104,5 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
     """Append one line; a link of that name is not followed. Raises EnvironmentNotReady for one."""
     refuse_special(path)
     descriptor = os.open(path, APPEND, 0o666)
-    with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+    with naming(path), os.fdopen(descriptor, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

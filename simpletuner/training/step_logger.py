@@ -21,6 +21,7 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.status_line import Progress
+from simpletuner.system.run_status import StatusWriter
 from simpletuner.system.signals import StopRequest
 from simpletuner.training.metrics import Metrics
 from simpletuner.training.pace import Durations, Pace
@@ -121,7 +122,9 @@ class StepLogger:
         metrics: Metrics | None,
         throughput: Throughput | None,
         batch_size: int,
+        status: StatusWriter | None = None,
     ) -> None:
+        self.status = status or StatusWriter()
         self.mesh, self.stop_vote, self.metrics, self.batch_size = mesh, stop_vote, metrics, batch_size
         self.throughput = throughput
         self.pending: PendingStep | None = None
@@ -133,6 +136,7 @@ class StepLogger:
     def progress(self, report: Report, pace: Pace, step: int) -> Iterator[None]:
         """Show progress within, from a step on; `pace` says how much time is left."""
         self.pace = pace
+        self.status.train(step, pace.max_steps)
         with report.progress(TRAINING, pace.max_steps, step, pace.seconds_left) as self.shown:
             self.restart_clock()
             yield
@@ -172,6 +176,7 @@ class StepLogger:
         self.pace.add_step(seconds, pending.row["data_seconds"])
         if self.shown is not None:
             self.shown.update(step, *self.notes(loss, measured))
+            self.status.count(step, loss, self.shown.ends)
         if self.metrics is not None:
             self.metrics.write({**pending.row, "loss": loss, "grad_norm": grad_norm, **speed, **measured})
 

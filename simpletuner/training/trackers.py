@@ -10,7 +10,7 @@ from typing import Any
 from simpletuner.errors import without_errno
 from simpletuner.report import Report
 from simpletuner.session import Session
-from simpletuner.settings.loading import settings_to_share
+from simpletuner.settings import settings_as_json
 from simpletuner.settings.trackers import parse_trackers
 from simpletuner.training.image_files import read_rgb
 from simpletuner.training.metrics import Tracker
@@ -27,7 +27,7 @@ def open_trackers(session: Session, step: int) -> list[Tracker]:
     opened: list[Tracker] = []
     if "tensorboard" in names:
         named = folder / settings.logging.tracker_run_name.replace("/", "-")
-        opened.append(TensorBoard(named, step, settings_to_share(session.loaded), session.report))
+        opened.append(TensorBoard(named, step, settings_as_json(session.loaded), session.report))
     if "wandb" in names:
         opened.append(WeightsAndBiases(session, folder, step))
     return opened
@@ -51,7 +51,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.report, self.is_failed = report, False
-        self.writer: Any = SummaryWriter(str(folder), purge_step=step + 1)
+        self.writer: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
         rows = [f"| {name} | {json.dumps(value, ensure_ascii=False)} |" for name, value in settings.items()]
         self._try(
             lambda: self.writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]), step)

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from simpletuner.run_log import LOGGER
 from simpletuner.session import Session
-from simpletuner.settings.loading import settings_to_share
+from simpletuner.settings import settings_as_json
 from simpletuner.system.files import write_json
 from simpletuner.system.python_process import module_command
 from simpletuner.training.wandb_process import STATE, read_state
@@ -42,7 +42,7 @@ class WeightsAndBiases:
             "folder": str(folder),
             "project": logging.tracker_project_name or os.environ.get("WANDB_PROJECT") or "simpletuner",
             "name": logging.tracker_run_name or output.resolve().name,
-            "settings": settings_to_share(session.loaded),
+            "settings": settings_as_json(session.loaded),
         }
         self.closing, self.has_warned, self.is_sent = threading.Event(), False, False
         self.process: subprocess.Popen[str] | None = None

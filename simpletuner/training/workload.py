@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,8 +30,10 @@ from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.module_stats import count_parameters
+from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.parallel.split_engine import hold_in_bf16
 from simpletuner.settings import Settings
+from simpletuner.training.optimizers import trained_weights
 
 
 @dataclass
@@ -86,12 +87,14 @@ class Workload:
         return model.train()
 
     @cached_property
-    def trained_parameters(self) -> tuple[int, int]:
-        """How many parameters are trained, and how many are frozen beside them."""
-        whole = count_parameters(self.family.meta_denoiser)
-        if self.family.adapter is None:
-            return whole, 0
-        return sum(map(math.prod, self.family.trained_shapes().values())), whole
+    def weights(self) -> TrainedWeights:
+        """The shapes of what is trained."""
+        return trained_weights(self.family)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """The parameters below a LoRA."""
+        return 0 if self.family.adapter is None else count_parameters(self.family.meta_denoiser)
 
     def units(self, settings: Settings) -> tuple[int, int]:
         """Return the parameters of FSDP2's largest unit, and those outside all units."""

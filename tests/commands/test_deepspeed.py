@@ -195,6 +195,9 @@ def test_auto_takes_the_lowest_stage_that_fits_and_says_why(capsys):
     config, told = built(capsys, "--stage=auto", "--gpu_memory=24GiB", "--num_processes=8", PARAMETERS)
     assert config["zero_optimization"] == {"stage": 1}
     assert told.startswith("stage 1 fits 24.0 GiB per GPU, ")
+    flags = ("--gpu_memory=24GiB", "--num_processes=8", "--offload_optimizer=cpu", PARAMETERS)
+    config, _ = built(capsys, "--stage=auto", *flags)  # what is chosen already holds
+    assert config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     config, told = built(capsys, "--stage=auto", "--gpu_memory=8GiB", "--num_processes=8", PARAMETERS)
     assert config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     assert "stage 1 would need 11.8 GiB per GPU" in told

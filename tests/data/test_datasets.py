@@ -41,6 +41,7 @@ def test_a_dataset_inherits_what_it_does_not_say(tmp_path):
         "repeats": 3,
         "resolution": 768,
         "resolution_type": "pixel",
+        "aspect_bucket_sizes": "nearest",
         "crop": True,
         "crop_style": "random",
         "crop_aspect": "preserve",

@@ -69,6 +69,25 @@ DATASETS = st.one_of(
 )
 
 
+@pytest.mark.parametrize(
+    ("values", "original", "expected"),
+    [
+        ({}, (4000, 3000), (1152, 896)),  # SDXL's own size, where least_crop has 1216x896
+        ({}, (3000, 4000), (896, 1152)),
+        ({}, (1920, 1080), (1344, 768)),
+        ({}, (3000, 3000), (1024, 1024)),
+        ({"resolution": 1.0, "resolution_type": "area"}, (4000, 3000), (1152, 896)),  # 1 megapixel: 1024x1024
+        ({"resolution": 512.0, "resolution_type": "pixel"}, (1920, 1080), (896, 512)),
+        ({"resolution": 512.0, "resolution_type": "pixel"}, (1080, 1920), (512, 896)),
+        ({}, (10, 9000), (128, 10240)),
+        ({"crop": True}, (4000, 3000), (1024, 1024)),
+    ],
+)
+def test_nearest_rounds_each_side_of_a_bucket_by_itself(values, original, expected):
+    data = dataset(**{"resolution": 1024.0, "resolution_type": "pixel_area", "aspect_bucket_sizes": "nearest"} | values)
+    assert bucket_size(data, original, 64) == expected
+
+
 @given(DATASETS, SIDES, SIDES, ALIGNMENTS, st.integers(0, 2**40))
 @hypothesis_settings(max_examples=300, deadline=None)
 def test_every_picture_covers_its_bucket_and_is_cropped_inside(data, width, height, alignment_px, seed):

@@ -71,6 +71,15 @@ def test_a_number_is_registered_once_on_one_host_too():
     assert {str(error) for error in told} == {"machine_rank = 1 is used twice: by b (pid 1) and by b (pid 2)"}
 
 
+def test_a_rank_is_told_of_its_own_number():
+    store = HashStore()
+    assert outcome(signed(store), Group("rank", 0, 1), node("a")) == [node("a")]
+    told = outcome(signed(store), Group("rank", 0, 1), node("b"))
+    assert isinstance(told, SettingsError)
+    assert told.message == "RANK = 0 is used twice: by a (pid 1) and by b (pid 1)"
+    assert told.hint == "give every rank its own RANK, from 0 to 0"
+
+
 def test_who_does_not_register_is_named_on_all():
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,7 +19,6 @@ from page_server import PageServer
 from playwright.sync_api import Page, expect
 from run_pages import EVIL, write_round, write_rows
 
-from simpletuner.page.runs.log import Log, parse_log
 from simpletuner.training.metrics_reader import METRICS
 
 FLAGS = (
@@ -46,6 +46,7 @@ def write_run(output: Path) -> None:
     output.mkdir(parents=True)
     (output / ".lock").write_text("elsewhere 1\n")
     (output / "settings.json").write_text('{"model_family": "sdxl", "max_train_steps": 500}')
+    write_status(output, state="failed", reason=EVIL, hint=EVIL, doing=EVIL, step=400, max_steps=500)
     lines = ("started: simpletuner train", f"warning: {EVIL}", f"hint: {EVIL}", f"error: {EVIL}")
     (output / "log.txt").write_text(
         "".join(f"2026-01-01 10:00:0{number} {line}\n" for number, line in enumerate(lines))
@@ -53,6 +54,11 @@ def write_run(output: Path) -> None:
     write_rows(output, 400)
     for step in (10, 20, 30):
         write_round(output, step, [EVIL, "猫 `code`"], seed=step)
+
+
+def write_status(output: Path, **values: object) -> None:
+    status = {"host": os.uname().nodename, "pid": 0, "started": "2026-01-01T10:00:00.000+00:00", **values}
+    (output / "status.json").write_text(json.dumps(status))
 
 
 @pytest.fixture
@@ -124,6 +130,40 @@ def test_a_run_is_started_watched_and_stopped_and_goes_on_elsewhere_until_it_is_
     assert "killed" in page.locator("tr", has_text="out/live").inner_text()
     refused = server.post("/runs/stop", {"run": "out/live"})
     assert refused.code == 400 and "no run is using out/live" in refused.text
+
+
+def test_a_second_click_on_stop_is_no_second_signal_and_leaving_is_another_button(
+    page: Page, server: PageServer, folder: Path
+):
+    # A step of 20,000 micro-batches: it does not end while this test looks at it.
+    long = "gradient_accumulation_steps = 20000\nrepeats = 100000\nvalidation_step_interval = 0\n"
+    config = "".join(line for line in CONFIG.splitlines(True) if "validation" not in line)
+    (folder / "long.toml").write_text(config.replace("out/live", "out/long") + long)
+    assert server.post("/runs/start", {"file": "long.toml"}).code == 200
+    page.goto(f"{server.origin}/runs/watch?run=out/long")
+    state, status = page.locator("#live-status .state"), page.locator("#live-status")
+    expect(state).to_have_text("running", timeout=60_000)
+    asked: list[str] = []
+    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
+    page.get_by_role("button", name="Stop").click()
+    page.locator("#toasts .toast", has_text="is asked to stop").wait_for()
+    again = server.post("/runs/stop", {"run": "out/long"})
+    assert again.code == 400 and "out/long is stopping already" in again.text
+    expect(state).to_have_text("stopping", timeout=10_000)
+    assert "finishing step 1, then saving a checkpoint" in status.inner_text()
+    assert page.get_by_role("button", name="Stop").is_disabled()
+    log = (folder / "out" / "long" / "log.txt").read_text()
+    assert log.count("stopping: ") == 1 and "without saving\n" not in log.partition("stopping: ")[2].partition("\n")[2]
+
+    page.get_by_role("button", name="Leave without saving").click()
+    expect(state).to_have_text("stopped", timeout=20_000)
+    assert "stopped without saving, by a second SIGTERM" in status.inner_text()
+    assert [each.partition("?")[0] for each in asked] == ["Stop out/long", "Leave out/long without saving"]
+    assert server.post("/runs/leave", {"run": "out/long"}).code == 400
+    page.get_by_role("button", name="Start again").click()
+    expect(state).to_have_text("running", timeout=60_000)
+    assert server.post("/runs/stop", {"run": "out/long"}).code == 200
+    assert server.post("/runs/leave", {"run": "out/long"}).code == 200
 
 
 def test_a_start_that_fails_says_so_with_the_sentence_of_the_command(page: Page, server: PageServer, folder: Path):
@@ -268,20 +308,7 @@ def test_a_poll_brings_only_what_has_changed(server: PageServer, folder: Path):
     assert server.get("/runs/watch/news", run="out/polled", **parts).code == 204
     with (output / METRICS).open("a") as file:
         file.write('{"step": 401, "loss": 0.25}\n')
+    write_status(output, state="running", step=401, max_steps=500, loss=0.25)
     news = server.get("/runs/watch/news", run="out/polled", **parts)
     assert set(re.findall(r'id="live-(\w+)"', news.text)) == {"status", "curves"}
     assert "0.2500" in news.text and "step 401" in news.text
-
-
-def test_how_a_run_ended_is_read_from_its_last_start():
-    start = "2026-01-01 10:00:00 started: simpletuner train\n"
-    for said, ending in (
-        ("2026-01-01 10:00:01 finished\n     steps   20\n", "finished"),
-        ("2026-01-01 10:00:01 finished already, after 20 steps; raise it\n", "finished"),
-        ("2026-01-01 10:00:01 stopped by SIGTERM at step 2; saved\n2026-01-01 10:00:01 hint: again\n", "stopped"),
-        ("2026-01-01 10:00:01 [rank 1] error: no room\n2026-01-01 10:00:01 [rank 1] hint: make room\n", "failed"),
-        ("2026-01-01 10:00:01 training: 1/20  loss 0.5\n", ""),
-    ):
-        log = parse_log(f"{start}2026-01-01 10:00:00 error: of an earlier start\n{start}{said}")
-        assert Log(log, False).ending()[0] == ending, said
-    assert log[-1].text.startswith("training") and Log(log, False).max_steps == 20

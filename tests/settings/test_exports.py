@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generated_settings import NOWHERE, loaded_settings
+from generated_settings import HOOK, NOWHERE, loaded_settings
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -31,8 +31,10 @@ SELDOM = hypothesis_settings(OFTEN, max_examples=40)
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
-    """No config of this repository is found."""
+    """No config of this repository is found; the environment has what a secret refers to."""
     monkeypatch.chdir(tmp_path)
+    for name, value in HOOK.items():
+        monkeypatch.setenv(name, value)
 
 
 def saved(exported: Exported) -> Path:

@@ -136,7 +136,8 @@ def test_each_way_to_quote_means_what_it_means_to_bash(tmp_path, word):
         ("A = 1", "line 1: a line is NAME=value"),
         ("seed", "line 1: a line is NAME=value"),
         ("A=1; B=2", "line 1: a line is NAME=value"),
-        ("if x; then\n", "line 1: a line is NAME=value"),
+        ("if x; then\n", "line 1: this line is a command, and only assignments are read"),
+        ("A=1\nsource .venv/bin/activate\n", "line 2: this line is a command"),
     ],
 )
 def test_what_only_a_shell_could_understand_is_refused_with_its_line(text, said):

@@ -18,15 +18,17 @@ from simpletuner.errors import SettingsError
 from simpletuner.launch.ranks import inherited_environment
 from simpletuner.settings import Loaded, load, settings_as_json
 from simpletuner.settings.loading import canonical_name
-from simpletuner.settings.original import OPTIMIZERS, TABLE, names_of
+from simpletuner.settings.original import OPTIMIZERS, TABLE, map_name, names_of
 from simpletuner.settings.original_names import ASKS_FOR_NOTHING, RENAMED
 from simpletuner.settings.original_page import original_page
 from simpletuner.settings.original_refusals import REFUSED
-from simpletuner.settings.original_warnings import DEFAULTS, MEANINGS
+from simpletuner.settings.original_warnings import DEFAULTS, MEANINGS, SAME_RESULT
 from simpletuner.settings.sections import SECTION_OF, setting_fields
+from simpletuner.settings.sources import to_setting_type
 
 CORPUS = Path(__file__).with_name("original_corpus.txt")
 CASES = [tuple(line.split("\t")) for line in CORPUS.read_text(encoding="utf-8").splitlines()]
+DEFAULTS_THERE = Path(__file__).with_name("original_defaults.txt")
 PAGE = Path(__file__).parents[2] / "docs" / "from-the-original.md"
 
 
@@ -56,7 +58,7 @@ def test_every_key_of_the_original_is_answered_as_the_table_says(tmp_path, key, 
 
 def test_each_name_has_one_answer_and_is_not_one_of_our_own():
     names = [name for texts in (RENAMED, ASKS_FOR_NOTHING, REFUSED) for _, name, _ in names_of(texts)]
-    assert len(names) == len(set(names)) > 485
+    assert len(names) == len(set(names)) == 485
     assert [name for name in names if canonical_name(name)] == []
     assert set(RENAMED) <= {*SECTION_OF, "accelerate_config"}
     assert all(len(reason) > 10 for reason in (*ASKS_FOR_NOTHING, *REFUSED))
@@ -66,6 +68,24 @@ def test_the_settings_that_the_tables_name_exist():
     assert {*DEFAULTS, *(meaning.setting for meaning in MEANINGS)} <= set(setting_fields())
     known = get_args(setting_fields()["optimizer"].annotation)
     assert all(ours in known for ours, _ in OPTIMIZERS.values())
+
+
+def test_every_default_of_the_original_that_differs_is_answered():
+    """The fixture has all names of its field registry with their defaults; it changes with the original alone."""
+    differs = set()
+    rows = [line.split("\t") for line in DEFAULTS_THERE.read_text(encoding="utf-8").splitlines()]
+    for name, text in rows:
+        value = json.loads(text)
+        found = map_name(name, canonical_name(name) or name, None if value == "" else value, True)
+        if found.outcome == "set":
+            theirs = to_setting_type(found.setting, found.value)
+            differs |= {found.setting} if theirs != setting_fields()[found.setting].default else set()
+        elif found.outcome not in ("neutral", "unused") and name != "accelerate_config":  # names a file
+            differs.add(name)
+    # The names that the registry does not have: what these programs do by themselves.
+    ours = {"aspect_bucket_sizes", "crop_style", "seed"}
+    assert len(rows) > 550 and "learning_rate" in differs
+    assert differs | ours == {*DEFAULTS, *SAME_RESULT}
 
 
 def test_the_page_is_up_to_date_and_has_every_name():
@@ -136,12 +156,12 @@ def test_what_means_something_else_is_told_for_files_of_the_original_alone(tmp_p
     values = {"max_grad_norm": 0.1, "lr_scheduler": "constant", "lr_warmup_steps": 10}
     assert load_file(tmp_path, values).warnings == ()
     told = load_file(tmp_path, {**values, "push_checkpoints_to_hub": False, "seed": 1}).warnings
-    assert [line for line in told if line.startswith("max_grad_norm = 0.1") and "c.json:2)" in line]
     assert [line for line in told if line.startswith("lr_warmup_steps = 10") and "c.json:4)" in line]
     [defaults] = [line for line in told if "another default" in line]
     assert "vae_dtype is fp32 (there bf16)" in defaults and "seed" not in defaults and "lr_end" not in defaults
-    by_norm = load_file(tmp_path, {**values, "grad_clip_method": "norm"}).warnings
-    assert not [line for line in by_norm if line.startswith("max_grad_norm")]
+    assert "grad_clip_method is norm (there value)" in defaults
+    by_norm = load_file(tmp_path, {**values, "configs_dir": "x", "grad_clip_method": "norm"}).warnings
+    assert not [line for line in by_norm if "grad_clip_method" in line]
 
 
 def test_a_lora_of_the_original_becomes_one_of_ours(tmp_path):

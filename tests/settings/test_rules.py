@@ -91,14 +91,18 @@ REFUSED = [
         "layers as one tensor; use fsdp_enable",
     ),
     (
+        {"grad_clip_method": "value", "zero_stage": 2},
+        "grad_clip_method = value cannot run with DeepSpeed, which clips by the norm: set norm, or use fsdp_enable",
+    ),
+    (
         {"optimizer": "muon", "fsdp_enable": True, "fsdp_offload_params": True},
         "optimizer = muon multiplies matrices in each step, which fsdp_offload_params would leave to the CPU: set "
         "fsdp_offload_params=false",
     ),
     (
         {"optimizer_release_gradients": True},
-        "optimizer_release_gradients updates weights before the norm of all gradients is known, by which max_grad_norm "
-        "= 2.0 scales them: set max_grad_norm=0",
+        "optimizer_release_gradients updates weights before all gradients are there, which max_grad_norm = 2.0 clips "
+        "together: set max_grad_norm=0",
     ),
     (
         {"optimizer_release_gradients": True, "max_grad_norm": 0, "gradient_accumulation_steps": 2},

@@ -29,6 +29,7 @@ from simpletuner.settings.sections import (
     Data,
     Ema,
     Launch,
+    Lora,
     Model,
     Optimizer,
     Parallel,
@@ -89,7 +90,9 @@ ENGINES: dict[str, dict[str, Any]] = {
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "split": {"state_layout": "split"},
     "released": {"optimizer_release_gradients": True},
-    **{name: {"optimizer": name} for name in ("adafactor", "muon", "adamw_schedulefree")},
+    **{name: {"optimizer": name} for name in ("adam", "adagrad", "lion", "adafactor", "muon", "adamw_schedulefree")},
+    "ema": {},
+    "lora": {},
 }
 """Settings of the optimizer by the words that may stand before an engine's name, as in `split fsdp2`."""
 
@@ -103,7 +106,12 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
     for word in words:
         optimizer |= OPTIMIZERS[word]
     return Settings(
-        model=Model(model_family=arguments["family"], pretrained_model_name_or_path=arguments["base"]),
+        model=Model(
+            model_family=arguments["family"],
+            model_type="lora" if "lora" in words else "full",
+            pretrained_model_name_or_path=arguments["base"],
+        ),
+        lora=Lora(lora_rank=64),
         data=Data(
             instance_data_dir=arguments["pictures"],
             resolution=arguments.get("resolution", 64),
@@ -127,7 +135,7 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
             learning_rate=arguments.get("learning_rate", 1e-3),
             max_grad_norm=arguments.get("max_grad_norm", 2.0),
         ),
-        ema=Ema(use_ema=arguments.get("ema", False), ema_decay=0.9),
+        ema=Ema(use_ema="ema" in words or arguments.get("ema", False), ema_decay=0.9),
         validation=Validation(
             validation_prompt=arguments.get("validation_prompt", []), validation_num_inference_steps=2
         ),

@@ -15,8 +15,10 @@ from simpletuner.settings import Loaded, load
 from simpletuner.settings.sections import setting_fields
 from simpletuner.settings.spelling import choices_of
 
-NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
-"""An environment that says nothing, and keeps accelerate's default file out."""
+HOOK = {"HOOK_OF_TESTS": "https://example.org/hook"}
+"""What settings refer to as a secret."""
+NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none", **HOOK}
+"""An environment that says nothing of settings, and keeps accelerate's default file out."""
 
 TRICKY = (
     "",
@@ -97,6 +99,7 @@ OWN_WORDS = {
     ),
     "validation_resolution": st.sampled_from(["", "512", "1216x832"]),
     "main_process_ip": st.sampled_from(["", "10.0.0.1", "fe80::1%eth0", "::1", "node-1.cluster.local", "bär.example"]),
+    "notify_url": st.sampled_from(["", "{env:HOOK_OF_TESTS}"]),
     "deepspeed_config": deepspeed_configs.filter(lambda config: "torch_adam" not in str(config)) | st.none(),
 }
 """Knobs whose text has rules of its own."""

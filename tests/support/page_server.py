@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
@@ -26,7 +27,7 @@ class Answer:
 
 @dataclass
 class PageServer:
-    """A started page: `address` with its token, as it was printed."""
+    """A started page: `address` is the one with a token that was printed last."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -54,9 +55,19 @@ class PageServer:
         finally:
             connection.close()
 
-    @property
+    @cached_property
     def cookie(self) -> dict[str, str]:
-        return {"Cookie": f"simpletuner-{self.port}={self.token}"}
+        """What a browser that has entered by the printed address sends."""
+        entered = self.send("GET", "/?token=" + self.token, {})
+        assert entered.code == 200, entered.text
+        cookie = {"Cookie": entered.headers["set-cookie"].partition(";")[0]}
+        self.address = self.next_address()
+        return cookie
+
+    def next_address(self) -> str:
+        """Return the address that is printed once the one before has been used."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
 
     def get(self, path: str, **query: str) -> Answer:
         """Ask for a page as a browser that has entered."""
@@ -82,7 +93,14 @@ def page_server(folder: Path, *flags: str, environment: Mapping[str, str] | None
     said = (folder.parent / f"{folder.name}-page.log").open("w+")
     own = {"SIMPLETUNER_HOME": str(folder.parent / "home"), **(environment or {})}
     process = subprocess.Popen(
-        command, cwd=folder, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=said, text=True
+        command,
+        cwd=folder,
+        env={**os.environ, **own},
+        stdout=subprocess.PIPE,
+        stderr=said,
+        text=True,
+        # In a background job of a shell SIGINT is ignored, also by all that it starts.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     assert process.stdout is not None
     try:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import gc
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from engines import session_of, settings_of, write
 
-from simpletuner.parallel.memory import estimate_torch, gradient_bytes
+from simpletuner.checkpoints.disk_usage import checkpoint_bytes
+from simpletuner.checkpoints.saving import save
+from simpletuner.data.batch_sampler import SamplerState
+from simpletuner.parallel.engine import Engine
+from simpletuner.parallel.memory import MemoryInputs, estimate_torch, gradient_bytes
+from simpletuner.parallel.split_state import QuantizedMoment
 from simpletuner.parallel.world import joined_world
+from simpletuner.training.ema import EMA
 from simpletuner.training.engines import open_engine
 from simpletuner.training.memory_estimate import memory_inputs
+from simpletuner.training.optimizers import trained_weights
+from simpletuner.training.schedule import Schedule
+from simpletuner.training.state import TrainingState
 from simpletuner.training.workload import Workload
 
 
@@ -50,3 +60,46 @@ def held_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
             engine.close()
             del engine, trained
         write(taken, report, world)
+
+
+def moments_of(engine: Engine) -> int:
+    """Return the bytes of an optimizer's moments, without those that are the parameters themselves."""
+    states: Any = engine.optimizer.state  # pyright: ignore[reportAttributeAccessIssue]
+    tensors = []
+    for shard, state in states.items():
+        for value in (value for name, value in state.items() if name != "step" and value is not None):
+            parts = [value.codes, value.scales] if isinstance(value, QuantizedMoment) else [value]
+            tensors += [part for part in parts if part.data_ptr() != shard.data_ptr()]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def saved_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
+    """Step twice and save; write, by engine, bytes on disk and of moments on this rank beside the estimates."""
+    with joined_world() as world:
+        taken = {}
+        for name in names:
+            settings = settings_of(arguments, name, Path(arguments["folder"]) / name, world.size)
+            session, family = session_of(world, settings)
+            weights = trained_weights(family)
+            with closing(open_engine(session, family, None)) as engine:
+                step_with_zeros(engine, 2)
+                rows = estimate_torch(settings, MemoryInputs.of(settings, weights)).rows
+                moments = [moments_of(engine), sum(row.gpu + row.host for row in rows if row.name == "optimizer")]
+                ema = EMA(engine, settings.ema) if settings.ema.use_ema else None
+                position = SamplerState(0, 0, 1, {})
+                state = TrainingState(engine, ema, {}, {}, "digest", 1, Schedule(9), 2, position)
+                folder = save(settings.training.output_dir, state.snapshot(2, position, {}), world, False, 1)
+            world.barrier()
+            written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            taken[name] = {"disk": [written, checkpoint_bytes(settings, weights)], "moments": moments}
+        write(taken, report, world)
+
+
+def step_with_zeros(engine: Engine, steps: int) -> None:
+    """Take steps with gradients of zero."""
+    for _ in range(steps):
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        engine.set_learning_rate(1e-3)
+        engine.step(2.0)

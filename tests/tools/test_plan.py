@@ -15,15 +15,16 @@ from models.test_inputs import CPU, opened
 from torch import Tensor, nn
 
 from simpletuner.app import main
+from simpletuner.checkpoints.disk_usage import DiskUsage
 from simpletuner.errors import SettingsError
 from simpletuner.models.diffusers_io import build_on_meta
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.step_trace import new_mode, trace_step, trace_vae, with_fake_parameters
-from simpletuner.parallel.memory import MemoryEstimate, MemoryInputs, MemoryRow
+from simpletuner.parallel.memory import MemoryBudget, MemoryEstimate, MemoryInputs, MemoryRow
 from simpletuner.parallel.module_stats import count_parameters
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
-from simpletuner.tools.plan.estimate import Budget, RunPlan
+from simpletuner.tools.plan.estimate import RunPlan
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.search import propose
 from simpletuner.training.workload import Workload
@@ -121,19 +122,45 @@ def test_engines_hold_what_is_estimated(run_on, pipelines, tmp_path):
             assert held == pytest.approx(estimated, rel=0.05), name
 
 
+SAVED = [
+    *("ema whole", "split fsdp2", "lora whole", "muon lora whole", "adagrad whole", "adafactor whole"),
+    *(f"{name} fsdp2" for name in ("adam", "lion", "adafactor", "muon", "ema adamw_schedulefree")),
+]
+
+
+def test_every_optimizer_holds_and_writes_what_is_estimated(run_on, pipelines, tmp_path):
+    base = {"family": "sdxl", "base": str(pipelines("sdxl")), "folder": str(tmp_path), "pictures": str(tmp_path)}
+    found = run_on(planning.saved_in_turn, 2, base, SAVED)
+    for name, pairs in found.items():
+        for kind, (real, estimated) in pairs.items():
+            assert estimated == pytest.approx(real, rel=0.05), f"{name}: {kind}"
+    assert len(found) == len(SAVED)
+
+
+@pytest.mark.parametrize("flags", [["--optimizer=muon"], ["--use_ema"], ["--model_type=lora", "--lora_rank=64"]])
+def test_nfs_check_needs_what_plan_counts(flags, run, pipelines, tmp_path, capsys):
+    flags = [*flags, f"--pretrained_model_name_or_path={pipelines('sdxl')}", "--max_train_steps=700", "--json"]
+    run(*flags)
+    planned = json.loads(capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        main(["nfs", "check", "--nodes=1", "--model_family=sdxl", f"--path={tmp_path}", *flags])
+    (space,) = (each for each in json.loads(capsys.readouterr().out)["checks"] if each["check"] == "space")
+    assert space["values"]["need_bytes"] == planned["disk_bytes"] > 2 * planned["checkpoint_bytes"]
+
+
 def plan_of(settings, bytes_by_batch: float, seconds: float) -> RunPlan:
     """Return a plan as `estimate_run` would, from a number of bytes and seconds."""
     memory = MemoryEstimate(MemoryInputs(1, 1), (MemoryRow("all", gpu=bytes_by_batch),))
-    return RunPlan(settings, memory, {"training": memory.gpu_bytes}, seconds, None, 10, 1, 1)
+    return RunPlan(settings, memory, {"training": memory.gpu_bytes}, seconds, None, 10, 1, DiskUsage(1, "", 1, 1, 1, 1))
 
 
 def test_any_phase_may_be_what_does_not_fit():
     memory = MemoryEstimate(MemoryInputs(1, 1), (MemoryRow("all", gpu=5 << 30, host=3 << 30),))
     phases = {"encoding captions": 10 << 30, "training": memory.gpu_bytes, "validating": None}
-    plan = RunPlan(Settings(), memory, phases, None, None, None, 1, 1)
-    assert plan.shortfall(Budget(10 << 30, 3 << 30)) == plan.shortfall(Budget()) == ""
-    assert plan.shortfall(Budget(8 << 30)) == "10.0 GiB per GPU while encoding captions"
-    assert plan.shortfall(Budget(10 << 30, 2 << 30)) == "3.0 GiB of memory per machine"
+    plan = RunPlan(Settings(), memory, phases, None, None, None, 1, DiskUsage(1, "", 1, 1, 1, 1))
+    assert plan.shortfall(MemoryBudget(10 << 30, 3 << 30)) == plan.shortfall(MemoryBudget()) == ""
+    assert plan.shortfall(MemoryBudget(8 << 30)) == "10.0 GiB per GPU while encoding captions"
+    assert plan.shortfall(MemoryBudget(10 << 30, 2 << 30)) == "3.0 GiB of memory per machine"
 
 
 def estimated(loaded) -> RunPlan:
@@ -174,7 +201,7 @@ def test_the_fastest_settings_that_fit_are_proposed(gpu_bytes, typed, wanted):
     def with_settings(values):
         return load({**flags, **values}, environment=NOWHERE, complete=False)
 
-    plan, changed, reasons = propose(with_settings({}), with_settings, estimated, Budget(gpu_bytes))
+    plan, changed, reasons = propose(with_settings({}), with_settings, estimated, MemoryBudget(gpu_bytes))
     assert changed == wanted and plan.peak_bytes <= gpu_bytes
     assert plan.settings.effective_batch_size == 4
     assert not reasons.keys() & typed.keys() and all(reasons.values())
@@ -185,8 +212,8 @@ def test_where_nothing_fits_the_least_is_named():
     def with_settings(values):
         return load({"model_family": "sdxl", **values}, environment=NOWHERE, complete=False)
 
-    with pytest.raises(SettingsError, match=r"nothing fits: the least needs 0\.0 GiB per GPU while training"):
-        propose(with_settings({}), with_settings, estimated, Budget(1))
+    with pytest.raises(SettingsError, match=r"nothing fits: the least needs 0 MiB per GPU while training"):
+        propose(with_settings({}), with_settings, estimated, MemoryBudget(1))
 
 
 @pytest.fixture

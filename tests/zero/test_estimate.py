@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simpletuner.deepspeed.estimate import (
-    MemoryBudget,
+    FREE_SHARE,
     choose_stage,
-    estimate_inputs,
     estimate_memory,
     stage_candidates,
 )
 from simpletuner.errors import SettingsError
-from simpletuner.parallel.memory import MemoryEstimate, MemoryInputs, MemoryRow
+from simpletuner.parallel.memory import MemoryBudget, MemoryEstimate, MemoryInputs, MemoryRow
+from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings import load
 from simpletuner.settings.deepspeed.config import deepspeed_config
 from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
@@ -86,7 +86,8 @@ def test_float32_accumulation_other_optimizers_and_ema_count():
     assert held(2, inputs=MemoryInputs(1000, 2, ema_device="accelerator"))["EMA"] == (2, 0, 0)
     flags = {"zero_stage": 2, "optimizer": "lion", "use_ema": True, "num_processes": 8, "num_machines": 2}
     settings = load(flags, complete=False, environment=NOWHERE).settings
-    assert estimate_inputs(settings, 7) == MemoryInputs(7, 8, 2, num_states=1, ema_device="cpu")
+    found = MemoryInputs.of(settings, TrainedWeights.of_count(7))
+    assert found == MemoryInputs(7, 8, 2, num_states=1, ema_device="cpu")
 
 
 def test_host_bytes_are_those_of_all_ranks_of_a_machine():
@@ -114,19 +115,19 @@ def test_the_first_candidate_that_fits_is_chosen():
         return MemoryEstimate(MemoryInputs(1, 1), (MemoryRow("all", gpu=gpu * 2**30),))
 
     assert (
-        choose_stage(MemoryBudget(40 * 2**30), stage_candidates(False, {"offload_optimizer": "none"}), of).settings[
-            "zero_stage"
-        ]
+        choose_stage(
+            MemoryBudget(40 * 2**30, None, FREE_SHARE), stage_candidates(False, {"offload_optimizer": "none"}), of
+        ).settings["zero_stage"]
         == 2
     )
-    choice = choose_stage(MemoryBudget(40 * 2**30), stage_candidates(False), of)
+    choice = choose_stage(MemoryBudget(40 * 2**30, None, FREE_SHARE), stage_candidates(False), of)
     assert choice.settings == {"zero_stage": 1, "offload_optimizer": "cpu", "offload_param": "none"}
     assert choice.reason == (
         "stage 1 with optimizer state on cpu fits 40.0 GiB per GPU, 35.0 GiB are left for activations; "
         "stage 1 would need 50.0 GiB per GPU"
     )
     with pytest.raises(SettingsError, match="nothing fits 512 MiB per GPU: stage 1 would need 50.0 GiB"):
-        choose_stage(MemoryBudget(2**29), stage_candidates(True), of)
+        choose_stage(MemoryBudget(2**29, None, FREE_SHARE), stage_candidates(True), of)
 
 
 def test_candidates_go_from_the_lowest_stage_and_the_least_offloading_up():

@@ -1,7 +1,7 @@
 """Whether a run is running, and if not, how it ended.
 
-Only what cannot lie counts: the lock of the output folder, which the kernel releases when its process ends, and what
-the run itself wrote last. A run that said nothing of its end and holds no lock was killed, or its machine was.
+Only what cannot lie counts: the lock of the output folder, which the kernel releases when its process ends, and the
+status that the run itself wrote. One that wrote no end and holds no lock was killed, or its machine was.
 """
 
 from __future__ import annotations
@@ -9,27 +9,31 @@ from __future__ import annotations
 import socket
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 
 import psutil
 
 from simpletuner.page.runs.folder import CONSOLE, RunFolder
-from simpletuner.page.runs.log import Log, parse_log
+from simpletuner.page.runs.log import parse_log
 from simpletuner.run_log import LOG
 from simpletuner.status_line import LINE_SECONDS, format_seconds
 from simpletuner.system.locks import describe_holder, is_locked
+from simpletuner.system.run_status import STATUS, RunState, RunStatus
 from simpletuner.training.metrics_reader import METRICS
 
 SILENT_SECONDS = 2.5 * LINE_SECONDS
 """A run writes a status line to its log each minute, whatever it is doing; one that misses two is stuck."""
 CONSOLE_BYTES = 64 << 10
+RESUME_HINT = "start it again to go on from its last checkpoint"
 
 
 class State(StrEnum):
-    """What a run is doing, or how it ended."""
+    """What a run is doing, or how it ended: the states that it writes itself, and those that only others can see."""
 
     STARTING = "starting"
     RUNNING = "running"
+    STOPPING = "stopping"
     STUCK = "stuck"
     FINISHED = "finished"
     STOPPED = "stopped"
@@ -45,80 +49,114 @@ class Condition:
     state: State
     sentence: str = ""
     hint: str = ""
+    can_stop: bool = False
+    """Whether a process holds the folder that has not been asked to stop."""
+    can_leave: bool = False
+    """Whether one does that has been asked: asked again, it exits without saving."""
 
     @property
-    def is_live(self) -> bool:
-        return self.state in (State.STARTING, State.RUNNING, State.STUCK)
+    def has_ended(self) -> bool:
+        return self.state in (State.FINISHED, State.STOPPED, State.FAILED, State.KILLED)
 
 
-def find_condition(run: RunFolder, log: Log, starting: bool) -> Condition:
-    """Return the condition of a run; `starting`: whether a process that this page has started for it is alive."""
-    # A file system without locks leaves the times of files.
+@dataclass(frozen=True)
+class Known:
+    """What the page itself knows of a run: the pid that it has started, 0 where that has ended; whom it has asked."""
+
+    started_pid: int = 0
+    asked: RunStatus | None = None
+    """The status of the start that the page has asked to stop."""
+
+
+def find_condition(run: RunFolder, status: RunStatus | None, known: Known) -> Condition:
     locked = is_locked(run.lock, exclusively=True)
-    silent = time.time() - run.written(LOG, METRICS)
     if locked:
-        return condition_of_holder(run, log, silent)
-    if starting:
+        return condition_of_holder(run, status, known)
+    if known.started_pid and (status is None or status.pid != known.started_pid):
         return Condition(State.STARTING, "the process has started and has not reached its output folder yet")
-    if locked is None and not log.ending()[0]:
-        return condition_without_locks(log, silent)
-    return find_ending(run, log)
+    if refused := find_refusal(run):
+        return refused
+    if status is None:
+        return condition_without_status(run)
+    if status.has_ended:
+        return describe_end(status)
+    if locked is None:  # a file system without locks leaves the times of files
+        return condition_without_locks(run, status)
+    if is_alive(status):
+        return Condition(State.STOPPING, "its processes are exiting")
+    sentence = f"it ended without a word after {status.time}: killed, out of memory, or the machine went down"
+    return Condition(State.KILLED, sentence, RESUME_HINT)
 
 
-def condition_of_holder(run: RunFolder, log: Log, silent: float) -> Condition:
-    holder = run.lock.read_text(encoding="utf-8", errors="replace")
-    if paused := paused_process(holder):
-        return Condition(State.STUCK, f"process {paused} is paused (SIGSTOP)", f"`kill -CONT {paused}` lets it go on")
+def condition_of_holder(run: RunFolder, status: RunStatus | None, known: Known) -> Condition:
+    """Return the condition of a run that holds its folder."""
+    holder = run.holder
+    if status is None or holder.split() != [status.host, str(status.pid)]:
+        return Condition(State.RUNNING, "it has not said yet what it is doing", can_stop=True)
+    if status.has_ended:
+        return describe_end(status)
+    is_asked = status.state is RunState.STOPPING or (known.asked is not None and known.asked.is_of_same_start(status))
+    buttons = {"can_stop": not is_asked, "can_leave": is_asked}
+    if paused := paused_process(status):
+        hint = f"`kill -CONT {paused}` lets it go on"
+        return Condition(State.STUCK, f"process {paused} is paused (SIGSTOP)", hint, **buttons)
+    silent = time.time() - run.written(STATUS, LOG, METRICS)
     if silent > SILENT_SECONDS:
         sentence = f"it is alive{describe_holder(holder)}, but has written nothing for {format_seconds(silent)}"
-        return Condition(State.STUCK, sentence, "look at the processes on that machine; stopping it saves if it can")
-    entries = log.last_start
-    return Condition(State.RUNNING, entries[-1].text.partition("\n")[0] if entries else "")
+        return Condition(State.STUCK, sentence, "look at the processes on that machine", **buttons)
+    sentence = "; ".join(filter(None, (status.reason or (is_asked and "asked to stop"), doing(status))))
+    return Condition(State.STOPPING if is_asked else State(status.state), sentence, **buttons)
 
 
-def paused_process(holder: str) -> int | None:
+def doing(status: RunStatus) -> str:
+    """Return the phase of a run, with how much of it is done unless the steps say so."""
+    is_counted = status.total > 0 and (status.done, status.total) != (status.step, status.max_steps)
+    return f"{status.doing}: {status.done:,}/{status.total:,}" if is_counted else status.doing
+
+
+def describe_end(status: RunStatus) -> Condition:
+    hint = RESUME_HINT if status.state is RunState.STOPPED else status.hint
+    return Condition(State(status.state), status.reason, hint)
+
+
+def is_alive(status: RunStatus) -> bool:
+    """Whether the process that a status names runs on this machine, and is not another one that has got its pid."""
+    try:
+        is_same = psutil.Process(status.pid).create_time() <= datetime.fromisoformat(status.started).timestamp()
+        return status.host == socket.gethostname() and is_same
+    except (psutil.Error, ValueError):
+        return False
+
+
+def paused_process(status: RunStatus) -> int | None:
     """Return the pid of a paused process of a run on this machine."""
-    host, _, pid = holder.strip().rpartition(" ")
-    if host != socket.gethostname() or not pid.isdigit():
+    if status.host != socket.gethostname():
         return None
     try:
-        launcher = psutil.Process(int(pid))
+        launcher = psutil.Process(status.pid)
         family = [launcher, *launcher.children(recursive=True)]
         return next((each.pid for each in family if each.status() == psutil.STATUS_STOPPED), None)
-    except psutil.Error:
+    except (psutil.Error, ValueError):
         return None
 
 
-def condition_without_locks(log: Log, silent: float) -> Condition:
+def condition_without_locks(run: RunFolder, status: RunStatus) -> Condition:
+    silent = time.time() - run.written(STATUS, LOG, METRICS)
     if silent < SILENT_SECONDS:
-        return Condition(State.RUNNING, "it wrote to its log lately; this file system has no locks to tell for sure")
+        return Condition(State(status.state), "this file system has no locks to tell for sure")
     sentence = f"it has written nothing for {format_seconds(silent)}, and this file system has no locks to tell more"
     return Condition(State.UNKNOWN, sentence, "look at the machine on which it was started")
 
 
-def find_ending(run: RunFolder, log: Log) -> Condition:
-    """Return how a run ended that nobody runs any more."""
-    if refused := find_refusal(run):
-        return refused
-    ending, entry = log.ending()
-    if entry is not None:
-        sentence = "" if ending == "finished" else entry.message
-        return Condition(State(ending), sentence, entry.hint or resume_hint(ending))
-    if not log.entries:
-        sentence = "it ended before it wrote to its log" if run.file(CONSOLE) else "it has no log"
-        return Condition(State.KILLED if run.file(CONSOLE) else State.UNKNOWN, sentence)
-    last = log.entries[-1]
-    sentence = f"it ended without a word after {last.time}: killed, out of memory, or the machine went down"
-    return Condition(State.KILLED, sentence, "the same command goes on from its last checkpoint")
-
-
-def resume_hint(ending: str) -> str:
-    return "start it again to go on from its last checkpoint" if ending == "stopped" else ""
+def condition_without_status(run: RunFolder) -> Condition:
+    if run.file(CONSOLE):
+        return Condition(State.KILLED, "it ended before it reached its output folder")
+    return Condition(State.UNKNOWN, f"it has no readable {STATUS}")
 
 
 def find_refusal(run: RunFolder) -> Condition | None:
-    """Return why a start from the page ended before it had a log, such as a mistake in the settings."""
-    if run.written(CONSOLE) < run.written(LOG):
+    """Return why a start from the page ended before it had the folder, such as a mistake in the settings."""
+    if run.written(CONSOLE) <= run.written(STATUS):
         return None
     lines = run.tail(CONSOLE, CONSOLE_BYTES).splitlines()
     said = parse_log("\n".join(line if line.startswith(" ") else f"0000-00-00 00:00:00 {line}" for line in lines))

@@ -1,25 +1,26 @@
-"""The output folder of a run, and how to find such folders."""
+"""The output folder of a run."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from simpletuner.errors import SettingsError
-from simpletuner.page.configurations import MAX_DEPTH, SKIPPED
 from simpletuner.page.folders import Folders
 from simpletuner.run_log import LOG
 from simpletuner.system.locks import RUN_LOCK
 from simpletuner.system.regular_files import read_end
+from simpletuner.system.run_status import STATUS
 from simpletuner.training.metrics_reader import METRICS
 from simpletuner.training.settings_record import SETTINGS
 
 CONSOLE = "console.txt"
 """What a run that the page has started prints; a mistake in its settings is nowhere else."""
-FILES = (METRICS, LOG, SETTINGS, CONSOLE)
+FILES = (STATUS, METRICS, LOG, SETTINGS, CONSOLE)
+RUN_FILES = (STATUS, METRICS, RUN_LOCK, CONSOLE)
+"""A folder with one of them is the output folder of a run; one of settings alone is not."""
 MAX_RUNS = 200
+HOLDER_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,18 @@ class RunFolder:
     def lock(self) -> Path:
         return self.path / RUN_LOCK
 
+    @property
+    def holder(self) -> str:
+        """The content of the lock file: `host pid` of the run that has locked it last."""
+        return self.tail(RUN_LOCK, HOLDER_BYTES)
+
     def file(self, name: str) -> Path | None:
         path = self.path / name
         return path if path.is_file() and self.folders.holds(path) else None
+
+    def holds_folder(self, name: str) -> bool:
+        path = self.path / name
+        return path.is_dir() and self.folders.holds(path)
 
     def tail(self, name: str, size: int) -> str:
         """Return the last `size` bytes of a file as text; empty where there is none."""
@@ -60,23 +70,4 @@ def open_run(folders: Folders, name: str) -> RunFolder:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is the output folder of a run: a folder of settings alone has no metrics, log or lock."""
-    return any((path / name).is_file() for name in (METRICS, RUN_LOCK, CONSOLE))
-
-
-def find_runs(folders: Folders) -> list[RunFolder]:
-    """Return the runs in the folders and a few levels below, those that were written last first."""
-    found = {path: RunFolder(path, folders) for root in folders.roots for path in walk(root)}
-    runs = sorted(found.values(), key=lambda run: -run.written(*FILES))
-    return runs[:MAX_RUNS]
-
-
-def walk(root: Path) -> Iterator[Path]:
-    for place, below, names in os.walk(root):
-        if {METRICS, RUN_LOCK, CONSOLE}.intersection(names):
-            below.clear()  # checkpoints, caches and images: nothing to look for, and many files
-            yield Path(place)
-            continue
-        depth = len(Path(place).relative_to(root).parts)
-        kept = [name for name in below if not name.startswith(".") and name not in SKIPPED]
-        below[:] = kept if depth < MAX_DEPTH else []
+    return any((path / name).is_file() for name in RUN_FILES)

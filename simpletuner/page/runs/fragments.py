@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -13,8 +14,8 @@ from simpletuner.page.rendering import field, folders_of, render
 from simpletuner.page.runs import curves
 from simpletuner.page.runs.folder import RunFolder, open_run
 from simpletuner.page.runs.log import read_log
-from simpletuner.page.runs.processes import is_starting
-from simpletuner.page.runs.summary import summarize
+from simpletuner.page.runs.processes import processes_of
+from simpletuner.page.runs.summary import Summary, summarize
 from simpletuner.page.runs.watching import Watched
 from simpletuner.system.checksums import value_checksum
 from simpletuner.training.html_report.checkpoint_rows import checkpoint_rows
@@ -49,15 +50,16 @@ def view_of(request: Request) -> tuple[list[RunFolder], str]:
 def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) -> list[Fragment]:
     run, watched = runs[0], watched_of(request)
     log = read_log(run)
-    starting = is_starting(request, run)
     offsets = curves.update(watched, list(runs))
     known = watched.of(run)
     with known.lock:
-        prompts, note = known.gallery.choose() if run.file("validation") else ([], "")
-    inside = run.file("checkpoints")
-    checkpoints = [row for row in checkpoint_rows(run.path) if run.file(f"checkpoints/{row.name}")] if inside else []
+        prompts, note = known.gallery.choose() if run.holds_folder("validation") else ([], "")
+    inside = run.holds_folder("checkpoints")
+    checkpoints = (
+        [row for row in checkpoint_rows(run.path) if run.holds_folder(f"checkpoints/{row.name}")] if inside else []
+    )
     return [
-        made("status", summary=summarize(run, log, starting)),
+        made("status", summary=summarize(run, processes_of(request).known(run))),
         Fragment(
             "curves",
             value_checksum({"read": offsets, "smoothing": smoothing}),
@@ -72,6 +74,18 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
 def made(name: str, **values: Any) -> Fragment:
     body = render(f"runs/{name}", **values)
     return Fragment(name, value_checksum({"body": body}), lambda: body)
+
+
+class KeptRows:
+    """The rows of the list of runs, made again only when a summary has changed."""
+
+    def __init__(self) -> None:
+        self.last: tuple[list[Summary], Fragment] | None = None
+
+    def fragment(self, rows: list[Summary], roots: Sequence[Path]) -> Fragment:
+        if self.last is None or self.last[0] != rows:
+            self.last = rows, made("rows", rows=rows, roots=roots)
+        return self.last[1]
 
 
 def draw(watched: Watched, runs: list[RunFolder], smoothing: str) -> str:

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import subprocess
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -14,12 +16,32 @@ from starlette.requests import Request
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.page.documents import Document, load_document
 from simpletuner.page.rendering import folders_of
+from simpletuner.page.runs.condition import Condition, Known, find_condition
 from simpletuner.page.runs.folder import CONSOLE, RunFolder
+from simpletuner.page.runs.summary import read_status_of
 from simpletuner.system.locks import describe_holder, is_locked
 from simpletuner.system.python_process import module_command
+from simpletuner.system.run_status import RunStatus
+from simpletuner.system.signals import REPEAT_SECONDS
 
-Started = dict[Path, subprocess.Popen[bytes]]
-"""The processes that this page has started, by output folder; it keeps them to learn of their ends."""
+
+@dataclass
+class Processes:
+    """What this page has done to runs, by output folder."""
+
+    started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """Kept to learn of their ends."""
+    asked: dict[Path, RunStatus] = field(default_factory=dict)
+    """The starts that were asked to stop. A run says so itself, but a second click can be faster."""
+
+    def known(self, run: RunFolder) -> Known:
+        process = self.started.get(run.path)
+        is_alive = process is not None and process.poll() is None
+        return Known(process.pid if process is not None and is_alive else 0, self.asked.get(run.path))
+
+
+def processes_of(request: Request) -> Processes:
+    return request.app.state.processes
 
 
 def start_run(request: Request, name: str) -> RunFolder:
@@ -27,22 +49,23 @@ def start_run(request: Request, name: str) -> RunFolder:
 
     Raises SettingsError for mistakes in the file, EnvironmentNotReady where its output folder is in use.
     """
-    folders, started = folders_of(request), started_by(request)
+    folders, processes = folders_of(request), processes_of(request)
     document = Document.read(folders, name)
     settings = load_document(document, folders, os.environ).settings
     run = RunFolder(folders.resolve(settings.training.output_dir), folders)
     # Two clicks, in one tab or in two, start one run.
     with request.app.state.saving:
-        if is_locked(run.lock, exclusively=True) or is_starting(request, run):
+        if is_locked(run.lock, exclusively=True) or processes.known(run).started_pid:
             raise EnvironmentNotReady(f"a run is using {run.name} already", "watch it, or stop it first")
         run.path.mkdir(parents=True, exist_ok=True)
-        started[run.path] = launch(run, document.path, folders.roots[0])
+        processes.started[run.path] = launch(run, document.path, folders.roots[0])
     return run
 
 
 def launch(run: RunFolder, config: Path, place: Path) -> subprocess.Popen[bytes]:
     command = module_command("simpletuner", "train", "--config", str(config))
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    # O_NONBLOCK: opening a FIFO of that name would wait for a reader, and is refused.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(run.path / CONSOLE, flags, 0o666)
     try:
         # A session of its own: Ctrl-C in the page's terminal, and its end, are not for the run.
@@ -58,27 +81,48 @@ def launch(run: RunFolder, config: Path, place: Path) -> subprocess.Popen[bytes]
         os.close(descriptor)
 
 
-def started_by(request: Request) -> Started:
-    return request.app.state.started
-
-
-def is_starting(request: Request, run: RunFolder) -> bool:
-    """Whether a process that this page has started for a run is alive."""
-    process = started_by(request).get(run.path)
-    return process is not None and process.poll() is None
-
-
-def stop_run(run: RunFolder) -> int:
+def stop_run(request: Request, run: RunFolder) -> int:
     """Ask the run that holds an output folder to save and exit; return its pid.
 
-    Raises SettingsError where no run holds it, EnvironmentNotReady for one that is not this machine's or not ours.
+    Raises SettingsError where no run holds it, EnvironmentNotReady for one that is not this machine's or not ours, or
+    that is stopping: the same signal again would end it without saving.
     """
+    processes = processes_of(request)
+    with request.app.state.saving:
+        status, condition = look_at(processes, run)
+        if condition.can_leave:
+            hint = "it finishes its step and saves a checkpoint; *Leave without saving* would lose that"
+            raise EnvironmentNotReady(f"{run.name} is stopping already", hint)
+        pid = signal_holder(run)
+        if status is not None:
+            processes.asked[run.path] = status
+    return pid
+
+
+def leave_run(request: Request, run: RunFolder) -> int:
+    """Have a run that is stopping exit at once, without saving; return its pid.
+
+    Raises SettingsError where no run is stopping, EnvironmentNotReady as `stop_run` does.
+    """
+    with request.app.state.saving:
+        if not look_at(processes_of(request), run)[1].can_leave:
+            raise SettingsError(f"{run.name} is not stopping", "stop it first: it saves a checkpoint")
+        time.sleep(REPEAT_SECONDS)  # a signal that follows sooner counts as the same request
+        return signal_holder(run)
+
+
+def look_at(processes: Processes, run: RunFolder) -> tuple[RunStatus | None, Condition]:
+    status = read_status_of(run)
+    return status, find_condition(run, status, processes.known(run))
+
+
+def signal_holder(run: RunFolder) -> int:
+    """Send SIGTERM to the run that holds an output folder; return its pid. Raises as `stop_run` does."""
     if is_locked(run.lock, exclusively=True) is not True:
         raise SettingsError(f"no run is using {run.name}", "it has ended already")
-    holder = run.lock.read_text(encoding="utf-8", errors="replace")
-    host, _, pid = holder.strip().rpartition(" ")
+    host, _, pid = run.holder.strip().rpartition(" ")
     if host != socket.gethostname():
-        raise EnvironmentNotReady(f"{run.name} is run{describe_holder(holder)}", "stop it on that machine")
+        raise EnvironmentNotReady(f"{run.name} is run{describe_holder(run.holder)}", "stop it on that machine")
     if not pid.isdigit() or not holds(int(pid), run.lock):
         raise EnvironmentNotReady(
             f"the process that {run.name} names as its run does not hold its lock", "look at the processes by hand"

@@ -13,11 +13,10 @@ from simpletuner.errors import SettingsError, SimpleTunerError, explain_os_error
 from simpletuner.page.configurations import list_files
 from simpletuner.page.rendering import field, folders_of, respond, respond_error, toast
 from simpletuner.page.runs import curves
-from simpletuner.page.runs.folder import find_runs, open_run
-from simpletuner.page.runs.fragments import Fragment, fragments_of, made, view_of, watched_of
-from simpletuner.page.runs.log import LIST_BYTES, read_log
-from simpletuner.page.runs.processes import is_starting, start_run, stop_run
-from simpletuner.page.runs.summary import summarize
+from simpletuner.page.runs.folder import open_run
+from simpletuner.page.runs.fragments import Fragment, KeptRows, fragments_of, view_of, watched_of
+from simpletuner.page.runs.listing import RunList
+from simpletuner.page.runs.processes import leave_run, start_run, stop_run
 from simpletuner.training.html_report.thumbnails import FILE
 
 STOP_POLLING = 286
@@ -35,16 +34,19 @@ def poll_list(request: Request) -> Response:
     return news(request, lambda: [list_fragment(request)])
 
 
+def run_list(request: Request) -> RunList:
+    return request.app.state.runs
+
+
 def list_fragment(request: Request) -> Fragment:
-    runs = find_runs(folders_of(request))
-    rows = [summarize(run, read_log(run, LIST_BYTES), is_starting(request, run)) for run in runs]
-    return made("rows", rows=rows, roots=folders_of(request).roots)
+    kept: KeptRows = request.app.state.rows
+    return kept.fragment(run_list(request).summaries(), folders_of(request).roots)
 
 
 def show_run(request: Request) -> Response:
     runs, smoothing = view_of(request)
     names = [run.name for run in runs]
-    others = [run.name for run in find_runs(folders_of(request)) if run.name not in names]
+    others = [run.name for run in run_list(request).runs() if run.name not in names]
     query = urlencode({"run": names[0], "with": names[1:], "smoothing": smoothing}, doseq=True)
     values = {"names": names, "others": others, "smoothings": tuple(curves.SMOOTHING), "smoothing": smoothing}
     fragments = {each.name: each for each in fragments_of(request, runs, smoothing)}
@@ -91,8 +93,15 @@ def start(request: Request) -> Response:
 
 def stop(request: Request) -> Response:
     run = open_run(folders_of(request), field(request, "run"))
-    pid = stop_run(run)
+    pid = stop_run(request, run)
     said = toast(f"{run.name} is asked to stop (pid {pid})", "it finishes its step and saves a checkpoint")
+    return HTMLResponse(said, headers={"HX-Reswap": "none"})
+
+
+def leave(request: Request) -> Response:
+    run = open_run(folders_of(request), field(request, "run"))
+    pid = leave_run(request, run)
+    said = toast(f"{run.name} is asked to leave at once (pid {pid})", "its last checkpoint is what is left of it")
     return HTMLResponse(said, headers={"HX-Reswap": "none"})
 
 
@@ -104,4 +113,5 @@ ROUTES = [
     Route("/runs/image", show_image),
     Route("/runs/start", start, methods=["POST"]),
     Route("/runs/stop", stop, methods=["POST"]),
+    Route("/runs/leave", leave, methods=["POST"]),
 ]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
-from simpletuner.page.runs.condition import Condition, State, find_condition
+from simpletuner.page.runs.condition import Condition, Known, State, find_condition
 from simpletuner.page.runs.folder import FILES, RunFolder
-from simpletuner.page.runs.log import Log
 from simpletuner.status_line import format_seconds
-from simpletuner.training.metrics_reader import METRICS, TAIL_BYTES, rows_in
-from simpletuner.training.pace import DURATIONS, RECENT_STEPS, Durations, Pace
+from simpletuner.system.run_status import STATUS, RunState, RunStatus, read_status
 from simpletuner.training.settings_record import SETTINGS, read_settings
 
 
@@ -21,47 +18,39 @@ class Summary:
 
     run: RunFolder
     condition: Condition
-    step: int
-    max_steps: int | None
-    loss: float | None
-    seconds_left: float | None
+    status: RunStatus
     model: str
     changed: str
+    config: str
+    """The configuration that starts it again; empty where the page cannot."""
 
     @property
     def time_left(self) -> str:
-        is_known = self.condition.state is State.RUNNING and self.seconds_left is not None
-        return format_seconds(self.seconds_left or 0.0) if is_known else ""
+        left = self.status.seconds_left
+        return format_seconds(left) if self.condition.state is State.RUNNING and left is not None else ""
 
 
-def summarize(run: RunFolder, log: Log, starting: bool) -> Summary:
-    rows = [row for row in rows_in(run.tail(METRICS, TAIL_BYTES).encode()) if "loss" in row]
-    settings = read_settings(path) if (path := run.file(SETTINGS)) is not None else None
-    max_steps = log.max_steps or known_steps(settings)
+def read_status_of(run: RunFolder) -> RunStatus | None:
+    return read_status(path) if (path := run.file(STATUS)) is not None else None
+
+
+def summarize(run: RunFolder, known: Known) -> Summary:
+    status = read_status_of(run)
+    condition = find_condition(run, status, known)
+    settings = (read_settings(path) if (path := run.file(SETTINGS)) is not None else None) or {}
     return Summary(
         run,
-        find_condition(run, log, starting),
-        step=int(rows[-1]["step"]) if rows else 0,
-        max_steps=max_steps,
-        loss=rows[-1]["loss"] if rows else None,
-        seconds_left=estimate(run, rows, max_steps),
-        model=" ".join(str((settings or {}).get(name) or "") for name in ("model_family", "model_flavour")).strip(),
+        condition,
+        status or RunStatus(RunState.STARTING),
+        model=" ".join(str(settings.get(name) or "") for name in ("model_family", "model_flavour")).strip(),
         changed=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.written(*FILES))),
+        config=config_of(run, status) if condition.has_ended else "",
     )
 
 
-def known_steps(settings: dict[str, Any] | None) -> int | None:
-    """Return the steps that settings ask for; None where they count epochs."""
-    steps = (settings or {}).get("max_train_steps")
-    return steps if isinstance(steps, int) and steps > 0 else None
-
-
-def estimate(run: RunFolder, rows: list[dict[str, Any]], max_steps: int | None) -> float | None:
-    """Return the seconds that the rest takes, by its last steps; what is due between steps is left out."""
-    if max_steps is None:
-        return None
-    pace = Pace(max_steps, {}, Durations(run.file(DURATIONS)))
-    for row in rows[-RECENT_STEPS - 1 :]:
-        if isinstance(seconds := row.get("seconds"), int | float):
-            pace.add_step(float(seconds), 0.0)
-    return pace.seconds_left(int(rows[-1]["step"])) if rows else None
+def config_of(run: RunFolder, status: RunStatus | None) -> str:
+    """Return the name of the file of settings that a run was started with, if with nothing else."""
+    if status is None or not status.config or not run.folders.holds(status.config):
+        return ""
+    path = run.folders.resolve(status.config)
+    return run.folders.shown(path) if path.is_file() else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from simpletuner.settings.deepspeed.keys import AUTO, RULES, TABLE
-from simpletuner.settings.deepspeed.optimizers import OPTIMIZERS, SETTINGS, optimizer_block, states_of
+from simpletuner.settings.deepspeed.optimizers import OPTIMIZERS, SETTINGS, optimizer_block
 from simpletuner.settings.deepspeed.schedules import scheduler_block
 from simpletuner.settings.key_table import Maps, export
 from simpletuner.settings.sections import Settings
@@ -41,8 +41,6 @@ class DeepSpeedOptions:
     """Absolute; None unless something is offloaded to files."""
     optimizer: str
     """DeepSpeed's name."""
-    states: tuple[str, ...]
-    """The float32 states that the optimizer keeps of each weight, beside its float32 master."""
     bf16: bool
 
     @property
@@ -64,7 +62,6 @@ def deepspeed_options(settings: Settings) -> DeepSpeedOptions | None:
         offload_param=parallel.offload_param,
         nvme_path=path.absolute() if path and uses_nvme else None,
         optimizer=OPTIMIZERS[settings.optimizer.optimizer].name,
-        states=states_of(settings),
         bf16=settings.training.mixed_precision == "bf16",
     )
 

@@ -28,12 +28,11 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer: DeepSpeed's name, which of our settings it takes, its other parameters, its float32 states."""
+    """One optimizer: DeepSpeed's name, which of our settings it takes, its other parameters."""
 
     name: str
     shared: tuple[str, ...]
     own: Mapping[str, Rule] = field(default_factory=dict)
-    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     @property
     def table(self) -> KeyTable:
@@ -56,8 +55,8 @@ ADAGRAD: dict[str, Rule] = {
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec("AdamW", ("lr", "betas", "eps", "weight_decay"), ADAM),
     "adam": OptimizerSpec("Adam", ("lr", "betas", "eps", "weight_decay"), ADAM),
-    "adagrad": OptimizerSpec("Adagrad", ("lr", "eps", "weight_decay"), ADAGRAD, ("sum",)),
-    "lion": OptimizerSpec("Lion", ("lr", "betas", "weight_decay"), {}, ("exp_avg",)),
+    "adagrad": OptimizerSpec("Adagrad", ("lr", "eps", "weight_decay"), ADAGRAD),
+    "lion": OptimizerSpec("Lion", ("lr", "betas", "weight_decay")),
 }
 ONE_BIT = "it compresses by NCCL or MPI of its own, supports no ZeRO stage above 1, and DeepSpeed 0.19 has removed it"
 MUP = "it needs the package mup and a model that was made with mup's base shapes, which diffusers' are not"
@@ -136,8 +135,3 @@ def optimizer_block(settings: Settings) -> dict[str, Any]:
     params = {name: ours[name] for name in spec.shared}
     # DeepSpeed makes AdamW of "Adam" unless adam_w_mode is false.
     return {"type": spec.name, "params": params | ({"adam_w_mode": False} if own.optimizer == "adam" else {})}
-
-
-def states_of(settings: Settings) -> tuple[str, ...]:
-    """Return the names of the float32 states that the optimizer keeps of each weight, as DeepSpeed calls them."""
-    return OPTIMIZERS[settings.optimizer.optimizer].states

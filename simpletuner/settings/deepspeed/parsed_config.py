@@ -70,7 +70,12 @@ class ParsedConfig:
         self.mistakes.append(Mistake(self.name_of(path), message, self.file or self.place, shorten(value), hint))
 
     def refuse_unknown(self, path: str, siblings: Iterable[str]) -> None:
-        hint = did_you_mean(path.rpartition(".")[2], siblings) or "leave it out"
+        section, _, name = path.rpartition(".")
+        siblings = list(siblings)
+        if name in siblings:  # `zero_optimization.stage` as one key
+            hint = f"write `{name}` into the object `{section}`: keys are nested, not dotted"
+        else:
+            hint = did_you_mean(name, siblings) or "leave it out"
         mistake = Mistake(self.name_of(path), "DeepSpeed knows no such key", self.file or self.place, hint=hint)
         self.mistakes.append(mistake)
 

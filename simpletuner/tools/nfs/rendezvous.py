@@ -27,7 +27,7 @@ from simpletuner.tools.nfs.results import format_ranks
 from simpletuner.tools.nfs.workspace import FolderStore, Workspace, card_key, invalidate_dir_cache
 
 if TYPE_CHECKING:
-    from simpletuner.tools.nfs.resources import DiskUsage
+    from simpletuner.checkpoints.disk_usage import DiskUsage
     from simpletuner.tools.nfs.visibility import Pong
 
 HEARTBEAT_SECONDS = 0.1
@@ -51,6 +51,8 @@ class Node:
     address: str = ""
     port: int = 29500
     disk_usage: DiskUsage | None = None
+    disk_unknown: str = "name the model with --model_family, or a folder of weights"
+    """Why `disk_usage` is None."""
     clock: Callable[[], float] = time.time
     flock: Callable[[int, int], None] = fcntl.flock
     mountinfo: Path = MOUNTINFO

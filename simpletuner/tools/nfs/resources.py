@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import shutil
 import socket
@@ -12,20 +11,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from simpletuner.system.network import listen_on_all_addresses
 from simpletuner.system.numbers import format_gb
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
 from simpletuner.tools.nfs.results import Finding, failed, format_ranks, passed, plural, skipped, warned
 
-if TYPE_CHECKING:
-    from simpletuner.settings import Settings
-
 MIB, GB = 2**20, 10**9
-FLOAT32_BYTES = 4
 MARGIN = 1.2
 """Caches, images and metrics come on top of checkpoints: below this many times the estimate is a warning."""
 LEAST_FREE_BYTES = GB
@@ -36,38 +30,6 @@ BUDGET_SECONDS = 0.4
 CHUNK_BYTES = 4 * MIB
 SLOW_MIB_PER_SECOND = 20.0
 CONNECT_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class DiskUsage:
-    """What a run writes into its folder: at most so many checkpoints and pipelines, and the bytes of each."""
-
-    parameters: int
-    origin: str
-    """Where the number of parameters comes from."""
-    checkpoints: int
-    """Those that are kept, and the one being written."""
-    checkpoint_bytes: int
-    pipelines: int
-    pipeline_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.checkpoints * self.checkpoint_bytes + self.pipelines * self.pipeline_bytes
-
-
-STATES = {"adamw": 2, "adam": 2, "adagrad": 1, "lion": 1, "adafactor": 0, "muon": 2, "adamw_schedulefree": 3}
-"""How many tensors of a weight's size an optimizer keeps of it; Muon, which keeps two, has one of hidden matrices."""
-
-
-def estimate_disk_usage(settings: Settings, parameters: int, origin: str) -> DiskUsage:
-    """Estimate what a run writes for a denoiser with that many parameters; see docs/nfs.md."""
-    copies = 1 + STATES[settings.optimizer.optimizer] + settings.ema.use_ema
-    checkpoints, steps = settings.checkpoints.checkpoints_total_limit + 1, settings.training.max_train_steps
-    if steps is not None:
-        checkpoints = min(checkpoints, math.ceil(steps / settings.checkpoints.checkpoint_step_interval))
-    weight_bytes = parameters * FLOAT32_BYTES
-    return DiskUsage(parameters, origin, checkpoints, copies * weight_bytes, 1 + settings.ema.use_ema, weight_bytes)
 
 
 def bytes_present(output: Path) -> int:
@@ -85,7 +47,7 @@ def check_space(node: Node) -> Finding:
     values: dict[str, Any] = {"free_bytes": free, "need_bytes": need}
     values["free_inodes"] = inodes if state.f_files else None  # some filesystems, such as btrfs, have no such limit
     sentence = f"{format_gb(free)} free" + (f", {inodes:,} inodes" if state.f_files else "")
-    sentence += f"; the run needs {describe_need(node.disk_usage, need)}"
+    sentence += f"; the run needs {describe_need(node, need)}"
     more_room = f"df -h {node.path}   # make room, or lower --checkpoints_total_limit"
     if need is not None and free < need:
         return failed("space", sentence, more_room, **values)
@@ -96,16 +58,13 @@ def check_space(node: Node) -> Finding:
     return passed("space", sentence, **values)
 
 
-def describe_need(usage: DiskUsage | None, need: int | None) -> str:
+def describe_need(node: Node, need: int | None) -> str:
     """Describe what the run needs, and how that is computed."""
+    usage = node.disk_usage
     if usage is None or need is None:
-        return "an unknown amount: name the model with --model_family, or a folder of weights"
+        return f"an unknown amount: {node.disk_unknown}"
     present = f", {format_gb(usage.total_bytes - need)} of it there already" if need < usage.total_bytes else ""
-    return (
-        f"about {format_gb(need)}: {usage.checkpoints} x {format_gb(usage.checkpoint_bytes)} of checkpoints, "
-        f"{usage.pipelines} x {format_gb(usage.pipeline_bytes)} exported{present}"
-        f" ({usage.parameters:,} parameters, {usage.origin})"
-    )
+    return f"about {format_gb(need)}: {usage.parts}{present} ({usage.parameters:,} parameters, {usage.origin})"
 
 
 def check_speed(peers: Rendezvous) -> Finding:

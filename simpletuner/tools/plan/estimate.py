@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
+from simpletuner.models.parameter_count import copied_bytes
 from simpletuner.parallel.devices import Device
-from simpletuner.parallel.memory import MemoryEstimate
+from simpletuner.parallel.memory import MemoryBudget, MemoryEstimate
 from simpletuner.settings import Settings
 from simpletuner.tools.plan.inputs import SampleSizes
 from simpletuner.tools.plan.timing import StepSeconds, estimate_step
-from simpletuner.training.memory_estimate import checkpoint_bytes, estimate_training
+from simpletuner.training.memory_estimate import estimate_training
 from simpletuner.training.workload import Workload
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Memory of each GPU, and of each machine; None where it is not known."""
-
-    gpu_bytes: int | None = None
-    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,7 @@ class RunPlan:
     """What `step_seconds` is made of, where it was estimated."""
     steps: int | None
     flops_per_sample: int
-    checkpoint_bytes: int
+    disk: DiskUsage
 
     @property
     def peak_bytes(self) -> int:
@@ -57,13 +51,9 @@ class RunPlan:
         ranks = self.settings.launch.num_processes
         return self.samples_per_second * self.flops_per_sample / (ranks * device.peak_tflops * 1e12)
 
-    def shortfall(self, budget: Budget) -> str:
+    def shortfall(self, budget: MemoryBudget) -> str:
         """Describe what is needed of which there is less; empty if all fits, or if nothing is known."""
-        if budget.gpu_bytes is not None and self.peak_bytes > budget.gpu_bytes:
-            return f"{self.peak_bytes / 2**30:,.1f} GiB per GPU while {self.peak_phase}"
-        if budget.host_bytes is not None and self.memory.host_bytes > budget.host_bytes:
-            return f"{self.memory.host_bytes / 2**30:,.1f} GiB of memory per machine"
-        return ""
+        return budget.shortfall(self.peak_bytes, self.memory.host_bytes, self.peak_phase)
 
 
 def estimate_run(
@@ -80,8 +70,7 @@ def estimate_run(
     if settings.validation.samples_images:
         decoding = workload.vae_bytes(settings, 1, decodes=True)
         phases["validating"] = decoding and round(at_rest) + decoding
-    trained, _ = workload.trained_parameters
     trace = workload.trace(settings, settings.training.train_batch_size, not settings.launch.use_cpu)
-    parts = estimate_step(settings, trace, device, trained, sizes.mean_area) if device else None
-    size = checkpoint_bytes(settings, trained)
-    return RunPlan(settings, memory, phases, parts and parts.total, parts, sizes.steps, flops_per_sample, size)
+    parts = estimate_step(settings, trace, device, memory.inputs, sizes.mean_area) if device else None
+    disk = estimate_disk_usage(settings, workload.weights, "counted", copied_bytes(workload.family.folder), sizes.steps)
+    return RunPlan(settings, memory, phases, parts and parts.total, parts, sizes.steps, flops_per_sample, disk)

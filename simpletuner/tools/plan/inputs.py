@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
 from simpletuner.data.folders import default_folder
 from simpletuner.data.geometry import Size
 from simpletuner.models.architecture import architecture_of
+from simpletuner.models.diffusers_io import silence_libraries
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.loading import local_folder
 from simpletuner.models.malformed import opening
+from simpletuner.models.parameter_count import copied_bytes
 from simpletuner.models.published import open_without_weights
 from simpletuner.models.registry import TINY, family_class
 from simpletuner.models.tiny.build import build_tiny
@@ -21,9 +24,11 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
 from simpletuner.preparation import plan_data, samples_by_size
 from simpletuner.report import Report
+from simpletuner.run_log import start_run_log, stop_run_log
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.system.signals import StopRequest
+from simpletuner.training.optimizers import trained_weights
 from simpletuner.training.schedule import new_schedule
 
 
@@ -71,9 +76,29 @@ def count_sizes(loaded: Loaded, report: Report) -> SampleSizes:
         return SampleSizes(samples_by_size(plan), new_schedule(settings, plan.sampler).max_steps)
 
 
+def opened_disk_usage(settings: Settings) -> DiskUsage:
+    """Estimate what a run writes, by the shapes of its weights. Raises SimpleTunerError for an unknown model."""
+    with opened_family(settings, Report(quiet=True)) as family:
+        return estimate_disk_usage(settings, trained_weights(family), "counted", copied_bytes(family.folder))
+
+
 @contextmanager
 def opened_family(settings: Settings, report: Report) -> Iterator[ModelFamily]:
-    """Yield the family of the settings: of a folder, of an earlier download, or as published, without weights."""
+    """Yield the family of the settings: of a folder, of an earlier download, or as published, without weights.
+
+    Libraries print nothing meanwhile.
+    """
+    start_run_log("")
+    try:
+        silence_libraries()
+        with family_without_weights(settings, report) as family:
+            yield family
+    finally:
+        stop_run_log()
+
+
+@contextmanager
+def family_without_weights(settings: Settings, report: Report) -> Iterator[ModelFamily]:
     model = settings.model
     if (folder := local_folder(model)) is not None and (folder / "model_index.json").is_file():
         with opening(folder):

@@ -14,7 +14,7 @@ from torch import Tensor
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.lora import freeze
 from simpletuner.parallel.attention_backend import attention_by
-from simpletuner.parallel.blocks import recommended_blocks
+from simpletuner.parallel.blocks import block_paths, recommended_blocks
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.gpu import set_float32_precision
@@ -57,7 +57,7 @@ def random_engine(
             blocks = recommended_blocks(model)
             if (adapter := family.adapter) is not None:
                 freeze(model, dtype)
-            optimizer = partial(make_optimizer, settings=settings.optimizer)
+            optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
             attach, plan = adapter and adapter.attach, family.sequence_plan
             engine = build_engine(model, blocks, settings, Mesh(world), fill, optimizer, attach, plan)
             with closing(engine):

@@ -14,9 +14,10 @@ from simpletuner.data.geometry import Size
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.flops import FlopCounter
 from simpletuner.parallel.devices import Device
+from simpletuner.parallel.memory import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
-from simpletuner.tools.plan.estimate import Budget, RunPlan, estimate_run
+from simpletuner.tools.plan.estimate import RunPlan, estimate_run
 from simpletuner.tools.plan.inputs import count_sizes, opened_family
 from simpletuner.tools.plan.measure import measure_step
 from simpletuner.tools.plan.search import Proposal, propose
@@ -32,7 +33,7 @@ class Planner:
     flags: Mapping[str, Any]
     config: Path | None
     device: Device | None
-    budget: Budget
+    budget: MemoryBudget
     report: Report
 
     def run(self, auto: bool, measure: bool) -> Proposal:

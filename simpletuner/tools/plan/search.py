@@ -9,9 +9,10 @@ from typing import Any
 
 from simpletuner.data.geometry import Size
 from simpletuner.errors import SettingsError
+from simpletuner.parallel.memory import MemoryBudget
 from simpletuner.settings import Loaded
 from simpletuner.settings.loading import settings_as_json
-from simpletuner.tools.plan.estimate import Budget, RunPlan
+from simpletuner.tools.plan.estimate import RunPlan
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "fsdp_enable": (False, True),
@@ -57,7 +58,7 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
 
 def propose(
     loaded: Loaded, with_settings: Callable[[Mapping[str, Any]], Loaded], estimate: Callable[[Loaded], RunPlan],
-    budget: Budget,
+    budget: MemoryBudget,
 ) -> tuple[RunPlan, dict[str, Any], dict[str, str]]:  # fmt: skip
     """Return the fastest candidate that fits, the settings that it changes, and the reasons.
 
@@ -96,7 +97,7 @@ def seconds_of(plan: RunPlan) -> float:
 
 def reason(
     name: str, values: Mapping[str, Any], plan: RunPlan, plan_of: Callable[[Mapping[str, Any]], RunPlan | None],
-    budget: Budget,
+    budget: MemoryBudget,
 ) -> str:  # fmt: skip
     """Say what the other value of one setting would lead to, all others being as chosen."""
     (other,) = (each for each in CHOICES[name] if each != values[name])
@@ -107,7 +108,7 @@ def reason(
 
 
 def batch_reason(
-    values: Mapping[str, Any], plan: RunPlan, plans: list[tuple[dict[str, Any], RunPlan]], budget: Budget
+    values: Mapping[str, Any], plan: RunPlan, plans: list[tuple[dict[str, Any], RunPlan]], budget: MemoryBudget
 ) -> dict[str, str]:
     """Say why the micro-batch is not larger, or else not smaller."""
     alike = [
@@ -123,7 +124,7 @@ def batch_reason(
     return {BATCH[0]: compared(str(size), other, plan, budget)}
 
 
-def compared(value: str, other: RunPlan | None, plan: RunPlan, budget: Budget) -> str:
+def compared(value: str, other: RunPlan | None, plan: RunPlan, budget: MemoryBudget) -> str:
     if other is None:
         return f"{value} is not possible here"
     if missing := other.shortfall(budget):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from simpletuner.models.step_trace import StepTrace
 from simpletuner.parallel.devices import Device
-from simpletuner.parallel.memory import FLOAT32_BYTES, MOMENTS, compute_bytes, shard_ranks
+from simpletuner.parallel.memory import FLOAT32_BYTES, MemoryInputs, compute_bytes, shard_ranks
 from simpletuner.settings import Settings
 
 PRODUCTS, ATTENTION, TRAFFIC, LINK = 0.71, 0.55, 0.8, 0.7
@@ -47,8 +47,10 @@ class StepSeconds:
         return max(computing, self.communication) + self.optimizer
 
 
-def estimate_step(settings: Settings, trace: StepTrace, device: Device, parameters: int, area: float) -> StepSeconds:
-    """Estimate a step whose samples have `area` of those that were traced; `parameters` are those that are trained."""
+def estimate_step(
+    settings: Settings, trace: StepTrace, device: Device, inputs: MemoryInputs, area: float
+) -> StepSeconds:
+    """Estimate a step whose samples have `area` of those that were traced."""
     accumulation, cp = settings.training.gradient_accumulation_steps, settings.parallel.context_parallel_size
     passes, peak = accumulation * area / cp, device.peak_tflops * 1e12
     is_compiled = settings.compile.dynamo_backend == "inductor"
@@ -61,9 +63,9 @@ def estimate_step(settings: Settings, trace: StepTrace, device: Device, paramete
         products,
         attention,
         max(pointwise, launches - products - attention),
-        communication_seconds(settings, device, parameters),
+        communication_seconds(settings, device, inputs.num_parameters),
         passes * 2 * trace.kept_bytes * settings.training.offload_activations / (HOST_GB_PER_SECOND * 1e9),
-        optimizer_seconds(settings, device, parameters),
+        optimizer_seconds(settings, device, inputs),
     )
 
 
@@ -79,9 +81,9 @@ def communication_seconds(settings: Settings, device: Device, parameters: int) -
     return parameters * (reduced + gathered) * (1 - 1 / ranks) / (rate * 1e9 * LINK)
 
 
-def optimizer_seconds(settings: Settings, device: Device, parameters: int) -> float:
+def optimizer_seconds(settings: Settings, device: Device, inputs: MemoryInputs) -> float:
     """Reading and writing weights, gradients and moments once, and the gradients twice more for their norm."""
-    share, moments = parameters / shard_ranks(settings), MOMENTS[settings.optimizer.optimizer]
+    share, moments = inputs.num_parameters / shard_ranks(settings), inputs.num_states
     is_split = settings.optimizer.state_layout == "split"
     num_bytes = 20 if is_split else FLOAT32_BYTES * (2 + 2 * moments + 1 + 3)
     is_on_host = settings.parallel.fsdp_offload_params or settings.parallel.offload_optimizer != "none"

@@ -14,6 +14,7 @@ from urllib.error import HTTPError, URLError
 from simpletuner.errors import SimpleTunerError, Stopped, without_errno
 from simpletuner.report import Report
 from simpletuner.session import Session
+from simpletuner.system.http_requests import http_request
 from simpletuner.system.threads import SerialWorker
 from simpletuner.training.metrics_reader import METRICS, last_row
 
@@ -60,7 +61,7 @@ class Notifier:
 
     def _post(self, event: str, message: str) -> None:
         body = json.dumps(self._content(event, message)).encode()
-        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        request = http_request(self.url, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=SECONDS) as answer:
                 answer.read(1 << 16)
@@ -80,5 +81,5 @@ class Notifier:
 
 
 def open_notifier(session: Session) -> Notifier:
-    url = session.settings.logging.notify_url if session.world.is_first else ""
+    url = session.settings.logging.notify_url.get_secret_value() if session.world.is_first else ""
     return Notifier(url, session.settings.training.output_dir, session.report)

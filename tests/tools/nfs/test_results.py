@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
+from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings.sections import Checkpoints, Ema, Settings, Training
 from simpletuner.system.signals import StopRequest
 from simpletuner.tools.nfs import posix_semantics, visibility
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
-from simpletuner.tools.nfs.resources import DiskUsage, bytes_present, check_space, estimate_disk_usage, judge_speed
+from simpletuner.tools.nfs.resources import bytes_present, check_space, judge_speed
 from simpletuner.tools.nfs.results import (
     ERRNO_MESSAGES,
     Finding,
@@ -125,20 +127,23 @@ def settings(**training: int | None) -> Settings:
 
 
 def test_a_run_writes_its_checkpoints_one_of_them_unfinished_and_its_pipeline():
-    found = estimate_disk_usage(settings(), 1_000, "counted")
+    found = estimate_disk_usage(settings(), TrainedWeights.of_count(1_000), "counted")
     assert (found.checkpoints, found.checkpoint_bytes) == (3, 12_000)
     assert (found.pipelines, found.pipeline_bytes) == (1, 4_000)
     assert found.total_bytes == 40_000
 
 
 def test_ema_adds_a_copy_to_each_checkpoint_and_a_pipeline():
-    found = estimate_disk_usage(settings().model_copy(update={"ema": Ema(use_ema=True)}), 1_000, "")
+    found = estimate_disk_usage(
+        settings().model_copy(update={"ema": Ema(use_ema=True)}), TrainedWeights.of_count(1_000), ""
+    )
     assert found.total_bytes == 3 * 16_000 + 2 * 4_000
 
 
 def test_a_short_run_writes_fewer_checkpoints():
-    assert estimate_disk_usage(settings(max_train_steps=900), 1, "").checkpoints == 2
-    assert estimate_disk_usage(settings(max_train_steps=90_000), 1, "").checkpoints == 3
+    one = TrainedWeights.of_count(1)
+    assert estimate_disk_usage(settings(max_train_steps=900), one, "").checkpoints == 2
+    assert estimate_disk_usage(settings(max_train_steps=90_000), one, "").checkpoints == 3
 
 
 def room(tmp_path: Path, total_bytes: int) -> Finding:

@@ -1,0 +1,141 @@
+"""The runs in the page's folders, and their summaries, looked at again only where something may have changed.
+
+Every open list asks every two seconds. With 200 runs that have ended, an answer takes 600 calls of lstat, and no file
+is read.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletuner.page.configurations import MAX_DEPTH, SKIPPED
+from simpletuner.page.folders import Folders
+from simpletuner.page.runs.folder import CONSOLE, MAX_RUNS, RUN_FILES, RunFolder
+from simpletuner.page.runs.processes import Processes
+from simpletuner.page.runs.summary import Summary, summarize
+from simpletuner.system.locks import RUN_LOCK
+from simpletuner.system.run_status import STATUS
+
+Signature = tuple[tuple[int, int, int] | None, ...]
+"""Times, sizes and inodes of the files that a summary follows from; None for one that is missing."""
+
+SIGNED = (STATUS, RUN_LOCK, CONSOLE)
+"""The lock is written by each start, the status as a run goes on, the console by a start that never gets so far."""
+LIVE_SECONDS = 1.0
+"""How long the summary of a run that has not ended holds, however many ask."""
+SETTLED_SECONDS = 1.0
+"""Within this time of a change, a folder may change again without another time: clocks of file systems are coarse."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A folder as it was listed: whether it is that of a run, and the folders to look into."""
+
+    signature: tuple[int, int]
+    is_run: bool
+    below: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A summary, what it was made from, and when, in seconds of time.monotonic()."""
+
+    signature: Signature
+    made: float
+    summary: Summary
+
+
+class RunList:
+    """Runs and summaries for all visitors of a page."""
+
+    def __init__(self, folders: Folders, processes: Processes) -> None:
+        self.folders, self.processes = folders, processes
+        self.listed: dict[str, Listed] = {}
+        self.kept: dict[str, Kept] = {}
+        self.lock = threading.Lock()
+
+    def runs(self) -> list[RunFolder]:
+        """Return the runs, those that were written last first."""
+        with self.lock:
+            return [RunFolder(Path(path), self.folders) for path, _ in self._newest()]
+
+    def summaries(self) -> list[Summary]:
+        """Return the summaries of the runs; those that nothing has changed are the same objects as before."""
+        with self.lock:
+            newest = self._newest()
+            kept = {path: self._summary(path, signature) for path, signature in newest}
+            self.kept = kept
+            return [each.summary for each in kept.values()]
+
+    def _summary(self, path: str, signature: Signature) -> Kept:
+        before, now = self.kept.get(path), time.monotonic()
+        if before is not None and before.signature == signature and not self._may_change(before, now):
+            return before
+        run = RunFolder(Path(path), self.folders)
+        summary = summarize(run, self.processes.known(run))
+        same = before is not None and before.summary == summary
+        return Kept(signature, now, before.summary if before is not None and same else summary)
+
+    def _may_change(self, kept: Kept, now: float) -> bool:
+        is_started = kept.summary.run.path in self.processes.started
+        return (is_started or not kept.summary.condition.has_ended) and now - kept.made > LIVE_SECONDS
+
+    def _newest(self) -> Sequence[tuple[str, Signature]]:
+        found = {path: signature_of(path) for root in self.folders.roots for path in self._walk(str(root), 0)}
+        return sorted(found.items(), key=lambda item: -last_written(item[1]))[:MAX_RUNS]
+
+    def _walk(self, folder: str, depth: int) -> Iterator[str]:
+        """Yield the folders of runs. What is in them is not looked at: many files, and never another run."""
+        listed = self.listed.get(folder)
+        if listed is not None and listed.is_run and any(signature_of(folder)):
+            yield folder
+            return
+        try:
+            status = os.lstat(folder)
+        except OSError:
+            self.listed.pop(folder, None)
+            return
+        signature = (status.st_mtime_ns, status.st_ino)
+        if listed is None or listed.signature != signature:
+            listed = list_folder(folder, signature)
+            if time.time() - status.st_mtime > SETTLED_SECONDS:
+                self.listed[folder] = listed
+        if listed.is_run:
+            yield folder
+            return
+        if depth < MAX_DEPTH:
+            for name in listed.below:
+                yield from self._walk(f"{folder}/{name}", depth + 1)
+
+
+def list_folder(folder: str, signature: tuple[int, int]) -> Listed:
+    try:
+        with os.scandir(folder) as entries:
+            found = list(entries)
+    except OSError:
+        return Listed(signature, is_run=False, below=())
+    if any(each.name in RUN_FILES and each.is_file() for each in found):
+        return Listed(signature, is_run=True, below=())
+    kept = (each for each in found if not each.name.startswith(".") and each.name not in SKIPPED)
+    return Listed(signature, False, tuple(sorted(each.name for each in kept if each.is_dir(follow_symlinks=False))))
+
+
+def signature_of(folder: str) -> Signature:
+    return tuple(stat_or_none(f"{folder}/{name}") for name in SIGNED)
+
+
+def stat_or_none(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def last_written(signature: Signature) -> int:
+    return max((each[0] for each in signature if each is not None), default=0)

@@ -1,0 +1,76 @@
+"""What each optimizer keeps of a weight, by shapes alone. No torch, so that commands can count before a run.
+
+The optimizers make their state from `moment_shapes`, and all estimates of memory and disk add it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+Shape = tuple[int, ...]
+
+ALIASES = ("y",)
+"""Moments that are the parameter itself: checkpoints hold them, memory does not hold them twice."""
+
+
+def moment_shapes(optimizer: str, shape: Shape, is_hidden_matrix: bool = False) -> dict[str, Shape]:
+    """Return the shape of each moment that an optimizer keeps of a weight, or of a shard of it, by name.
+
+    A moment of as many dimensions as its weight is cut into the same rows; any other is whole on every rank.
+    """
+    match optimizer:
+        case "adafactor" if len(shape) >= 2:
+            columns = shape[1:] if len(shape) == 2 else (*shape[:-2], 1, shape[-1])
+            return {"row_var": (*shape[:-1], 1), "col_var": columns}
+        case "adamw_schedulefree":
+            return {"y": shape, "z": shape, "exp_avg_sq": shape, "weight_sum": ()}
+        case "adafactor":
+            names = ("variance",)
+        case "adagrad":
+            names = ("sum",)
+        case "lion":
+            names = ("exp_avg",)
+        case "muon" if is_hidden_matrix:
+            names = ("momentum_buffer",)
+        case "adam" | "adamw" | "muon":
+            names = ("exp_avg", "exp_avg_sq")
+        case _:
+            raise ValueError(f"no optimizer is named {optimizer}")
+    return dict.fromkeys(names, shape)
+
+
+def needs_shapes(optimizer: str) -> bool:
+    """Whether the moments of a model follow from its weights' shapes, not from their number alone."""
+    return optimizer in ("adafactor", "muon")
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """What an optimizer is given, and how many numbers the weights of a checkpoint are."""
+
+    shapes: Sequence[tuple[Shape, bool]]
+    """Of each weight, and whether Muon takes it for a hidden matrix."""
+    num_parameters: int
+    num_saved: int
+    """Parameters and buffers, those that are not trained included."""
+
+    @classmethod
+    def of_count(cls, num_parameters: int) -> TrainedWeights:
+        """Know the number alone, which says all but for optimizers that need shapes: of those it is the most."""
+        return cls([((num_parameters,), False)], num_parameters, num_parameters)
+
+    def held_states(self, optimizer: str, ranks: int) -> float:
+        """Return how many numbers of moments each of so many ranks holds for each weight of its share."""
+        sizes = [
+            prod(moment) * (1 if len(moment) == len(shape) else ranks)
+            for shape, is_hidden in self.shapes
+            for name, moment in moment_shapes(optimizer, shape, is_hidden).items()
+            if name not in ALIASES
+        ]
+        return sum(sizes) / self.num_parameters
+
+    def saved_states(self, optimizer: str) -> int:
+        """Return how many numbers of moments a checkpoint holds, over all ranks."""
+        return sum(prod(m) for each in self.shapes for m in moment_shapes(optimizer, *each).values())
