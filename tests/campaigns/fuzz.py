@@ -36,7 +36,7 @@ from mutations import Case, draw_case  # noqa: E402
 from settings_files import MODEL  # noqa: E402
 
 from simpletuner import app  # noqa: E402
-from simpletuner.report import CONTROLS  # noqa: E402
+from simpletuner.run_log import CONTROLS  # noqa: E402
 from simpletuner.settings import load  # noqa: E402
 from simpletuner.settings.export import FORMATS, export  # noqa: E402
 
