@@ -224,6 +224,8 @@ class Campaign:
 
 
 def is_alive(process: psutil.Process) -> bool:
+    if isinstance(process, psutil.Popen):  # a child of ours, which this reaps
+        return process.poll() is None
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -24,7 +24,7 @@ from simpletuner.models.step_trace import new_mode, trace_step, trace_vae, with_
 from simpletuner.parallel.memory import MemoryBudget, MemoryEstimate, MemoryInputs, MemoryRow
 from simpletuner.parallel.module_stats import count_parameters
 from simpletuner.report import Report
-from simpletuner.settings import load
+from simpletuner.settings import Settings, load
 from simpletuner.tools.plan.estimate import RunPlan
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.search import propose
@@ -153,6 +153,15 @@ def plan_of(settings, bytes_by_batch: float, seconds: float) -> RunPlan:
     """Return a plan as `estimate_run` would, from a number of bytes and seconds."""
     memory = MemoryEstimate(MemoryInputs(1, 1), (MemoryRow("all", gpu=bytes_by_batch),))
     return RunPlan(settings, memory, {"training": memory.gpu_bytes}, seconds, None, 10, 1, DiskUsage(1, "", 1, 1, 1, 1))
+
+
+def test_any_phase_may_be_what_does_not_fit():
+    memory = MemoryEstimate(MemoryInputs(1, 1), (MemoryRow("all", gpu=5 << 30, host=3 << 30),))
+    phases = {"encoding captions": 10 << 30, "training": memory.gpu_bytes, "validating": None}
+    plan = RunPlan(Settings(), memory, phases, None, None, None, 1, DiskUsage(1, "", 1, 1, 1, 1))
+    assert plan.shortfall(MemoryBudget(10 << 30, 3 << 30)) == plan.shortfall(MemoryBudget()) == ""
+    assert plan.shortfall(MemoryBudget(8 << 30)) == "10.0 GiB per GPU while encoding captions"
+    assert plan.shortfall(MemoryBudget(10 << 30, 2 << 30)) == "3.0 GiB of memory per machine"
 
 
 def estimated(loaded) -> RunPlan:
