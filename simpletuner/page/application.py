@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,8 +31,10 @@ PAGES = (configurations, editor, blocks, builder_dialog, exports, runs, preferen
 BUG = SimpleTunerError("This is a bug in simpletuner.", "the terminal where the page was started shows where")
 
 
-def build_application(folders: Folders, config: Path | None, secrets: Secrets, host: str) -> Starlette:
-    """Return the page. `config` is the file that opens first."""
+def build_application(
+    folders: Folders, config: Path | None, secrets: Secrets, host: str, entered: Callable[[], None]
+) -> Starlette:
+    """Return the page. `config` is the file that opens first; `entered` is called when a browser is let in."""
     static = Mount("/static", StaticFiles(directory=HERE / "static"))
     guard = Middleware(Guard, secrets=secrets, host=host, refuse=refuse, enter=enter)
     # Handlers are plain functions: Starlette runs them in threads, so that one that reads files holds nobody up.
@@ -51,6 +55,7 @@ def build_application(folders: Folders, config: Path | None, secrets: Secrets, h
     application.state.processes = processes = Processes()
     application.state.runs = RunList(folders, processes)
     application.state.secrets, application.state.csrf = secrets, secrets.csrf
+    application.state.entered = entered
     return application
 
 
@@ -69,8 +74,11 @@ def enter(request: Request) -> Response:
     cookie with the redirected request.
     """
     secrets: Secrets = request.app.state.secrets
-    response = HTMLResponse(render("enter", path=request.url.path))
-    response.set_cookie(secrets.cookie, secrets.token, httponly=True, samesite="strict")
+    # `//host`, and what browsers take for it (`/\\host`, `/<tab>/host`), would lead to another site.
+    path = "/" + quote(request.url.path).lstrip("/")
+    response = HTMLResponse(render("enter", path=path))
+    response.set_cookie(secrets.cookie, secrets.session, httponly=True, samesite="strict")
+    request.app.state.entered()
     return response
 
 

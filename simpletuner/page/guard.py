@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import secrets
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
@@ -40,16 +42,20 @@ HEADERS = {
 
 WRONG_HOST = "This page does not answer to that name: use the address that `simpletuner page` printed."
 NO_TOKEN = "This page needs the address that `simpletuner page` printed, with its token."
+USED_TOKEN = "This address was used already, or is not one of this page: take the one that the terminal printed last."
 FOREIGN = "This request did not come from this page: reload it and try again."
 TOO_LARGE = f"A request may have at most {MAX_BODY_BYTES >> 20} MiB."
 
 
-@dataclass(frozen=True)
 class Secrets:
-    """The token of one server, and what is derived from it; nothing is kept per visitor."""
+    """What lets visitors in: tokens, each good for one browser, and the cookie that such a browser keeps."""
 
-    token: str
-    port: int
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.session = secrets.token_urlsafe(32)
+        """The cookie's value, which never stands in an address."""
+        self.unused: set[str] = set()
+        self.lock = threading.Lock()
 
     @property
     def cookie(self) -> str:
@@ -58,7 +64,21 @@ class Secrets:
 
     @property
     def csrf(self) -> str:
-        return hmac.new(self.token.encode(), b"csrf", hashlib.sha256).hexdigest()
+        return hmac.new(self.session.encode(), b"csrf", hashlib.sha256).hexdigest()
+
+    def issue(self) -> str:
+        """Return a new token."""
+        token = secrets.token_urlsafe(32)
+        with self.lock:
+            self.unused.add(token)
+        return token
+
+    def use(self, given: str) -> bool:
+        """Return whether a token is good, and let nobody else use it."""
+        with self.lock:
+            found = [token for token in self.unused if is_same(token, given)]
+            self.unused.difference_update(found)
+        return bool(found)
 
 
 def is_same(one: str, other: str) -> bool:
@@ -113,13 +133,14 @@ class Guard:
         """Return the response to a request that must not reach the application."""
         if not names_this_machine(request.headers.get("host", ""), self.host):
             return self.refuse(request, 421, WRONG_HOST)
-        token = request.query_params.get("token")
-        if token is not None and request.method == "GET" and is_same(token, self.secrets.token):
+        is_known = is_same(request.cookies.get(self.secrets.cookie, ""), self.secrets.session)
+        token = request.query_params.get("token") if request.method == "GET" else None
+        if token is not None and (is_known or self.secrets.use(token)):
             return self.enter(request)
         if request.url.path.startswith("/static/"):  # the page of an error needs its style, which is public
             return None
-        if not is_same(request.cookies.get(self.secrets.cookie, ""), self.secrets.token):
-            return self.refuse(request, 401, NO_TOKEN)
+        if not is_known:
+            return self.refuse(request, 401, NO_TOKEN if token is None else USED_TOKEN)
         if request.method not in SAFE_METHODS and not self.is_from_here(request):
             return self.refuse(request, 403, FOREIGN)
         return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
-import secrets
 import socket
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import uvicorn
 
@@ -18,22 +20,45 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.page.application import build_application
 from simpletuner.page.folders import Folders
 from simpletuner.page.guard import Secrets
+from simpletuner.page.rendering import render
 from simpletuner.report import Report
 
 LOOPBACK = "127.0.0.1"
 USUAL_PORT = 8001
 
 
+@dataclass
+class Doorkeeper:
+    """Says by which address the page can be opened: the one printed last is good for one browser."""
+
+    secrets: Secrets
+    origin: str
+
+    def new_address(self) -> str:
+        return f"{self.origin}/?token={self.secrets.issue()}"
+
+    def announce(self) -> None:
+        """Print an address."""
+        report = Report()
+        report.text(self.new_address() + "\n")
+        sys.stdout.flush()  # whoever reads it from a pipe waits for it
+
+    def entered(self) -> None:
+        """Print the next address once the last one is used."""
+        if not self.secrets.unused:
+            with suppress(OSError):  # nobody reads the output any more
+                Report().say("a browser has opened the page; another one needs another address:")
+                self.announce()
+
+
 def serve(folders: Sequence[Path], config: Path | None, host: str, port: int | None, may_open: bool) -> None:
     """Serve the page. Raises EnvironmentNotReady where the address cannot be bound."""
     listener = bind(host, port)
     bound = listener.getsockname()[1]
-    made = Secrets(secrets.token_urlsafe(32), bound)
-    application = build_application(Folders.of(folders), config, made, host)
-    address = f"http://{f'[{host}]' if ':' in host else host}:{bound}/?token={made.token}"
-    announce(Report(), address, host)
-    if may_open and has_browser():
-        webbrowser.open(address)
+    doorkeeper = Doorkeeper(Secrets(bound), f"http://{f'[{host}]' if ':' in host else host}:{bound}")
+    application = build_application(Folders.of(folders), config, doorkeeper.secrets, host, doorkeeper.entered)
+    doorkeeper.announce()
+    say_how_to_use(Report(), host)
     settings = uvicorn.Config(
         application,
         log_level="warning",
@@ -42,12 +67,23 @@ def serve(folders: Sequence[Path], config: Path | None, host: str, port: int | N
         proxy_headers=False,
         timeout_graceful_shutdown=2,  # a page that waits for news keeps its connection open
     )
-    uvicorn.Server(settings).run(sockets=[listener])
+    opened = opened_browser(doorkeeper.new_address()) if may_open and has_browser() else nullcontext()
+    with opened:
+        uvicorn.Server(settings).run(sockets=[listener])
 
 
-def announce(report: Report, address: str, host: str) -> None:
-    report.text(address + "\n")
-    sys.stdout.flush()  # whoever reads it from a pipe waits for it
+@contextmanager
+def opened_browser(address: str) -> Iterator[None]:
+    """Open a browser by a file that leads to the address: every user of the machine can read its arguments."""
+    with TemporaryDirectory(prefix="simpletuner-page-") as folder:  # which only this user may enter
+        file = Path(folder) / "open.html"
+        file.touch(0o600)
+        file.write_text(render("open", address=address), encoding="utf-8")
+        webbrowser.open(file.as_uri())
+        yield
+
+
+def say_how_to_use(report: Report, host: str) -> None:
     report.say("open this address in a browser; Ctrl-C stops the page, runs go on")
     if not is_loopback(host):
         report.warn(

@@ -220,8 +220,8 @@ def test_what_the_original_does_by_itself_is_written_out(imported, case):
 def test_private_stays_private_and_crops_stay_random(imported):
     datasets = [{**IMAGES, "crop": True, "crop_aspect": "preserve"}]
     assert imported({"push_to_hub": True}, datasets)[0] == 0
-    made = tomllib.loads(Path("run.toml").read_text())
-    assert made["model_card_private"] is True and made["crop_style"] == "random"
+    made = load({}, Path("run.toml"), environment={}).settings
+    assert made.hub.push_to_hub and made.hub.model_card_private and made.data.crop_style == "random"
 
 
 def test_text_caches_keep_the_datasets_that_name_them(imported):

@@ -46,7 +46,9 @@ def page(browser: Browser, server: PageServer) -> Iterator[Page]:
     said: list[str] = []
     tab.on("console", lambda message: None if message.text.startswith(EXPECTED) else said.append(message.text))
     tab.on("pageerror", lambda error: said.append(str(error)))
-    tab.goto(server.address)
+    name, _, value = server.cookie["Cookie"].partition("=")
+    context.add_cookies([{"name": name, "value": value, "url": server.origin}])
+    tab.goto(server.origin)
     tab.wait_for_url(server.origin + "/configurations*")
     yield tab
     context.close()

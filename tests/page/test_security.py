@@ -2,28 +2,89 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import time
+from html import unescape
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.parse import urljoin
+from urllib.request import urlopen
 
 import pytest
 from page_server import PageServer
+from terminal import Terminal
 
 from simpletuner.errors import SettingsError
 from simpletuner.page.folders import Folders
 from simpletuner.page.guard import names_this_machine
 
 
-def test_only_the_printed_address_opens_the_page(server: PageServer):
-    for cookie in ({}, {"Cookie": f"simpletuner-{server.port}=wrong"}, {"Cookie": "simpletuner-1=" + server.token}):
+def test_the_printed_address_opens_the_page_for_one_browser(server: PageServer):
+    session = server.cookie["Cookie"].partition("=")[2]  # what the first browser got
+    token = server.token
+    assert len({session, token}) == 2
+    for cookie in ({}, {"Cookie": f"simpletuner-{server.port}={token}"}, {"Cookie": f"simpletuner-1={session}"}):
         refused = server.send("GET", "/runs", cookie)
-        assert refused.code == 401 and "needs the address" in refused.text and server.token not in refused.text
+        assert refused.code == 401 and "needs the address" in refused.text and token not in refused.text
     assert server.send("GET", "/runs?token=wrong", {}).code == 401
-    entered = server.send("GET", "/runs?token=" + server.token, {})
+    assert server.send("HEAD", "/runs?token=" + token, {}).code == 401, "it is not used up by a look"
+    assert server.get("/runs?token=" + token).code == 200, "nor by a browser that has entered"
+    entered = server.send("GET", "/runs?token=" + token, {})
     assert entered.code == 200 and 'url=/runs"' in entered.text
     cookie = entered.headers["set-cookie"]
-    assert cookie.startswith(f"simpletuner-{server.port}={server.token};")
+    assert cookie.startswith(f"simpletuner-{server.port}={session};") and token not in cookie
     assert "HttpOnly" in cookie and "SameSite=strict" in cookie
-    assert server.get("/runs").code == 200
+    again = server.send("GET", "/runs?token=" + token, {})
+    assert again.code == 401 and "was used already" in again.text and "set-cookie" not in again.headers
+    server.address = server.next_address()
+    assert server.token not in (token, session) and server.get("/runs").code == 200
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text(), "it starts in half a second"
+
+
+@pytest.mark.parametrize(
+    "path", ["//evil.example/x", "///evil.example", "/%5Cevil.example", "/%09/evil.example", "/%2F/x"]
+)
+def test_entering_leads_to_a_path_of_this_page(server: PageServer, path: str):
+    shown = unescape(server.get(f"{path}?token=x").text)
+    (target,) = re.findall(r'content="0; url=([^"]*)"', shown)
+    resolved = urljoin(server.origin, re.sub(r"[\t\n\r]", "", target).replace("\\", "/"))
+    assert resolved.startswith(server.origin + "/"), target
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a page opens a browser where DISPLAY is set")
+def test_a_browser_is_opened_by_a_file_of_ours_and_no_argument_has_the_token(tmp_path, monkeypatch):
+    fake = tmp_path / "browser"
+    fake.write_text(
+        f'#!/bin/sh\nstat -c %a "${{1#file://}}" > {tmp_path}/mode\ncp "${{1#file://}}" {tmp_path}/opened\n'
+    )
+    fake.write_text(
+        fake.read_text() + f'echo "$@" > {tmp_path}/arguments.new; mv {tmp_path}/arguments.new {tmp_path}/arguments\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("DISPLAY", ":9")
+    monkeypatch.setenv("BROWSER", f"{fake} %s")
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    terminal = Terminal(tmp_path, "page", "--port=0", columns=300)
+    try:
+        terminal.wait_for("Ctrl-C stops the page")
+        end = time.monotonic() + 30
+        while not (tmp_path / "arguments").exists():
+            assert time.monotonic() < end, terminal.drawn
+            time.sleep(0.02)
+        (address,) = re.findall(r'url=(http[^"]*)"', (tmp_path / "opened").read_text())
+        assert "token" not in (tmp_path / "arguments").read_text() and "token=" in address
+        assert (tmp_path / "mode").read_text().strip() == "600"
+        assert address not in terminal.drawn, "the printed one is another browser's"
+        assert urlopen(address).status == 200
+        with pytest.raises(HTTPError):
+            urlopen(address)
+        terminal.press("\x03")
+        assert terminal.ended() == 130
+        file = (tmp_path / "arguments").read_text().strip().removeprefix("file://")
+        assert not Path(file).exists()
+    finally:
+        terminal.close()
 
 
 def test_names_of_other_hosts_are_refused(server: PageServer):
@@ -45,6 +106,7 @@ def test_a_request_that_changes_something_must_come_from_the_page(server: PageSe
         {"X-CSRF-Token": ""},
         {"X-CSRF-Token": "é" * 10},
         {"X-CSRF-Token": server.token},
+        {"X-CSRF-Token": server.cookie["Cookie"].partition("=")[2]},
     ):
         refused = server.send(
             "POST", "/runs", own | {name: value.encode().decode("latin-1") for name, value in changed.items()}

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
@@ -27,7 +27,7 @@ class Answer:
 
 @dataclass
 class PageServer:
-    """A started page: `address` with its token, as it was printed."""
+    """A started page: `address` is the one with a token that was printed last."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -55,9 +55,19 @@ class PageServer:
         finally:
             connection.close()
 
-    @property
+    @cached_property
     def cookie(self) -> dict[str, str]:
-        return {"Cookie": f"simpletuner-{self.port}={self.token}"}
+        """What a browser that has entered by the printed address sends."""
+        entered = self.send("GET", "/?token=" + self.token, {})
+        assert entered.code == 200, entered.text
+        cookie = {"Cookie": entered.headers["set-cookie"].partition(";")[0]}
+        self.address = self.next_address()
+        return cookie
+
+    def next_address(self) -> str:
+        """Return the address that is printed once the one before has been used."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
 
     def get(self, path: str, **query: str) -> Answer:
         """Ask for a page as a browser that has entered."""
