@@ -104,7 +104,7 @@ def seconds_to_first_step(folder: Path) -> float:
             time.sleep(0.01)
         seconds = time.perf_counter() - began
         run.kill()
-    assert "making" not in (folder / "log").read_text(), "the caches were not complete"
+    assert "encoding" not in (folder / "log").read_text(), "the caches were not complete"
     return seconds
 
 

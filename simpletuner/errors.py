@@ -164,6 +164,11 @@ HINTS = {
     errno.EISDIR: "something else has this name: move it away, or choose another folder",
     errno.ENOENT: "check that it exists and that nothing removes it while a run uses it",
 }
+OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|cannot allocate memory|std::bad_alloc|failed to allocate|unable to mmap|os error 12\)",
+    re.IGNORECASE,
+)
+"""How torch's allocator for CPUs, C++, NumPy, torch's storages and Rust say that the machine's memory is used up."""
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 """Errno in exceptions of safetensors and tokenizers, which do not raise OSError."""
 
@@ -186,13 +191,51 @@ def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
         yield
     except (SimpleTunerError, BrokenPipeError):  # BrokenPipeError: the reader, such as `head`, has read enough
         raise
-    except OSError as error:
-        raise explain_os_error(error, folder) from error
-    except MemoryError as error:
-        raise EnvironmentNotReady("out of memory", "lower what is held at once, such as train_batch_size") from error
     except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory() from error
+        if isinstance(error, OSError):
+            raise explain_os_error(error, folder) from error
         if number := RUST_ERRNO.search(str(error)):
             raise explain_os_error(OSError(int(number[1]), os.strerror(int(number[1]))), folder) from error
+        raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one from which it was raised, says that no more of the machine's memory was to be had.
+
+    Libraries hide it: diffusers says of a file that it could not map that it is "unable to load weights from" it.
+    """
+    seen: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is None or one in seen:
+            continue
+        if isinstance(one, MemoryError) or getattr(one, "errno", None) == errno.ENOMEM:
+            return True
+        if not isinstance(one, SimpleTunerError) and OUT_OF_MEMORY.search(str(one)):
+            return True
+        seen.append(one)
+        pending += [one.__cause__, one.__context__]
+    return False
+
+
+def out_of_memory() -> EnvironmentNotReady:
+    return EnvironmentNotReady(
+        "out of memory: this process got no more of the machine's memory, or of what a limit leaves it",
+        "see `free -h`, `ulimit -v` and the container's limit; fewer ranks per machine, a smaller train_batch_size or "
+        "less offloading need less, and `simpletuner plan` shows how much",
+    )
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError that does not: a failed write knows its descriptor alone."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise
 
 

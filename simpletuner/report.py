@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.credentials import mask_credentials
-from simpletuner.run_log import LOGGER
+from simpletuner.run_log import LOGGER, escape_controls
 from simpletuner.status_line import Erase, Progress, StatusLine, is_animated
 
 if TYPE_CHECKING:
@@ -25,19 +25,10 @@ UNFOLDED = 10_000
 """Width of tables when stdout is not a terminal: cells are not wrapped, so that scripts can parse them."""
 
 
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that move the cursor, reverse text or cannot be printed: C0 and C1 controls except tab and newline,
-bidirectional marks, and the surrogates that stand for bytes of a file name that are not UTF-8."""
-
-
 def printable(text: str) -> str:
     """Make text safe for terminals and logs: mask credentials, escape control characters, indent all but one line."""
     # the indent keeps a file name with a newline from faking a line that begins with `error:`
-    return re.sub(r"\n(?=[^\n])(?!  )", "\n  ", CONTROLS.sub(escaped, mask_credentials(text)))
-
-
-def escaped(control: re.Match[str]) -> str:
-    return control[0].encode("unicode_escape", "surrogatepass").decode()
+    return re.sub(r"\n(?=[^\n])(?!  )", "\n  ", escape_controls(mask_credentials(text)))
 
 
 class Report:
@@ -94,12 +85,12 @@ class Report:
         sys.stdout.write(text)
 
     def table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str] = ()) -> None:
-        """Print rows as a table to stderr; without `columns`, as name and value pairs."""
+        """Print rows as a table to stderr, below a blank line; without `columns`, as name and value pairs."""
         if not self.quiet:
             table = table_of(title, rows, columns)
             if LOGGER.isEnabledFor(logging.INFO):
                 LOGGER.info(as_text(table))
-            self.talk.print(*self._erase(), table, markup=False)
+            self.talk.print(*self._erase(), "", table, markup=False)
 
     def data_table(self, title: str, rows: Iterable[Sequence[object]], columns: Sequence[str]) -> None:
         """Print rows as a table to stdout."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,15 @@ MOST_KEPT = 1000
 LOG = "log.txt"
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags for appending to a run's own files: symbolic links are not followed, and a FIFO is not waited for."""
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that move the cursor, reverse text or cannot be printed: C0 and C1 controls except tab and newline,
+bidirectional marks, and the surrogates that stand for bytes of a file name that are not UTF-8."""
+
+
+def escape_controls(text: str) -> str:
+    """Make text safe for terminals and logs, also where it has several lines."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 class RunLog(logging.Handler):
@@ -58,7 +68,7 @@ class RunLog(logging.Handler):
         """Return time, source where it is not rank 0's report, and text, whose further lines are indented."""
         time = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
         names = [self.source, "" if record.name == LOGGER.name else f"{record.name}:"]
-        text = mask_credentials(self.format(record)).strip("\n").replace("\n", "\n    ")
+        text = escape_controls(mask_credentials(self.format(record))).strip("\n").replace("\n", "\n    ")
         return " ".join([time, *filter(None, names), text]) + "\n"
 
 

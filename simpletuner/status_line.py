@@ -20,17 +20,22 @@ if TYPE_CHECKING:
 DRAW_SECONDS = 0.5
 LINE_SECONDS = 60.0
 """Between lines where there is no terminal, and in the log."""
+LONGEST_SECONDS = 1e9
+"""30 years; timedelta raises beyond 3 million."""
 SOON_SECONDS = 3.0
 """A phase that takes longer shows for how long it has been running."""
 
 
 class Erase:
-    """For rich: return to the start of the line, and erase from there to the end of the screen."""
+    """For rich: return to the start of the line, and erase from there to the end of the screen.
+
+    In two parts: what is erased from the upper left corner on, tmux adds to its history, each time.
+    """
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
         from rich.segment import ControlType, Segment
 
-        yield Segment("\r\x1b[J", None, [(ControlType.CLEAR,)])
+        yield Segment("\r\x1b[K\x1b[C\x1b[J\r", None, [(ControlType.CLEAR,)])
 
 
 def is_animated(console: Console) -> bool:
@@ -180,7 +185,8 @@ class Progress:
 
 
 def format_seconds(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    """Format hours, minutes and seconds. An estimate may be anything: it follows from numbers in files."""
+    return str(timedelta(seconds=round(seconds))) if abs(seconds) < LONGEST_SECONDS else "a long time"
 
 
 def fitting(parts: Iterable[str], width: int) -> str:

@@ -15,7 +15,7 @@ from simpletuner.data.permutation import hash_key
 from simpletuner.data.prefetch import RankSlice, prefetch
 from simpletuner.errors import explain_system_errors
 from simpletuner.launch.launcher_connection import connect_to_launcher
-from simpletuner.launch.node_info import node_info
+from simpletuner.launch.node_info import check_local_ranks, node_info
 from simpletuner.launch.rendezvous import Group, verify_same_config
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
 from simpletuner.models.diffusers_io import silence_libraries
@@ -88,13 +88,14 @@ def run_rank(loaded: Loaded) -> None:
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
         recorded_status(stop, activity) as status,
         report_first_failure(world, stop, launcher),
-        explain_system_errors(),
+        explain_system_errors(loaded.settings.training.output_dir),
         ExitStack() as stack,
     ):
         messages = MessageStore(TorchStore(world.store), message_signer(launch.run_secret_file))
-        verify_same_config(
+        infos = verify_same_config(
             messages, Group("rank", world.rank, world.size), node_info(loaded), stop.check, STALL_SECONDS
         )
+        check_local_ranks(infos, world.rank, os.environ)
         session = Session(
             loaded, build_mesh(loaded.settings, world), Report(quiet=not world.is_first), stop, stack, status
         )

@@ -46,7 +46,7 @@ def test_a_run_leaves_a_report_and_a_card_and_uploads_them_with_its_pipeline(sdx
     output, hooks = tmp_path / "run", tmp_path / "hooks"
     flags = (*sdxl_flags, *SMALL, f"--output_dir={output}", f"--validation_prompt={PROMPT}", "--use_ema")
     flags = (*flags, "--validation_num_inference_steps=1", "--max_train_steps=2", "--train_batch_size=2")
-    flags = (*flags, "--push_to_hub", "--hub_model_id=me/shapes", "--model_card_private", "--eval_split=0.1")
+    flags = (*flags, "--push_to_hub", "--hub_model_id=me/shapes", "--eval_split=0.1")
     flags = (*flags, "--notify_url=http://127.0.0.1:9/secret", "--validation_step_interval=1")
     (tmp_path / "hub").mkdir()
     with serving(tmp_path / "hub") as hub:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 
@@ -17,7 +18,9 @@ from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.errors import SimpleTunerError
 from simpletuner.preparation import report_left_out
 from simpletuner.report import Report, printable
+from simpletuner.run_log import start_run_log, stop_run_log
 from simpletuner.status_line import fitting
+from simpletuner.training.output_dir import open_log
 from simpletuner.training.pace import EXPORTING, WRITING, Durations, Pace
 
 BAD = "x\x1b[2J\x07\x9b1m\u202ey\r\nerror: forged\ud800.png"
@@ -76,7 +79,7 @@ def test_a_broken_picture_cannot_forge_a_line(tmp_path, capsys):
     dataset = LocalImages(id="d", instance_data_dir=tmp_path, caption_strategy="filename", resolution=64)
     report_left_out(scanning.found([dataset]), Report())
     said = capsys.readouterr().err
-    assert "warning: 1 broken image left out:\n  d/a\n  error: no disk\\x1b[2J.png: " in said
+    assert "warning: 1 broken image left out:\n  d/a\\nerror: no disk\\x1b[2J.png: " in said
 
 
 def test_without_a_terminal_a_line_a_minute_says_what_is_running_and_how_long_the_rest_takes(capsys, monkeypatch):
@@ -137,6 +140,25 @@ def test_time_left_counts_what_runs_between_the_steps_and_after_the_last(tmp_pat
     again.durations.measured[EXPORTING] = [1.0]
     assert again.seconds_left(90) == 20 + 5 + 60 + 3 + 1
     Durations(tmp_path / "not" / "there").write()  # which must not end a run
-    for content in ("[", "[]", '{"saving": "1"}'):
+    for value in ('"1"', "1e999", "NaN", "-1e999", "-5.0", "1e12", "9" * 4000, "true", "null", "[1.0]"):
+        path.write_text(f'{{"saving": {value}, "validation": 2.5}}')
+        kept = Durations(path)
+        assert (kept.mean("saving"), kept.mean("validation")) == (0, 2.5), value
+    for content in ("[", "[]"):
         path.write_text(content)
         assert Durations(path).mean("saving") == 0
+    for seconds in (float("inf"), float("nan"), -float("inf"), 1e300):
+        assert status_line.format_seconds(seconds) == "a long time"
+
+
+def test_no_control_character_reaches_a_log(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["simpletuner", "train", "--validation_prompt=a\x1b[2J\u202eb\nerror: c"])
+    start_run_log("")
+    try:
+        open_log(tmp_path, create=True)
+        logging.getLogger("library").warning("cannot open \x1b]0;title\x07.png")
+    finally:
+        stop_run_log()
+    first, second, third = (tmp_path / "log.txt").read_text().splitlines()
+    assert "'--validation_prompt=a\\x1b[2J\\u202eb" in first and second.startswith("    error: c'")
+    assert third.endswith("library: cannot open \\x1b]0;title\\x07.png")

@@ -148,26 +148,26 @@ def test_caches_are_filled_by_all_ranks_and_only_what_changed_is_made_again(sdxl
         return train(output, *flags, "--max_train_steps=1", *more, world=2).said
 
     first = again()
-    assert "latents: making 36 of 36" in first
+    assert "encoding 36 images" in first
     shards = {path.name[:7] for path in (output / "cache" / "latents").rglob("*.shard")}
     assert shards == {"rank000", "rank001"}
     assert "making" not in again()
     Image.new("RGB", (64, 64), "orange").save(pictures / "0000.png")
-    assert "latents: making 1 of 36 (file changed for 1)" in again()
+    assert "encoding 1 of 36 images (file changed for 1)" in again()
     (pictures / "0001.txt").write_text("a caption never seen before")
-    assert re.search(r"text: making 1 of \d+\n", again())
-    assert "latents: making 36 of 36 (resolution and crop changed for 36)" in again("--resolution=32")
+    assert re.search(r"encoding 1 of \d+ captions\n", again())
+    assert "encoding 36 images (resolution and crop changed for 36)" in again("--resolution=32")
     assert "making" not in again()  # the older resolution is still there
     weights = pipeline / "vae" / "diffusion_pytorch_model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert "latents: making 36 of 36 (VAE changed for 36)" in again()
+    assert "encoding 36 images (VAE changed for 36)" in again()
     encoder = pipeline / "text_encoder" / "model.safetensors"
     content = bytearray(encoder.read_bytes())
     content[-1] ^= 1
     encoder.write_bytes(content)
-    assert re.search(r"text: making (\d+) of \1 \(text encoders changed for \1\)", again())
+    assert re.search(r"encoding (\d+) captions \(text encoders changed for \1\)", again())
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ def test_compressed_caches_and_latents_in_bf16_train_as_plain_ones(flux_flags, t
     mixed = train(tmp_path / "plain", *flags, "--compress_disk_cache", "--max_train_steps=3")
     assert "making" not in mixed.said, "what is compressed or not is no part of a record's key"
     halved = train(tmp_path / "small", *flags, "--vae_cache_dtype=bf16", "--max_train_steps=4")
-    assert "latents: making 36 of 36 (dtype changed for 36)" in halved.said
+    assert "encoding 36 images (dtype changed for 36)" in halved.said
     assert len(halved.rows) == 4
 
 
@@ -360,7 +360,7 @@ def test_only_some_datasets_are_cached_each_where_it_says_and_a_damaged_image_en
     flags = ("--model_family=flux", f"--pretrained_model_name_or_path={flux}")
     flags = (*flags, f"--data_backend_config={tmp_path / 'd.json'}", "--train_batch_size=4")
     run = train(tmp_path / "run", *flags, "--max_train_steps=4", world=2)
-    assert "latents: making 36 of 36" in run.said
+    assert "encoding 36 images" in run.said
     assert all([*(tmp_path / name).glob("*.shard")] for name in ("vae", "rest", "own"))
     assert not [*(run.output / "cache").rglob("*.shard")]
     for path in (tmp_path / "more").glob("*.png"):

@@ -26,7 +26,7 @@ class Own(SDXL):
         time.sleep(0.05)
         return super().predict(*arguments)
 """
-FRAME = re.compile(r"\r\x1b\[J ([^\r]*)\r")
+FRAME = re.compile(r"\r\x1b\[K\x1b\[C\x1b\[J\r ([^\r]*)\r")
 """A status line: it erases what was there, and leaves the cursor at its start."""
 
 
@@ -54,7 +54,7 @@ def test_a_terminal_shows_what_is_running_answers_ctrl_c_at_once_and_hides_libra
     terminal = Terminal(tmp_path, "train", *flags, "--train_batch_size=4", kind="xterm", columns=80)
     opened(terminal)
     terminal.wait_for(" importing torch")
-    terminal.wait_for(" encoding text: ")
+    terminal.wait_for(" encoding captions: ")
     terminal.wait_for("samples/s")
     terminal.resize(100)
     terminal.wait_for("data wait ")

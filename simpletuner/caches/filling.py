@@ -98,7 +98,8 @@ def report_missing(job: CacheJob[Item, Loaded], missing: NDArray[np.bool_], repo
     nearest = why_missing(job.folder, positions.keys(), lambda name: job.request_at(positions[name]).parts)
     changed = Counter(part for parts in nearest.values() for part in parts)
     why = ", ".join(f"{part} changed for {count}" for part, count in changed.items())
-    report.say(f"{job.title}: making {len(positions)} of {len(missing)}{' (' + why + ')' if why else ''}")
+    share = f" of {len(missing):,}" if len(positions) < len(missing) else ""
+    report.say(f"encoding {len(positions):,}{share} {job.title}{' (' + why + ')' if why else ''}")
 
 
 def why_missing(folder: Path, names: Iterable[str], parts_of: Callable[[str], KeyParts]) -> dict[str, list[str]]:

@@ -35,7 +35,7 @@ def make_missing(
     stop: Callable[[], None],
 ) -> None:
     """Take chunks and write what is missing of them, until all ranks together have written all of it."""
-    world.activity.begin(f"making {job.title}")
+    world.activity.begin(f"encoding {job.title}")
     chunks, count = chunks_to_make(job, missing), int(missing.sum())
     with report.progress(f"encoding {job.title}", count) as progress:
         with open_writer(job, world.rank) as writer:

@@ -58,7 +58,7 @@ class TextCache:
         """Collective: encode what is missing, unless it is encoded while training."""
         contents = [part.checksum("name", "captions") for part in self.samples]
         job = CacheJob(
-            title="text",
+            title="captions",
             folder=self.folder,
             digest=short_hash([contents, list(self.prompts), self.parts]),
             chunk=chunk,

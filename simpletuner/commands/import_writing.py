@@ -9,7 +9,8 @@ from pathlib import Path
 
 from simpletuner.data.original_datasets import ImportedDatasets
 from simpletuner.errors import Mistake, SettingsError, collect_error
-from simpletuner.report import CONTROLS, Report
+from simpletuner.report import Report
+from simpletuner.run_log import CONTROLS
 from simpletuner.settings.errors import shown_value
 from simpletuner.settings.loading import Loaded
 from simpletuner.settings.original_import import LeftOut, Original

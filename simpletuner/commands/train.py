@@ -27,6 +27,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     """Fine-tune a model. Run the same command again to resume."""
     from simpletuner.launch.launcher_connection import exit_if_launcher_died
     from simpletuner.launch.plan import check_world_size, choose_gpus, is_rank
+    from simpletuner.launch.started_tasks import check_started_once
     from simpletuner.launch.supervisor import launch_ranks
     from simpletuner.models.support import check_runnable
     from simpletuner.settings.sources import collect_sources
@@ -34,6 +35,8 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     from simpletuner.tools.run_check import check_run, load_run
 
     loaded = load_run(collect_sources(flags, config, os.environ))
+    if not dry_run:
+        check_started_once(loaded.settings.launch, os.environ)
     loaded.pass_on_variables(os.environ)  # first: CUDA_VISIBLE_DEVICES decides which GPUs there are
     # What started a rank has checked all this, or each rank does so as it goes.
     loaded = check_runnable(loaded) if is_rank(os.environ) else check_run(loaded)
@@ -45,6 +48,10 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
         return
     if loaded.settings.parallel.zero_stage is not None and not is_rank(os.environ):
         check_deepspeed(loaded.settings)
+    if loaded.settings.launch.num_machines == 1 and not is_rank(os.environ):
+        from simpletuner.data.few_images import check_few_images  # Pillow and Arrow, which `--dry_run` does without
+
+        check_few_images(loaded.settings)
     launches = loaded.settings.launch.num_processes > 1 and not is_rank(os.environ)
     start_run_log(source_of(loaded.settings.launch, launches))
     if launches:

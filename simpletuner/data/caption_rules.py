@@ -12,10 +12,12 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from simpletuner.settings.errors import allowed
+from simpletuner.settings.formats import MAX_FILE_BYTES
 from simpletuner.settings.knob import Section
 from simpletuner.settings.sections import DatasetSettings
 from simpletuner.settings.spelling import normalize_name, normalize_value
 from simpletuner.system.paths import expand_path
+from simpletuner.system.regular_files import read_file
 
 REGULAR = re.compile(r"[\\^$*+?{}\[\]()|]")
 """Characters that make a rule a regular expression. A dot alone does not: it ends sentences."""
@@ -69,7 +71,7 @@ def read_rules(value: Any) -> Any:
 
 def lines_of(path: Path) -> list[Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_file(path, MAX_FILE_BYTES).decode("utf-8-sig")
         rules = json.loads(text) if path.suffix == ".json" else text.splitlines()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None

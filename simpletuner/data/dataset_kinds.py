@@ -74,10 +74,9 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
         return self
 
     @property
-    def sizes_from_table(self) -> bool:
-        """Whether the table replaces headers. Where each image has a text file to read, its header is read as well."""
-        table = self.parquet if self.metadata_backend == BLOCK and self.caption_strategy != "textfile" else None
-        return table is not None and bool(table.size_columns)
+    def may_have_sizes_from_table(self) -> bool:
+        """Whether a table replaces headers. Where each image has a text file to read, its header is read as well."""
+        return self.metadata_backend == BLOCK and self.caption_strategy != "textfile"
 
     @model_validator(mode="after")
     def check_resolution(self) -> ImageDataset:

@@ -16,12 +16,13 @@ import pyarrow.compute as pc
 from simpletuner.data.batch_sampler import DATA_VERSION
 from simpletuner.data.captions import caption_file
 from simpletuner.data.dataset_kinds import LARGEST_PIXELS, ImageDataset
-from simpletuner.data.file_list import OtherFiles
+from simpletuner.data.file_list import OtherFiles, printable
 from simpletuner.data.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
 from simpletuner.data.image_formats import READ
 from simpletuner.data.name_hashes import choose_by_name, hash_names
 from simpletuner.data.samples import DatasetSamples, Samples, Sizes, different_values
 from simpletuner.data.scan import NO_ROW, Scan
+from simpletuner.data.tables import TABLE_STRATEGIES
 from simpletuner.errors import DataError
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.threads import map_in_threads
@@ -71,7 +72,7 @@ class Discovery:
             if unreadable := self.unreadable_captions[dataset.id]:
                 yield unreadable_error(dataset, unreadable)
             if (names := self.uncaptioned[dataset.id]) and not dataset.skip_uncaptioned:
-                yield uncaptioned_error(dataset, names)
+                yield uncaptioned_error(scan, names)
 
     def check(self) -> None:
         """Raise the first of the errors."""
@@ -196,8 +197,11 @@ def unreadable_error(dataset: ImageDataset, problems: Mapping[str, str]) -> Data
     )
 
 
-def uncaptioned_error(dataset: ImageDataset, names: Sequence[str]) -> DataError:
+def uncaptioned_error(scan: Scan, names: Sequence[str]) -> DataError:
     """Return the error that names the images without a caption."""
+    dataset = scan.dataset
+    if dataset.caption_strategy in TABLE_STRATEGIES and scan.others.unmatched_rows and len(names) == len(scan.table):
+        return no_row_error(scan)
     where = {"filename": "their file name", "textfile": "their .txt file next to them"}
     table = f"the table {dataset.parquet.path}" if dataset.parquet else ""
     return DataError(
@@ -208,7 +212,26 @@ def uncaptioned_error(dataset: ImageDataset, names: Sequence[str]) -> DataError:
     )
 
 
+def no_row_error(scan: Scan) -> DataError:
+    """Return the error about a table of which no row fits an image."""
+    table, others, images = scan.dataset.parquet, scan.others, scan.table["name"]
+    assert table is not None
+    rows = f"{count_noun(others.unmatched_rows, 'row')}, the first `{printable(others.first_unmatched)}`"
+    named = f"none of {count_noun(len(images), 'image')}, the first `{printable(images[0].as_py())}`"
+    return DataError(
+        f"dataset `{scan.dataset.id}`: the table {table.path} has {rows}, but {named}, in {scan.storage.describe()}",
+        f"parquet.filename_column is `{table.filename_column}`: it has paths below that folder, or names alone, all "
+        "with or all without their suffix (identifier_includes_extension)",
+    )
+
+
 def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
+    if (
+        scan.others.unmatched_rows
+        and len(scan.table)
+        and pc.all(pc.equal(scan.table["caption_problem"], NO_ROW)).as_py()
+    ):
+        return no_row_error(scan)
     counts = {
         "broken": len(found.broken),
         "outside the size limits": found.unwanted,
@@ -227,4 +250,5 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
 def format_names(names: Sequence[str]) -> str:
     """Return names on lines of their own, only the first ones if there are many."""
     more = [f"and {len(names) - MAX_NAMES:,} more"] * (len(names) > MAX_NAMES)
-    return "".join(f"\n  {name}" for name in [*names[:MAX_NAMES], *more])
+    shown = [name.replace("\n", "\\n") for name in names[:MAX_NAMES]]  # a file's name may have a newline
+    return "".join(f"\n  {name}" for name in [*shown, *more])

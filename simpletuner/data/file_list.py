@@ -43,6 +43,9 @@ class OtherFiles:
     """Version of the table with captions or sizes."""
     table_remarks: list[str] = field(default_factory=list, compare=False)
     """What is wrong with it."""
+    unmatched_rows: int = field(default=0, compare=False)
+    """How many of its rows are of no image."""
+    first_unmatched: str = field(default="", compare=False)
 
     def note(self, files: Sequence[StoredFile], storage: Storage) -> None:
         """Count files that are not read."""
@@ -84,7 +87,7 @@ def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None
         captions.append(batch_of(decodable([file for file in block if file.suffix in own], [])))
     others.written += map(storage.describe, listing.left_out)
     listed, texts = (pa.Table.from_batches(batches, FILE) for batches in (images, captions))
-    versions = others.table if dataset.sizes_from_table else ""
+    versions = others.table if table and table.with_own_columns().gives_sizes else ""
     return FileList(with_caption_versions(listed, texts, versions), others, listing.folders)
 
 

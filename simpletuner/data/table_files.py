@@ -9,10 +9,9 @@ Arrow's threads are never used: now and then they abort a process at its exit. P
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,11 @@ import pyarrow.parquet as pq
 
 from simpletuner.data.dataset_kinds import LARGEST_PIXELS, BucketImages, ImageDataset
 from simpletuner.data.storage import Storage, UnreadableFileError
-from simpletuner.data.tables import FORMATS, TableSettings
+from simpletuner.data.tables import BLOCK, FORMATS, TABLE_STRATEGIES, TableSettings
 from simpletuner.errors import DataError
 from simpletuner.settings.errors import nearest
 from simpletuner.system.checksums import stream_checksum, value_checksum
+from simpletuner.system.regular_files import check_regular
 from simpletuner.system.threads import map_in_threads
 
 ROWS = 65_536
@@ -37,6 +37,9 @@ JSON_BLOCK_BYTES = 16 << 20
 MAX_LETTERS = 200
 """Of what pyarrow says."""
 MAX_COLUMNS = 20
+CAPTION_COLUMN = "caption"
+SIZE_COLUMNS = {"width_column": "width", "height_column": "height"}
+"""Columns by these names are read where the dataset names none."""
 
 ROW = pa.schema(
     {
@@ -88,12 +91,33 @@ class TableFile:
             return name == self.name
         return Path(self.storage.describe(name)).resolve() == self.settings.path.resolve()
 
+    def with_own_columns(self) -> TableFile:
+        """Return this table with names of columns where none are given: those that it has. Raises DataError."""
+        settings, chosen = self.settings, dict[str, Any]()
+        if self.dataset.caption_strategy in TABLE_STRATEGIES and not settings.caption_columns:
+            chosen["caption_column"] = [CAPTION_COLUMN]
+        if self.dataset.metadata_backend == BLOCK and not settings.size_columns:
+            with self._opened() as file:
+                schema = SCHEMAS[self.kind](file)
+            if all(name in schema.names and is_number(schema.field(name).type) for name in SIZE_COLUMNS.values()):
+                chosen |= SIZE_COLUMNS
+        return replace(self, settings=settings.model_copy(update=chosen))
+
+    @property
+    def gives_sizes(self) -> bool:
+        """Whether it replaces headers; of a table whose columns are named."""
+        return self.dataset.may_have_sizes_from_table and bool(self.settings.size_columns)
+
+    @property
+    def kind(self) -> str:
+        return FORMATS[self.settings.path.suffix.lower()]
+
     def rows(self) -> pa.Table:
-        """Read the table (ROW). Raises DataError."""
-        read = READERS[FORMATS[self.settings.path.suffix.lower()]]
+        """Read the table (ROW), whose columns are named. Raises DataError."""
         with self._opened() as file:
             parts = map_in_threads(
-                lambda part: [self._row_batch(each) for each in part], read(file, self.settings, self._require)
+                lambda part: [self._row_batch(each) for each in part],
+                READERS[self.kind](file, self.settings, self._require),
             )
             return pa.Table.from_batches([batch for part in parts for batch in part], ROW)
 
@@ -115,14 +139,13 @@ class TableFile:
         except UnreadableFileError as error:
             raise self.error(str(error)) from None
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            kind = FORMATS[self.settings.path.suffix.lower()]
-            raise self.error(f"cannot be read as {kind}: {plain_reason(error)}", HINTS.get(kind, "")) from None
+            why = f"cannot be read as {self.kind}: {plain_reason(error)}"
+            raise self.error(why, HINTS.get(self.kind, "")) from None
 
     def _open(self) -> pa.NativeFile:
         if self.is_stored:
             return pa.BufferReader(self.storage.open(self.name).read())
-        if not stat.S_ISREG(self.settings.path.stat().st_mode):  # reading a FIFO or a device may never end
-            raise UnreadableFileError("is not a regular file")
+        check_regular(self.settings.path)
         return pa.OSFile(self.address)
 
     def _require(self, names: Sequence[str]) -> list[str]:
@@ -172,7 +195,7 @@ class TableFile:
         """Return a side of each image, 0 where it is missing or no size."""
         column = plain(batch.column(name))
         kind = column.type
-        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
+        if not is_number(kind):
             raise self.error(f"has {kind} in column `{name}`, not whole numbers")
         sides = pc.fill_null(column.cast(pa.float64(), safe=False), 0).to_numpy(zero_copy_only=False)
         return np.where((sides > 0) & (sides <= LARGEST_PIXELS) & (sides == np.floor(sides)), sides, 0).astype(np.int32)
@@ -235,6 +258,16 @@ READERS: Mapping[str, Callable[[pa.NativeFile, TableSettings, Require], Parts]] 
     "CSV": read_csv,
     "JSON lines": read_json,
 }
+SCHEMAS: Mapping[str, Callable[[pa.NativeFile], pa.Schema]] = {
+    "Parquet": pq.read_schema,
+    "CSV": lambda file: (
+        pa_csv.open_csv(
+            file, pa_csv.ReadOptions(use_threads=False), pa_csv.ParseOptions(newlines_in_values=True)
+        ).schema
+    ),
+    "JSON lines": lambda file: pa_json.open_json(file, pa_json.ReadOptions(False, JSON_BLOCK_BYTES)).schema,
+}
+"""The columns of a table by its first rows."""
 HINTS = {
     "CSV": "commas between columns, a first line with their names, quotes around texts with commas, UTF-8",
     "JSON lines": "write one JSON object per line, not a list of them",
@@ -249,6 +282,10 @@ def is_text(kind: pa.DataType) -> bool:
     return (
         pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind) or kind == pa.string_view()
     )
+
+
+def is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 
 import numpy as np
@@ -35,8 +35,13 @@ class Described:
     sizes: np.ndarray
     """(2, files) int32 px, 0 where the table has none."""
     captions: pa.ChunkedArray
+    gives_sizes: bool
+    """Whether they replace headers."""
     remarks: list[str] = field(default_factory=list)
     """What is wrong with its rows."""
+    unmatched: int = 0
+    """How many rows are of no image."""
+    first_unmatched: str = ""
 
     @property
     def has_size(self) -> np.ndarray:
@@ -44,16 +49,19 @@ class Described:
 
 
 def describe_files(table: TableFile, rows: pa.Table, names: pa.ChunkedArray) -> Described:
-    """Find the row of each file among the `rows` (ROW) of a table."""
+    """Find the row of each file among the `rows` (ROW) of a table, whose columns are named."""
     found = find_rows(names, rows["identifier"], table.settings.identifier_includes_extension)
     has_row = found.is_valid().to_numpy(zero_copy_only=False)
     index = pc.fill_null(found, 0).to_numpy()
     own = [rows[side].to_numpy()[index[has_row]] for side in ("width", "height")]
     sizes = np.zeros((2, len(index)), np.int32)
     sizes[:, has_row] = own
-    described = Described(has_row, sizes, take(rows["captions"], found, has_row))
-    described.remarks.extend(remarks_on(table.dataset, names, rows["identifier"], index, described))
-    return described
+    described = Described(has_row, sizes, take(rows["captions"], found, has_row), table.gives_sizes)
+    again, unmatched = unused_rows(rows["identifier"], index[has_row])
+    described.remarks.extend(remarks_on(table.dataset, names, again, unmatched, described))
+    return replace(
+        described, unmatched=len(unmatched), first_unmatched=next(iter(unmatched.slice(0, 1).to_pylist()), "")
+    )
 
 
 def take(column: pa.ChunkedArray, found: pa.Array, has_row: np.ndarray) -> pa.ChunkedArray:
@@ -65,7 +73,16 @@ def take(column: pa.ChunkedArray, found: pa.Array, has_row: np.ndarray) -> pa.Ch
     return with_none.take(pc.fill_null(found, pa.scalar(len(column), found.type)))
 
 
-def find_rows(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extension: bool) -> pa.Array:
+def find_rows(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extension: bool | None) -> pa.Array:
+    """Return the first row of each file, or null; without a word about suffixes, as more files have one."""
+    if with_extension is not None:
+        return rows_by_name(names, identifiers, with_extension)
+    found = rows_by_name(names, identifiers, False)
+    other = rows_by_name(names, identifiers, True) if found.null_count else found
+    return other if other.null_count < found.null_count else found
+
+
+def rows_by_name(names: pa.ChunkedArray, identifiers: pa.ChunkedArray, with_extension: bool) -> pa.Array:
     """Return the first row of each file, or null: by its path below the dataset's folder, or by its name alone."""
     keys = names if with_extension else without_suffix(names)
     if len(keys) == len(identifiers) and keys.equals(identifiers):
@@ -98,22 +115,30 @@ def base_names(names: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.replace_substring_regex(names, r"^(?s:.*)/", "")
 
 
-def remarks_on(
-    dataset: ImageDataset, names: pa.ChunkedArray, identifiers: pa.ChunkedArray, index: np.ndarray, described: Described
-) -> Iterator[str]:
-    """Yield a sentence for each kind of row or file that does not fit; `index` (files,) are their rows."""
+def unused_rows(identifiers: pa.ChunkedArray, used: np.ndarray) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+    """Return the names of rows that are not `used`: of images that have one, and of none."""
     unused = np.ones(len(identifiers), bool)
-    unused[index[described.has_row]] = False
-    if unused.any():
-        rest, used = (identifiers.filter(pa.array(mask)) for mask in (unused, ~unused))
-        again = pc.is_in(rest, value_set=used)
-        yield from remark(
-            dataset, rest.filter(again), "{} of {} for an image that has one: the first one counts", "row"
-        )
-        yield from remark(dataset, rest.filter(pc.invert(again)), "{} of {} without an image", "row")
+    unused[used] = False
+    rest = identifiers.filter(pa.array(unused))
+    if not len(rest):
+        return rest, rest
+    again = pc.is_in(rest, value_set=identifiers.filter(pa.array(~unused)))
+    return rest.filter(again), rest.filter(pc.invert(again))
+
+
+def remarks_on(
+    dataset: ImageDataset,
+    names: pa.ChunkedArray,
+    again: pa.ChunkedArray,
+    unmatched: pa.ChunkedArray,
+    described: Described,
+) -> Iterator[str]:
+    """Yield a sentence for each kind of row or file that does not fit."""
+    yield from remark(dataset, again, "{} of {} for an image that has one: the first one counts", "row")
+    yield from remark(dataset, unmatched, "{} of {} without an image", "row")
     if dataset.metadata_backend == BLOCK:
         yield from remark(dataset, pick_names(names, ~described.has_row), "{} without a row in {}: left out")
-    if dataset.sizes_from_table:
+    if described.gives_sizes:
         sizeless = pick_names(names, described.has_row & ~described.has_size)
         yield from remark(dataset, sizeless, "{} without a usable size in {}: read from the file")
 
@@ -131,9 +156,9 @@ def remark(dataset: ImageDataset, names: pa.ChunkedArray, sentence: str, noun: s
         yield f"dataset `{dataset.id}`: {said}:" + "".join(f"\n  {line}" for line in (*lines, *more))
 
 
-def files_to_read(dataset: ImageDataset, files: pa.Table, described: Described | None) -> pa.Table:
+def files_to_read(files: pa.Table, described: Described | None) -> pa.Table:
     """Return the files of which more must be known than the table says."""
-    if not described or not dataset.sizes_from_table:
+    if not described or not described.gives_sizes:
         return files
     is_opened = pc.and_(pc.equal(files["problem"], ""), pc.less_equal(files["size_bytes"], MAX_BYTES)).to_numpy()
     return files.filter(pa.array(described.has_row & ~(described.has_size & is_opened)))
@@ -147,7 +172,7 @@ def with_described(
     `scanned` has what was read of each file: nulls where nothing was.
     """
     read = np.stack([pc.fill_null(scanned[side], 0).to_numpy() for side in ("width", "height")])
-    known = described.has_size & (read[0] == 0) & dataset.sizes_from_table
+    known = described.has_size & (read[0] == 0) & described.gives_sizes
     sides = np.where(known, described.sizes, read)
     differ = described.has_size & (read[0] > 0) & (described.sizes != read).any(axis=0)
     sentence = "{} with another size than in {}: the file counts"

@@ -38,13 +38,15 @@ class TableSettings(Section):
     """Where the table is, and which of its columns hold what."""
 
     path: Annotated[Path, AfterValidator(check_format)]
-    filename_column: str = Field(min_length=1)
+    filename_column: str = Field("filename", min_length=1)
     caption_column: Annotated[list[str], BeforeValidator(as_list)] = []
-    """The first one that is not empty in a row gives its captions."""
+    """The first one that is not empty in a row gives its captions. None named: `caption`."""
     fallback_caption_column: str | None = None
     width_column: str | None = None
     height_column: str | None = None
-    identifier_includes_extension: bool = False
+    """None named: `width` and `height`, where the table has them as numbers."""
+    identifier_includes_extension: bool | None = None
+    """None: as more of the rows have a file."""
 
     @model_validator(mode="after")
     def check_sizes(self) -> TableSettings:
@@ -68,8 +70,5 @@ def check_table(table: TableSettings | None, caption_strategy: str, metadata_bac
     if not table and (captions or metadata_backend == BLOCK):
         asks = f"caption_strategy {caption_strategy}" if captions else "metadata_backend parquet"
         raise PydanticCustomError(BLOCK, "is missing: {asks} reads the table that it describes", {"asks": asks})
-    if table and captions and not table.caption_columns:
-        message = "caption_column is missing: caption_strategy {strategy} takes captions from it"
-        raise PydanticCustomError(BLOCK, message, {"strategy": caption_strategy})
     if table and not captions and metadata_backend != BLOCK:
         raise PydanticCustomError(BLOCK, "nothing reads it: set caption_strategy or metadata_backend to parquet")

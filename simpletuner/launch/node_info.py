@@ -128,6 +128,21 @@ def differing(first: dict[str, Any], other: dict[str, Any], names: tuple[str, st
     ]
 
 
+def check_local_ranks(infos: Sequence[NodeInfo], rank: int, environment: Mapping[str, str]) -> None:
+    """Refuse several ranks on one machine without LOCAL_RANK: all would use GPU 0. `infos` are those of all ranks.
+
+    Raises SettingsError.
+    """
+    if len(infos) == 1 or "LOCAL_RANK" in environment:
+        return
+    beside = [number for number, info in enumerate(infos) if info.boot and info.boot == infos[rank].boot]
+    if len(beside) > 1:
+        raise SettingsError(
+            f"ranks {', '.join(map(str, beside))} run on {infos[rank].host} without LOCAL_RANK: all would use GPU 0",
+            "set LOCAL_RANK from 0 on each machine (0 for all where each sees a GPU of its own), or let torchrun do so",
+        )
+
+
 def check_addresses(infos: Sequence[NodeInfo]) -> None:
     """Refuse a main_process_ip that is machine 0 for the others, but the loopback device on machine 0 itself.
 

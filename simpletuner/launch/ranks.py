@@ -45,6 +45,8 @@ class RankStatus:
     doing: str = ""
     unsaved: int = 0
     watched: bool = False
+    has_begun: bool = True
+    """False until the first heartbeat: before it, a rank imports torch and this package, which sends none."""
 
 
 class Ranks:
@@ -80,7 +82,7 @@ class Ranks:
         # datagrams keep their boundaries: every recv is one message
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         ours.setblocking(False)
-        self.sockets[rank], self.statuses[rank] = ours, RankStatus(time.monotonic())
+        self.sockets[rank], self.statuses[rank] = ours, RankStatus(time.monotonic(), has_begun=False)
         with theirs:
             variables = {**self.inherited, **environment, SOCKET_VARIABLE: str(theirs.fileno())}
             self.processes[rank] = subprocess.Popen(

@@ -29,6 +29,11 @@ class Group:
     number: int
     count: int
 
+    @property
+    def variable(self) -> str:
+        """What says the number of each: a setting, or a variable of the environment."""
+        return {"machine": "machine_rank", "rank": "RANK"}[self.kind]
+
     def name(self, number: int) -> str:
         return f"{self.kind} {number}"
 
@@ -77,9 +82,9 @@ def register(
     holder = messages.put_first(group.key(group.number), info.as_json(), parse_node_info)
     if holder != info:
         raise SettingsError(
-            f"{group.kind}_rank = {group.number} is used twice: by {holder.host} (pid {holder.pid}) "
+            f"{group.variable} = {group.number} is used twice: by {holder.host} (pid {holder.pid}) "
             f"and by {info.host} (pid {info.pid})",
-            f"give every machine its own --machine_rank, from 0 to {group.count - 1}",
+            f"give every {group.kind} its own {group.variable}, from 0 to {group.count - 1}",
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,12 @@ STATES = {
     "D": "it waits for a disk or a driver",
 }
 """By the letter of /proc/PID/stat."""
+PAUSED_STATES = ("T", "t")
+WARN_SECONDS = 10.0
+"""How long a rank may be stopped before that is said."""
+BEGIN_SECONDS = 600.0
+"""How long a rank may take to its first heartbeat, if that is longer than stall_timeout. Until then it imports torch
+and this package, some 10,000 files: on a busy machine or from a network drive it may use next to no CPU for minutes."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,20 @@ class StallDetector:
         self.ranks, self.stall_seconds = ranks, stall_seconds
         sample = min(SAMPLE_SECONDS, stall_seconds / 8)
         self.meters = {rank: ProgressMeter(sample) for rank in ranks.processes}
+        self.paused: set[int] = set()
+        """Ranks of which `find_paused` has told."""
+
+    def find_paused(self) -> Iterator[Stall]:
+        """Yield ranks that are stopped by a signal or held by a debugger, each once until it goes on."""
+        now = time.monotonic()
+        for rank, process in self.ranks.processes.items():
+            status = self.ranks.statuses[rank]
+            silent = now - status.received
+            if silent < min(WARN_SECONDS, self.stall_seconds / 2):
+                self.paused.discard(rank)
+            elif rank not in self.paused and (state := state_of(process.pid)) in PAUSED_STATES:
+                self.paused.add(rank)
+                yield Stall(rank, process.pid, silent, status.doing, state)
 
     def find(self, phase_elsewhere: int = 0) -> Stall | None:
         """Return the stalled rank that has made no progress for the longest time, if there is one.
@@ -149,10 +169,20 @@ class StallDetector:
         for rank, process in self.ranks.processes.items():
             if process.poll() is not None:
                 continue
-            status = self.ranks.statuses[rank]
+            status, state = self.ranks.statuses[rank], state_of(process.pid)
             idle = self.meters[rank].idle_seconds(process.pid, status.phase)
-            frozen = now - status.received > self.stall_seconds
+            limit = self.stall_seconds
+            if not (status.has_begun or state in PAUSED_STATES):
+                limit = max(limit, BEGIN_SECONDS)
+            # | idle | heartbeat | phase                   | the rank                                       |
+            # |------|-----------|-------------------------|------------------------------------------------|
+            # | no   | any       | any                     | works, however long its phase takes            |
+            # | yes  | stopped   | any                     | is frozen: a signal, a debugger, a container   |
+            # | yes  | beats     | as far as the others    | waits: for the one that is behind, for a disk  |
+            # | yes  | beats     | behind, always busy     | hangs, and the others wait for it              |
+            # | yes  | beats     | behind, may wait itself | may flush to a slow disk or wait for a network |
+            frozen = now - status.received > limit
             behind = status.watched and status.phase < furthest
-            if idle > self.stall_seconds and (frozen or behind):
-                stalls.append(Stall(rank, process.pid, idle, status.doing, state_of(process.pid)))
+            if idle > limit and (frozen or behind):
+                stalls.append(Stall(rank, process.pid, idle, status.doing, state))
         return max(stalls, key=lambda stall: stall.seconds, default=None)

@@ -44,7 +44,10 @@ SAVE_ON_SIGNAL_SECONDS = 900
 LINGER_SECONDS = 1.0
 """How long machine 0 keeps serving the store when machines disagree, so that all of them can read why."""
 EXIT_SECONDS = 15
-"""How long ranks may take to exit when another failed."""
+"""How long ranks may take to exit when another failed: it may still write its report, and they theirs."""
+BEREFT_SECONDS = 4
+"""The same when another one is known to be dead. What a survivor does then needs the dead one, too: a collective, whose
+wait SIGTERM does not end, or a checkpoint, which all ranks write and which counts only when all have."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,9 @@ def supervise(run: SupervisedRun) -> Termination | None:
         peers.phase, peers.lost_contact = ranks.phase, ranks.lost_contact
         if termination := find_termination(run):
             return termination
+        for paused in run.stalls.find_paused():
+            limit = f"the run ends when that lasts {run.stalls.stall_seconds:g} s (stall_timeout)"
+            Report().warn(str(paused), f"`kill -CONT {paused.pid}` lets it go on; {limit}")
         if not ranks.alive:
             # machine 0 serves the store, so a machine that is done keeps sending heartbeats until all are
             peers.state = "finished"
@@ -177,7 +183,7 @@ def shut_down(run: SupervisedRun, termination: Termination) -> None:
         Report().say(f"{peers.names[termination.machine]} was asked to stop; the ranks here save and stop with it")
     ranks.send_signal(termination.signal_number or signal.SIGTERM)
     # a rank that waits in a collective for one that failed can neither save nor exit by itself
-    end = time.monotonic() + (SAVE_ON_SIGNAL_SECONDS if termination.signal_number else EXIT_SECONDS)
+    end = time.monotonic() + exit_seconds(termination)
     while ranks.alive and time.monotonic() < end and not peers.find_silent():
         ranks.receive()
         if stall := run.stalls.find(peers.phase_elsewhere):
@@ -187,6 +193,13 @@ def shut_down(run: SupervisedRun, termination: Termination) -> None:
         time.sleep(POLL_SECONDS)
     ranks.kill()
     ranks.receive()
+
+
+def exit_seconds(termination: Termination) -> float:
+    """Return how long ranks may take to exit."""
+    if termination.signal_number:
+        return SAVE_ON_SIGNAL_SECONDS
+    return BEREFT_SECONDS if termination.killed else EXIT_SECONDS
 
 
 def exit_with_reason(termination: Termination, run: SupervisedRun) -> NoReturn:

@@ -23,6 +23,8 @@ class Termination:
     hint: str = ""
     said: bool = False
     """Whether a rank has printed the reason on that machine."""
+    killed: bool = False
+    """Whether a signal has killed a rank, which has written nothing since."""
 
     @property
     def signal_number(self) -> int:
@@ -53,9 +55,8 @@ def parse_termination(values: Mapping[str, Any], machines: int) -> Termination |
         case {"machine": int(machine), "exit_code": int(code), "sentence": str(sentence), "hint": str(hint)}:
             if not 0 <= machine < machines:
                 return None
-            return Termination(
-                machine, failure_code(code), sanitize(sentence), sanitize(hint), values.get("said") is True
-            )
+            said, killed = (values.get(name) is True for name in ("said", "killed"))
+            return Termination(machine, failure_code(code), sanitize(sentence), sanitize(hint), said, killed)
     return None
 
 
@@ -77,7 +78,7 @@ def rank_failed(machine: int, failure: ProcessExit) -> Termination:
         said = failure.code in ExitCode.__members__.values()
         return Termination(machine, failure.code, str(failure), said=said)
     hint = "the kernel kills a process when memory runs out: see `dmesg`; run the same command to resume"
-    return Termination(machine, int(ExitCode.TRAINING), str(failure), hint)
+    return Termination(machine, int(ExitCode.TRAINING), str(failure), hint, killed=True)
 
 
 def rank_hangs_after_failing(machine: int, reason: Mapping[str, Any]) -> Termination:

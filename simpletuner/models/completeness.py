@@ -7,6 +7,7 @@ every caption to the same ids. Models are loaded onto the meta device, so their 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
     models: Any = (ModelMixin, PreTrainedModel)
     if not (isinstance(cls, type) and issubclass(cls, models)):
         raise EnvironmentNotReady(f"{folder}: {cls.__name__} is no model", "check model_index.json")
-    read_config(folder / "config.json")
+    config = read_config(folder / "config.json")
     variant = variant or variant_of(any_weights_files(folder)[0])
     loading: Mapping[str, Any]
     _, loading = cls.from_pretrained(
@@ -99,6 +100,15 @@ def check_model(folder: Path, cls: Any, variant: str | None) -> None:
     refuse_missing(folder, loading["missing_keys"], loading["unexpected_keys"])
     if wrong := [*loading["mismatched_keys"], *loading["error_msgs"]]:
         raise EnvironmentNotReady(f"{folder}: its weights do not fit its config: {min(map(str, wrong))}", CHECK_COPY)
+    unknown = config.keys() - inspect.signature(cls).parameters.keys() if issubclass(cls, ModelMixin) else set()
+    strange = sorted(name for name in unknown if not name.startswith("_"))
+    # Either alone is harmless, and published. Together: a misspelt `down_block_types` builds the default's one block.
+    if strange and (extra := sorted(loading["unexpected_keys"])):
+        raise EnvironmentNotReady(
+            f"{folder}: its weights do not fit its config: {cls.__name__} does not know {strange[0]}, and has no place "
+            f"for {extra[0]}",
+            CHECK_COPY,
+        )
 
 
 def refuse_missing(folder: Path, missing: Iterable[str], unknown: Iterable[str]) -> None:

@@ -16,6 +16,7 @@ from simpletuner.models.family import ModelFamily
 from simpletuner.models.lora import Adapter, end_of
 from simpletuner.models.registry import TINY, flavour_of
 from simpletuner.settings.sections import Model
+from simpletuner.system.regular_files import check_regular
 
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"
@@ -73,10 +74,9 @@ def check_lora_init(family: ModelFamily) -> None:
             f"set lora_target_modules={','.join(ends)}",
         )
     if ranks != {adapter.rank}:
-        found = ", ".join(map(str, sorted(ranks)))
-        raise SettingsError(
-            f"lora_init: {path} is of rank {found}, but lora_rank = {adapter.rank}", f"set lora_rank={found}"
-        )
+        found = " and ".join(map(str, sorted(ranks)))
+        hint = f"set lora_rank={found}" if len(ranks) == 1 else "layers of one LoRA have one rank here: take another"
+        raise SettingsError(f"lora_init: {path} is of rank {found}, but lora_rank = {adapter.rank}", hint)
     if odd := next((name for name in wanted if shapes[name] != wanted[name]), None):
         raise SettingsError(
             f"lora_init: {path} is of another model: {odd} is {shapes[odd]} in it, {wanted[odd]} here",
@@ -92,6 +92,7 @@ def check_lora_init(family: ModelFamily) -> None:
 def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
     """Return the shapes of a LoRA's tensors, and its config. Raises EnvironmentNotReady for a damaged file."""
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             config = json.loads((file.metadata() or {}).get(METADATA, "{}"))

@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from simpletuner.errors import EnvironmentNotReady, without_errno
+from simpletuner.errors import EnvironmentNotReady, is_out_of_memory, out_of_memory, without_errno
 from simpletuner.system.regular_files import read_file
 
 RAISED = (
@@ -41,6 +41,8 @@ def opening(component: Path) -> Iterator[None]:
         # tokenizers raises plain Exception, without a class of its own. Any other error is a bug of ours.
         if type(error) is not Exception and not isinstance(error, RAISED):
             raise
+        if is_out_of_memory(error):
+            raise out_of_memory() from error
         raise EnvironmentNotReady(f"{component} cannot be opened: {reason(error)}", CHECK_COPY) from error
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from simpletuner.models.registry import flavour_of, tiny_architecture
 from simpletuner.settings.sections import Model
+from simpletuner.system.regular_files import open_regular
 
 DENOISERS = ("transformer", "unet")
 LONGEST_HEADER = 100_000_000
@@ -44,10 +45,8 @@ def weights_of_variant(files: Iterable[Path], variant: str | None) -> list[Path]
 
 def parameters_in(path: Path) -> int:
     """Count the numbers of a safetensors file by its header, which lists every shape; 0 for a damaged file."""
-    if not path.is_file():  # opening a FIFO would wait for somebody to write into it
-        return 0
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, LONGEST_HEADER)))
         return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -7,6 +7,7 @@ from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.malformed import CHECK_COPY, read_json
+from simpletuner.system.regular_files import open_regular
 
 COMPONENT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
 """Suffixes of configs, weights, vocabularies and chat templates: all that is fetched, read or exported."""
@@ -42,7 +43,7 @@ def is_pickle(path: Path) -> bool:
         return True
     if path.suffix == ".safetensors" or not path.is_file():
         return False  # a file of that name is read by safetensors alone, which runs no code
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(4).startswith(PICKLE_STARTS)
 
 

@@ -15,6 +15,7 @@ from simpletuner.errors import TrainingError
 from simpletuner.parallel.activations import memory_budget
 from simpletuner.parallel.attention_backend import attention_kernel
 from simpletuner.settings.sections import Settings
+from simpletuner.system.numbers import count_noun
 
 GIB = 2**30
 
@@ -22,7 +23,7 @@ GIB = 2**30
 def describe_device(device: torch.device) -> str:
     """Return the GPU, its driver's and torch's CUDA, and the attention kernel that torch chooses there."""
     if device.type != "cuda":
-        return f"{device.type}, {torch.get_num_threads()} threads, attention: {attention_kernel(device)}"
+        return f"{device.type}, {count_noun(torch.get_num_threads(), 'thread')}, attention: {attention_kernel(device)}"
     gpu = torch.cuda.get_device_properties(device)
     cudnn, nccl = torch.backends.cudnn.version(), ".".join(map(str, nccl_version()))
     return (

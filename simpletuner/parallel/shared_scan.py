@@ -172,8 +172,10 @@ class SharedScan:
 
     def _describe(self, files: FileList) -> Described | None:
         """Read the table, if there is one. Raises DataError where it cannot be read."""
-        table = table_of(self.dataset, self.storage)
-        return describe_files(table, table.rows(), files.table["name"]) if table else None
+        if table := table_of(self.dataset, self.storage):
+            table = table.with_own_columns()
+            return describe_files(table, table.rows(), files.table["name"])
+        return None
 
     def _kept(self) -> list[Path]:
         return intact_files(self.folder, self._kind("scan"))
@@ -185,7 +187,7 @@ class SharedScan:
             if table.select(IDENTITY).equals(files.table.select(IDENTITY)) and OtherFiles(**others) == files.others:
                 return {"kept": path.name, "rows": 0}
         try:
-            needed = files_to_read(self.dataset, files.table, described())
+            needed = files_to_read(files.table, described())
         except DataError as error:
             return {"error": [error.message, error.hint]}
         new = needed.filter(pc.is_null(match_rows(needed, self._known())))
@@ -233,7 +235,9 @@ class SharedScan:
         table = known.take(match_rows(files.table, known))
         if found := described():
             table, remarks = with_described(self.dataset, files.table, table, found)
-            others = replace(others, table_remarks=remarks)
+            others = replace(
+                others, table_remarks=remarks, unmatched_rows=found.unmatched, first_unmatched=found.first_unmatched
+            )
         name = write_table(self.folder, self._kind("scan"), table, asdict(others))
         remove_all_but(self.folder, name)
         return name

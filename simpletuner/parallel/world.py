@@ -246,7 +246,7 @@ def device_of(local_rank: int, use_cpu: bool = False) -> torch.device:
 def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Store:
     """Return the key-value store at MASTER_ADDR; torchrun's agent serves one, other launchers leave it to us."""
     served_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
+    store = dist.TCPStore(
         environment["MASTER_ADDR"],
         int(environment["MASTER_PORT"]),
         size,
@@ -254,6 +254,9 @@ def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Sto
         timeout=timedelta(seconds=JOIN_SECONDS),
         multi_tenant=True,
     )
+    # The agent's store outlives ranks that it starts again (`--max-restarts`): they must not find old registrations.
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT")
+    return dist.PrefixStore(f"attempt_{attempt}", store) if attempt else store
 
 
 @contextmanager

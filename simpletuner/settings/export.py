@@ -143,20 +143,28 @@ def to_deepspeed(settings: Settings, values: dict[str, Any]) -> Exported:
 
 
 def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
-    """An sbatch script: one launcher per node, which starts that node's ranks."""
+    """An sbatch script: one launcher per node, which starts that node's ranks.
+
+    Without main_process_ip, such as that of an accelerate file: a job gets other nodes each time.
+    """
     launch = settings.launch
-    own = {"machine_rank"} | (set() if launch.main_process_ip else {"main_process_ip"})
-    flags = as_flags({name: value for name, value in values.items() if name not in own})
+    flags = as_flags({name: value for name, value in values.items() if name not in OF_A_JOB})
     start = ["srun", "--kill-on-bad-exit=1", "bash", "-c", START_ON_NODE, "simpletuner", *flags]
     ranks = launch.num_processes // launch.num_machines
     gpus = "" if launch.use_cpu else f"#SBATCH --gpus-per-node={ranks}\n"
-    master = "" if launch.main_process_ip or launch.num_machines == 1 else MASTER_OF_JOB
-    head = SBATCH_HEAD.format(nodes=launch.num_machines, gpus=gpus, seconds=SAVE_SECONDS)
+    master = "" if launch.num_machines == 1 else MASTER_OF_JOB
+    cpus = ranks * CPUS_PER_RANK
+    head = SBATCH_HEAD.format(nodes=launch.num_machines, gpus=gpus, seconds=SAVE_SECONDS, cpus=cpus)
     return Exported(head + master + format_command(start), "simpletuner.sbatch", ["sbatch", "simpletuner.sbatch"])
 
 
+OF_A_JOB = ("machine_rank", "main_process_ip")
+"""Settings that each job decides anew."""
+CPUS_PER_RANK = 8
+"""What the script proposes: threads decode images beside each rank."""
 START_ON_NODE = 'exec simpletuner train --machine_rank="$SLURM_NODEID" "$@"'
 MASTER_OF_JOB = f"""\
+# The first node of this job, by the name that SLURM gives it: others reach it there.
 {PREFIX}MAIN_PROCESS_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export {PREFIX}MAIN_PROCESS_IP
 """
@@ -167,8 +175,16 @@ SBATCH_HEAD = """\
 #SBATCH --ntasks-per-node=1
 {gpus}#SBATCH --signal=TERM@{seconds}
 #SBATCH --output=%x-%j.log
+# What clusters ask for beside: fill a line in, and take its first # away.
+##SBATCH --time=24:00:00
+##SBATCH --partition=PARTITION
+##SBATCH --account=ACCOUNT
+##SBATCH --cpus-per-task={cpus}
+##SBATCH --mem=0
 # Before its time is over the run is asked to save and stop; submit the same script again and it goes on.
 set -euo pipefail
+# srun does not take it from the job.
+[ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 """
 
 FORMATS: dict[str, Callable[[Settings, dict[str, Any]], Exported]] = {

@@ -224,10 +224,9 @@ def take_values(original: Original, there: There, root: Path) -> None:
             continue
         for each in split_optimizer_config(given):
             take_or_leave(each, there, original, root)
+    places = {setting_of(each): each.place for each in reversed(original.values)}
     for name, value, reason in only_there(there):
-        place = next(
-            (each.place for each in original.values if plain_name(each.name) == name), "the original's default"
-        )
+        place = places.get(name) or f"{places['model_family']}, by default"
         original.left_out.append(LeftOut(name, value, place, reason, "lost"))
 
 

@@ -176,7 +176,8 @@ class ObjectiveSettings(Section):
     """Objective"""
 
     snr_gamma: float | None = knob(None, "Min-SNR loss weighting (5 is usual) for epsilon and v-prediction.", gt=0)
-    flow_schedule_shift: float = knob(3.0, "Shift noise levels of flow matching towards noise; 1 leaves them.", gt=0)
+    flow_schedule_shift: float | None = knob(None, "Shift noise levels of flow matching towards noise; 1 leaves them; empty: the shift with which the published model samples 1024 px.", gt=0)
+    flow_schedule_auto_shift: bool = knob(False, "Shift noise levels by image size, as the base model's scheduler does when it samples.")
     flow_sigmoid_scale: float = knob(1.0, "Width of the logit-normal noise levels.", gt=0)
     flow_use_uniform_schedule: bool = knob(False, "Sample noise levels uniformly instead of logit-normally.")
     flux_guidance_value: float = knob(1.0, "Guidance input of guidance-distilled Flux while training.", ge=0)
@@ -297,7 +298,7 @@ class Hub(Section):
 
     push_to_hub: bool = knob(False, "Upload what the run exports, with its model card, when it has ended.")
     hub_model_id: Annotated[str, AfterValidator(check_repository)] = knob("", "Repository to upload to, as OWNER/NAME or NAME; empty: the name of output_dir.")
-    model_card_private: bool = knob(False, "Create the repository as a private one.")
+    model_card_private: bool = knob(True, "Create the repository as a private one; false publishes to everybody. A repository that there is stays as it is.")
 
 
 class Settings(Section):

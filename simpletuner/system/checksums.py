@@ -9,7 +9,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+from simpletuner.errors import naming
+from simpletuner.system.regular_files import open_regular
 
 READ_BYTES = 256 << 10
 """Small enough to stay in the L2 cache between copying and hashing: a fifth less CPU time than blocks of 4 MiB."""
@@ -23,8 +26,8 @@ class SupportsReadinto(Protocol):
 
 def file_checksum(path: Path) -> str:
     """Hash a file's content. Raises OSError."""
-    with path.open("rb", buffering=0) as file:
-        return stream_checksum(file)
+    with open_regular(path, buffering=0) as file:
+        return stream_checksum(cast(SupportsReadinto, file))  # BinaryIO does not declare it
 
 
 def stream_checksum(file: SupportsReadinto) -> str:
@@ -46,7 +49,7 @@ def write_with_checksum(path: Path, parts: Iterable[memoryview], head: bytes = b
     import xxhash
 
     digest = xxhash.xxh3_128(head)
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(head)
         for part in parts:
             for start in range(0, len(part), READ_BYTES):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from simpletuner.errors import EnvironmentNotReady
+from simpletuner.errors import EnvironmentNotReady, naming
 from simpletuner.system.regular_files import open_regular
 
 READ_AHEAD_BYTES = 128 << 10
@@ -76,7 +76,7 @@ def write_file(path: Path, *content: bytes | memoryview) -> None:
     hidden.unlink(missing_ok=True)
     descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with naming(path), os.fdopen(descriptor, "wb") as file:
             file.writelines(content)
             file.flush()
             os.fsync(descriptor)

@@ -10,6 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from simpletuner.errors import naming
 from simpletuner.run_log import APPEND
 from simpletuner.system.files import refuse_special, write_file
 from simpletuner.system.regular_files import read_file
@@ -51,8 +52,9 @@ class Metrics:
 
     def write(self, row: Mapping[str, Any], group: str = "train") -> None:
         """Add a row; trackers show its values as `group/name`."""
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        with naming(self.path):
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
         for tracker in self.trackers:
             tracker.write(row, group)
 
@@ -74,10 +76,13 @@ class Metrics:
 
 
 def drop_rows_after(path: Path, step: int) -> None:
-    """Drop the rows after a step, atomically. A file without such rows is not rewritten."""
+    """Drop the rows after a step, atomically; all of them for a run that begins, which measures step 0 again.
+
+    A file without such rows is not rewritten.
+    """
     refuse_special(path)
     content = read_file(path, MAX_BYTES) if path.exists() else b""
-    kept = [row for row in rows_in(content) if row["step"] <= step]
+    kept = [row for row in rows_in(content) if row["step"] <= step and step > 0]
     if len(kept) < content.count(b"\n") or content[-1:] not in (b"", b"\n"):
         write_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
 

@@ -22,6 +22,8 @@ TAIL_BYTES = 64 << 10
 MAX_BYTES = 4 << 30
 """The largest file of metrics that is read: 15 million rows of 280 bytes."""
 NUMBERS = {int, float, bool}
+LARGEST_INTEGER = 1 << 53
+"""Up to which float64 has all integers."""
 
 
 class MetricsReader:
@@ -160,10 +162,14 @@ def parse_line(line: bytes) -> list[Any]:
 
 
 def is_row(row: Any) -> bool:
+    if not isinstance(row, dict):
+        return False
+    step, loss = row.get("step"), row.get(loss_of(row))
+    # JSON as Python reads it has Infinity, NaN and integers that no float can hold.
     return (
-        isinstance(row, dict)
-        and isinstance(row.get("step"), float | int)
-        and isinstance(row.get(loss_of(row)), float | int)
+        isinstance(step, float | int)
+        and abs(step) <= LARGEST_INTEGER
+        and (isinstance(loss, float) or (isinstance(loss, int) and abs(loss) <= LARGEST_INTEGER))
     )
 
 

@@ -16,6 +16,8 @@ RECENT_STEPS = 50
 SAVING, WRITING, EXPORTING = "saving", "writing a checkpoint", "writing the pipeline"
 """What training waits for: for a checkpoint or its copy; at the end until a copy is written; then for the export."""
 DURATIONS = "durations.json"
+MAX_SECONDS = 7 * 24 * 3600.0
+"""The longest that anything between steps is believed to take."""
 
 
 class Durations:
@@ -54,7 +56,8 @@ def read_durations(path: Path) -> dict[str, float]:
     except (OSError, ValueError, RecursionError):
         return {}
     known = content if isinstance(content, dict) else {}
-    return {name: float(value) for name, value in known.items() if isinstance(value, float)}
+    # JSON as Python reads it has Infinity and NaN, and one damaged digit makes a century.
+    return {name: value for name, value in known.items() if isinstance(value, float) and 0 <= value <= MAX_SECONDS}
 
 
 class Pace:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner import __version__
 from simpletuner.checkpoints.layout import Checkpoint
+from simpletuner.errors import naming
 from simpletuner.run_log import APPEND
 from simpletuner.settings import Settings, settings_as_json
 from simpletuner.system.files import refuse_special, write_json
@@ -103,5 +104,5 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
     """Append one line; a link of that name is not followed. Raises EnvironmentNotReady for one."""
     refuse_special(path)
     descriptor = os.open(path, APPEND, 0o666)
-    with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+    with naming(path), os.fdopen(descriptor, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

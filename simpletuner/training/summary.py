@@ -19,6 +19,7 @@ from simpletuner.settings.deepspeed.config import deepspeed_options
 from simpletuner.training.html_report.page import PAGE
 from simpletuner.training.metrics import CURVE
 from simpletuner.training.metrics_reader import METRICS, read_columns
+from simpletuner.training.output_dir import single_file_of
 from simpletuner.training.run_facts import Rows, describe_result
 from simpletuner.training.state import TrainingState
 
@@ -106,5 +107,6 @@ def print_result(output: Path, exported: Path, report: Report) -> None:
         ("report", output / PAGE),
         ("loss curve", output / CURVE),
         ("pipeline" if exported.name == "pipeline" else "LoRA", exported),
+        *([("one file", single_file)] if (single_file := single_file_of(exported)).is_file() else []),
     ]
     report.table("finished", [*numbers, *places])

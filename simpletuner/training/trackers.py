@@ -51,7 +51,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.report, self.is_failed = report, False
-        self.writer: Any = SummaryWriter(str(folder), purge_step=step + 1)
+        self.writer: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
         rows = [f"| {name} | {json.dumps(value, ensure_ascii=False)} |" for name, value in settings.items()]
         self._try(
             lambda: self.writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]), step)

@@ -108,7 +108,11 @@ def read_state(output: Path) -> dict[str, Any]:
         state = json.loads(read_file(output / STATE))
     except (OSError, ValueError, RecursionError):
         return {}
-    return state if isinstance(state, dict) else {}
+    if not isinstance(state, dict):
+        return {}
+    sent = state.get("sent")
+    known = sent.items() if isinstance(sent, dict) else ()
+    return {**state, "sent": {name: step for name, step in known if isinstance(step, int)}}
 
 
 def main() -> None:

@@ -66,12 +66,12 @@ def test_only_what_is_missing_is_made_and_told(tmp_path, capsys):
     reader = filled(tmp_path, made, wanted(3), report=Report())
     assert sorted(made) == ["r0", "r1", "r2"]
     assert names_in(reader) == set(made)
-    assert "latents: making 3 of 3" in capsys.readouterr().err
+    assert "encoding 3 images" in capsys.readouterr().err
     made.clear()
     reader = filled(tmp_path, made, wanted(5), report=Report())
     assert sorted(made) == ["r1", "r3", "r4"], "r1 and r3 are one batch"
     assert len(names_in(reader)) == 5
-    assert "latents: making 2 of 5" in capsys.readouterr().err
+    assert "encoding 2 of 5 images" in capsys.readouterr().err
     made.clear()
     filled(tmp_path, made, wanted(5), report=Report())
     assert made == []
@@ -82,7 +82,7 @@ def test_what_changed_is_told_before_it_is_made_again(tmp_path, capsys):
     filled(tmp_path, [], wanted(3), report=Report())
     capsys.readouterr()
     filled(tmp_path, [], wanted(4, vae="b"), report=Report())
-    assert "making 4 of 4 (VAE changed for 3)" in capsys.readouterr().err
+    assert "encoding 4 images (VAE changed for 3)" in capsys.readouterr().err
 
 
 def test_several_ranks_share_the_work_and_all_see_all_of_it(tmp_path):

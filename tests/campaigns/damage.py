@@ -1,10 +1,12 @@
 """Damage one file at a time, run the same command, and see that it goes on rightly or says what is wrong.
 
-    .venv/bin/python tests/campaigns/damage.py --cases 2000      # about 30 minutes on 2 cores
+    .venv/bin/python tests/campaigns/damage.py --count=3000 --results=damage.jsonl      # about an hour on 2 cores
+    .venv/bin/python tests/campaigns/damage.py --seed=0 --case=123 --scene=lora         # shows one
 
-Files of an output folder, its caches, the base model, the images and the configuration are drawn; a bit is flipped, or
-the file is cut, emptied, removed, or replaced by a folder, a link or a FIFO. A case fails if the run calls it a bug,
-hangs, or ends with other weights without a word. `tests/test_campaigns.py` runs a small sample.
+Files of an output folder, its caches, the base model, the images, their table and the configuration are drawn; a bit is
+flipped, or the file is cut, emptied, removed, or replaced by a folder, a link or a FIFO. A case fails if the run calls
+it a bug, hangs, or ends with other weights, or other numbers of its new steps, without a word. With `--results`, each
+case is appended there, and a campaign that was stopped goes on where it was. `tests/test_campaigns.py` runs a sample.
 """
 
 from __future__ import annotations
@@ -13,31 +15,34 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 
 from conftest import SMALL, Starter, fork_server_context  # noqa: E402
-from kills import fixtures, tensors  # noqa: E402
+from kills import HELD_OUT, TIMINGS, VALIDATION, fixtures, read_results, tensors  # noqa: E402
+
+from simpletuner.checkpoints.single_file import export_single_file  # noqa: E402
 
 HANG_SECONDS = 60
 AT_ONCE = 2
-STEPS = 4
+BEFORE, STEPS = 2, 3
+"""Steps of the run that is damaged, and those after which it ends."""
 ALLOWED_CODES = (0, 2, 3, 4)
-NOT_READ = (
-    re.compile(r"run/validation/"),
-    re.compile(r"run/(loss\.png|report\.html|metrics\.jsonl)"),
-    re.compile(r"run/pipeline(-ema)?/(README\.md|samples/)"),
-)
-"""What a run writes for people and does not read again: it cannot notice damage in it, and no weight depends on it."""
+GOOD = ("right", "said and right", "said and other", "refused")
+COMMON = {"output_dir": "run", "data_backend_config": "data.json", "model_family": "sdxl", "train_batch_size": "4"}
+LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 
 
 def flip(path: Path, draw: random.Random) -> None:
@@ -79,42 +84,39 @@ class Damage:
 
     starter: Starter
     folder: Path
-    random: random.Random
+    seed: int = 0
     problems: list[str] = field(default_factory=list)
     usual: set[str] = field(default_factory=set)
     """What an undisturbed run says."""
-    answers: dict[str, int] = field(default_factory=dict)
+    wanted: dict[str, str] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    answers: Counter[str] = field(default_factory=Counter)
 
-    def run(self, cases: int, base: Path, images: Path) -> None:
-        """Make the run from a base model and images, then damage it that often."""
-        shutil.copytree(base, self.folder / "whole" / "base")
-        shutil.copytree(images, self.folder / "whole" / "shapes")
-        self.config(self.folder / "whole")
-        self.train(self.folder / "whole", 2)
-        undisturbed = self.copy("undisturbed")
-        code, said = self.train(undisturbed, STEPS)
-        assert code == 0, said
-        wanted, self.usual = weights_of(undisturbed), comparable(said)
-        again = self.copy("undisturbed again")
-        _, said = self.train(again, STEPS)
-        assert weights_of(again) == wanted and comparable(said) == self.usual, "an undisturbed run must not stand out"
-        files = sorted(path for path in (self.folder / "whole").rglob("*") if path.is_file())
-        names = [path.relative_to(self.folder / "whole").as_posix() for path in files if path.name != ".lock"]
-        drawn = [(number, self.random.choice(names), self.random.choice(list(DAMAGES))) for number in range(cases)]
+    def prepare(self, scene: str, base: Path, images: Path) -> None:
+        """Make the run of a scene from a base model and images, and find what it is to end with."""
+        whole = self.folder / "whole"
+        shutil.copytree(images, whole / "shapes")
+        values = COMMON | parsed(SMALL) | SCENES[scene](self, whole, base)
+        (whole / "config.json").write_text(json.dumps(values | {"checkpoint_step_interval": "1"}, indent=1))
+        assert (done := self.train(whole, BEFORE))[0] == 0, done[1]
+        for name in ("undisturbed", "undisturbed again"):
+            copy = self.copy(name)
+            code, said = self.train(copy, STEPS)
+            assert code == 0, said
+            answer = outcome_of(copy), comparable(said)
+            assert name == "undisturbed" or answer == (self.wanted, self.usual), "an undisturbed run must not stand out"
+            self.wanted, self.usual = answer
+        files = (path.relative_to(whole).as_posix() for path in whole.rglob("*") if path.is_file())
+        self.names = sorted(name for name in files if not name.endswith("/.lock"))
+
+    def run(self, cases: Iterable[int], note: Callable[[dict[str, Any]], None] = lambda row: None) -> None:
+        """Damage a copy of the run for each case; `note` is told how it was answered."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(lambda case: self.case(*case, wanted), drawn))
-
-    def config(self, folder: Path) -> None:
-        """Write the configuration: a settings file and a dataset file."""
-        (folder / "data.json").write_text(
-            json.dumps([{"id": "shapes", "type": "local", "instance_data_dir": "shapes"}], indent=1)
-        )
-        pairs = dict(flag.removeprefix("--").partition("=")[::2] for flag in SMALL)
-        pairs |= {"model_family": "sdxl"}
-        pairs |= {"pretrained_model_name_or_path": "base", "output_dir": "run", "data_backend_config": "data.json"}
-        pairs |= {"train_batch_size": "4", "checkpoint_step_interval": "1", "use_ema": "true"}
-        pairs |= {"validation_prompt": "a red circle", "validation_num_inference_steps": "1"}
-        (folder / "config.json").write_text(json.dumps(pairs, indent=1))
+            for row in pool.map(self.case, cases):
+                self.answers[row["verdict"]] += 1
+                if row["verdict"] not in GOOD:
+                    self.problems.append("{case}: {file} {damage}: {verdict} (exit code {code})\n{said}".format(**row))
+                note(row)
 
     def train(self, folder: Path, steps: int) -> tuple[int | None, str]:
         """Run the command in a folder; return its exit code (None: it hangs) and what it said."""
@@ -132,31 +134,28 @@ class Damage:
         """Return a copy of the folder whose files are links, but those that a run appends to."""
         target = self.folder / name
         shutil.copytree(self.folder / "whole", target, copy_function=os.link)
-        for path in [*target.rglob("*.jsonl"), target / "run" / ".lock"]:  # written in place
+        for path in [*target.rglob("*.jsonl"), target / "run" / "log.txt", target / "run" / ".lock"]:
             content = path.read_bytes()
             path.unlink()
             path.write_bytes(content)
         return target
 
-    def case(self, number: int, name: str, damage: str, wanted: dict[str, str]) -> None:
+    def case(self, number: int) -> dict[str, Any]:
         """Damage one file in a copy, run, and judge the answer."""
-        folder = self.copy(f"case{number}")
+        draw, folder = random.Random(f"{self.seed} {number}"), self.copy(f"case{number}")
+        name, damage = draw.choice(self.names), draw.choice(list(DAMAGES))
         path = folder / name
         content = path.read_bytes()
         path.unlink()
         path.write_bytes(content)
-        DAMAGES[damage](path, random.Random(number))
-        began = time.monotonic()
+        DAMAGES[damage](path, draw)
         code, said = self.train(folder, STEPS)
-        verdict = self.verdict(name, code, said, folder, wanted)
-        self.answers[verdict] = self.answers.get(verdict, 0) + 1
-        if verdict not in ("right", "said and right", "said and other", "refused", "not read"):
-            how = f"{verdict} (exit code {code}, {time.monotonic() - began:.0f} s)"
-            self.problems.append(f"case {number}: {name} {damage}: {how}\n{said}")
-            print(self.problems[-1], flush=True)  # what is found must survive a campaign that is stopped
+        verdict = self.verdict(code, said, folder)
         shutil.rmtree(folder, ignore_errors=True)
+        said = "" if verdict in GOOD else said
+        return {"case": number, "file": name, "damage": damage, "verdict": verdict, "code": code, "said": said}
 
-    def verdict(self, name: str, code: int | None, said: str, folder: Path, wanted: dict[str, str]) -> str:
+    def verdict(self, code: int | None, said: str, folder: Path) -> str:
         """Return how a run answered."""
         if code is None:
             return "HANG"
@@ -166,12 +165,53 @@ class Damage:
             return "WRONG EXIT CODE"
         if code:
             return "refused" if said.count("error:") == 1 and "hint:" in said else "NO SENTENCE"
-        is_right = weights_of(folder) == wanted
+        is_right = outcome_of(folder) == self.wanted
         if comparable(said) - self.usual:
             return "said and right" if is_right else "said and other"
-        if is_right:
-            return "right"
-        return "not read" if any(each.match(name) for each in NOT_READ) else "SILENT DIFFERENCE"
+        return "right" if is_right else "SILENT DIFFERENCE"
+
+
+def parsed(flags: Iterable[str]) -> dict[str, str]:
+    """Return flags as the values of a file."""
+    pairs = (flag.removeprefix("--").partition("=") for flag in flags)
+    return {name: value or "true" for name, _, value in pairs}
+
+
+def whole_model(_: Damage, folder: Path, base: Path) -> dict[str, str]:
+    """A whole model from a folder, with captions in text files, EMA and validation images."""
+    shutil.copytree(base, folder / "base")
+    write_dataset(folder)
+    return {"pretrained_model_name_or_path": "base", "use_ema": "true", **parsed(VALIDATION)}
+
+
+def lora_of_one_file(damage: Damage, folder: Path, base: Path) -> dict[str, str]:
+    """A LoRA that begins with another one, on a model in one file, with a table of captions, and a held-out loss."""
+    write_dataset(folder)
+    model = {"pretrained_model_name_or_path": "model.safetensors", "single_file_config": "configs"}
+    lora = {"model_type": "lora", "lora_rank": "2", **model}
+    export_single_file(base, folder / "model.safetensors", "sdxl")
+    shutil.copytree(base, folder / "configs", ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "config.json").write_text(json.dumps(COMMON | parsed(SMALL) | lora))
+    assert (done := damage.train(folder, 1))[0] == 0, done[1]
+    (folder / "run" / "pipeline_lora_weights" / LORA_WEIGHTS).rename(folder / LORA_WEIGHTS)
+    shutil.rmtree(folder / "run")
+    texts = sorted((folder / "shapes").glob("*.txt"))
+    rows = [{"filename": path.with_suffix(".png").name, "caption": path.read_text().strip()} for path in texts]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "table.parquet")
+    for path in texts:
+        path.unlink()
+    columns = {"path": "table.parquet", "filename_column": "filename", "caption_column": "caption"}
+    columns["identifier_includes_extension"] = True
+    write_dataset(folder, caption_strategy="parquet", parquet=columns)
+    return {**lora, "lora_init": LORA_WEIGHTS, **parsed(HELD_OUT)}
+
+
+SCENES: dict[str, Callable[[Damage, Path, Path], dict[str, str]]] = {"whole": whole_model, "lora": lora_of_one_file}
+
+
+def write_dataset(folder: Path, **more: Any) -> None:
+    entry = {"id": "shapes", "type": "local", "instance_data_dir": "shapes", **more}
+    (folder / "data.json").write_text(json.dumps([entry], indent=1))
 
 
 def comparable(said: str) -> set[str]:
@@ -187,29 +227,59 @@ def in_folder(folder: str, arguments: list[str]) -> None:
     ranks.command_line(arguments)
 
 
-def weights_of(folder: Path) -> dict[str, str]:
-    """Return a hash of every tensor file that a run has made at its last step, and of what it exported."""
-    made = [folder / "run" / "checkpoints" / f"checkpoint-{STEPS:06d}", folder / "run" / "pipeline"]
+def outcome_of(folder: Path) -> dict[str, str]:
+    """Return hashes of the last tensors of a run and of what it exported, and the numbers of its new steps."""
+    run = folder / "run"
+    exports = [path for path in run.glob("pipeline*") if path.is_dir()]
+    made = [run / "checkpoints" / f"checkpoint-{STEPS:06d}", *exports]
     files = [path for root in made for path in root.rglob("*.safetensors")]
-    configs = [path for path in (folder / "run" / "pipeline").rglob("*.json") if path.name != "simpletuner.json"]
+    configs = [path for root in exports for path in root.rglob("*.json") if path.name != "simpletuner.json"]
     found = {path.relative_to(folder).as_posix(): tensors(path) for path in files}
-    return found | {path.relative_to(folder).as_posix(): path.read_text(errors="replace") for path in configs}
+    found |= {path.relative_to(folder).as_posix(): path.read_text(errors="replace") for path in configs}
+    return found | {"metrics": json.dumps(new_rows(run / "metrics.jsonl"))}
+
+
+def new_rows(metrics: Path) -> list[dict[str, Any]]:
+    """Return the rows of the steps after the damage, without what was measured."""
+    rows = [json.loads(line) for line in metrics.read_text(errors="replace").splitlines()]
+    kept = [row for row in rows if row["step"] > BEFORE]
+    return [{name: value for name, value in row.items() if name not in TIMINGS} for row in kept]
 
 
 def main() -> None:
     """Run a campaign in a temporary folder, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--count", type=int, default=2000, help="cases of all scenes together")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="one case alone")
+    parser.add_argument("--scene", choices=SCENES, action="append", help="one of several; default: all")
+    parser.add_argument("--results", type=Path, help="a file of JSON lines to append to, and to go on from")
     given = parser.parse_args()
+    scenes = given.scene or list(SCENES)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        starter = Starter(fork_server_context(), folder)
-        fixtures(folder, starter)
-        campaign = Damage(starter, folder, random.Random(given.seed))
-        campaign.run(given.cases, folder / "base", folder / "shapes")
-    print(f"{given.cases} cases {dict(sorted(campaign.answers.items()))}: {len(campaign.problems)} problems")
-    raise SystemExit(bool(campaign.problems))
+        results = given.results or Path(name) / "results.jsonl"
+        starter = Starter(fork_server_context(), Path(name))
+        fixtures(Path(name), starter)
+        for scene in scenes:
+            (folder := Path(name) / scene).mkdir()
+            damage = Damage(starter, folder, given.seed)
+            damage.prepare(scene, Path(name) / "base", Path(name) / "shapes")
+            whose = {"scene": scene, "seed": given.seed}
+            done = {row["case"] for row in read_results(results) if whose.items() <= row.items()}
+            cases = range(given.count // len(scenes)) if given.case is None else [given.case]
+            damage.run([case for case in cases if case not in done], lambda row, whose=whose: add(results, whose | row))
+        rows = read_results(results)
+    bad = [row for row in rows if row["verdict"] not in GOOD]
+    print(f"{len(rows)} cases {dict(Counter(row['verdict'] for row in rows))}: {len(bad)} problems")
+    raise SystemExit(bool(bad))
+
+
+def add(results: Path, row: dict[str, Any]) -> None:
+    """Keep how a case was answered, and print it if it is a problem: what is found must survive a stop."""
+    with results.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    if row["verdict"] not in GOOD:
+        print("{scene} {case}: {file} {damage}: {verdict} (exit code {code})\n{said}".format(**row), flush=True)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ class Campaign:
         """Return what a run leaves that nothing disturbed."""
         output = self.folder / "undisturbed"
         self.finish(output)
+        assert not self.problems, self.problems
         found = contents(output)
         shutil.rmtree(output)
         return found
@@ -141,7 +142,9 @@ class Campaign:
     def kill_ranks(self, output: Path, after: float) -> list[psutil.Process]:
         """Kill all warm ranks; return them."""
         run = self.starter.train(self.kind.ranks, *self.command(output))
-        time.sleep(after)
+        end = time.monotonic() + after
+        while time.monotonic() < end and any(process.is_alive() for process in run.processes):
+            time.sleep(0.01)
         ranks = [psutil.Process(process.pid) for process in run.processes if process.is_alive()]
         run.kill()
         run.wait()
@@ -221,6 +224,8 @@ class Campaign:
 
 
 def is_alive(process: psutil.Process) -> bool:
+    if isinstance(process, psutil.Popen):  # a child of ours, which this reaps
+        return process.poll() is None
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

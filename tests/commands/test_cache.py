@@ -283,4 +283,4 @@ def test_a_training_run_holds_its_caches_on_every_rank_and_a_killed_one_does_not
     cache("clear", "latents", "text", *flags, "--yes")
     assert not list(output.rglob("*.shard"))
     again = train(output, *sdxl_flags, "--train_batch_size=4", "--max_train_steps=1")
-    assert "latents: making 36 of 36" in again.said
+    assert "encoding 36 images" in again.said

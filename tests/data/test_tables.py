@@ -204,6 +204,49 @@ def test_columns_are_named_and_have_types(images):
         scan_table(images, images.parent / "twice.parquet", CAPTION, caption_strategy="parquet")
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
+def test_columns_have_names_by_default_and_sizes_count_where_they_are_numbers(images, suffix):
+    rows = [
+        {"filename": name, "width": 64 + 16 * number, "height": 64, "caption": f"of {name}"}
+        for number, name in enumerate(NAMES)
+    ]
+    table, both = images.parent / f"table{suffix}", {"caption_strategy": "parquet", "metadata_backend": "parquet"}
+    default = {"filename_column": None}
+    found = scan_table(images, write_rows(table, rows), default, **both)
+    assert found.opened == [] and found.captions == {name: (f"of {name}",) for name in NAMES}
+    worded = [row | {"width": "wide"} for row in rows]
+    assert len(scan_table(images, write_rows(table, worded), default, **both).opened) == 4
+    sizeless = [{"filename": row["filename"], "text": row["caption"]} for row in rows]
+    write_rows(table, sizeless)
+    with pytest.raises(DataError, match="has no column `caption`") as caught:
+        scan_table(images, table, default, **both)
+    assert caught.value.hint == "correct parquet.caption_column; its columns: `filename`, `text`"
+    found = scan_table(images, table, default | {"caption_column": "text"}, **both)
+    assert found.warnings == [] and len(found.captions) == 4
+    write_rows(table, [row | {"text": "another"} for row in sizeless])
+    found = scan_table(images, table, default | {"caption_column": "text"}, **both)
+    assert found.opened == [] and found.captions[NAMES[0]] == ("another",), "headers that were read stay known"
+
+
+@pytest.mark.parametrize("cut", [str, lambda name: name.rpartition(".")[0], lambda name: name.rpartition("/")[2]])
+def test_suffixes_are_recognized_by_which_rows_have_a_file(images, cut):
+    found = scanned(
+        images, rows_of(*map(cut, NAMES)), {"caption_column": "caption", "width_column": "w", "height_column": "h"}
+    )
+    assert found.opened == [] and found.warnings == [] and len(found.captions) == 4
+
+
+@pytest.mark.parametrize("backend", ["parquet", "discovery"])
+def test_rows_of_which_none_fits_are_named_with_the_key_that_decides(images, backend):
+    rows = rows_of(*(f"../elsewhere/{name}" for name in NAMES))
+    said = error_of(images, rows, metadata_backend=backend)
+    table = images.parent / "table.parquet"
+    assert said.startswith(
+        f"dataset `d`: the table {table} has 4 rows, the first `../elsewhere/{NAMES[0]}`, "
+        f"but none of 4 images, the first `{min(NAMES)}`, in {images}|parquet.filename_column is `file`: it has"
+    )
+
+
 @pytest.mark.parametrize("dtype", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())])
 def test_texts_may_have_any_type_of_arrow(images, dtype):
     texts = pa.array(NAMES).cast(pa.string()).cast(dtype)
@@ -244,7 +287,6 @@ def test_a_table_that_is_missing_or_damaged_is_named(images):
         ({}, {"caption_strategy": "csv"}, "parquet: is missing: caption_strategy csv reads the table"),
         ({}, {"metadata_backend": "parquet"}, "parquet: is missing: metadata_backend parquet reads the table"),
         ({"path": "t.parquet"}, {}, "nothing reads it: set caption_strategy or metadata_backend to parquet"),
-        ({"path": "t.parquet"}, {"caption_strategy": "parquet"}, "caption_column is missing: caption_strategy parquet"),
         ({"path": "t.txt"}, {}, "parquet.path = 't.txt': use a file that ends with .parquet, .csv, .jsonl, .json"),
         ({"path": ""}, {}, "parquet.path = '': a path cannot be empty"),
         ({"path": "t.csv", "widht_column": "w"}, {}, "parquet.widht_column: unknown key; did you mean `parquet.width"),

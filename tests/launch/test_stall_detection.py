@@ -60,6 +60,24 @@ def found(ranks: Ranks, seconds: float, stall_seconds: float = 1.5) -> set[tuple
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_rank_may_be_slow_to_begin_unless_it_is_stopped_which_is_said_early(tmp_path):
+    """No heartbeat, no CPU, no disk: so it looks where packages are imported from a network drive."""
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    ranks = Ranks(os.environ)
+    with ranks.started(command, {rank: {"RANK": str(rank)} for rank in range(2)}):
+        detector = StallDetector(ranks, 1.5)
+        assert found(ranks, 4) == set() and list(detector.find_paused()) == []
+        ranks.processes[1].send_signal(signal.SIGSTOP)
+        end = time.monotonic() + 20
+        while not (paused := list(detector.find_paused())):
+            assert time.monotonic() < end
+        assert [(stall.rank, stall.state) for stall in paused] == [(1, "T")]
+        assert "before it began: the process is stopped (SIGSTOP)" in str(paused[0])
+        assert list(detector.find_paused()) == [], "it is said once"
+        assert found(ranks, 4) == {(1, "T")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_what_hangs_is_told_from_what_works_and_what_waits(tmp_path, monkeypatch):
     command = [sys.executable, "-c", RANK, "compute", "compute_in_a_child", "write", "wait_for_others", "hang"]
     ranks = Ranks(os.environ)

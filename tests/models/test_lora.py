@@ -198,6 +198,12 @@ def test_a_lora_of_another_model_and_files_of_other_kinds_are_refused(sdxl, tmp_
     save_file(wider, tmp_path / "wider.safetensors")
     save_file({"unet.to_q.lora.down.weight": torch.zeros(4, 4)}, tmp_path / "older.safetensors")
     (tmp_path / "damaged.safetensors").write_bytes(file.read_bytes()[:1000])
+    mixed = {f"unet.{name}": value for name, value in weights.items()}
+    odd = next(name for name in mixed if "lora_A" in name)
+    save_file({**mixed, odd: torch.zeros(2, mixed[odd].shape[1])}, tmp_path / "mixed.safetensors")
+    with pytest.raises(SettingsError, match="is of rank 2 and 4, but lora_rank = 4") as caught:
+        check_lora_init(opened("sdxl", sdxl, lora_init=tmp_path / "mixed.safetensors"))
+    assert "lora_rank=" not in caught.value.hint, "no rank fits it"
     for name, said in (("wider", "is of another model"), ("older", "in peft's naming"), ("damaged", "cannot read")):
         with pytest.raises((SettingsError, EnvironmentNotReady), match=said):
             check_lora_init(opened("sdxl", sdxl, lora_init=tmp_path / f"{name}.safetensors"))

@@ -104,6 +104,10 @@ def pickled(folder_name: str, index_name: str) -> Callable[[Path], None]:
 
 
 MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "VAE config with a key damaged": (
+        with_byte_flipped("vae/config.json", b"wn_block_types"),
+        "does not know dovn_block_",
+    ),
     "text encoder without layers": (without_tensors(TEXT_WEIGHTS, "encoder.layers"), "text_encoder lacks .*layers.0"),
     "text encoder with a name damaged": (with_byte_flipped(TEXT_WEIGHTS, b"encoder.layers.1.mlp"), "is not known"),
     "text encoder without weights": (removed(TEXT_WEIGHTS), "text_encoder holds no safetensors"),

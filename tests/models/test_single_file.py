@@ -108,6 +108,7 @@ def test_a_run_from_one_file_equals_one_from_the_folder_and_leaves_such_a_file(s
     assert written.stat().st_mtime_ns == before, "converted once"
     finished = train(whole.output, *base("sdxl", sdxl, shapes), *flags, "--export_single_file").said
     assert "finished already" in finished and finished.count("writing") == 2, "only the two files"
+    assert "one file" in " ".join(finished.split())
     unet = load_file(whole.output / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
     exported = load_file(whole.output / "pipeline.safetensors")
     assert torch.equal(exported["model.diffusion_model.out.2.weight"], unet["conv_out.weight"])

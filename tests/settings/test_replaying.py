@@ -119,7 +119,8 @@ for ((i = 1; i <= 20000; i++)); do echo "gpu$i"; done  # a reader that leaves ea
 
 
 @pytest.mark.parametrize("address", ["", "10.0.0.9"])
-def test_the_slurm_script_starts_every_node_with_its_own_rank_and_one_address(bash, tmp_path, address):
+def test_the_slurm_script_starts_every_node_with_its_own_rank_at_the_jobs_first_one(bash, tmp_path, address):
+    """An address of the settings, such as that of an accelerate file, is none of the job."""
     settings = loaded(NODES | ({"main_process_ip": address} if address else {}))
     executable(tmp_path / "bin" / "srun", SRUN)
     executable(tmp_path / "bin" / "scontrol", SCONTROL)
@@ -129,7 +130,7 @@ def test_the_slurm_script_starts_every_node_with_its_own_rank_and_one_address(ba
     assert "#SBATCH --gpus-per-node=2\n" in script
     bash("bash ./job.sbatch", SLURM_JOB_NODELIST="gpu[1-3]")
     for node in range(3):
-        own = {"machine_rank": node, "main_process_ip": address or "gpu1"}
+        own = {"machine_rank": node, "main_process_ip": "gpu1"}
         assert shown(Path(f"node{node}.json").read_text()) == settings_as_json(settings) | own
     assert not Path("node3.json").exists()
 
@@ -145,8 +146,13 @@ def test_the_slurm_script_asks_for_its_nodes_and_gpus(bash):
         "#SBATCH --signal",
         "#SBATCH --output",
     ]
+    to_fill_in = [line.split("=")[0] for line in script.splitlines() if line.startswith("##SBATCH")]
+    assert to_fill_in == [f"##SBATCH --{name}" for name in ("time", "partition", "account", "cpus-per-task", "mem")]
     Path("job.sbatch").write_text(script)
     bash("bash -n job.sbatch")
+    start = script.replace("\nsrun ", '\necho "${SRUN_CPUS_PER_TASK:-none}"; exit\n').replace("$(scontrol", "$(true")
+    assert bash(start, SLURM_JOB_NODELIST="gpu1").strip() == "none"
+    assert bash(start, SLURM_JOB_NODELIST="gpu1", SLURM_CPUS_PER_TASK="6").strip() == "6"
 
 
 LAUNCH_ITSELF = {"num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids"}

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
@@ -94,7 +94,14 @@ def page_server(folder: Path, *flags: str, environment: Mapping[str, str] | None
     said = (folder.parent / f"{folder.name}-page.log").open("w+")
     own = {"SIMPLETUNER_HOME": str(folder.parent / "home"), **(environment or {})}
     process = subprocess.Popen(
-        command, cwd=folder, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=said, text=True
+        command,
+        cwd=folder,
+        env={**os.environ, **own},
+        stdout=subprocess.PIPE,
+        stderr=said,
+        text=True,
+        # In a background job of a shell SIGINT is ignored, also by all that it starts.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     assert process.stdout is not None
     try:

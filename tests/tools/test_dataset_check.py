@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import load
 from simpletuner.system.signals import StopRequest
-from simpletuner.tools.dataset.contents import content_of
+from simpletuner.tools.dataset.contents import Content, content_of
 from simpletuner.tools.dataset.duplicates import exact_duplicates, near_duplicates
 
 SMALL = {"resolution": "64", "aspect_bucket_alignment": "16", "train_batch_size": "1"}
@@ -165,6 +166,9 @@ def test_a_contact_sheet_shows_the_crop(tmp_path, capsys, style):
     flags = {"instance_data_dir": str(tmp_path), "caption_strategy": "filename", "crop": "true", "crop_style": style}
     code, out, _ = run(capsys, f"--contact_sheets={sheets}", "--headers_only", **flags)
     assert code == 0 and "50.0%" in out and "damaged ones and duplicates stay unknown" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["captions", "ok", "none", "is", "missing"] in rows, "lengths were not counted: no model is named"
+    assert ["images", "ok", "every", "header", "can", "be", "read"] in rows, "none was decoded"
     (sheet,) = sheets.iterdir()
     with Image.open(sheet) as image:
         pixels = np.asarray(image.convert("L"))[40 : 40 + 88, 10 : 10 + 176]  # where the image is
@@ -200,3 +204,37 @@ def test_ctrl_c_is_answered_at_once(tmp_path, starter):
     started.kill(signal.SIGINT)
     assert started.wait(30) == [130] and time.monotonic() - begun < 10
     assert "stopped by SIGINT" in started.said and "Traceback" not in started.said
+
+
+def test_greys_whose_scale_is_a_guess_are_named_by_the_check_and_by_a_run(sdxl, tmp_path, train, capsys):
+    folder = tmp_path / "greys"
+    folder.mkdir()
+    ramp = np.linspace(0, 1, 80 * 80).reshape(80, 80)
+    for number, (name, top) in enumerate({"faint.png": 4095, "bright.png": 65535, "eight.tif": 255}.items()):
+        kind = np.int32 if name.endswith("tif") else np.uint16
+        Image.fromarray(np.rot90((ramp * top).astype(kind), number)).save(folder / name)
+        (folder / name).with_suffix(".txt").write_text("a ramp")
+    code, out, _ = run(capsys, "--json", instance_data_dir=str(folder))
+    why = "its largest grey value is {}, and white is taken to be 65,535"
+    expected = {"eight.tif": why.format(255), "faint.png": why.format("4,095")}
+    assert (code, found_by(json.loads(out))["doubtful scale"]) == (0, expected)
+    flags = ("--model_family=sdxl", f"--pretrained_model_name_or_path={sdxl}", f"--instance_data_dir={folder}")
+    small = [f"--{name}={value}" for name, value in SMALL.items()]
+    said = " ".join(train(tmp_path / "out", *flags, *small, "--max_train_steps=1").said.split())
+    assert "2 images may be meant brighter or darker, such as " in said and why.format(255) in said
+
+
+def test_comparing_many_plain_images_takes_no_more_memory_than_the_images():
+    rng = np.random.default_rng(0)
+    plain = rng.integers(0, 256, (8000, 1, 1, 3), np.uint8)
+    noise = rng.integers(0, 40, (8000, 16, 16, 3), np.uint8)
+    colours = np.clip(plain.astype(int) + noise, 0, 255).astype(np.uint8)
+    colours[7999] = np.clip(colours[7].astype(int) + 1, 0, 255)
+    images = {index: Content(index.to_bytes(16, "big"), 0, each) for index, each in enumerate(colours)}
+    tracemalloc.start()
+    try:
+        assert [7, 7999] in near_duplicates(images)
+        peak = tracemalloc.get_traced_memory()[1]
+        assert peak < 3 * colours.nbytes, f"{peak:,} bytes"
+    finally:
+        tracemalloc.stop()

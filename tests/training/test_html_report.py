@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from html.parser import HTMLParser
@@ -60,6 +61,29 @@ def test_nothing_that_a_run_brings_becomes_markup_and_nothing_is_fetched(tmp_pat
     assert "seed 1 · guidance 3 · 4 denoising steps · 32×32" in elements.text
     assert "step 10" in elements.text and "mean of 3 steps around each" in elements.text
     assert "2 images are held out" in elements.text and "None yet." in elements.text
+
+
+def test_an_odd_file_among_the_images_is_left_out_and_the_others_are_shown(tmp_path):
+    write_rows(tmp_path, 2)
+    write_round(tmp_path, 0, ["whole"])
+    folder = tmp_path / "validation" / "step-000000"
+    whole = (folder / "trained-00.png").read_bytes()
+    os.mkfifo(folder / "trained-01.png")
+    (folder / "trained-02.png").mkdir()
+    (folder / "trained-03.png").touch()
+    (folder / "trained-04.png").write_bytes(whole[: len(whole) // 2])  # its header and metadata are whole
+    (folder / "trained-05.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage")
+    Image.new("1", (9_000, 9_000)).save(folder / "trained-06.png")  # below the limit of Pillow
+    Image.new("1", (20_000, 20_000)).save(folder / "trained-07.png")
+    with (folder / "trained-08.png").open("wb") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "validation" / "step-000001").touch()
+    gallery = Gallery(tmp_path)
+    shown = [image for prompt in gallery.collect()[0] for _, images in prompt.rounds for image in images]
+    assert [image.path.name for image in shown] == ["trained-00.png", "ema-00.png"]
+    for name in ("trained-01.png", "trained-04.png", "trained-06.png", "trained-07.png"):
+        with pytest.raises(OSError, match=name):
+            gallery.thumbnail(folder / name, 96)
 
 
 def test_a_page_of_a_long_run_stays_small_and_an_empty_one_is_a_page(tmp_path):

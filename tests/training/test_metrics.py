@@ -36,6 +36,17 @@ def test_there_is_one_json_object_per_step_as_soon_as_it_is_written(tmp_path):
     metrics.close()
 
 
+def test_a_run_that_begins_again_has_no_row_of_the_start_before(tmp_path):
+    for _ in range(2):  # the first is killed before its first checkpoint
+        metrics = Metrics(tmp_path, 0)
+        metrics.write({"step": 0, "eval_loss": 0.5}, "eval")
+        metrics.write(row(1))
+        metrics.close()
+    assert rows_in((tmp_path / METRICS).read_bytes()) == [{"step": 0, "eval_loss": 0.5}, row(1)]
+    run_of(tmp_path, range(2, 3), after=1)
+    assert steps_in(tmp_path) == [0, 1, 2], "a run that resumes keeps the loss before the first step"
+
+
 def test_a_resumed_run_forgets_the_steps_after_its_checkpoint(tmp_path):
     run_of(tmp_path, range(1, 10), after=0)
     run_of(tmp_path, range(5, 7), after=4)

@@ -77,6 +77,14 @@ def test_a_resumed_run_is_followed_through_the_rows_that_it_drops(tmp_path):
     assert points_of(columns, "loss") == [*((s, 1 / s) for s in range(1, 5)), *((s, 4 + 1 / s) for s in range(5, 12))]
 
 
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-1e999", "9" * 400, '"1"', "null"])
+def test_a_row_whose_numbers_are_none_is_left_out(number, tmp_path):
+    rows = f'{{"step": {number}, "loss": 1.0}}\n{{"step": 2, "loss": 2.0}}\n'.encode()
+    assert [row["step"] for row in rows_in(rows)] == [2]
+    (tmp_path / METRICS).write_bytes(f'{{"step": 1, "loss": {number}}}\n'.encode() + rows)
+    assert points_of(read_columns(tmp_path / METRICS), "loss")[-1] == (2, 2.0)
+
+
 def test_what_cannot_be_drawn_is_left_out_of_curves_alone(tmp_path):
     append(tmp_path / METRICS, line(1, 1.0), line(2, float("nan")), line(3, float("inf")))
     columns = read_columns(tmp_path / METRICS)

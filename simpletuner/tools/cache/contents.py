@@ -23,6 +23,7 @@ from simpletuner.system.cache_files import (
     lock_of,
 )
 from simpletuner.system.locks import is_locked
+from simpletuner.system.regular_files import open_regular, read_file
 
 if TYPE_CHECKING:
     from simpletuner.settings import Settings
@@ -150,7 +151,7 @@ def shards_in(kind: CacheKind, folder: Path) -> CacheItem | None:
 def count_lines(path: Path) -> int:
     """Return the number of complete lines of a file; 0 if it was removed meanwhile."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return sum(block.count(b"\n") for block in iter(partial(file.read, READ_BYTES), b""))
     except FileNotFoundError:
         return 0
@@ -159,7 +160,7 @@ def count_lines(path: Path) -> int:
 def count_json_entries(path: Path) -> int:
     """Return how many entries a JSON file has; 0 if it cannot be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_file(path))
     except (OSError, ValueError):
         return 0
     return len(value) if isinstance(value, dict | list) else 0

@@ -1,0 +1,79 @@
+"""Errors of the system, in the words that libraries have for them: what was full, and what was used up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simpletuner.errors import EnvironmentNotReady, explain_system_errors
+from simpletuner.system.checksums import write_with_checksum
+from simpletuner.system.files import write_file
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+from diffusers import AutoencoderKL
+from safetensors import safe_open
+from simpletuner.errors import explain_system_errors, EnvironmentNotReady
+from simpletuner.models.malformed import opening
+
+def decode(): bytearray(1 << 40)
+def tensor(): torch.empty(1 << 40)
+def mapping(): safe_open(weights, framework="pt")
+def library(): AutoencoderKL.from_pretrained(weights.parent)
+def reading():
+    with opening(weights): decode()
+
+weights = Path(sys.argv[1])
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (256 << 20),) * 2)
+for call in (decode, tensor, mapping, library, reading):
+    try:
+        with explain_system_errors():
+            call()
+    except EnvironmentNotReady as error:
+        print(call.__name__, error.message, error.hint)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
+def test_a_limit_of_memory_is_called_memory_whatever_a_library_calls_it(tmp_path):
+    AutoencoderKL = pytest.importorskip("diffusers").AutoencoderKL  # noqa: N806
+    AutoencoderKL(block_out_channels=(32,), norm_num_groups=32).save_pretrained(tmp_path)
+    [weights] = tmp_path.glob("*.safetensors")
+    with weights.open("r+b") as file:  # larger than what is left: the header still fits
+        header = int.from_bytes(file.read(8), "little")
+        file.seek(8)
+        text = file.read(header)
+        size = 1 << 30
+        grown = text.rstrip()[:-1] + b',"grown":{"dtype":"U8","shape":[%d],"data_offsets":[%d,%d]}}'
+        data = weights.stat().st_size - 8 - header
+        grown = grown % (size, data, data + size)
+        content = file.read()
+        file.seek(0)
+        file.write(len(grown).to_bytes(8, "little") + grown + content)
+        file.truncate(8 + len(grown) + data + size)
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(weights)], capture_output=True, text=True, timeout=300)
+    lines = done.stdout.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["decode", "tensor", "mapping", "library", "reading"], done
+    assert all("out of memory" in line and "ulimit -v" in line for line in lines), done.stdout
+
+
+@pytest.mark.parametrize("write", [write_file, lambda path, content: write_with_checksum(path, [memoryview(content)])])
+def test_a_full_disk_names_the_file(write, tmpfs):
+    path = tmpfs("size=64k") / "weights"
+    with (
+        pytest.raises(EnvironmentNotReady, match=f"cannot use {path}: No space left on device"),
+        explain_system_errors(),
+    ):
+        write(path, os.urandom(1 << 20))
+
+
+def test_where_no_file_is_known_the_folder_is_named():
+    with pytest.raises(EnvironmentNotReady, match=r"cannot use out: No space left"), explain_system_errors(Path("out")):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
