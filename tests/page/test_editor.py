@@ -242,6 +242,7 @@ def test_a_config_file_elsewhere_opens_first_and_its_folder_alone_is_open(page: 
     (folder / "run.json").write_text('{"model_family": "flux"}')
     with page_server(folder, f"--config={elsewhere / 'run.json'}", f"--folder={elsewhere}") as other:
         page.goto(other.address)
+        other.address = other.next_address()
         page.wait_for_url("**/configurations/edit?file=*run.json")
         assert page.locator("#f-model_family").input_value() == "sdxl"
         assert page.locator("#f-validation_prompt").input_value() == "[]"
