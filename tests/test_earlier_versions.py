@@ -25,7 +25,10 @@ SHIFT = {"flow_schedule_shift": [3.0, None]}
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the last bit of a sum depends on the kind of CPU")
 @pytest.mark.parametrize(
     ("commit", "changed"),
-    [("f0e50b6", {"dynamo_backend": ["no", "auto"], **SHIFT}), ("876b1af", SHIFT)],
+    [
+        ("f0e50b6", {"dynamo_backend": ["no", "auto"], **SHIFT}),
+        ("876b1af", {"model_card_private": [False, True], **SHIFT}),
+    ],
     ids=["f0e50b6", "876b1af"],
 )
 def test_a_run_that_an_earlier_commit_began_ends_with_the_bits_it_would_have_had(commit, changed, tmp_path):
