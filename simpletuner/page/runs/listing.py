@@ -36,7 +36,7 @@ SETTLED_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedFolder:
     """A folder as it was listed: whether it is that of a run, and the folders to look into."""
 
     signature: tuple[int, int]
@@ -58,7 +58,7 @@ class RunList:
 
     def __init__(self, folders: Folders, processes: Processes) -> None:
         self.folders, self.processes = folders, processes
-        self.listed: dict[str, Listed] = {}
+        self.listed: dict[str, ListedFolder] = {}
         self.kept: dict[str, Kept] = {}
         self.lock = threading.Lock()
 
@@ -105,7 +105,7 @@ class RunList:
             for name in listed.below:
                 yield from self._walk(f"{folder}/{name}", depth + 1)
 
-    def _list(self, folder: str, before: Listed | None) -> Listed | None:
+    def _list(self, folder: str, before: ListedFolder | None) -> ListedFolder | None:
         """Return what is in a folder, by what is known of it where it has not changed; None for one that is gone."""
         try:
             status = os.lstat(folder)
@@ -121,16 +121,18 @@ class RunList:
         return listed
 
 
-def list_folder(folder: str, signature: tuple[int, int]) -> Listed:
+def list_folder(folder: str, signature: tuple[int, int]) -> ListedFolder:
     try:
         with os.scandir(folder) as entries:
             found = list(entries)
     except OSError:
-        return Listed(signature, is_run=False, below=())
+        return ListedFolder(signature, is_run=False, below=())
     if any(each.name in RUN_FILES and each.is_file() for each in found):
-        return Listed(signature, is_run=True, below=())
+        return ListedFolder(signature, is_run=True, below=())
     kept = (each for each in found if not each.name.startswith(".") and each.name not in SKIPPED)
-    return Listed(signature, False, tuple(sorted(each.name for each in kept if each.is_dir(follow_symlinks=False))))
+    return ListedFolder(
+        signature, False, tuple(sorted(each.name for each in kept if each.is_dir(follow_symlinks=False)))
+    )
 
 
 def signature_of(folder: str) -> Signature:
