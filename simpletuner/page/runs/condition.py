@@ -106,7 +106,8 @@ def condition_of_holder(run: RunFolder, status: RunStatus | None, known: Known) 
         sentence = f"it is alive{describe_holder(holder)}, but has written nothing for {format_seconds(silent)}"
         return condition(State.STUCK, sentence, "look at the processes on that machine")
     asked = "asked to stop" if is_asked else ""
-    sentence = "; ".join(filter(None, (status.reason or asked, doing(status))))
+    is_in_step = bool(status.max_steps) and status.total == status.max_steps  # which the reason is about
+    sentence = "; ".join(filter(None, (status.reason or asked, "" if is_asked and is_in_step else doing(status))))
     return condition(State.STOPPING if is_asked else State(status.state), sentence)
 
 
