@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from simpletuner.caches.jobs import CacheJob, CacheRequest, Made
 from simpletuner.caches.keys import KeyParts, folder_fingerprint, latents_parts, short_hash
 from simpletuner.caches.mirror import Mirror
 from simpletuner.caches.shards import ShardReader
-from simpletuner.data.images import DECODE_ERRORS, read_rgb, resize_and_crop
+from simpletuner.data.images import DECODE_ERRORS, DOUBT, read_rgb, resize_and_crop
 from simpletuner.data.samples import DatasetSamples, Sample
 from simpletuner.errors import DataError
 from simpletuner.models.family import ModelFamily
@@ -25,6 +27,7 @@ from simpletuner.models.vae import Vae
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.settings import Settings
+from simpletuner.system.numbers import count_noun
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_DECODING_THREADS = 16
@@ -49,6 +52,8 @@ class LatentsCache:
         self.fingerprint, self.dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
         self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]
         self.reader: ShardReader | None = None
+        self.doubtful: dict[str, str] = {}
+        """What may be wrong about the colours of samples that this rank has decoded, by their names."""
         self.growing: GrowingCache[Sample, Tensor | str] | None = None
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> dict[str, str]:
@@ -63,7 +68,7 @@ class LatentsCache:
             chunk=chunk,
             items=lambda: self.samples,
             request=self.request,
-            load=decode_image,
+            load=partial(decode_image, doubtful=self.doubtful),
             make=self._encode,
             threads=decoding_threads(self.samples, self.world),
             compress=self.samples.dataset.compress_cache,
@@ -73,7 +78,19 @@ class LatentsCache:
             self.growing, broken = open_growing(job, self.world, stop, self.writers, self.vae.load_early)
         else:
             self.reader, broken = fill_cache(job, self.world, report, stop)
+            self.warn_about_doubtful(report)
         return broken
+
+    def warn_about_doubtful(self, report: Report) -> None:
+        """Collective: say of how many images the colours may be wrong, and name one."""
+        found = [json.loads(text) for text in self.world.gather_texts(json.dumps(sorted(self.doubtful.items())[:1]))]
+        counts = [int(text) for text in self.world.gather_texts(str(len(self.doubtful)))]
+        if any(counts):
+            name, why = min(item for items in found for item in items)
+            report.warn(
+                f"{count_noun(sum(counts), 'image')} may be meant brighter or darker, such as {name}: {why}",
+                "rescale them, or see whether they look right: `simpletuner dataset check --output=FOLDER` names all",
+            )
 
     def requests(self) -> Iterator[CacheRequest]:
         return map(self.request, self.samples)
@@ -124,12 +141,18 @@ def decoding_threads(samples: DatasetSamples, world: World) -> int:
     return samples.dataset.max_workers or max(2, cores, samples.storage.concurrent_reads)
 
 
-def decode_image(sample: Sample) -> Tensor | str:
-    """Return a sample's pixels (3, H, W) in [-1, 1], or why its file cannot be decoded."""
+def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tensor | str:
+    """Return a sample's pixels (3, H, W) in [-1, 1], or why its file cannot be decoded.
+
+    Adds to `doubtful`, by the sample's name, what may be wrong about its colours.
+    """
     g = sample.geometry
     try:
         with sample.open() as file:
-            pixels = resize_and_crop(read_rgb(file, g.resized, g.original), g.resized, g.crop_left_top, g.target)
+            image = read_rgb(file, g.resized, g.original)
+            pixels = resize_and_crop(image, g.resized, g.crop_left_top, g.target)
     except DECODE_ERRORS as error:
         return str(error) or type(error).__name__
+    if doubtful is not None and (doubt := image.info[DOUBT]):
+        doubtful[sample.id] = doubt
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()

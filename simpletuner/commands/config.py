@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,11 +57,17 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show what is set: each value, where it came from and why."""
+    from simpletuner.models.support import family_defaults
     from simpletuner.settings.explain import explain_settings
 
     report = Report()
     loaded = load(flags, config, complete=False)
-    rows = [row for row in explain_settings(loaded) if everything or row.is_set]
+    of_family = family_defaults(loaded.settings)
+    rows = [
+        replace(row, value=of_family[row.name][0], because=of_family[row.name][1]) if row.name in of_family else row
+        for row in explain_settings(loaded)
+        if everything or row.is_set
+    ]
     report.warn_all(loaded.warnings)
     if as_json:
         report.json({row.name: row.as_json() for row in rows})

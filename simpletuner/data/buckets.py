@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -108,11 +109,12 @@ def fill_buckets(buckets: Buckets, effective_batch_size: int, oversubscribe: boo
 
 def sufficient_passes(bucket: Bucket, effective_batch_size: int) -> int:
     """Return how often a bucket must be repeated so that each of its epochs fills the batch."""
-    sizes = [copies * len(samples) for copies, samples in bucket.groups.items()]
     # An epoch of a fractional group may have up to one item less than on average.
-    missing = sum(isinstance(size, Fraction) and size.denominator > 1 for size in sizes)
-    is_enough = len(bucket) >= effective_batch_size
-    return 1 if is_enough else math.ceil((effective_batch_size + missing) / (bucket.passes * sum(sizes)))
+    average = bucket.passes * sum(copies * len(samples) for copies, samples in bucket.groups.items())
+    most = math.ceil((effective_batch_size + len(bucket.groups)) / average)
+    return 1 + bisect_left(
+        range(1, most), effective_batch_size, key=lambda passes: len(replace(bucket, passes=bucket.passes * passes))
+    )
 
 
 def describe_shortage(small: Buckets, total: int, effective_batch_size: int) -> str:

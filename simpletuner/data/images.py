@@ -22,6 +22,13 @@ DECODE_ERRORS = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image
 """What Pillow and its plugins raise for a file that is not an image, is cut short or claims an absurd size."""
 
 
+WHITE, DARK = 65535, 4095
+"""White of grey images beyond 8 bits, and the largest value of 12 bits, which then is 6 % of white."""
+
+DOUBT = "simpletuner_doubt"
+"""Key of what may be wrong about the colours, in the `info` of a decoded image."""
+
+
 @dataclass(frozen=True)
 class ImageHeader:
     """What a file says about its image before it is decoded: (width, height) as displayed, EXIF applied."""
@@ -93,7 +100,25 @@ def read_rgb(file: BinaryIO, smallest: tuple[int, int], size: tuple[int, int] | 
         # The larger side twice: draft works on the stored image, whose sides EXIF may swap afterwards.
         image.draft("RGB", (max(smallest), max(smallest)))
         image.load()
-        return to_rgb(ImageOps.exif_transpose(image) if is_turned else image)
+        doubt = doubt_about_scale(image)
+        rgb = to_rgb(ImageOps.exif_transpose(image) if is_turned else image)
+        rgb.info[DOUBT] = doubt
+        return rgb
+
+
+def doubt_about_scale(image: Image.Image) -> str:
+    """Say why the scale of 16-bit grey values may be another one; empty where the file has values for 65535 as white.
+
+    Files do not say of which of their 16 or 32 bits white is made, so microscopes and scanners of 12 bits write 4095.
+    """
+    if not image.mode.startswith("I"):
+        return ""
+    top = int(np.asarray(image).max())
+    return (
+        ""
+        if top == 0 or DARK < top <= WHITE
+        else f"its largest grey value is {top:,}, and white is taken to be {WHITE:,}"
+    )
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -102,7 +127,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I") or image.mode == "F":
         # Pillow clips 16-bit values at 255 instead of scaling them, which would make nearly every pixel white.
         values = np.asarray(image, dtype=np.float64)
-        top = 65535 if image.mode.startswith("I") else max(float(values.max()), 1e-9)
+        top = WHITE if image.mode.startswith("I") else max(float(values.max()), 1e-9)
         image = Image.fromarray(np.clip(values / top * 255, 0, 255).round().astype(np.uint8))
     is_transparent = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
     layered = image.convert("RGBA") if is_transparent else None

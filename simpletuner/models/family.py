@@ -7,8 +7,9 @@ Loading, caching, sampling and export are the same for all. `docs/families.md` s
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -202,6 +203,17 @@ class ModelFamily(ABC):
     def unpack_latents(self, latents: Tensor, size: Size) -> Tensor:
         """Convert what the pipeline returns to BCHW; `size` is (height, width) in latent cells."""
         return latents
+
+    def image_tokens(self, size: Size) -> int:
+        """Return the tokens of an image of (height, width) in latent cells, as its pipeline counts them."""
+        patch = math.isqrt(self.packing) if self.packing > 1 else self.exported_config().get("patch_size", 1)
+        return (size[0] // patch) * (size[1] // patch)
+
+    def shift_exponent(self, tokens: int, config: Mapping[str, Any]) -> float:
+        """Return `mu`, which the pipeline gives to a scheduler with dynamic shifting: linear in the tokens."""
+        first, last = config["base_image_seq_len"], config["max_image_seq_len"]
+        slope = (config["max_shift"] - config["base_shift"]) / (last - first)
+        return config["base_shift"] + slope * (tokens - first)
 
     # What is the same for all families.
 

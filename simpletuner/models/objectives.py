@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.flow_shift import ShiftOfSize, sampling_shift
+from simpletuner.models.registry import published_shift
 
 if TYPE_CHECKING:
     from simpletuner.models.family import ModelFamily
@@ -137,17 +139,20 @@ def round_to_bf16_times_1000(sigmas: Tensor) -> Tensor:
 class FlowMatching:
     """Rectified flow towards eps - x_0; timesteps are sigmas in 0..1.
 
-    `round_sigmas` maps sigmas to those that the denoiser computes with in its dtype.
+    `shift` may be a function of the latents' (height, width). `round_sigmas` maps sigmas to those that the denoiser
+    computes with in its dtype.
     """
 
-    shift: float = 3.0
+    shift: float | ShiftOfSize = 3.0
     sigmoid_scale: float = 1.0
     uniform: bool = False
     round_sigmas: Callable[[Tensor], Tensor] = keep_float32
 
     def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Noise latents at logit-normal (or uniform) sigmas, shifted towards noise."""
-        return self.at(latents, noise, shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), self.shift))
+        height, width = latents.shape[-2:]
+        shift = self.shift((height, width)) if callable(self.shift) else self.shift
+        return self.at(latents, noise, shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), shift))
 
     def at(self, latents: Tensor, noise: Tensor, sigmas: Tensor) -> NoisedLatents:
         # Noised at the sigma that the denoiser computes with: at the exact one, gradients in bf16 are off by 3 to 16 %
@@ -190,9 +195,10 @@ def flow_matching(family: ModelFamily, /) -> FlowMatching:
     if not flows and (hasattr(own, "alphas_cumprod") or "sigma_data" in own.config):
         raise wrong_target(family, own, "flow matching")
     objective = family.settings.objective
+    constant = objective.flow_schedule_shift or published_shift(model)
     in_bf16 = family.settings.training.mixed_precision == "bf16"
     return FlowMatching(
-        objective.flow_schedule_shift,
+        sampling_shift(family) if objective.flow_schedule_auto_shift or not constant else constant,
         objective.flow_sigmoid_scale,
         objective.flow_use_uniform_schedule,
         family.round_sigmas_in_bf16 if in_bf16 else keep_float32,

@@ -51,6 +51,8 @@ class Flavour:
     hub: str
     architecture: Architecture
     untrainable: str = ""
+    flow_shift: float = 0
+    """As `Preset.flow_shift`, where this checkpoint's scheduler has another one."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Preset:
     """Both sides of a validation image are multiples of this, in px: the VAE's scale times the patch size."""
     cell_px: int = 8
     """Width of one latent cell in px."""
+    flow_shift: float = 0
+    """The shift with which the published schedulers sample an image of 1024 x 1024 px; 0 where there is no flow."""
     loads_lora: bool = True
     """Whether diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""
     order: float = float("inf")
@@ -141,6 +145,14 @@ def flavour_of(model: Model) -> Flavour | None:
     """The chosen published flavour, or the family's default one; None for tiny and for a user's own family."""
     flavours = flavours_of(model.model_family)
     return flavours.get(model.model_flavour) if model.model_flavour else next(iter(flavours.values()), None)
+
+
+def published_shift(model: Model) -> float:
+    """Return the shift of noise levels of the chosen flavour, or of its family; 0 for a user's own family."""
+    if model.model_family in (model.model_families or {}):
+        return 0
+    preset, flavour = load_preset(model.model_family), flavour_of(model)
+    return (flavour.flow_shift if flavour else 0) or (preset.flow_shift if preset else 0)
 
 
 def heads_of(preset: Preset, config: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from simpletuner.data.validation_prompts import ValidationPrompt
 from simpletuner.errors import SettingsError
@@ -19,6 +20,7 @@ from simpletuner.models.registry import (
     heads_of,
     load_preset,
     presets,
+    published_shift,
 )
 from simpletuner.models.single_file import check_single_file, named_file
 from simpletuner.settings import Loaded
@@ -49,6 +51,7 @@ SCOPES = {
     "prediction_type": Scope(is_diffusion, "diffusion", harms=True),
     "snr_gamma": Scope(is_diffusion, "diffusion"),
     "flow_schedule_shift": Scope(is_flow, "flow matching"),
+    "flow_schedule_auto_shift": Scope(is_flow, "flow matching"),
     "flow_sigmoid_scale": Scope(is_flow, "flow matching"),
     "flow_use_uniform_schedule": Scope(is_flow, "flow matching"),
     "flux_guidance_value": Scope(lambda preset: preset.embeds_guidance, "models that embed the guidance scale"),
@@ -167,6 +170,15 @@ def settings_without_effect(loaded: Loaded) -> Iterator[tuple[str, bool]]:
         if not scope.includes(preset) and value != setting_fields()[name].default:
             message = f"{name} = {value} has no effect with model_family={family}: it is for {scope.what}"
             yield str(with_places(broken(message, name), loaded.origins)), scope.harms
+
+
+def family_defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
+    """Return what the model's family decides of settings that are empty: each one's value, and what it is."""
+    shift = published_shift(settings.model)
+    if settings.objective.flow_schedule_shift is not None or settings.objective.flow_schedule_auto_shift or not shift:
+        return {}
+    name = f"{settings.model.model_family} {settings.model.model_flavour}".strip()
+    return {"flow_schedule_shift": (shift, f"that of {name}'s published scheduler at 1024 px")}
 
 
 def check_path(model: Model) -> None:

@@ -30,8 +30,6 @@ DECIDES: dict[str, str] = {
     "the base model's scheduler decides: set rescale_betas_zero_snr in its scheduler_config.json": (
         "rescale_betas_zero_snr"
     ),
-    "one shift holds for all sizes: leave it out, and write flow_schedule_shift, such as 3.16 for flux at 1024 px and "
-    "1.9 at 512 px": "flow_schedule_auto_shift",
     "noise levels are logit-normal, or uniform with flow_use_uniform_schedule; leave it out": (
         "flow_use_beta_schedule flow_cubic_schedule_weights flow_custom_timesteps timestep_bias_strategy"
     ),

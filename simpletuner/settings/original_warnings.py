@@ -44,12 +44,15 @@ MEANINGS = (
         says("lr_scheduler", "cosine"),
     ),
 )
+DIFFUSION = ("sd1x", "sd2x", "sdxl", "kolors", "pixart_sigma")
+"""Families whose noise levels are no flow's."""
 DEFAULTS: dict[str, str] = {
     "learning_rate": "4e-07",
     "grad_clip_method": "value",
     "aspect_bucket_sizes": "nearest",
     "lr_end": "4e-07",
     "lr_power": "0.8",
+    "flow_schedule_shift": "3.0",
     "lora_dropout": "0.1",
     "seed": "none",
     "caption_strategy": "filename",
@@ -57,7 +60,6 @@ DEFAULTS: dict[str, str] = {
     "vae_dtype": "bf16",
     "compress_disk_cache": "true",
     "eval_timesteps": "28",
-    "model_card_private": "true",
     "validation_negative_prompt": "blurry, cropped, ugly",
     "validation_resolution": "256",
 }
@@ -75,10 +77,10 @@ SAME_RESULT: dict[str, str] = {
 COUNT_WITH = {
     "lr_end": says("lr_scheduler", "polynomial"),
     "lr_power": says("lr_scheduler", "polynomial"),
+    "flow_schedule_shift": lambda values: not says("model_family", *DIFFUSION)(values),
     # Datasets of a file crop by themselves.
     "crop_style": lambda values: says("crop", "true")(values) or bool(values.get("data_backend_config")),
     "lora_dropout": says("model_type", "lora"),
-    "model_card_private": lambda values: bool(values.get("push_to_hub")),
     # DeepSpeed clips by the norm there, too.
     "grad_clip_method": lambda values: values.get("zero_stage") is None,
 }

@@ -107,6 +107,17 @@ def bf16_accumulation(settings: Settings) -> Iterator[BrokenRule]:
         yield broken(message, "zero_stage")
 
 
+def one_shift_is_meant(settings: Settings) -> Iterator[BrokenRule]:
+    own = settings.objective
+    # 1 leaves noise levels as they are, and is what the original's 0 becomes, with which its files ask for the other.
+    if own.flow_schedule_auto_shift and own.flow_schedule_shift not in (None, 1):
+        message = (
+            "flow_schedule_auto_shift shifts by image size, but flow_schedule_shift = "
+            f"{own.flow_schedule_shift} is for all sizes: leave one of them out"
+        )
+        yield broken(message, "flow_schedule_auto_shift", "flow_schedule_shift")
+
+
 def needs_model_family(settings: Settings) -> Iterator[BrokenRule]:
     if not settings.model.model_family:
         message = "model_family is missing: say what to train, such as --model_family=sdxl"
@@ -203,6 +214,7 @@ def profile_begins_in_time(settings: Settings) -> Iterator[BrokenRule]:
 
 COMPLETENESS_RULES: tuple[Rule, ...] = (needs_model_family, needs_images, needs_length, needs_address_of_machine_0)
 RULES: tuple[Rule, ...] = (
+    one_shift_is_meant,
     images_have_one_source,
     lora_is_for_whole_denoisers,
     one_engine_shards,

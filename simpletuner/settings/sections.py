@@ -176,7 +176,8 @@ class ObjectiveSettings(Section):
     """Objective"""
 
     snr_gamma: float | None = knob(None, "Min-SNR loss weighting (5 is usual) for epsilon and v-prediction.", gt=0)
-    flow_schedule_shift: float = knob(3.0, "Shift noise levels of flow matching towards noise; 1 leaves them.", gt=0)
+    flow_schedule_shift: float | None = knob(None, "Shift noise levels of flow matching towards noise; 1 leaves them; empty: the shift with which the published model samples 1024 px.", gt=0)
+    flow_schedule_auto_shift: bool = knob(False, "Shift noise levels by image size, as the base model's scheduler does when it samples.")
     flow_sigmoid_scale: float = knob(1.0, "Width of the logit-normal noise levels.", gt=0)
     flow_use_uniform_schedule: bool = knob(False, "Sample noise levels uniformly instead of logit-normally.")
     flux_guidance_value: float = knob(1.0, "Guidance input of guidance-distilled Flux while training.", ge=0)

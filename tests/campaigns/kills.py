@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 import psutil
@@ -306,6 +307,10 @@ def settings_without_folder(path: Path) -> str:
     return json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "output_dir"})
 
 
+def how_it_ended(path: Path) -> str:
+    return str(itemgetter("state", "step", "max_steps")(json.loads(path.read_text())))
+
+
 READERS: dict[str, Callable[[Path], str]] = {
     "metrics.jsonl": rows_without_times,
     "settings.json": settings_without_folder,
@@ -313,6 +318,7 @@ READERS: dict[str, Callable[[Path], str]] = {
     "settings_history.jsonl": lambda path: "",
     "report.html": lambda path: "",
     "log.txt": lambda path: "",
+    "status.json": how_it_ended,
     "durations.json": lambda path: "",
     "README.md": lambda path: "",  # a model card, with samples per second
     "state.json": without_checksums,

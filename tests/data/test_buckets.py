@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from buckets import bucket_of
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scanning import drawn
@@ -20,6 +21,7 @@ from simpletuner.data.buckets import (
     make_buckets,
     sufficient_repeats,
 )
+from simpletuner.data.epoch_order import Bucket
 from simpletuner.data.samples import DatasetSamples, Samples
 from simpletuner.errors import DataError, ExitCode
 
@@ -80,6 +82,24 @@ def test_oversubscription_fills_the_batch_and_one_pass_less_would_not(sizes, eff
         assert len(items) >= effective_batch_size
         assert len(items) == size or len(items) - size < effective_batch_size
         assert {items.count(item) for item in set(items)} == {len(items) // size}
+
+
+@given(
+    st.dictionaries(st.fractions(Fraction(1, 20), 3, max_denominator=20), st.integers(1, 9), min_size=1, max_size=3),
+    st.integers(1, 100),
+)
+@example({Fraction(2, 3): 2}, 96)
+@hypothesis_settings(deadline=None)
+def test_fractional_copies_are_repeated_just_as_often_as_needed(sizes, effective_batch_size):
+    bucket = Bucket({copies: np.arange(size, dtype=np.uint32) for copies, size in sizes.items()})
+    full = fill_buckets({"64x64": bucket}, effective_batch_size, oversubscribe=True)["64x64"]
+
+    def shortest_epoch(passes: int) -> int:
+        repeated = replace(bucket, passes=passes)
+        return min(repeated.items_until(epoch + 1) - repeated.items_until(epoch) for epoch in range(20))
+
+    assert shortest_epoch(full.passes) >= effective_batch_size
+    assert full.passes == 1 or shortest_epoch(full.passes - 1) < effective_batch_size
 
 
 def test_the_error_has_the_numbers_of_each_small_bucket_and_the_ways_out():

@@ -47,7 +47,7 @@ def test_a_setting_without_effect_is_a_warning_and_its_default_is_none(family, f
     [warning] = checked(family, **{flag: value}).warnings
     assert warning.startswith(f"{flag} = ") and warning.endswith(f"model_family={family}: it is for {what}")
     assert checked(family).warnings == ()
-    assert checked("sdxl", flow_schedule_shift="3.0").warnings == ()
+    assert checked("sdxl", flow_sigmoid_scale="1.0").warnings == ()
 
 
 GROUP = {"fsdp_enable": "true", "context_parallel_size": "5", "num_processes": "10"}

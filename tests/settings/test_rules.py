@@ -284,6 +284,11 @@ REFUSED = [
         "or a dotted path to a callable",
     ),
     (
+        {"flow_schedule_auto_shift": True, "flow_schedule_shift": 3.0},
+        "flow_schedule_auto_shift shifts by image size, but flow_schedule_shift = 3.0 is for all sizes: leave one of "
+        "them out",
+    ),
+    (
         {"lr_warmup_steps": 11, "max_train_steps": 10},
         "lr_warmup_steps = 11 is more than max_train_steps = 10: set it to 10 or less, or to a fraction of the run, "
         "such as 0.05",

@@ -206,6 +206,24 @@ def test_ctrl_c_is_answered_at_once(tmp_path, starter):
     assert "stopped by SIGINT" in started.said and "Traceback" not in started.said
 
 
+def test_greys_whose_scale_is_a_guess_are_named_by_the_check_and_by_a_run(sdxl, tmp_path, train, capsys):
+    folder = tmp_path / "greys"
+    folder.mkdir()
+    ramp = np.linspace(0, 1, 80 * 80).reshape(80, 80)
+    for number, (name, top) in enumerate({"faint.png": 4095, "bright.png": 65535, "eight.tif": 255}.items()):
+        kind = np.int32 if name.endswith("tif") else np.uint16
+        Image.fromarray(np.rot90((ramp * top).astype(kind), number)).save(folder / name)
+        (folder / name).with_suffix(".txt").write_text("a ramp")
+    code, out, _ = run(capsys, "--json", instance_data_dir=str(folder))
+    why = "its largest grey value is {}, and white is taken to be 65,535"
+    expected = {"eight.tif": why.format(255), "faint.png": why.format("4,095")}
+    assert (code, found_by(json.loads(out))["doubtful scale"]) == (0, expected)
+    flags = ("--model_family=sdxl", f"--pretrained_model_name_or_path={sdxl}", f"--instance_data_dir={folder}")
+    small = [f"--{name}={value}" for name, value in SMALL.items()]
+    said = " ".join(train(tmp_path / "out", *flags, *small, "--max_train_steps=1").said.split())
+    assert "2 images may be meant brighter or darker, such as " in said and why.format(255) in said
+
+
 def test_comparing_many_plain_images_takes_no_more_memory_than_the_images():
     rng = np.random.default_rng(0)
     plain = rng.integers(0, 256, (8000, 1, 1, 3), np.uint8)

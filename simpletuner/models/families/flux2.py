@@ -5,6 +5,7 @@ klein reads Qwen3 and samples with classifier-free guidance; dev reads Mistral 3
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,6 +59,12 @@ class Flux2(ModelFamily):
             return_dict=False,
         )[0]
         return unpack(tokens, (height, width))
+
+    def shift_exponent(self, tokens: int, config: Mapping[str, Any]) -> float:
+        """Return `mu`, which here depends on the denoising steps, too: of the 50 that are the pipelines' default."""
+        from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+
+        return compute_empirical_mu(tokens, num_steps=50)
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams

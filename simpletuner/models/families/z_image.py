@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from simpletuner.data.geometry import Size
 from simpletuner.models.family import ModelFamily, SamplingParams
 from simpletuner.models.objectives import flow_matching
 from simpletuner.models.text_encoding import Conditioning
@@ -37,6 +38,9 @@ class ZImage(ModelFamily):
 
     def default_max_length(self) -> int:
         return 512
+
+    def image_tokens(self, size: Size) -> int:
+        return (size[0] // 2) * (size[1] // 2)  # its config has `all_patch_size` in place of `patch_size`
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, L, D), zero after each caption's end, and their mask (B, L)."""

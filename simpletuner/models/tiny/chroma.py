@@ -29,5 +29,5 @@ def build() -> ChromaPipeline:
         text_encoder=build_t5(tokenizer, width=64),
         tokenizer=tokenizer,
         transformer=ChromaTransformer2DModel(**TRANSFORMER),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
     )

@@ -163,6 +163,8 @@ def check_contents(samples: DatasetSamples, world: World, report: Report) -> Ite
     names = {index: samples[index].name for index in contents.damaged}
     damaged = {names[index]: why for index, why in sorted(contents.damaged.items())}
     yield from finding("images", "damaged", "{} that cannot be decoded: left out", damaged)
+    doubtful = {samples[index].name: each.doubt for index, each in sorted(contents.images.items()) if each.doubt}
+    yield from finding("images", "doubtful scale", "{} that may be meant brighter or darker", doubtful)
     for kind, groups, sentence in (
         ("exact duplicates", exact_duplicates(contents.images), "{} with the same bytes as another"),
         ("near duplicates", near_duplicates(contents.images), "{} looking like another"),

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from PIL import Image
 
-from simpletuner.data.images import DECODE_ERRORS, read_rgb
+from simpletuner.data.images import DECODE_ERRORS, DOUBT, read_rgb
 from simpletuner.data.samples import DatasetSamples, Sample
 from simpletuner.system.threads import run_bounded
 
@@ -31,6 +31,8 @@ class Content:
     """dHash (64 bits): where brightness falls from left to right in 8 rows of 9 pixels."""
     colours: np.ndarray
     """(16, 16, 3) uint8."""
+    doubt: str = ""
+    """What may be wrong about the colours."""
 
     @cached_property
     def contrast(self) -> float:
@@ -76,7 +78,7 @@ def content_of(checksum: bytes, image: Image.Image) -> Content:
     grey = shrink(image.convert("L"), (9, 8)).astype(np.int16)
     falls = grey[:, :-1] - grey[:, 1:] > NOISE
     gradients = int.from_bytes(np.packbits(falls).tobytes())
-    return Content(checksum, gradients, shrink(image, (COLOURS_PX, COLOURS_PX)))
+    return Content(checksum, gradients, shrink(image, (COLOURS_PX, COLOURS_PX)), image.info.get(DOUBT, ""))
 
 
 def shrink(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
