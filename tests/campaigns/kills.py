@@ -296,12 +296,6 @@ def rows_without_times(path: Path) -> str:
     return json.dumps([{name: value for name, value in row.items() if name not in TIMINGS} for row in rows])
 
 
-def how_it_ended(path: Path) -> str:
-    """Return the status of a run without times and processes."""
-    value = json.loads(path.read_text())
-    return json.dumps([value[name] for name in ("state", "reason", "step", "max_steps", "loss")])
-
-
 def settings_without_folder(path: Path) -> str:
     """Return the settings."""
     return json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "output_dir"})
@@ -314,7 +308,6 @@ def how_it_ended(path: Path) -> str:
 READERS: dict[str, Callable[[Path], str]] = {
     "metrics.jsonl": rows_without_times,
     "settings.json": settings_without_folder,
-    "status.json": how_it_ended,
     "settings_history.jsonl": lambda path: "",
     "report.html": lambda path: "",
     "log.txt": lambda path: "",
