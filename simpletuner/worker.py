@@ -148,6 +148,8 @@ def fine_tune_from(session: Session, checkpoint: Checkpoint | None, notifier: No
     schedule, _ = resume_point(settings, plan, checkpoint)
     done = exported_steps(session)
     if done >= schedule.max_steps:
+        # A run that was killed after its export, and before it said so, has left the status of a step before.
+        session.status.train(done, schedule.max_steps)
         steps = count_noun(done, "step")
         session.report.say(f"finished already, after {steps}; raise max_train_steps or num_train_epochs to go on")
         send_missed(session, done)

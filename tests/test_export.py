@@ -139,7 +139,12 @@ def test_finished_means_that_the_pipeline_is_whole_and_nothing_else_is_left(sdxl
     weights = next((output / "pipeline" / "unet").glob("*.safetensors"))
     whole = weights.read_bytes()
     before = times_of(output)
+    status = json.loads((output / "status.json").read_text())
+    killed = {**status, "state": "running", "step": 1}  # written every 2 s at most, so of a step before the end
+    (output / "status.json").write_text(json.dumps(killed))
     assert "finished already" in train(output, *flags).said
+    status = json.loads((output / "status.json").read_text())
+    assert (status["state"], status["step"], status["max_steps"]) == ("finished", 2, 2)
     assert times_of(output) == before, "a start that has nothing to do changes nothing"
     flipped = bytearray(whole)
     flipped[-1] ^= 1
