@@ -162,8 +162,10 @@ def test_a_second_click_on_stop_is_no_second_signal_and_leaving_is_another_butto
     assert server.post("/runs/leave", {"run": "out/long"}).code == 400
     page.get_by_role("button", name="Start again").click()
     expect(state).to_have_text("running", timeout=60_000)
+    # At once: the second signal must not count as the first one's repetition, or the run would go on.
     assert server.post("/runs/stop", {"run": "out/long"}).code == 200
     assert server.post("/runs/leave", {"run": "out/long"}).code == 200
+    expect(state).to_have_text("stopped", timeout=20_000)
 
 
 def test_a_start_that_fails_says_so_with_the_sentence_of_the_command(page: Page, server: PageServer, folder: Path):

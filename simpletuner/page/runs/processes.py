@@ -21,8 +21,11 @@ from simpletuner.page.runs.folder import CONSOLE, RunFolder
 from simpletuner.page.runs.summary import read_status_of
 from simpletuner.system.locks import describe_holder, is_locked
 from simpletuner.system.python_process import module_command
-from simpletuner.system.run_status import RunStatus
+from simpletuner.system.run_status import RunState, RunStatus
 from simpletuner.system.signals import REPEAT_SECONDS
+
+HANDLED_SECONDS = 10.0
+"""How long leaving waits for a run to say that it has handled the first signal; one that hangs never does."""
 
 
 @dataclass
@@ -107,11 +110,21 @@ def leave_run(request: Request, run: RunFolder) -> int:
 
     Raises SettingsError where no run is stopping, EnvironmentNotReady as `stop_run` does.
     """
+    if not look_at(processes_of(request), run)[1].can_leave:
+        raise SettingsError(f"{run.name} is not stopping", "stop it first: it saves a checkpoint")
+    # A signal that follows sooner counts as the same request, from when the run has handled the first one: a run on a
+    # busy machine does so late, and then this one would be lost.
+    end = time.monotonic() + HANDLED_SECONDS
+    while not has_handled_stop(run) and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(REPEAT_SECONDS + 0.2)
     with request.app.state.saving:
-        if not look_at(processes_of(request), run)[1].can_leave:
-            raise SettingsError(f"{run.name} is not stopping", "stop it first: it saves a checkpoint")
-        time.sleep(REPEAT_SECONDS)  # a signal that follows sooner counts as the same request
         return signal_holder(run)
+
+
+def has_handled_stop(run: RunFolder) -> bool:
+    status = read_status_of(run)
+    return status is not None and status.state not in (RunState.STARTING, RunState.RUNNING)
 
 
 def look_at(processes: Processes, run: RunFolder) -> tuple[RunStatus | None, Condition]:
