@@ -10,6 +10,9 @@ from safetensors.torch import load_file
 from test_resuming import assert_same_bits
 
 NEEDING_WHOLE_WEIGHTS = ("adafactor", "muon", "adamw_schedulefree")
+CLOSE = {"muon": 4e-3}
+"""Relative, otherwise 1e-3. Muon orthogonalizes in bf16, whose rounding is 4e-3, and depends on the kind of CPU: the
+gradient norm after a step was 1.3e-3 off on one, and within 1e-3 on another."""
 
 
 def test_steps_are_those_of_one_rank_and_checkpoints_go_on_anywhere(run_on, arguments_of):
@@ -27,7 +30,7 @@ def test_steps_are_those_of_one_rank_and_checkpoints_go_on_anywhere(run_on, argu
         assert different == []
         for found in [*steps, after]:
             for pair, wanted in zip(found, expected, strict=True):
-                assert pair == pytest.approx(wanted, rel=1e-3), name
+                assert pair == pytest.approx(wanted, rel=CLOSE.get(name, 1e-3)), name
 
 
 def test_gradients_are_released_in_the_backward_pass_and_nothing_else_changes(run_on, arguments_of):
