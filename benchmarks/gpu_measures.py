@@ -143,7 +143,7 @@ def find_waits(case: Case) -> Record:
             learning_rate=LearningRate(Schedule(100), settings.optimizer), checkpointer=cast(Checkpointer, None),
             logger=StepLogger(Mesh(world), StopVote(stop), None, None, samples), device=world.device,
             activity=world.activity, stop=stop, report=Report(quiet=True), step=0, max_steps=100, checkpoint_every=100,
-            max_grad_norm=1.0, dtype=torch.bfloat16, seed=0, profiler=None, durations=Durations(),
+            max_grad_norm=1.0, dtype=torch.bfloat16, dropout_seed=0, profiler=None, durations=Durations(),
         )  # fmt: skip
         for number in range(1, WARM_UP + 1):
             trainer.logger.log(number, trainer.train_step(data), data, 0.0)

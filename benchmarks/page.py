@@ -1,18 +1,26 @@
 """How long the page takes to start, and each view of it until it is painted and can be used, in a real Chromium.
 
-`python benchmarks/page.py`; medians of 5 visits, the browser's cache warm after the first.
+`python benchmarks/page.py`; medians of 5 visits, the browser's cache warm after the first. Then what open pages cost
+while they are watched: CPU time of the server per poll of a list of 200 runs, how long 20 clients wait, and CPU time of
+one new line after a million.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
@@ -34,6 +42,8 @@ VIEWS = {
     "list of runs": "/runs",
 }
 ROWS = 100_000
+MANY_ROWS = 1_000_000
+RUNS, CLIENTS, POLLS, POLL_SECONDS = 200, 20, 5, 2.0
 FIRST_VIEWS = 3
 RUN = "/runs/watch?run=run-{}"
 PAINTED = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? 0"
@@ -56,11 +66,11 @@ def visit(page: Page, server: Any, path: str) -> tuple[float, float]:
     return page.evaluate(PAINTED) / 1000, page.evaluate(LOADED) / 1000
 
 
-def write_run(folder: Path) -> None:
-    """Write what a run of ROWS steps leaves for the page."""
+def write_run(folder: Path, count: int = ROWS) -> None:
+    """Write what a run of so many steps leaves for the page."""
     folder.mkdir()
     (folder / ".lock").touch()
-    numbers = ((step, math.exp(-step / ROWS) + math.sin(step) / 9) for step in range(1, ROWS + 1))
+    numbers = ((step, math.exp(-step / count) + math.sin(step) / 9) for step in range(1, count + 1))
     rows = (
         {
             "step": step,
@@ -72,7 +82,70 @@ def write_run(folder: Path) -> None:
         }
         for step, loss in numbers
     )
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+
+
+def write_ended(folder: Path) -> None:
+    """Write what the list shows of a run that has ended."""
+    folder.mkdir(parents=True)
+    (folder / ".lock").write_text("elsewhere 1\n")
+    (folder / "status.json").write_text(json.dumps({"state": "finished", "step": 2000, "max_steps": 2000, "loss": 0.1}))
+    (folder / "settings.json").write_text('{"model_family": "sdxl"}')
+
+
+def cpu_seconds(server: Any, work: Callable[[], object], times: int) -> float:
+    """Return the CPU time of the server for one call."""
+    process = psutil.Process(server.process.pid)
+    before = process.cpu_times()
+    for _ in range(times):
+        work()
+    after = process.cpu_times()
+    return (after.user + after.system - before.user - before.system) / times
+
+
+def seen(server: Any, path: str, **query: str) -> dict[str, str]:
+    """Return the parts that a page has, as its polls send them."""
+    return dict(re.findall(r'name="(seen-\w+)" value="([^"]+)"', server.get(path, **query).text))
+
+
+def watch_list(server: Any) -> None:
+    parts = seen(server, "/runs")
+    assert server.get("/runs/rows", **parts).code == 204
+    spent = cpu_seconds(server, lambda: server.get("/runs/rows", **parts), 200)
+    print(f"{'poll of 200 runs, no news':32}{spent * 1000:8.2f} ms of CPU, goal below 5")
+    waits: list[float] = []
+
+    def poll() -> None:
+        for _ in range(POLLS):
+            begin = time.perf_counter()
+            server.get("/runs/rows", **parts)
+            waits.append(time.perf_counter() - begin)
+            time.sleep(max(0.0, POLL_SECONDS - waits[-1]))
+
+    clients = [threading.Thread(target=poll) for _ in range(CLIENTS)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    print(
+        f"{f'{CLIENTS} clients, a poll':32}{statistics.median(waits):8.3f} s{max(waits):8.3f} s at most, goal below 1"
+    )
+
+
+def watch_long_run(server: Any, folder: Path) -> None:
+    query = {"run": folder.name}
+    server.wait_seconds = 300  # the first view reads a million lines
+    parts = seen(server, "/runs/watch", **query)
+    added = itertools.count(MANY_ROWS + 1)
+
+    def append_and_poll() -> None:
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": next(added), "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-5}) + "\n")
+        assert "live-curves" in server.get("/runs/watch/news", **query, **parts).text
+
+    spent = cpu_seconds(server, append_and_poll, 100)
+    print(f"{f'a new line after {MANY_ROWS:,}':32}{spent * 1000:8.2f} ms of CPU, goal below 20")
 
 
 def check_seconds(page: Page, server: Any) -> float:
@@ -97,8 +170,8 @@ def main() -> None:
         print(f"{'start, until the first answer':32}{statistics.median(starts):8.2f} s")
         with page_server(folder) as server, chromium() as browser:
             page = browser.new_page()
-            page.goto(server.address)
-            page.wait_for_url("**/configurations")
+            name, _, value = server.cookie["Cookie"].partition("=")
+            page.context.add_cookies([{"name": name, "value": value, "url": server.origin}])
             for name, path in VIEWS.items():
                 painted, loaded = zip(*(visit(page, server, path) for _ in range(VISITS)), strict=True)
                 print(f"{name:32}{statistics.median(painted):8.2f} s painted{statistics.median(loaded):8.2f} s loaded")
@@ -110,5 +183,19 @@ def main() -> None:
             print(f"{'a mistake beside its field':32}{statistics.median(checks):8.2f} s")
 
 
+def watch() -> None:
+    """Measure what pages that stay open cost."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "work"
+        for number in range(RUNS):
+            write_ended(folder / "runs" / f"run-{number}")
+        write_run(folder / "long", MANY_ROWS)
+        with page_server(folder / "runs") as server:
+            watch_list(server)
+        with page_server(folder) as server:
+            watch_long_run(server, folder / "long")
+
+
 if __name__ == "__main__":
     main()
+    watch()

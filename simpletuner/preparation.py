@@ -42,6 +42,8 @@ from simpletuner.settings.formats import read_text
 from simpletuner.system.files import replace_file
 from simpletuner.system.numbers import count_noun
 
+HUB_RECORD = "hub_datasets.json"
+"""Which commits of the hub's datasets a run trains on, in output_dir."""
 UNCAPTIONED = "uncaptioned.txt"
 """The list of images without a caption in output_dir."""
 
@@ -90,12 +92,13 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
     """
     settings = session.settings
     datasets, texts = load_datasets(settings.data, settings.model.model_type)
-    datasets = download_datasets(datasets, session.world, session.report, session.stop.check)
+    record = (scans_folder or settings.training.output_dir) / HUB_RECORD
+    world, report, stop, rescan = session.world, session.report, session.stop.check, settings.data.rescan
+    datasets = download_datasets(datasets, world, report, stop, record, rescan)
     text_folders = [text_folder(each, settings) for each in texts]
     latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
     outputs = [settings.training.output_dir, *text_folders, *latents_folders]
-    folder, rescan = scans_folder or default_folder(settings, "scan"), settings.data.rescan
-    world, report, stop = session.world, session.report, session.stop.check
+    folder = scans_folder or default_folder(settings, "scan")
     scans = scan_datasets(datasets, outputs, folder, world, report, stop, rescan, session.background)
     return ScannedData(datasets, texts, scans)
 

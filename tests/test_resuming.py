@@ -184,14 +184,16 @@ def test_an_incomplete_checkpoint_is_passed_over_with_the_reason(sdxl_flags, tra
 
 def test_going_back_sets_later_checkpoints_aside_and_keeps_its_own(sdxl_flags, train, tmp_path):
     output = tmp_path / "run"
-    flags = (*sdxl_flags, "--train_batch_size=4", "--checkpoint_step_interval=2", "--checkpoints_total_limit=2")
+    flags = (*sdxl_flags, "--train_batch_size=4", "--checkpoint_step_interval=1", "--checkpoints_total_limit=3")
     first = train(output, *flags, "--max_train_steps=6")
     again = train(output, *flags, "--max_train_steps=6", "--resume_from_checkpoint=checkpoint-000004")
-    assert "later checkpoints are set aside" in again.said and "checkpoint-000006" in again.said
+    assert "set-aside: checkpoint-000006, checkpoint-000005" in " ".join(again.said.split())
     assert again.losses == first.losses
     anew = train(output, *flags, "--max_train_steps=2", "--resume_from_checkpoint=none", "--learning_rate=1e-4")
     assert len(anew.rows) == 2 and anew.losses[0] == first.losses[0]
-    assert [folder.name for folder in list_checkpoints(output / "checkpoints")] == ["checkpoint-000002"]
+    assert [folder.name for folder in list_checkpoints(output / "checkpoints")] == [
+        *("checkpoint-000002", "checkpoint-000001")
+    ]
     aside = output / "checkpoints" / "set-aside"
-    assert sorted(folder.name for folder in aside.iterdir()) == ["checkpoint-000004", "checkpoint-000006"]
+    assert sorted(folder.name for folder in aside.iterdir()) == [f"checkpoint-00000{step}" for step in (4, 5, 6)]
     assert all(load_checkpoint(folder) for folder in aside.iterdir())

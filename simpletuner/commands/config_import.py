@@ -6,16 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from simpletuner.commands.import_trainer import DATASETS, import_their_datasets, import_their_run, other_trainer
-from simpletuner.commands.import_writing import (
-    after_what_is_lost,
-    as_json,
-    beside_of,
-    refuse_another_meaning,
-    report_left_out,
-    write,
-    write_run,
-)
+from simpletuner.commands.import_trainer import import_their_datasets, import_their_run, other_trainer
+from simpletuner.commands.import_writing import DATASETS, after_what_is_lost, beside_of, write_datasets, write_run
 from simpletuner.data.dataset_file import read_entries
 from simpletuner.data.original_datasets import ImportedDatasets, import_datasets
 from simpletuner.errors import Mistake, SettingsError
@@ -87,13 +79,7 @@ def first_text(path: Path) -> str:
 
 
 def import_dataset_file(path: Path, output: Path | None, force: bool, partial: bool) -> None:
-    datasets = import_datasets(read_entries(path), path, Data(), working_folder(path), {})
-    if not partial:
-        refuse_another_meaning(path, datasets.left_out)
-    write(output, as_json(datasets))
-    report_left_out(f"{path}: {len(datasets.entries)} datasets taken", datasets.left_out)
-    if output is not None:
-        Report().say(f"{output} is written: name it with --{DATASETS}")
+    write_datasets(path, import_datasets(read_entries(path), path, Data(), working_folder(path), {}), output, partial)
 
 
 def import_run(path: Path, output: Path | None, force: bool, partial: bool) -> None:

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.commands.import_writing import (
+    DATASETS,
     after_what_is_lost,
-    as_json,
     beside_of,
-    refuse_another_meaning,
-    report_left_out,
-    write,
+    write_datasets,
     write_run,
 )
 from simpletuner.data.dataset_file import DatasetEntry
@@ -20,16 +18,12 @@ from simpletuner.data.original_datasets import ImportedDatasets, import_datasets
 from simpletuner.data.other_datasets import kohya_entries, of_all_datasets, pipe_entries, with_different_ids
 from simpletuner.errors import SettingsError
 from simpletuner.models.support import check_runnable
-from simpletuner.report import Report
 from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.loading import resolve
 from simpletuner.settings.original_import import LeftOut, Original, first_existing, take_translated
 from simpletuner.settings.original_toml import sources_of
 from simpletuner.settings.other_trainers import KOHYA, is_dataset_file, trainer_of, translate_kohya, translate_pipe
 from simpletuner.settings.sections import Data
-from simpletuner.system.numbers import count_noun
-
-DATASETS = "data_backend_config"
 
 
 def other_trainer(path: Path) -> tuple[str, dict[str, Any]]:
@@ -43,13 +37,7 @@ def other_trainer(path: Path) -> tuple[str, dict[str, Any]]:
 
 def import_their_datasets(path: Path, values: Mapping[str, Any], output: Path | None, partial: bool) -> None:
     """Write a dataset TOML of another trainer as a list of datasets."""
-    datasets = their_datasets(path, values, Data())
-    if not partial:
-        refuse_another_meaning(path, datasets.left_out)
-    write(output, as_json(datasets))
-    report_left_out(f"{path}: {count_noun(len(datasets.entries), 'dataset')} taken", datasets.left_out)
-    if output is not None:
-        Report().say(f"{output} is written: name it with --{DATASETS}")
+    write_datasets(path, their_datasets(path, values, Data()), output, partial)
 
 
 def their_datasets(path: Path, values: Mapping[str, Any], data: Data) -> ImportedDatasets:

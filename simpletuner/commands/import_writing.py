@@ -18,6 +18,7 @@ from simpletuner.settings.original_toml import write_toml
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.output_file import refuse_overwriting, save
 
+DATASETS = "data_backend_config"
 PARTIAL = "--partial writes what is left, with these as comments; what is trained then is not what the file asks for"
 
 
@@ -75,6 +76,16 @@ def write_run(
         verb = "are" if len(written) > 1 else "is"
         starts = "starts what is left of the run" if lost_of(original.left_out) else "starts the run"
         Report().say(f"{names} {verb} written: `simpletuner train --config={output}` {starts}")
+
+
+def write_datasets(file: Path, datasets: ImportedDatasets, output: Path | None, partial: bool) -> None:
+    """Write a list of datasets. Raises SettingsError, unless `partial`, where it would train on something else."""
+    if not partial:
+        refuse_another_meaning(file, datasets.left_out)
+    write(output, as_json(datasets))
+    report_left_out(f"{file}: {count_noun(len(datasets.entries), 'dataset')} taken", datasets.left_out)
+    if output is not None:
+        Report().say(f"{output} is written: name it with --{DATASETS}")
 
 
 def beside_of(output: Path) -> Path:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from simpletuner.tools.plan.search import Proposal
 
 LEGEND = "P parameters that are trained, F frozen ones, U those of the largest unit, N ranks that share them"
+PARTS = {"products": "matrix products", "other": "all other operators"}
+"""Names of the parts of a step, where those of the fields do not say it."""
 
 Gpu = Annotated[
     str | None,
@@ -59,12 +61,16 @@ def plan(
         raise SettingsError("--apply needs --auto", "add --auto, whose proposal it writes")
     loaded = load(flags, config or apply, complete=False)
     loaded.pass_on_variables(os.environ)
-    from simpletuner.tools.plan.planner import Planner
-
+    named = device_by_name(gpu) if gpu else None
+    named_bytes = parse_bytes(gpu_memory, "--gpu_memory") if gpu_memory else None
+    host_bytes = parse_bytes(host_memory, "--host_memory") if host_memory else None
     report = Report()
-    device = device_by_name(gpu) if gpu else device_of_this_machine(loaded)
-    gpu_bytes = parse_bytes(gpu_memory, "--gpu_memory") if gpu_memory else device and device.memory_bytes
-    budget = MemoryBudget(gpu_bytes, parse_bytes(host_memory, "--host_memory") if host_memory else None)
+    with report.phase("importing torch"):  # after what can be refused without it
+        from simpletuner.tools.plan.planner import Planner
+
+    device = named or device_of_this_machine(loaded)
+    gpu_bytes = named_bytes or (device and device.memory_bytes)
+    budget = MemoryBudget(gpu_bytes, host_bytes)
     if auto and (device is None or gpu_bytes is None):
         raise SettingsError(
             "--auto needs to know the GPU", f"give --gpu={next(iter(DEVICES))}, or another of the table"
@@ -78,7 +84,11 @@ def plan(
     if apply is not None:
         write_settings(apply, proposal.settings, report)
     elif missing := proposal.plan.shortfall(budget):
+        if proposal.problem is not None:
+            report.warn(proposal.problem.message, proposal.problem.hint)
         raise EnvironmentNotReady(f"this does not fit: it needs {missing}", "--auto proposes what does")
+    if proposal.problem is not None:
+        raise proposal.problem
 
 
 def device_of_this_machine(loaded: Loaded) -> Device | None:
@@ -103,6 +113,9 @@ def print_plan(proposal: Proposal, budget: MemoryBudget, device: Device | None, 
         report.line(f"{name} = {as_text(value)}", style="bold")
     for name, reason in proposal.reasons.items():
         report.line(f"  {name}: {reason}", style="dim")
+    if device is None and not plan.settings.launch.use_cpu:
+        missing = "the time of a step" if budget.gpu_bytes else "whether it fits and the time of a step"
+        report.line(f"--gpu={next(iter(DEVICES))}, or another of `plan --help`, says {missing}", style="bold")
 
 
 def title_of(proposal: Proposal) -> str:
@@ -130,13 +143,14 @@ def summary(plan: RunPlan, budget: MemoryBudget, device: Device | None) -> Itera
         left = budget.gpu_bytes - plan.peak_bytes
         fits = f"{format_gib(left)} of {format_gib(budget.gpu_bytes)} are left"
         yield "fits", fits if not plan.shortfall(budget) else f"no: {plan.shortfall(budget)}"
-    yield "compute", f"{plan.flops_per_sample / 1e12:,.2f} TFLOP per sample of the largest size"
+    yield "compute", f"{format_count(plan.flops_per_sample)}FLOP per sample of the largest size"
     if plan.step_seconds is not None and plan.samples_per_second is not None:
         mfu = f", MFU {plan.mfu(device):.0%}" if device else ""
-        said = "measured here, on one rank" if plan.parts is None else "estimated"
+        said = "measured here, on one rank" if plan.parts is None else "estimated; --measure measures, on such a GPU"
         yield "step", f"{plan.step_seconds:.3g} s, {plan.samples_per_second:.3g} samples/s{mfu} ({said})"
         if plan.parts is not None:
-            yield "of which", ", ".join(f"{name} {each:.2g} s" for name, each in asdict(plan.parts).items() if each)
+            parts = {PARTS.get(name, name): seconds for name, seconds in asdict(plan.parts).items() if seconds}
+            yield "of which", ", ".join(f"{name} {seconds:.2g} s" for name, seconds in parts.items())
         if plan.steps is not None:
             yield "run", f"{timedelta(seconds=round(plan.steps * plan.step_seconds))} for {plan.steps:,} steps"
     yield "disk", f"{format_gb(plan.disk.total_bytes)} at most: {plan.disk.parts}"
@@ -165,6 +179,7 @@ def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> 
         "disk_bytes": plan.disk.total_bytes,
         "settings": proposal.settings,
         "reasons": proposal.reasons,
+        "problem": proposal.problem and {"message": proposal.problem.message, "hint": proposal.problem.hint},
     }
 
 

@@ -48,6 +48,10 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
         return
     if loaded.settings.parallel.zero_stage is not None and not is_rank(os.environ):
         check_deepspeed(loaded.settings)
+    if loaded.settings.launch.num_machines == 1 and not is_rank(os.environ):
+        from simpletuner.data.few_images import check_few_images  # Pillow and Arrow, which `--dry_run` does without
+
+        check_few_images(loaded.settings)
     launches = loaded.settings.launch.num_processes > 1 and not is_rank(os.environ)
     start_run_log(source_of(loaded.settings.launch, launches))
     if launches:

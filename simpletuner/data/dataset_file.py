@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.errors import shown_value
 from simpletuner.settings.file_entries import FileEntry, check_depth, explain_parsing, file_place, json_mistake
 from simpletuner.settings.formats import json_lines, read_text
+from simpletuner.settings.key_table import inner_entries
 from simpletuner.settings.loading import canonical_name, plain_name
 from simpletuner.system.paths import shown_path
 
@@ -94,4 +95,11 @@ def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
         hint = "docs/data.md shows such a file"
         raise SettingsError(f"{shown_path(path)} must hold a list of datasets: [{{...}}, {{...}}]", hint)
     for entry, (line, lines) in zip(entries, json_lines(text), strict=True):
-        yield DatasetEntry(path, line, [FileEntry(key, value, lines[key]) for key, value in entry.items()])
+        keys = [FileEntry(key, value, lines[key]) for key, value in entry.items()]
+        yield DatasetEntry(path, line, [each for key in keys for each in without_block(key)])
+
+
+def without_block(entry: FileEntry) -> Iterable[FileEntry]:
+    """Return what the original's block `huggingface` holds, which stands beside the other keys here, or the key."""
+    is_block = name_of_key(entry.key) == "huggingface" and isinstance(entry.value, Mapping)
+    return inner_entries(entry) if is_block else [entry]

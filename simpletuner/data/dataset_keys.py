@@ -12,7 +12,6 @@ LATER = "not supported by this version"
 ONE_FOR_ALL = "one value holds for all datasets: set --{}"
 GONE = "your images are never deleted"
 LOCAL = LATER + ": only folders (local), buckets (aws, gcs, azure) and lists of addresses (csv)"
-DOWNLOADED = "a dataset of the hub is read from the folder that it was downloaded to, which is dataset_name"
 ONLY_SNAPSHOTS = "it is for images of type huggingface"
 BY_READING = "files that are new or changed are read at every start"
 VERIFIED = "caches are checked record by record, and what changed is made again"
@@ -29,9 +28,8 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("source_dataset_id", "conditioning", "conditioning_config"), NO_CONDITIONING),
     **dict.fromkeys(("grounding", "grounding_data", "distillation_type"), NO_CONDITIONING),
     **dict.fromkeys(("memory_filesystem_path", "memory_filesystem_size", "memory_filesystem_sudo"), LOCAL),
-    **dict.fromkeys(("revision", "streaming", "num_proc", "hf_token"), DOWNLOADED),
+    "hf_token": "a token is read from HF_TOKEN, or from what `hf auth login` has kept",
     **dict.fromkeys(("description_column", "quality_column"), LATER + ": caption_column names the one that is read"),
-    "huggingface": "its keys stand beside `type` here: image_column, caption_column and dataset_name",
     "config": "a dataset of several configs has a folder for each: name that one with dataset_name",
     **dict.fromkeys(("quality_thresholds", "filter_func"), LATER + ": all rows of a dataset are trained on"),
     "composite_image_config": LATER + ": images are taken whole",
@@ -45,6 +43,7 @@ REASONS: dict[str, str] = {
 
 NO_EFFECT: dict[str, str] = {
     **dict.fromkeys(("write_batch_size", "read_batch_size"), "records are written one by one; nothing to tune"),
+    **dict.fromkeys(("streaming", "num_proc"), "a dataset of the hub is fetched once"),
     "image_processing_batch_size": "max_workers threads decode one image each",
     **dict.fromkeys(("metadata_update_interval", "skip_file_discovery"), BY_READING),
     **dict.fromkeys(("scan_for_errors", "vae_cache_scan_behaviour"), VERIFIED),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
@@ -138,22 +138,28 @@ class UrlImages(ImageDataset):
         return self
 
 
-def check_snapshot(folder: Path) -> Path:
-    if not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
-        raise ValueError(
-            f"there is no folder {folder}; datasets of the hub are read where they were downloaded: "
-            f"`hf download {folder} --repo-type dataset --local-dir FOLDER`"
-        )
-    return folder
+def belongs_to_split(file: PurePath, split: str) -> bool:
+    """Whether a file's name, or a folder that it is in, begins with or is the name of a split."""
+    return file.name.startswith(split) or split in file.parts[:-1]
+
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class SnapshotImages(ImageDataset):
-    """Images in the Parquet files of a downloaded Hugging Face dataset."""
+    """Images of a Hugging Face dataset: in the Parquet files of a folder, or by the dataset's name on the hub."""
 
-    dataset_name: Annotated[Path, AfterValidator(check_snapshot)]
+    dataset_name: Path
+    revision: str | None = None
+    """Of the hub: a branch, tag or commit."""
     split: str = "train"
     image_column: str = "image"
     caption_column: str | None = None
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether `dataset_name` is to be fetched: no folder that is here."""
+        return HUB_ID.fullmatch(str(self.dataset_name)) is not None and not self.dataset_name.is_dir()
 
     @model_validator(mode="before")
     @classmethod

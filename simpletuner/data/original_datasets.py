@@ -85,8 +85,6 @@ def import_entry(
     if is_disabled(entry):
         left_out.append(LeftOut("disabled", True, place, "it is left out of the run there, too", "none"))
         return None
-    if isinstance(inside := old.get("huggingface"), dict):  # its keys stand beside the others here
-        old = {**inside, **{key: value for key, value in old.items() if key != "huggingface"}}
     new = {key: value for key, value in old.items() if key in (*ESSENTIAL, *KEEPS_ZERO) or not is_off(value)}
     for key in PATHS:
         if isinstance(new.get(key), str):

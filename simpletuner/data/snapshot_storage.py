@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from simpletuner.data.captions import CAPTION_SUFFIX
-from simpletuner.data.dataset_kinds import SnapshotImages
+from simpletuner.data.dataset_kinds import SnapshotImages, belongs_to_split
 from simpletuner.data.storage import Listing, StoredFile, UnreadableFileError
 from simpletuner.errors import DataError
 from simpletuner.settings.errors import did_you_mean
@@ -89,8 +89,7 @@ class SnapshotStorage:
 
     def _parquet_files(self) -> Iterator[Path]:
         for path in self.folder.rglob("*.parquet"):
-            relative = path.relative_to(self.folder)
-            if path.name.startswith(self.dataset.split) or self.dataset.split in relative.parts[:-1]:
+            if belongs_to_split(path.relative_to(self.folder), self.dataset.split):
                 yield path
 
     def _rows(self, files: list[Path], suffixes: Collection[str]) -> Iterator[StoredFile]:

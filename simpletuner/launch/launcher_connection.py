@@ -26,7 +26,7 @@ HEARTBEAT_SECONDS = 1.0
 SEND_SECONDS = 2.0
 """How long sending may block when the launcher is stopped, as by Ctrl-Z."""
 ORPHAN_SECONDS = 8.0
-"""How long a rank without a launcher may take to exit when it has nothing to save."""
+"""How long a rank without a launcher may take to exit when it has nothing to save, or once it has."""
 SAVE_SECONDS = 900.0
 """How long a rank without a launcher may take to save its last step."""
 
@@ -75,10 +75,13 @@ class LauncherConnection:
             self.stop.signal_number = int(signal.SIGTERM)
         self.stop.may_exit = True
         meter, began = ProgressMeter(), time.monotonic()
+        saved = began
         while not self.closed.wait(HEARTBEAT_SECONDS / 4):
             idle = meter.idle_seconds(os.getpid(), self.activity.phase)
             waited = time.monotonic() - began
-            nothing_to_save = not self.activity.unsaved and waited > ORPHAN_SECONDS
+            if self.activity.unsaved:
+                saved = time.monotonic()
+            nothing_to_save = time.monotonic() - saved > ORPHAN_SECONDS
             hangs = self.activity.unsaved and self.activity.watched and idle > self.stall_seconds
             if nothing_to_save or hangs or waited > SAVE_SECONDS:
                 os._exit(128 + self.stop.signal_number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from starlette.requests import Request
@@ -37,7 +37,9 @@ def choice_of(request: Request) -> ExportChoice:
 
 def show(request: Request) -> Response:
     """The page; a configuration that cannot be written in a format says why in its place."""
-    choice = choice_of(request)
+    choice, files = choice_of(request), list_files(folders_of(request))
+    if not choice.file and len(files) == 1:
+        choice = replace(choice, file=files[0].name)
     exported, error = None, None
     if choice.file:
         try:
@@ -45,7 +47,7 @@ def show(request: Request) -> Response:
         except SimpleTunerError as refused:
             error = refused
     titles = {name: TITLES.get(name, name.upper()) for name in FORMATS}
-    values = {"files": list_files(folders_of(request)), "titles": titles, "choice": choice}
+    values = {"files": files, "titles": titles, "choice": choice}
     return respond(request, "export", title="Export", exported=exported, error=error, **values)
 
 

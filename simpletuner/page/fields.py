@@ -10,6 +10,7 @@ from simpletuner.models.registry import presets, trainable_flavours
 from simpletuner.page.documents import TYPED, Document, shown_value
 from simpletuner.page.examination import Examined
 from simpletuner.settings import Settings
+from simpletuner.settings.engine_rules import WRAP_POLICIES
 from simpletuner.settings.explain import because
 from simpletuner.settings.export import field_value
 from simpletuner.settings.knob import bounds_of, extra_of, kind_of, shown_default, type_name
@@ -147,6 +148,8 @@ def options_of(name: str, value: str, unset: str, names: Mapping[str, str]) -> I
 def suggestions_of(name: str, settings: Settings) -> Sequence[str]:
     if name == "model_family":
         return [family for family, preset in presets().items() if preset.family_class]
+    if name == "fsdp_auto_wrap_policy":
+        return WRAP_POLICIES
     return trainable_flavours(settings.model.model_family) if name == "model_flavour" else ()
 
 

@@ -74,7 +74,7 @@ def serve(folders: Sequence[Path], config: Path | None, host: str, port: int | N
 
 @contextmanager
 def opened_browser(address: str) -> Iterator[None]:
-    """Open a browser. Its arguments, which every user of the machine can read, name a file that leads to the address."""
+    """Open a browser by a file that leads to the address: arguments of a process can be read by every user."""
     with TemporaryDirectory(prefix="simpletuner-page-") as folder:  # which only this user may enter
         file = Path(folder) / "open.html"
         file.touch(0o600)

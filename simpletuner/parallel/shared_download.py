@@ -4,44 +4,120 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeGuard
 
-from simpletuner.data.dataset_kinds import ImageDataset, UrlImages
+from simpletuner.data.dataset_kinds import ImageDataset, SnapshotImages, UrlImages
 from simpletuner.data.discovery import format_names
 from simpletuner.data.downloads import as_folder, download, read_urls
+from simpletuner.data.hub_datasets import HubFiles, as_fetched, fetch_files, find_files
 from simpletuner.errors import DataError, EnvironmentNotReady, RemoteFailure
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
+from simpletuner.system.files import write_json
 from simpletuner.system.numbers import count_noun
+from simpletuner.system.regular_files import read_file
 
 
 def download_datasets(
-    datasets: Sequence[ImageDataset], world: World, report: Report, stop: Callable[[], None]
+    datasets: Sequence[ImageDataset],
+    world: World,
+    report: Report,
+    stop: Callable[[], None],
+    record: Path | None = None,
+    renew: bool = False,
 ) -> list[ImageDataset]:
-    """Return datasets with folders in the place of lists of addresses, after downloading them. Collective.
+    """Return datasets with folders in the place of addresses and names of the hub, after downloading them. Collective.
 
+    `record` is the file that keeps which commits of the hub a run trains on; with `renew` they are asked for again.
     Raises, on all ranks, what ends the run on one of them.
     """
-    listed = [dataset for dataset in datasets if isinstance(dataset, UrlImages)]
+    listed = [each for each in datasets if isinstance(each, UrlImages) or is_on_hub(each)]
     if not listed:
         return list(datasets)
     world.activity.begin("downloading images")
+    hub = find_on_hub([each for each in listed if is_on_hub(each)], world, report, stop, None if renew else record)
+    if record is not None and world.is_first and hub:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_json(record, {name: asdict(found) for name, found in hub.items()})
     # The first machine before the others, which find all of it done where they share the folder.
     turns = {"first": world.is_first, "others": world.local_rank == 0 and not world.is_first}
     for name, is_turn in turns.items():
-        error = download_all(listed, report, stop) if is_turn else []
+        error = download_all(listed, hub, report, stop) if is_turn else []
         world.store_barrier(f"download/{name}", stop, math.inf)
         for other in map(json.loads, world.gather_texts(json.dumps(error))):
             if other:
                 raise RemoteFailure(*other)
-    return [as_folder(each) if isinstance(each, UrlImages) else each for each in datasets]
+    return [fetched(each, hub) for each in datasets]
 
 
-def download_all(datasets: Sequence[UrlImages], report: Report, stop: Callable[[], None]) -> list[int | str]:
-    """Download the images of all lists; return exit code, sentence and hint of an error, or nothing."""
+def is_on_hub(dataset: ImageDataset) -> TypeGuard[SnapshotImages]:
+    return isinstance(dataset, SnapshotImages) and dataset.is_on_hub
+
+
+def fetched(dataset: ImageDataset, hub: Mapping[str, HubFiles]) -> ImageDataset:
+    """Return the folder that a dataset has become."""
+    if isinstance(dataset, UrlImages):
+        return as_folder(dataset)
+    return as_fetched(dataset, hub[dataset.id]) if is_on_hub(dataset) else dataset
+
+
+def find_on_hub(
+    datasets: Sequence[SnapshotImages], world: World, report: Report, stop: Callable[[], None], record: Path | None
+) -> dict[str, HubFiles]:
+    """Return the commit and the files of each dataset, which rank 0 asks the hub for, by id. Collective.
+
+    What the record of an earlier start has counts: a run that resumes trains on what it began with.
+    """
+    if not datasets:
+        return {}
+
+    def find() -> str:
+        known = read_record(record)
+        try:
+            found = {
+                each.id: known[each.id] if each.id in known and known[each.id].is_of(each) else find_files(each)
+                for each in datasets
+            }
+        except (DataError, EnvironmentNotReady) as error:
+            return json.dumps({"error": [int(error.exit_code), error.message, error.hint]})
+        return json.dumps({"found": {name: asdict(each) for name, each in found.items()}})
+
+    answer = json.loads(world.from_first("hub", find, stop))
+    if "error" in answer:
+        raise RemoteFailure(*answer["error"])
+    found = {name: HubFiles(**values) for name, values in answer["found"].items()}
+    for name, each in found.items():
+        report.say(f"dataset `{name}`: {each.dataset_name} of the hub at {each.commit[:12]}")
+    return found
+
+
+def read_record(record: Path | None) -> dict[str, HubFiles]:
+    """Return what an earlier start has found, by id; nothing where there is no such file, or it is damaged."""
+    try:
+        rows = json.loads(read_file(record)) if record else {}
+        return {name: HubFiles(**values) for name, values in rows.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+Fetchable = UrlImages | SnapshotImages
+
+
+def download_all(
+    datasets: Sequence[Fetchable], hub: Mapping[str, HubFiles], report: Report, stop: Callable[[], None]
+) -> list[int | str]:
+    """Download the images of all datasets; return exit code, sentence and hint of an error, or nothing."""
     try:
         for dataset in datasets:
-            download_one(dataset, report, stop)
+            if isinstance(dataset, UrlImages):
+                download_one(dataset, report, stop)
+            else:
+                files = hub[dataset.id]
+                with report.progress(f"fetching {files.dataset_name}", len(files.files)) as progress:
+                    fetch_files(dataset, files, stop, progress.update)
     except (DataError, EnvironmentNotReady) as error:
         return [int(error.exit_code), error.message, error.hint]
     return []

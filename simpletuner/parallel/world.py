@@ -290,14 +290,18 @@ def was_told_to_end(stop: StopRequest, launcher: LauncherConnection) -> bool:
 def is_first_failure(world: World, launcher: LauncherConnection, error: SimpleTunerError) -> bool:
     """Return whether no other rank of this machine has failed before; the first one sends the launcher the reason.
 
-    A store that cannot be reached was served by the first rank, which has failed; or by the launcher: once that is
-    gone, each rank says itself what went wrong, and the first one that it has stopped.
+    Once the launcher is gone, each rank says itself what went wrong, and the first one that it has stopped. A store
+    that cannot be reached was served by the first rank, which has failed, or by the launcher.
     """
     try:
-        if world.store.add(f"failures/{world.machine}/count", 1) > 1:
+        # Not asked of a launcher that is gone: torch would wait seconds for its store.
+        if not launcher.is_gone and world.store.add(f"failures/{world.machine}/count", 1) > 1:
             return False
     except dist.DistError:
-        return launcher.is_gone and (world.is_first or not isinstance(error, Stopped))
+        if not launcher.is_gone:
+            return False
+    if launcher.is_gone:
+        return world.is_first or not isinstance(error, Stopped)
     launcher.send(reason={"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint})
     return True
 

@@ -60,7 +60,6 @@ DEFAULTS: dict[str, str] = {
     "vae_dtype": "bf16",
     "compress_disk_cache": "true",
     "eval_timesteps": "28",
-    "model_card_private": "true",
     "validation_negative_prompt": "blurry, cropped, ugly",
     "validation_resolution": "256",
 }
@@ -82,7 +81,6 @@ COUNT_WITH = {
     # Datasets of a file crop by themselves.
     "crop_style": lambda values: says("crop", "true")(values) or bool(values.get("data_backend_config")),
     "lora_dropout": says("model_type", "lora"),
-    "model_card_private": lambda values: bool(values.get("push_to_hub")),
     # DeepSpeed clips by the norm there, too.
     "grad_clip_method": lambda values: values.get("zero_stage") is None,
 }

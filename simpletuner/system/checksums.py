@@ -26,7 +26,7 @@ class SupportsReadinto(Protocol):
 
 def file_checksum(path: Path) -> str:
     """Hash a file's content. Raises OSError."""
-    with open_regular(path, buffering=0) as file:
+    with open_regular(path) as file:
         return stream_checksum(file)
 
 

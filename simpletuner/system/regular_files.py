@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 import tempfile
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,12 +20,12 @@ MAX_BYTES = 256 << 20
 """The largest file that is read whole where the caller names no other limit; state.json of 12B weights takes 2 MiB."""
 
 
-def open_regular(path: Path, max_bytes: int | None = None, *, buffering: int = -1) -> BinaryIO:
+def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file for reading; links are followed.
 
     Raises OSError also for a folder, a FIFO, a socket, a device, and a file above `max_bytes`.
     """
-    file = open_any(path, buffering)
+    file = open_any(path)
     try:
         refuse_other(file, path, max_bytes)
     except OSError:
@@ -75,10 +76,10 @@ def replace_pipe(descriptor: int, content: bytes) -> None:
         os.dup2(file.fileno(), descriptor)
 
 
-def open_any(path: Path, buffering: int = -1) -> BinaryIO:
+def open_any(path: Path) -> BufferedReader:
     """Open whatever has this name, without waiting for a FIFO's writer. Raises OSError."""
     try:
-        file = open(path, "rb", buffering, opener=open_at_once)
+        file = open(path, "rb", opener=open_at_once)
     except IsADirectoryError as error:
         raise IsADirectoryError(error.errno, "is a directory", str(path)) from None
     except OSError as error:

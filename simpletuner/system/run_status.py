@@ -211,7 +211,7 @@ class StatusWriter:
 
     def _change(self, **values: object) -> None:
         with self.lock:
-            self.status = replace(self.status, **values)  # pyright: ignore[reportArgumentType]
+            self.status = replace(self.status, **values)
             if self.holds_lock:
                 self._write()
 

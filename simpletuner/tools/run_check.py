@@ -133,7 +133,8 @@ def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> 
 
     for dataset in datasets:
         folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) else None
-        folder = dataset.dataset_name if isinstance(dataset, SnapshotImages) else folder
+        if isinstance(dataset, SnapshotImages) and not dataset.is_on_hub:
+            folder = dataset.dataset_name
         if folder is not None and not folder.is_dir():
             place = f"{shown_path(file)}: " if file else ""
             raise DataError(

@@ -37,10 +37,9 @@ def thin_out(steps: np.ndarray, values: np.ndarray, columns: int) -> tuple[np.nd
     """Return the lowest and the highest point of each of `columns` equal parts of a curve, so that no peak is lost."""
     if len(steps) <= 2 * columns:
         return steps, values
-    edges = np.linspace(0, len(steps), columns + 1).astype(int)
-    pairs = [
-        sorted({start + int(values[start:end].argmin()), start + int(values[start:end].argmax())})
-        for start, end in zip(edges, edges[1:], strict=False)
-    ]
-    kept = np.array([index for pair in pairs for index in pair])
+    width = -(-len(steps) // columns)
+    padded = np.pad(values, (0, -len(steps) % width), mode="edge").reshape(-1, width)
+    starts = np.arange(len(padded)) * width
+    extremes = np.stack([padded.argmin(axis=1), padded.argmax(axis=1)], axis=1) + starts[:, None]
+    kept = np.unique(np.minimum(extremes, len(steps) - 1))
     return steps[kept], values[kept]

@@ -20,6 +20,7 @@ from simpletuner.parallel.memory import (
 )
 from simpletuner.settings import Settings
 from simpletuner.settings.deepspeed.config import deepspeed_config
+from simpletuner.system.numbers import format_gib
 from simpletuner.training.workload import Workload
 
 CONTEXT_BYTES = 550 * 2**20
@@ -56,7 +57,8 @@ def training_rows(
         is_ddp = inputs.num_ranks > 1 and not settings.parallel.fsdp_enable
         are_kept = settings.training.gradient_accumulation_steps > 1 or is_ddp
         activations, gradients = trace.peak(0 if on_host else whole, are_kept)
-        yield MemoryRow("gradients", gpu=gradients, host=whole * on_host)
+        formula = f"at the peak of the backward pass; {format_gib(whole)} at its end"
+        yield MemoryRow("gradients", gpu=gradients, host=whole * on_host, formula=formula if whole else "released")
         yield activations_row(settings, activations, trace.kept_bytes)
     yield from host_rows(settings, inputs, checkpoint, on_gpu)
     if on_gpu:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from simpletuner.system.regular_files import open_regular, read_end
+from simpletuner.training.curves import running_mean, window_of
 
 METRICS = "metrics.jsonl"
 
@@ -81,9 +82,9 @@ class MetricColumn:
 class MetricColumns:
     """The metrics of a run as columns; `update` parses only what was appended to the file."""
 
-    def __init__(self, path: Path) -> None:
-        self.reader = MetricsReader(path)
-        self.columns: dict[str, MetricColumn] = {}
+    def __init__(self, path: Path, column: Callable[[], Any] = MetricColumn) -> None:
+        self.reader, self.new_column = MetricsReader(path), column
+        self.columns: dict[str, Any] = {}
 
     def update(self) -> MetricColumns:
         """Read what is new, and return self. After a file was replaced, only what it has now is left."""
@@ -103,7 +104,7 @@ class MetricColumns:
                 pairs = [(step, value) for step, value in zip(steps, values, strict=True) if type(value) in NUMBERS]
                 kept, values = zip(*pairs, strict=True) if pairs else ((), ())
             if values:
-                self.columns.setdefault(name, MetricColumn()).extend(kept, values)
+                self.columns.setdefault(name, self.new_column()).extend(kept, values)
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps and the values of a metric, both (points,) float64; empty for one that was never written."""
@@ -116,6 +117,12 @@ class MetricColumns:
         steps, values = self.points(name)
         kept = np.isfinite(values)
         return steps[kept], values[kept]
+
+    def smoothed(self, name: str, share: float) -> tuple[int, np.ndarray]:
+        """Return how many points a running mean over a share of all is of, and its values at those of `finite`."""
+        values = self.finite(name)[1]
+        window = window_of(len(values), share)
+        return window, running_mean(values, window)
 
 
 def read_columns(path: Path) -> MetricColumns:

@@ -42,7 +42,7 @@ def job(
         return [{"t": torch.tensor([float(item.name[1:]), len(items)])} for item in items]
 
     digest = short_hash([[item.name, item.parts] for item in items])
-    return CacheJob("latents", folder, digest, chunk, lambda: items, lambda item: item, lambda item: item, make)
+    return CacheJob("images", folder, digest, chunk, lambda: items, lambda item: item, lambda item: item, make)
 
 
 def filled(*given, world: World | None = None, report: Report | None = None, stop=GO_ON, **more) -> ShardReader:

@@ -212,6 +212,25 @@ def test_a_shard_and_then_its_index_are_on_the_disk_before_it_counts_as_closed(t
     assert closed == [(shard, 2)]
 
 
+def test_every_record_begins_at_a_multiple_of_eight_bytes(tmp_path):
+    with ShardWriter(tmp_path, 0) as writer:
+        for number in range(1, 12):
+            place = writer.write("n" * number, PARTS, {"t" * number: torch.ones(number, dtype=torch.bool)})
+            assert place.offset % 8 == 0, "torch.frombuffer refuses numbers that are not aligned"
+            writer.write_broken(f"broken {number}", PARTS, "cut short")
+
+
+def test_a_damaged_line_of_a_broken_record_is_not_believed(tmp_path):
+    with ShardWriter(tmp_path, 0) as writer:
+        writer.write_broken("bad", PARTS, "cut short")
+    index = only(tmp_path, ".index.jsonl")
+    line = json.loads(index.read_text())
+    assert records(tmp_path)["bad"].broken == "cut short"
+    for change in ({"broken": "cut shorT"}, {"name": "baD"}, {"parts": PARTS | {"VAE": "b"}}):
+        index.write_text(json.dumps(line | change) + "\n")
+        assert records(tmp_path) == {}, "nothing is left out of training because of a flipped bit"
+
+
 def test_a_full_shard_is_followed_by_the_next_one(tmp_path):
     with ShardWriter(tmp_path, 0, shard_bytes=1000) as writer:
         for number in range(10):

@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -38,10 +38,13 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from conftest import SMALL, Starter, fork_server_context  # noqa: E402
 from flags import last_wins  # noqa: E402
 from page_server import page_server  # noqa: E402
+from results import add_result, read_results  # noqa: E402
 
 from simpletuner.caches.shards import ShardReader  # noqa: E402
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint  # noqa: E402
 
+HANG_SECONDS = 900
+"""After which a run that nobody disturbs is said to hang, on a machine that may be busy."""
 OLDEST_SECONDS = 15
 """How long a process of a killed run may live on."""
 MOST_KILLS = 8
@@ -120,7 +123,7 @@ class Campaign:
     def finish(self, output: Path) -> None:
         """Run the command to its end."""
         run = self.starter.train(self.kind.ranks, *self.command(output))
-        if (codes := run.wait()) != [0] * self.kind.ranks:
+        if (codes := run.wait(HANG_SECONDS)) != [0] * self.kind.ranks:
             self.problems.append(f"{output.name} ended with {codes}:\n{run.said}")
 
     def kill_once(self, output: Path, longest: dict[str, float], draw: random.Random) -> str:
@@ -224,6 +227,8 @@ class Campaign:
 
 
 def is_alive(process: psutil.Process) -> bool:
+    if isinstance(process, psutil.Popen):  # a child of ours, which this reaps
+        return process.poll() is None
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -296,12 +301,17 @@ def settings_without_folder(path: Path) -> str:
     return json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "output_dir"})
 
 
+def how_it_ended(path: Path) -> str:
+    return str(itemgetter("state", "step", "max_steps")(json.loads(path.read_text())))
+
+
 READERS: dict[str, Callable[[Path], str]] = {
     "metrics.jsonl": rows_without_times,
     "settings.json": settings_without_folder,
     "settings_history.jsonl": lambda path: "",
     "report.html": lambda path: "",
     "log.txt": lambda path: "",
+    "status.json": how_it_ended,
     "durations.json": lambda path: "",
     "README.md": lambda path: "",  # a model card, with samples per second
     "state.json": without_checksums,
@@ -366,12 +376,7 @@ class Recorder:
         new, self.told = self.campaign.problems[self.told :], len(self.campaign.problems)
         row = {"kind": self.kind, "seed": self.campaign.seed, "run": number, "kills": kills, "problems": new}
         print(json.dumps(row), flush=True)
-        with self.file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        add_result(self.file, row)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import quote, urlencode
+
+from PIL import Image
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "support"), str(TESTS)]
@@ -23,18 +29,22 @@ from page_server import Answer, PageServer, page_server  # noqa: E402
 from run_pages import write_round, write_rows  # noqa: E402
 
 from simpletuner.settings.sections import setting_fields  # noqa: E402
+from simpletuner.training.image_files import ImageInfo, write_png  # noqa: E402
+
+INFO = ImageInfo("a circle", "", 1, 4, 3.0, 8, 8, 5, "trained")
+OWN_FILES = ("status.json", "metrics.jsonl", "log.txt", "settings.json", "console.txt", "durations.json", ".lock")
 
 MARKUP = '"><img src=x onerror=alert(1)><script>alert(2)</script>{{7*7}}'
 SECRET = "what nobody may read"
 GET = (
     *("/", "/configurations", "/configurations/edit", "/configurations/flavours", "/export", "/export/download"),
     *("/preferences", "/runs", "/blocks", "/deepspeed", "/static/style.css", "/static/../guard.py", "/nowhere"),
-    *("/runs/rows", "/runs/watch", "/runs/watch/news", "/runs/image"),
+    *("/runs/rows", "/runs/watch", "/runs/watch/news", "/runs/image", "//evil.example/x", "/%5Cevil.example"),
 )
 POST = (
     *("/configurations/new", "/configurations/copy", "/configurations/check", "/configurations/save"),
     *("/deepspeed/preview", "/deepspeed/recommend", "/deepspeed/template", "/deepspeed/apply", "/preferences/clear"),
-    "/runs/stop",  # not /runs/start, which would train
+    *("/runs/stop", "/runs/leave", "/runs/start"),  # of files that cannot be trained with
 )
 NAMES = (
     *("file", "target", "view", "q", "checksum", "to", "all", "kind", "template", "template_name", "replace"),
@@ -45,6 +55,8 @@ NAMES = (
 FILES = (
     *("run.toml", "run.yaml", "run.json", "config/config.env", "new.toml", "link.toml", "up/secret.toml"),
     *("out", "out", "out/validation", "trained-00.png", "../../../secret.toml"),
+    *("odd/images", "odd/images", *(f"odd/fifo-{number}" for number in range(10))),
+    *(f"trained-{number:02d}.png" for number in range(1, 9)),
     *("broken.toml", MARKUP.replace("/", "") + ".toml"),
 )
 ODD = (
@@ -85,6 +97,9 @@ def prepare(folder: Path) -> None:
     (folder / "link.toml").symlink_to(outside / "secret.toml")
     (folder / "up").symlink_to(outside)
     write_run(folder / "out", outside)
+    write_odd(folder / "odd")
+    for number in range(185):
+        write_ended(folder / "many" / f"run-{number}")
 
 
 def write_run(output: Path, outside: Path) -> None:
@@ -98,6 +113,35 @@ def write_run(output: Path, outside: Path) -> None:
     (output / "validation" / "step-000005" / "base-00.png").symlink_to(outside / "secret.toml")
     (output / "checkpoints" / "checkpoint-000005").symlink_to(outside)
     (output / "console.txt").symlink_to(outside / "secret.toml")
+    (output / "status.json").write_text(
+        json.dumps({"state": "failed", "reason": MARKUP, "config": MARKUP, "doing": MARKUP})
+    )
+
+
+def write_odd(output: Path) -> None:
+    """Write a FIFO in the place of each file of a run, and images that are bombs or say odd things of themselves."""
+    for number, name in enumerate((*OWN_FILES, "checkpoints", "validation")):
+        run = output / f"fifo-{number}"
+        run.mkdir(parents=True)
+        (run / ".lock").touch()
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    run = output / "images"
+    write_round(run, 5, [MARKUP])
+    place = run / "validation" / "step-000005"
+    (run / ".lock").touch()
+    Image.new("1", (20_000, 20_000)).save(place / "trained-01.png")
+    os.mkfifo(place / "trained-02.png")
+    (place / "trained-03.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage")
+    for number, odd in enumerate(({"guidance": "y"}, {"prompt": ["a"]}, {"seed": None}, {"width": -1}, []), start=4):
+        text = json.dumps({**asdict(INFO), **odd} if isinstance(odd, dict) else odd)
+        write_png(place / f"trained-{number:02d}.png", Image.new("RGB", (8, 8)), {"simpletuner": text})
+
+
+def write_ended(output: Path) -> None:
+    output.mkdir(parents=True)
+    (output / ".lock").write_text("elsewhere 1\n")
+    (output / "status.json").write_text(json.dumps({"state": "failed", "reason": MARKUP, "hint": MARKUP}))
 
 
 def value(rng: random.Random) -> str:
@@ -157,6 +201,25 @@ def fuzz(server: PageServer, seed: int, count: int) -> Counter[int]:
     return codes
 
 
+def poll_together(server: PageServer, clients: int, polls: int) -> list[float]:
+    """Poll the list of runs from several clients at once; return how long each answer took."""
+    waits: list[float] = []
+
+    def poll() -> None:
+        for _ in range(polls):
+            begin = time.monotonic()
+            assert server.get("/runs/rows").code == 200
+            waits.append(time.monotonic() - begin)
+
+    threads = [threading.Thread(target=poll) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(waits) == clients * polls, "each poll was answered"
+    return waits
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--seed", type=int, default=0)
@@ -168,6 +231,7 @@ def main() -> None:
         prepare(folder)
         with page_server(folder) as server:
             print(dict(fuzz(server, chosen.seed, chosen.count)))
+            print(f"20 clients waited {max(poll_together(server, 20, 10)):.2f} s at most")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from simpletuner.app import main
 from simpletuner.commands.nfs import show, verdict
 from simpletuner.report import Report
 from simpletuner.tools.nfs.check import CheckOutcome
@@ -63,13 +64,36 @@ def test_one_node_gets_a_table_on_stdout_and_0(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model_flavour=tiny"], "6 x 0.03 GB of checkpoints, 1 x 0.01 GB exported (2,114,148 parameters"),
+        (["--optimizer=adamw_schedulefree"], "6 x 41 GB of checkpoints, 1 x 10 GB exported"),
+        ([], "needs about 195 GB: 6 x 31 GB of checkpoints"),
+    ],
+)
+def test_the_model_that_is_named_says_how_much_is_needed_without_torch(flags, said, tmp_path):
+    started = start(f"--path={tmp_path}", "--nodes=1", "--model_family=sdxl", *flags, "--json")
+    (space,) = (each for each in json.loads(ended(started)[1])["checks"] if each["check"] == "space")
+    assert said in space["seen"]
+
+
+def test_a_model_that_cannot_be_opened_is_named(tmp_path, capsys):
+    flags = ["--model_family=sdxl", "--optimizer=muon", "--pretrained_model_name_or_path=/nowhere/model"]
+    with pytest.raises(SystemExit):
+        main(["nfs", "check", f"--path={tmp_path}", "--nodes=1", *flags])
+    assert "an unknown amount: /nowhere/model is no folder" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_failure_ends_with_3_and_says_on_lines_of_their_own_what_to_type(tmp_path):
     code, out, _ = ended(start(f"--path={tmp_path}", "--nodes=2", "--timeout=1"))
     lines = out.splitlines()
     fixes = [line for line in lines if line.startswith("      fix: ")]
     assert code == 3
     assert f"      fix: on node 1: simpletuner nfs check --path={tmp_path} --nodes=2 --node-rank=1" in fixes
-    assert any("sudo tee -a /etc/exports" in fix for fix in fixes)  # pytest's folder is local
+    recipe = next(number for number, fix in enumerate(fixes) if "sudo apt install nfs-kernel-server" in fix)
+    assert "give a folder that all nodes share: --path here" in fixes[recipe - 1]  # pytest's folder is local
+    assert any("sudo tee -a /etc/exports" in fix for fix in fixes)
     assert lines[-1].startswith("failed: mount (node 0), see (node 0)")
 
 

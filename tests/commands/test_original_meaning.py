@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from simpletuner.app import main
+from simpletuner.data.dataset_kinds import SnapshotImages
+from simpletuner.data.datasets import load_datasets
 from simpletuner.settings import Settings, load
+from simpletuner.settings.sections import Data
 
 CONFIG = Path(__file__).with_name("original_config.json")
 IMAGES = {"id": "pictures", "type": "local", "instance_data_dir": "pictures"}
@@ -220,8 +223,8 @@ def test_what_the_original_does_by_itself_is_written_out(imported, case):
 def test_private_stays_private_and_crops_stay_random(imported):
     datasets = [{**IMAGES, "crop": True, "crop_aspect": "preserve"}]
     assert imported({"push_to_hub": True}, datasets)[0] == 0
-    made = tomllib.loads(Path("run.toml").read_text())
-    assert made["model_card_private"] is True and made["crop_style"] == "random"
+    made = load({}, Path("run.toml"), environment={}).settings
+    assert made.hub.push_to_hub and made.hub.model_card_private and made.data.crop_style == "random"
 
 
 def test_text_caches_keep_the_datasets_that_name_them(imported):
@@ -254,14 +257,19 @@ def test_a_dataset_of_the_hub_has_its_columns_beside_the_others(imported):
     code, err = imported({}, [{**hub, "dataset_name": "art", "huggingface": columns}])
     assert code == 0, err
     named = tomllib.loads(Path("run.toml").read_text())["data_backend_config"]
-    [entry] = json.loads(Path(named).read_text())
-    assert {name: entry[name] for name in columns} == columns and "huggingface" not in entry
+    (dataset,), _ = load_datasets(Data(data_backend_config=Path(named)))
+    assert isinstance(dataset, SnapshotImages)
+    assert (dataset.image_column, dataset.caption_column) == ("picture", "words")
     rows = {**columns, "filter_func": {"min_width": 512}}
     code, err = imported({}, [{**hub, "dataset_name": "art", "huggingface": rows}], "--force")
     assert code == 2 and "all rows of a dataset are trained on" in err
 
 
-def test_a_dataset_of_the_hub_that_is_not_here_is_named_with_the_command_that_fetches_it(imported):
-    hub = {"id": "art", "type": "huggingface", "dataset_name": "owner/art", "caption_column": "words"}
+def test_a_dataset_of_the_hub_that_is_not_here_is_left_to_the_run_that_fetches_it(imported):
+    hub = {"id": "art", "type": "huggingface", "dataset_name": "owner/art", "revision": "v1", "caption_column": "words"}
+    hub["caption_strategy"] = "huggingface"
     code, err = imported({}, [hub])
-    assert code == 2 and "`hf download owner/art --repo-type dataset --local-dir FOLDER`" in err
+    assert code == 0, err
+    named = tomllib.loads(Path("run.toml").read_text())["data_backend_config"]
+    (dataset,), _ = load_datasets(Data(data_backend_config=Path(named)))
+    assert isinstance(dataset, SnapshotImages) and dataset.is_on_hub and dataset.revision == "v1"

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import ROOT, SMALL
+from hub import COMMIT, serving
 from scanning import found
 
 from simpletuner.caches.latents import decode_image
 from simpletuner.data.dataset_kinds import LocalImages, SnapshotImages
 from simpletuner.data.datasets import load_datasets
-from simpletuner.errors import DataError, SettingsError
+from simpletuner.data.hub_datasets import files_of_split, find_files
+from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError
 from simpletuner.settings.sections import Data
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -101,17 +108,19 @@ def test_damaged_files_are_a_sentence(shapes, tmp_path):
     assert outcomes == {"read", "broken", "refused"}
 
 
-def test_a_name_of_the_hub_gets_the_command_that_downloads_it(tmp_path):
+def test_the_originals_keys_are_understood(tmp_path):
     file = tmp_path / "datasets.json"
-    entry = {"id": "d", "type": "huggingface", "dataset_name": "someone/pictures", "caption_strategy": "huggingface"}
-    file.write_text(json.dumps([entry]))
-    with pytest.raises(SettingsError) as caught:
-        load_datasets(Data(data_backend_config=file))
-    assert "hf download someone/pictures --repo-type dataset --local-dir FOLDER" in str(caught.value)
-    entry |= {"dataset_name": str(tmp_path), "caption_column": "text", "metadata_backend": "huggingface"}
-    file.write_text(json.dumps([entry]))
+    entry = {"id": "d", "type": "huggingface", "dataset_name": str(tmp_path), "caption_strategy": "huggingface"}
+    columns = {"image_column": "picture", "caption_column": "words"}
+    file.write_text(json.dumps([entry | {"metadata_backend": "huggingface", "huggingface": columns}]))
     (dataset,), _ = load_datasets(Data(data_backend_config=file))
     assert isinstance(dataset, SnapshotImages) and dataset.caption_strategy == "textfile"
+    assert (dataset.image_column, dataset.caption_column) == ("picture", "words") and not dataset.is_on_hub
+    file.write_text(json.dumps([entry | {"huggingface": {"image_colunm": "picture"}, "hf_token": "hf_secret"}]))
+    with pytest.raises(SettingsError) as caught:
+        load_datasets(Data(data_backend_config=file))
+    assert "image_colunm" in caught.value.message and "did you mean `image_column`?" in caught.value.message
+    assert "HF_TOKEN" in caught.value.message and "hf_secret" not in caught.value.message
 
 
 def test_a_run_trains_on_a_snapshot(sdxl, shapes, train, tmp_path):
@@ -122,3 +131,66 @@ def test_a_run_trains_on_a_snapshot(sdxl, shapes, train, tmp_path):
     flags = ("--model_family=sdxl", f"--pretrained_model_name_or_path={sdxl}", "--train_batch_size=2")
     run = train(tmp_path / "run", *flags, f"--data_backend_config={tmp_path / 'datasets.json'}", "--max_train_steps=2")
     assert len(run.losses) == 2 and "8 in" in run.said
+
+
+@pytest.mark.long
+def test_ranks_fetch_datasets_of_the_hub_once_at_one_commit_and_resume_without_it(sdxl, shapes, tmp_path):
+    files = sorted(shapes.glob("*.png"))[:8]
+    rows, folder = tmp_path / "hub/datasets/someone/rows", tmp_path / "hub/datasets/someone/folder"
+    write(rows / "data", "train-00000.parquet", [row(each) for each in files], [f"caption {n}" for n in range(8)])
+    write(rows / "data", "test-00000.parquet", [row(files[0])], ["of another split"])
+    (folder / "train").mkdir(parents=True)
+    table = [{"file_name": each.name, "text": f"of {each.stem}"} for each in files[:4]]
+    for each in files[:4]:
+        shutil.copy(each, folder / "train")
+    (folder / "train" / "metadata.jsonl").write_text("".join(json.dumps(each) + "\n" for each in table))
+    common = {"type": "huggingface", "caption_column": "text"}
+    entries = [{"id": name, "dataset_name": f"someone/{name}", **common} for name in ("rows", "folder")]
+    entries[0]["revision"] = "v1"
+    (tmp_path / "datasets.json").write_text(json.dumps(entries))
+    output = tmp_path / "run"
+    flags = (*SMALL, "--model_family=sdxl", f"--pretrained_model_name_or_path={sdxl}", "--train_batch_size=2")
+    flags = (*flags, f"--data_backend_config={tmp_path / 'datasets.json'}", f"--output_dir={output}", "--use_cpu")
+
+    def run(address: str, *more: str) -> str:
+        """Start processes of their own: the library reads the address of the hub when it is imported."""
+        own = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "simpletuner", "train", *flags, "--num_processes=2", *more]
+        done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    with serving(tmp_path / "hub") as hub:
+        said = run(hub.address, "--max_train_steps=1")
+        assert sorted(hub.fetched) == sorted(
+            ["data/train-00000.parquet", "train/metadata.jsonl", *(f"train/{each.name}" for each in files[:4])]
+        )
+    assert "12 in" in said and f"dataset `rows`: someone/rows of the hub at {COMMIT[:12]}" in said, said
+    record = json.loads((output / "hub_datasets.json").read_text())
+    assert [(each["revision"], each["commit"]) for each in record.values()] == [("v1", COMMIT), (None, COMMIT)]
+    said = run("http://127.0.0.1:9", "--max_train_steps=2")
+    assert "12 in" in said and "resuming from" in said, "nothing is asked for that is here"
+
+
+def test_a_dataset_that_cannot_be_fetched_gets_the_command_that_fetches_it(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(EnvironmentNotReady) as caught:
+        find_files(snapshot(Path("someone/rows"), revision="v2"))
+    assert (
+        "no folder is named someone/rows, and the hub's someone/rows at v2 cannot be fetched: " in caught.value.message
+    )
+    assert "`hf download someone/rows --repo-type dataset --revision v2 --local-dir FOLDER`" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (["data/train-0.parquet", "data/test-0.parquet", "README.md"], ["data/train-0.parquet"]),
+        (["train/a.png", "test/b.png", "train/metadata.csv"], ["train/a.png", "train/metadata.csv"]),
+        (["a.png", "metadata.parquet", "b.txt"], ["a.png", "metadata.parquet"]),
+        (["data.zip", "script.py", "metadata.csv"], []),
+    ],
+)
+def test_files_of_a_split_are_parquet_files_or_images_with_their_table(names, files):
+    assert files_of_split(names, "train") == files

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
 from simpletuner.errors import EnvironmentNotReady, ExitCode, RemoteFailure, SettingsError, SimpleTunerError, Stopped
-from simpletuner.launch.heartbeat import TERMINATION_KEY, PeerMonitor
+from simpletuner.launch.heartbeat import TERMINATION_KEY, Heartbeat, PeerMonitor, heartbeat_key
 from simpletuner.launch.node_info import NodeInfo
 from simpletuner.launch.ranks import ProcessExit
 from simpletuner.launch.rendezvous import Group, verify_same_config
@@ -63,6 +64,11 @@ def test_what_one_rejects_ends_all_that_wait_with_the_same_sentence():
 def test_a_number_is_registered_once():
     told = outcomes([node("a"), node("b"), node("c")], numbers=[0, 1, 1])
     assert {str(error) for error in told} == {"machine_rank = 1 is used twice: by b (pid 1) and by c (pid 1)"}
+
+
+def test_a_number_is_registered_once_on_one_host_too():
+    told = outcomes([node("a"), node("b"), NodeInfo("b", 2, {}, {"torch": "2.9"})], numbers=[0, 1, 1])
+    assert {str(error) for error in told} == {"machine_rank = 1 is used twice: by b (pid 1) and by b (pid 2)"}
 
 
 def test_a_rank_is_told_of_its_own_number():
@@ -129,6 +135,17 @@ def test_a_machine_that_is_not_heard_is_silent_sooner_where_ranks_have_lost_cont
     assert termination.sentence.startswith("machine 1 (b) has been silent for ")
     assert monitor.phase_elsewhere == 7, "ranks here may be behind those of another machine"
     assert (termination.exit_code, termination.signal_number) == (5, 0)
+
+
+def test_a_heartbeat_that_is_written_again_is_no_sign_of_life():
+    store, names = HashStore(), ["machine 0 (a)", "machine 1 (b)"]
+    with PeerMonitor(signed(store), 0, names, 0.4) as monitor:
+        for turn, count in enumerate((3, 3, 2)):  # recorded, and replayed by a stranger
+            signed(store).write(heartbeat_key(1), asdict(Heartbeat(count)))
+            end = time.monotonic() + 20
+            while monitor.received[1][0].count != 3 or (turn and not monitor.find_silent()):
+                assert time.monotonic() < end
+                time.sleep(0.01)
 
 
 def test_the_sentence_of_a_rank_travels_to_the_other_machines():
@@ -215,8 +232,10 @@ def test_only_holders_of_the_secret_of_this_run_are_accepted(tmp_path):
 def test_a_secret_comes_from_the_environment_or_from_a_file_of_its_owner(tmp_path):
     file = tmp_path / "secret"
     file.write_text("correct horse battery\n")
-    with pytest.raises(SettingsError, match="can be read by others"):
-        message_signer(file, {})
+    for mode in (0o644, 0o640, 0o604, 0o620, 0o601):
+        file.chmod(mode)
+        with pytest.raises(SettingsError, match="can be read by others"):
+            message_signer(file, {})
     file.chmod(0o600)
     assert message_signer(file, {}).secret == b"correct horse battery"
     assert message_signer(file, {SECRET: "the environment goes first"}).secret == b"the environment goes first"

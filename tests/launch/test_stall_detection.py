@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from simpletuner.launch.ranks import Ranks
-from simpletuner.launch.stall_detection import StallDetector
+from simpletuner.launch.stall_detection import PAUSE_SECONDS, ProgressMeter, StallDetector
 
 RANK = """
 import os, subprocess, sys, threading, time
@@ -33,7 +33,12 @@ def write():
             file.flush()
             time.sleep(0.2)
 
+def save():
+    activity.begin("saving", watched=False)  # which may wait for a slow disk
+    time.sleep(1000)
+
 def wait_for_others():
+    activity.advance()
     activity.advance()
     time.sleep(1000)
 
@@ -79,12 +84,12 @@ def test_a_rank_may_be_slow_to_begin_unless_it_is_stopped_which_is_said_early(tm
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_what_hangs_is_told_from_what_works_and_what_waits(tmp_path, monkeypatch):
-    command = [sys.executable, "-c", RANK, "compute", "compute_in_a_child", "write", "wait_for_others", "hang"]
+    command = [sys.executable, "-c", RANK, "compute", "compute_in_a_child", "write", "wait_for_others", "hang", "save"]
     ranks = Ranks(os.environ)
     monkeypatch.chdir(tmp_path)
-    with ranks.started(command, {rank: {"RANK": str(rank)} for rank in range(5)}):
+    with ranks.started(command, {rank: {"RANK": str(rank)} for rank in range(6)}):
         end = time.monotonic() + 20
-        while ranks.phase < 2 or any(status.phase < 1 for status in ranks.statuses.values()):
+        while ranks.phase < 3 or any(status.phase < 1 + (rank == 5) for rank, status in ranks.statuses.items()):
             ranks.receive()
             assert time.monotonic() < end
             time.sleep(0.1)
@@ -100,3 +105,13 @@ def test_what_hangs_is_told_from_what_works_and_what_waits(tmp_path, monkeypatch
         assert time.monotonic() - began < 10, "there was nothing to save"
     for child in children:
         child.kill()
+
+
+def test_ranks_are_not_blamed_for_the_time_in_which_their_launcher_was_stopped_itself():
+    """Ctrl-Z stops all of them, and after `fg` none has made progress since."""
+    meter = ProgressMeter()
+    for seconds, is_paused in ((PAUSE_SECONDS - 2, False), (PAUSE_SECONDS + 2, True)):
+        meter.idle_seconds(os.getpid(), 1)
+        meter.active, meter.asked = (each - seconds for each in (meter.active, meter.asked))
+        idle = meter.idle_seconds(os.getpid(), 1)
+        assert (idle == 0) if is_paused else (idle >= seconds)

@@ -34,6 +34,9 @@ def server(folder: Path) -> Iterator[PageServer]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=30_000)  # of 5 s a busy machine takes all for one request
     with chromium() as opened:
         yield opened
 

@@ -191,6 +191,17 @@ def test_exports_are_those_of_the_command(server: PageServer, folder: Path, conf
     assert to == "cli" or replay
 
 
+def test_a_single_configuration_is_exported_without_asking(server: PageServer, folder: Path, config: Path):
+    others = [path for path in folder.rglob("*.*") if path.suffix in (".json", ".toml", ".yaml", ".env")]
+    for path in {*others} - {config}:
+        path.unlink()
+    assert 'id="export-text"' in server.get("/export").text
+    other = folder / "other.toml"
+    other.write_text(CONFIG)
+    assert "Choose a configuration" in server.get("/export").text
+    other.unlink()
+
+
 def test_what_cannot_be_exported_says_why(page: Page, server: PageServer, config: Path):
     page.goto(server.origin + "/export")
     page.get_by_label("Configuration").select_option("run.toml")

@@ -99,6 +99,8 @@ def test_typing_is_checked_and_saved_in_place(page: Page, server: PageServer, fo
     expect(page.locator("#note-instance_data_dir .mistake")).to_contain_text("there is no folder")
     page.locator("#f-instance_data_dir").fill("pictures")
     expect(page.locator("#changed")).to_have_text("4")
+    # As after a text field was made larger with the mouse; copied to what is swapped in, it would be refused by CSP.
+    page.evaluate("document.querySelectorAll('#editor [id]').forEach(each => { each.style.height = '50px' })")
     page.get_by_role("button", name="Save").click()
     expect(page.locator("#toasts .done")).to_contain_text("4 settings changed")
     expect(page.locator("#changed")).to_be_hidden()
@@ -240,6 +242,7 @@ def test_a_config_file_elsewhere_opens_first_and_its_folder_alone_is_open(page: 
     (folder / "run.json").write_text('{"model_family": "flux"}')
     with page_server(folder, f"--config={elsewhere / 'run.json'}", f"--folder={elsewhere}") as other:
         page.goto(other.address)
+        other.address = other.next_address()
         page.wait_for_url("**/configurations/edit?file=*run.json")
         assert page.locator("#f-model_family").input_value() == "sdxl"
         assert page.locator("#f-validation_prompt").input_value() == "[]"

@@ -31,7 +31,7 @@ class Hub(ThreadingHTTPServer):
 
 
 class Answer(BaseHTTPRequestHandler):
-    """Answers /api/models/ID/revision/R, /api/models/ID/tree/R and /ID/resolve/R/PATH."""
+    """Answers /api/models/ID/revision/R, /api/models/ID/tree/R and /ID/resolve/R/PATH, and of datasets the same."""
 
     server: Hub
     protocol_version = "HTTP/1.1"
@@ -75,6 +75,11 @@ class Answer(BaseHTTPRequestHandler):
         if words[:2] == ["api", "models"]:
             self.tell(self.server.root / words[2] / words[3], words[4])
             return
+        if words[:2] == ["api", "datasets"]:
+            self.tell(self.server.root / "datasets" / words[2] / words[3], *words[4:5])
+            return
+        if words[0] == "datasets":
+            words = ["datasets/" + words[1], *words[2:]]
         path = self.server.root.joinpath(words[0], words[1], *words[4:])
         if not path.is_file():
             self.refuse("EntryNotFound")
@@ -85,7 +90,7 @@ class Answer(BaseHTTPRequestHandler):
             self.server.fetched.append("/".join(words[4:]))
         self.reply(200, content, headers, with_body)
 
-    def tell(self, folder: Path, question: str) -> None:
+    def tell(self, folder: Path, question: str = "") -> None:
         if not folder.is_dir():
             self.refuse("RepoNotFound")
             return
@@ -99,7 +104,13 @@ class Answer(BaseHTTPRequestHandler):
             }
             for path in files
         ]
-        info = {"id": "/".join(folder.parts[-2:]), "sha": COMMIT, "siblings": [], "tags": [], "private": False}
+        info = {
+            "id": "/".join(folder.parts[-2:]),
+            "sha": COMMIT,
+            "siblings": [{"rfilename": each["path"]} for each in tree],
+            "tags": [],
+            "private": False,
+        }
         self.reply(200, json.dumps(tree if question == "tree" else info).encode(), {})
 
     def refuse(self, code: str) -> None:

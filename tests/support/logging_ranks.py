@@ -17,7 +17,7 @@ from simpletuner.system.signals import StopRequest
 from simpletuner.training.metrics import METRICS, Metrics
 from simpletuner.training.step_logger import StepLogger, StepOutput, StopVote
 
-LATE = 0.2
+LATE = 0.4
 
 
 def log_beside_a_late_rank(folder: str, report: str) -> None:

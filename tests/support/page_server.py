@@ -32,6 +32,7 @@ class PageServer:
     process: subprocess.Popen[str]
     folder: Path
     address: str
+    wait_seconds: float = 30
 
     @property
     def origin(self) -> str:
@@ -47,11 +48,11 @@ class PageServer:
 
     def send(self, method: str, path: str, headers: Mapping[str, str], body: str | bytes = b"") -> Answer:
         """Send exactly this."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.wait_seconds)
         try:
             connection.request(method, path, body, headers={"Host": f"127.0.0.1:{self.port}", **headers})
             response = connection.getresponse()
-            return Answer(response.status, dict(response.getheaders()), response.read().decode())
+            return Answer(response.status, dict(response.getheaders()), response.read().decode("utf-8", "replace"))
         finally:
             connection.close()
 

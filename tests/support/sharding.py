@@ -35,12 +35,14 @@ def facts_of(world: World, parallel: Parallel) -> dict[str, Any]:
     return {
         "mesh": list(weight.device_mesh.mesh_dim_names or ()),
         "shard": list(weight.to_local().shape),
-        "offload": sorted(offload_policies(engine.module)),
+        "offload": sorted(policies(engine.module, "offload_policy")),
+        "reduced in": sorted(policies(engine.module, "mp_policy")),
         "gradients": gradients,
     }
 
 
-def offload_policies(model: torch.nn.Module) -> set[str]:
-    """Return the names of the policies of all units; torch keeps them in private fields alone."""
+def policies(model: torch.nn.Module, kind: str) -> set[str]:
+    """Return in what all units reduce gradients, or where they keep weights; torch keeps that in private fields."""
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    return {type(group.offload_policy).__name__ for state in states for group in state._fsdp_param_groups}
+    found = [getattr(group, kind) for state in states for group in state._fsdp_param_groups]
+    return {str(getattr(policy, "reduce_dtype", type(policy).__name__)) for policy in found}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from holders import holder
 
 from simpletuner.errors import EnvironmentNotReady, ExitCode, Stopped
 from simpletuner.system.cache_files import IN_USE
-from simpletuner.system.locks import exclusive_lock, is_locked, lock_file, lock_output_dir, shared_lock
+from simpletuner.system.locks import exclusive_lock, is_locked, is_running_here, lock_file, lock_output_dir, shared_lock
 from simpletuner.system.signals import StopRequest
 
 
@@ -156,3 +157,16 @@ def test_a_folder_can_be_used_again_after_a_failure(tmp_path):
             raise RuntimeError
     with lock_output_dir(tmp_path / "run"):
         pass
+
+
+def test_who_holds_a_folder_runs_here_only_if_the_host_is_this_one_whoever_owns_it(monkeypatch):
+    here, alive = socket.gethostname(), os.getpid()
+    assert is_running_here(f"{here} {alive}\n")
+    assert not is_running_here(f"elsewhere {alive}\n"), "its pid means nothing here"
+    assert not is_running_here(f"{here} 1\n") and not is_running_here(f"{here} x\n") and not is_running_here("")
+
+    def refused(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refused)
+    assert is_running_here(f"{here} {alive}\n"), "another user's process cannot be signalled, and is there"

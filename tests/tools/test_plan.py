@@ -12,6 +12,7 @@ import planning
 import pytest
 import torch
 from models.test_inputs import CPU, opened
+from PIL import Image
 from torch import Tensor, nn
 
 from simpletuner.app import main
@@ -23,7 +24,7 @@ from simpletuner.models.step_trace import new_mode, trace_step, trace_vae, with_
 from simpletuner.parallel.memory import MemoryBudget, MemoryEstimate, MemoryInputs, MemoryRow
 from simpletuner.parallel.module_stats import count_parameters
 from simpletuner.report import Report
-from simpletuner.settings import load
+from simpletuner.settings import Settings, load
 from simpletuner.tools.plan.estimate import RunPlan
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.search import propose
@@ -154,6 +155,15 @@ def plan_of(settings, bytes_by_batch: float, seconds: float) -> RunPlan:
     return RunPlan(settings, memory, {"training": memory.gpu_bytes}, seconds, None, 10, 1, DiskUsage(1, "", 1, 1, 1, 1))
 
 
+def test_any_phase_may_be_what_does_not_fit():
+    memory = MemoryEstimate(MemoryInputs(1, 1), (MemoryRow("all", gpu=5 << 30, host=3 << 30),))
+    phases = {"encoding captions": 10 << 30, "training": memory.gpu_bytes, "validating": None}
+    plan = RunPlan(Settings(), memory, phases, None, None, None, 1, DiskUsage(1, "", 1, 1, 1, 1))
+    assert plan.shortfall(MemoryBudget(10 << 30, 3 << 30)) == plan.shortfall(MemoryBudget()) == ""
+    assert plan.shortfall(MemoryBudget(8 << 30)) == "10.0 GiB per GPU while encoding captions"
+    assert plan.shortfall(MemoryBudget(10 << 30, 2 << 30)) == "3.0 GiB of memory per machine"
+
+
 def estimated(loaded) -> RunPlan:
     """Recomputation halves the memory and costs a third; float32 takes 10 bytes more; batches are faster together."""
     settings = loaded.settings
@@ -229,6 +239,33 @@ def test_the_command_plans_a_run_on_its_own_images(run, pipelines, shapes, capsy
     assert found["phases"]["encoding captions"] > 0 and found["phases"]["encoding images"] > 0
     assert 0 < found["mfu"] < 1 and found["checkpoint_bytes"] == 12 * found["parameters"]
     assert not Path("output").exists()
+
+
+def test_what_is_wrong_with_the_images_is_said_beside_the_plan(run, pipelines, tmp_path, capsys):
+    base = f"--pretrained_model_name_or_path={pipelines('sdxl')}"
+    (wide := tmp_path / "wide").mkdir()
+    Image.new("RGB", (160, 80)).save(wide / "1.png")
+    (wide / "1.txt").write_text("a rectangle")
+    batch = ["--train_batch_size=100", f"--instance_data_dir={wide}", "--aspect_bucket_alignment=16"]
+    run(base, *batch, "--gpu=h100", "--json", code=4)
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["fits"] and found["step_seconds"] > 0 and found["size_px"] == [80, 48]
+    assert "cannot fill the effective batch of 100" in found["problem"]["message"]
+    assert said.err.count("cannot fill the effective batch of 100") == 1
+    run(base, *batch, "--gpu_memory=1MiB", code=3)
+    said = capsys.readouterr()
+    assert "warning: " in said.err and "cannot fill" in said.err and "error: this does not fit" in said.err
+    run(base, "--instance_data_dir=nothing", "--json", code=4)
+    found = json.loads(capsys.readouterr().out)
+    assert found["size_px"] == [64, 64] and found["problem"]["message"].endswith("there is no folder nothing")
+
+
+def test_without_a_gpu_it_says_what_a_name_would_add_and_libraries_say_nothing(run, capsys):
+    run("--model_flavour=tiny")
+    said = capsys.readouterr()
+    assert "--gpu=H100, or another of `plan --help`, says whether it fits and the time of a step" in said.out
+    assert "transformers" not in said.err and "Writing model" not in said.err  # but for a phase that takes long
 
 
 def test_the_proposal_is_written_into_the_config(run, pipelines, tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.shards import planned
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.sections import Checkpoints, Settings, Training
 from simpletuner.training import checkpointer
@@ -44,3 +47,33 @@ def test_training_goes_on_where_copies_take_half_of_the_memory_at_most(
         assert not is_async or durations.mean(EXPORTING) == written / 2, "one of two groups is exported"
     assert [folder.name for folder in list_checkpoints(tmp_path / "checkpoints")] == ["checkpoint-000001"]
     assert bool(said) == (asked is None and not is_async)
+
+
+def test_a_save_waits_for_the_one_before_it_and_raises_what_went_wrong_there(tmp_path):
+    order: list[str] = []
+    goes_on = threading.Event()
+
+    def weights() -> dict[str, torch.Tensor]:
+        order.append("copied")
+        return {"w": torch.ones(100)}
+
+    settings = Settings(training=Training(output_dir=tmp_path), checkpoints=Checkpoints(async_checkpointing=True))
+    with joined_world({}, use_cpu=True) as world:
+        session = SimpleNamespace(settings=settings, world=world, report=SimpleNamespace(say=order.append))
+        state = SimpleNamespace(
+            engine=SimpleNamespace(num_parameters=100),
+            snapshot=lambda step, sampler_state, facts: Snapshot(step, {"model": planned(weights)}, {}, {}),
+        )
+        saver = Checkpointer(session, state, Durations())
+        write, saver._write = saver._write, lambda *arguments: goes_on.wait(30) and write(*arguments)
+        saver.save(1, None)
+        threading.Timer(0.2, lambda: (order.append("written"), goes_on.set())).start()
+        saver.save(2, None)
+        assert order == ["copied", "written", "copied"], "two copies at once would not fit"
+        saver.wait()
+        shutil.rmtree(tmp_path / "checkpoints")
+        (tmp_path / "checkpoints").touch()
+        saver.save(3, None)
+        with pytest.raises(EnvironmentNotReady, match="cannot save to"):
+            saver.save(4, None)
+        saver.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import signal
+import time
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,9 +51,11 @@ class FakeEngine:
         assert self.calls == [] or not self.calls[-1].startswith("backward"), "weights may step in the backward pass"
         self.learning_rate = learning_rate
 
+    grad_norm = 0.5
+
     def step(self, max_grad_norm: float) -> torch.Tensor:
         self.calls.append(f"step {self.learning_rate:g}")
-        return torch.tensor(0.5)
+        return torch.tensor(self.grad_norm)
 
 
 class FakeModel:
@@ -225,3 +228,21 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(build, tmp_pa
         trainer.train()
     assert "save 2" not in trainer.calls
     assert [row["step"] for row in rows_in(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_a_gradient_norm_that_is_not_finite_ends_the_run_though_the_loss_is(build, norm):
+    trainer = build()
+    trainer.engine.grad_norm = norm
+    with pytest.raises(TrainingError, match=rf"step 1: loss is 1.0, gradient norm {norm}"):
+        trainer.train()
+    assert "save 2" not in trainer.calls, "clipping by such a norm makes every weight NaN"
+
+
+def test_what_saving_takes_is_no_time_of_the_next_step(build, tmp_path):
+    trainer = build(max_steps=4)
+    save = trainer.checkpointer.save
+    trainer.checkpointer.save = lambda *arguments: (time.sleep(1), save(*arguments))
+    trainer.train()
+    rows = {row["step"]: row["seconds"] for row in rows_in(tmp_path)}
+    assert rows[3] < 1, "step 2 was saved"

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import partial
 
 import psutil
 
@@ -96,16 +97,18 @@ def condition_of_holder(run: RunFolder, status: RunStatus | None, known: Known) 
     if status.has_ended:
         return describe_end(status)
     is_asked = status.state is RunState.STOPPING or (known.asked is not None and known.asked.is_of_same_start(status))
-    buttons = {"can_stop": not is_asked, "can_leave": is_asked}
+    condition = partial(Condition, can_stop=not is_asked, can_leave=is_asked)
     if paused := paused_process(status):
         hint = f"`kill -CONT {paused}` lets it go on"
-        return Condition(State.STUCK, f"process {paused} is paused (SIGSTOP)", hint, **buttons)
+        return condition(State.STUCK, f"process {paused} is paused (SIGSTOP)", hint)
     silent = time.time() - run.written(STATUS, LOG, METRICS)
     if silent > SILENT_SECONDS:
         sentence = f"it is alive{describe_holder(holder)}, but has written nothing for {format_seconds(silent)}"
-        return Condition(State.STUCK, sentence, "look at the processes on that machine", **buttons)
-    sentence = "; ".join(filter(None, (status.reason or (is_asked and "asked to stop"), doing(status))))
-    return Condition(State.STOPPING if is_asked else State(status.state), sentence, **buttons)
+        return condition(State.STUCK, sentence, "look at the processes on that machine")
+    asked = "asked to stop" if is_asked else ""
+    is_in_step = bool(status.max_steps) and status.total == status.max_steps  # which the reason is about
+    sentence = "; ".join(filter(None, (status.reason or asked, "" if is_asked and is_in_step else doing(status))))
+    return condition(State.STOPPING if is_asked else State(status.state), sentence)
 
 
 def doing(status: RunStatus) -> str:

@@ -1,6 +1,6 @@
 """The runs in the page's folders, and their summaries, looked at again only where something may have changed.
 
-Every open list asks every two seconds. With 200 runs that have ended, an answer takes 600 calls of lstat, and no file
+Every open list asks every two seconds. With 200 runs that have ended, an answer takes 400 calls of lstat, and no file
 is read.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from simpletuner.page.configurations import MAX_DEPTH, SKIPPED
 from simpletuner.page.folders import Folders
+from simpletuner.page.runs.condition import State
 from simpletuner.page.runs.folder import CONSOLE, MAX_RUNS, RUN_FILES, RunFolder
 from simpletuner.page.runs.processes import Processes
 from simpletuner.page.runs.summary import Summary, summarize
@@ -22,10 +23,12 @@ from simpletuner.system.locks import RUN_LOCK
 from simpletuner.system.run_status import STATUS
 
 Signature = tuple[tuple[int, int, int] | None, ...]
-"""Times, sizes and inodes of the files that a summary follows from; None for one that is missing."""
+"""Times, sizes and inodes of the files that a summary follows from, None for one that is missing: of the status, which
+a run writes as soon as it has the folder, and of the console, for a start that never gets so far; without a status, of
+the lock, too."""
 
-SIGNED = (STATUS, RUN_LOCK, CONSOLE)
-"""The lock is written by each start, the status as a run goes on, the console by a start that never gets so far."""
+SETTLED = (State.FINISHED, State.STOPPED, State.FAILED, State.KILLED, State.UNKNOWN)
+"""States that only a file can change."""
 LIVE_SECONDS = 1.0
 """How long the summary of a run that has not ended holds, however many ask."""
 SETTLED_SECONDS = 1.0
@@ -33,7 +36,7 @@ SETTLED_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedFolder:
     """A folder as it was listed: whether it is that of a run, and the folders to look into."""
 
     signature: tuple[int, int]
@@ -55,7 +58,7 @@ class RunList:
 
     def __init__(self, folders: Folders, processes: Processes) -> None:
         self.folders, self.processes = folders, processes
-        self.listed: dict[str, Listed] = {}
+        self.listed: dict[str, ListedFolder] = {}
         self.kept: dict[str, Kept] = {}
         self.lock = threading.Lock()
 
@@ -82,51 +85,59 @@ class RunList:
         return Kept(signature, now, before.summary if before is not None and same else summary)
 
     def _may_change(self, kept: Kept, now: float) -> bool:
-        is_started = kept.summary.run.path in self.processes.started
-        return (is_started or not kept.summary.condition.has_ended) and now - kept.made > LIVE_SECONDS
+        is_settled = kept.summary.condition.state in SETTLED and not self.processes.is_started(kept.summary.run.path)
+        return not is_settled and now - kept.made > LIVE_SECONDS
 
     def _newest(self) -> Sequence[tuple[str, Signature]]:
-        found = {path: signature_of(path) for root in self.folders.roots for path in self._walk(str(root), 0)}
-        return sorted(found.items(), key=lambda item: -last_written(item[1]))[:MAX_RUNS]
+        found = dict(run for root in self.folders.roots for run in self._walk(str(root), 0))
+        return sorted(found.items(), key=lambda run: -last_written(run[1]))[:MAX_RUNS]
 
-    def _walk(self, folder: str, depth: int) -> Iterator[str]:
+    def _walk(self, folder: str, depth: int) -> Iterator[tuple[str, Signature]]:
         """Yield the folders of runs. What is in them is not looked at: many files, and never another run."""
         listed = self.listed.get(folder)
-        if listed is not None and listed.is_run and any(signature_of(folder)):
-            yield folder
+        if listed is not None and listed.is_run and any(signature := signature_of(folder)):
+            yield folder, signature
             return
+        listed = self._list(folder, listed)
+        if listed is not None and listed.is_run:
+            yield folder, signature_of(folder)
+        elif listed is not None and depth < MAX_DEPTH:
+            for name in listed.below:
+                yield from self._walk(f"{folder}/{name}", depth + 1)
+
+    def _list(self, folder: str, before: ListedFolder | None) -> ListedFolder | None:
+        """Return what is in a folder, by what is known of it where it has not changed; None for one that is gone."""
         try:
             status = os.lstat(folder)
         except OSError:
             self.listed.pop(folder, None)
-            return
+            return None
         signature = (status.st_mtime_ns, status.st_ino)
-        if listed is None or listed.signature != signature:
-            listed = list_folder(folder, signature)
-            if time.time() - status.st_mtime > SETTLED_SECONDS:
-                self.listed[folder] = listed
-        if listed.is_run:
-            yield folder
-            return
-        if depth < MAX_DEPTH:
-            for name in listed.below:
-                yield from self._walk(f"{folder}/{name}", depth + 1)
+        if before is not None and before.signature == signature:
+            return before
+        listed = list_folder(folder, signature)
+        if listed.is_run or time.time() - status.st_mtime > SETTLED_SECONDS:
+            self.listed[folder] = listed
+        return listed
 
 
-def list_folder(folder: str, signature: tuple[int, int]) -> Listed:
+def list_folder(folder: str, signature: tuple[int, int]) -> ListedFolder:
     try:
         with os.scandir(folder) as entries:
             found = list(entries)
     except OSError:
-        return Listed(signature, is_run=False, below=())
+        return ListedFolder(signature, is_run=False, below=())
     if any(each.name in RUN_FILES and each.is_file() for each in found):
-        return Listed(signature, is_run=True, below=())
+        return ListedFolder(signature, is_run=True, below=())
     kept = (each for each in found if not each.name.startswith(".") and each.name not in SKIPPED)
-    return Listed(signature, False, tuple(sorted(each.name for each in kept if each.is_dir(follow_symlinks=False))))
+    return ListedFolder(
+        signature, False, tuple(sorted(each.name for each in kept if each.is_dir(follow_symlinks=False)))
+    )
 
 
 def signature_of(folder: str) -> Signature:
-    return tuple(stat_or_none(f"{folder}/{name}") for name in SIGNED)
+    status, console = stat_or_none(f"{folder}/{STATUS}"), stat_or_none(f"{folder}/{CONSOLE}")
+    return (status, console) if status is not None else (None, console, stat_or_none(f"{folder}/{RUN_LOCK}"))
 
 
 def stat_or_none(path: str) -> tuple[int, int, int] | None:

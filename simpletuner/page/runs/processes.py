@@ -34,10 +34,13 @@ class Processes:
     asked: dict[Path, RunStatus] = field(default_factory=dict)
     """The starts that were asked to stop. A run says so itself, but a second click can be faster."""
 
+    def is_started(self, output: Path) -> bool:
+        """Whether a process that this page has started for a folder is alive."""
+        return bool(self.started) and (process := self.started.get(output)) is not None and process.poll() is None
+
     def known(self, run: RunFolder) -> Known:
-        process = self.started.get(run.path)
-        is_alive = process is not None and process.poll() is None
-        return Known(process.pid if process is not None and is_alive else 0, self.asked.get(run.path))
+        pid = self.started[run.path].pid if self.is_started(run.path) else 0
+        return Known(pid, self.asked.get(run.path))
 
 
 def processes_of(request: Request) -> Processes:

@@ -9,17 +9,18 @@ from pathlib import Path
 
 from simpletuner.page.runs.folder import RunFolder
 from simpletuner.training.html_report.thumbnails import Gallery
-from simpletuner.training.metrics_reader import METRICS, MetricColumns
+from simpletuner.training.metrics_reader import METRICS
+from simpletuner.training.thinned_metrics import ThinnedColumns
 
 MAX_WATCHED = 12
-"""Runs whose columns are kept: 100,000 steps take about 20 MB."""
+"""Runs whose metrics and images are kept."""
 
 
 @dataclass
 class WatchedRun:
     """Metrics and images of one run; whoever reads them holds the lock, since requests come in several threads."""
 
-    columns: MetricColumns
+    columns: ThinnedColumns
     gallery: Gallery
     started: float
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -38,7 +39,7 @@ class Watched:
             known = self.runs.pop(run.path, None)
             # A start may go back to an earlier checkpoint, and make images of the same names again.
             if known is None or known.started != started:
-                known = WatchedRun(MetricColumns(run.path / METRICS), Gallery(run.path), started)
+                known = WatchedRun(ThinnedColumns(run.path / METRICS), Gallery(run.path), started)
             self.runs[run.path] = known
             while len(self.runs) > MAX_WATCHED:
                 self.runs.popitem(last=False)

@@ -206,7 +206,9 @@ def check_mount(node: Node, mount: Mount | None, others: Mapping[int, str]) -> F
         if served:
             return passed("mount", f"{sentence}, which this node serves to {format_ranks(served)}", **values)
         why = f"{sentence}, a local filesystem: {node.nodes} nodes cannot share it"
-        return failed("mount", why, *recipe(str(node.path), node.address, node.rank), **values)
+        # Most often it is the wrong folder: the cluster has a shared one.
+        other = "give a folder that all nodes share: --path here, output_dir for the run; or share this one:"
+        return failed("mount", why, other, *recipe(str(node.path), node.address, node.rank), **values)
     if found := list(cautions(mount)):
         why = f"{sentence}; " + "; ".join(reason for reason, _ in found)
         return warned("mount", why, *dict.fromkeys(fix for _, fix in found), **values)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
 from simpletuner.data.folders import default_folder
 from simpletuner.data.geometry import Size
+from simpletuner.errors import ExitCode, SimpleTunerError
 from simpletuner.models.architecture import architecture_of
 from simpletuner.models.diffusers_io import silence_libraries
 from simpletuner.models.family import ModelFamily
@@ -27,6 +28,7 @@ from simpletuner.report import Report
 from simpletuner.run_log import start_run_log, stop_run_log
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
+from simpletuner.settings.sections import Data
 from simpletuner.system.signals import StopRequest
 from simpletuner.training.optimizers import trained_weights
 from simpletuner.training.schedule import new_schedule
@@ -39,6 +41,8 @@ class SampleSizes:
     counts: Mapping[Size, int]
     steps: int | None = None
     """None where nothing says it: neither max_train_steps nor images."""
+    problem: SimpleTunerError | None = None
+    """Why the images cannot be trained on."""
 
     @property
     def largest(self) -> Size:
@@ -58,22 +62,41 @@ class SampleSizes:
 def count_sizes(loaded: Loaded, report: Report) -> SampleSizes:
     """Read the sizes of all images, or of what earlier starts kept; without images take squares of `resolution`.
 
-    Raises what a run would raise, such as DataError for buckets that do not fill the effective batch.
+    What would end the run, such as buckets that do not fill the effective batch, becomes the `problem`.
     """
-    settings = loaded.settings
-    if settings.data.instance_data_dir is None and settings.data.data_backend_config is None:
-        edge = round(
-            settings.data.resolution
-            if settings.data.resolution_type != "area"
-            else 1000 * settings.data.resolution**0.5
-        )
-        aligned = max(1, edge // settings.data.aspect_bucket_alignment) * settings.data.aspect_bucket_alignment
-        return SampleSizes({(aligned, aligned): 1}, settings.training.max_train_steps)
-    kept = default_folder(settings, "scan")
-    with joined_world({}, use_cpu=True) as world, TemporaryDirectory() as folder:
-        session = Session(loaded, Mesh(world), report, StopRequest())
-        plan = plan_data(session, scans_folder=kept if kept.is_dir() else Path(folder))
-        return SampleSizes(samples_by_size(plan), new_schedule(settings, plan.sampler).max_steps)
+    data, steps = loaded.settings.data, loaded.settings.training.max_train_steps
+    square = SampleSizes({square_of(data): 1}, steps)
+    if data.instance_data_dir is None and data.data_backend_config is None:
+        return square
+    kept = default_folder(loaded.settings, "scan")
+    with TemporaryDirectory() as folder:
+        scans = kept if kept.is_dir() else Path(folder)
+        found = sizes_of_images(loaded, scans, report)
+        if isinstance(found, SampleSizes):
+            return found
+        # of buckets that are too small the sizes are known
+        with_repeats = data.model_copy(update={"allow_dataset_oversubscription": True})
+        repeated = replace(loaded, settings=loaded.settings.model_copy(update={"data": with_repeats}))
+        sizes = sizes_of_images(repeated, scans, Report(quiet=True))
+    return SampleSizes(sizes.counts if isinstance(sizes, SampleSizes) else square.counts, steps, found)
+
+
+def sizes_of_images(loaded: Loaded, scans_folder: Path, report: Report) -> SampleSizes | SimpleTunerError:
+    """Return the sizes of all images, or what is wrong with the data."""
+    with joined_world({}, use_cpu=True) as world:
+        try:
+            plan = plan_data(Session(loaded, Mesh(world), report, StopRequest()), scans_folder=scans_folder)
+        except SimpleTunerError as error:  # as such or as a RemoteFailure, by what it is about
+            if error.exit_code != ExitCode.DATA:
+                raise
+            return error
+        return SampleSizes(samples_by_size(plan), new_schedule(loaded.settings, plan.sampler).max_steps)
+
+
+def square_of(data: Data) -> Size:
+    edge = round(data.resolution if data.resolution_type != "area" else 1000 * data.resolution**0.5)
+    aligned = max(1, edge // data.aspect_bucket_alignment) * data.aspect_bucket_alignment
+    return aligned, aligned
 
 
 def opened_disk_usage(settings: Settings) -> DiskUsage:

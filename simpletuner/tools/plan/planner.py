@@ -38,7 +38,8 @@ class Planner:
 
     def run(self, auto: bool, measure: bool) -> Proposal:
         sizes = count_sizes(self.loaded, self.report)
-        with opened_family(self.loaded.settings, self.report) as family:
+        phase = self.report.phase("counting what a step does")  # minutes for the largest models
+        with opened_family(self.loaded.settings, self.report) as family, phase:
             workload, flops = Workload(family, sizes.largest), flops_per_sample(family, sizes.largest)
 
             def estimate(loaded: Loaded) -> RunPlan:
@@ -52,7 +53,7 @@ class Planner:
             if measure:
                 seconds = measure_step(proposal.plan.settings, workload) * sizes.mean_area
                 proposal = replace(proposal, plan=replace(proposal.plan, step_seconds=seconds, parts=None))
-        return proposal
+        return replace(proposal, problem=sizes.problem)
 
     def with_recomputation(self, workload: Workload) -> Loaded:
         """Return the settings with what a run would choose for `gradient_checkpointing=auto`."""

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from simpletuner.data.geometry import Size
-from simpletuner.errors import SettingsError
+from simpletuner.errors import SettingsError, SimpleTunerError
 from simpletuner.parallel.memory import MemoryBudget
 from simpletuner.settings import Loaded
 from simpletuner.settings.loading import settings_as_json
@@ -35,6 +35,8 @@ class Proposal:
     """The largest of the samples, in px."""
     settings: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    problem: SimpleTunerError | None = None
+    """Why a run on the images would end before its first step."""
 
 
 def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:

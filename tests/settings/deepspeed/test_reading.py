@@ -74,6 +74,26 @@ def test_two_sources_may_say_the_same_in_different_words():
     assert str(loaded.origins["learning_rate"]) == "flag"
 
 
+def test_rates_that_differ_by_a_thousandth_are_a_mistake():
+    config = STAGE2 | {"optimizer": {"type": "adamw", "params": {"lr": 1e-4}}}
+    assert read(config, learning_rate=1e-4 * (1 + 1e-12)).settings.optimizer.learning_rate == pytest.approx(1e-4)
+    with pytest.raises(SettingsError, match=r"0\.0001001"):
+        read(config, learning_rate=1.001e-4)
+
+
+@pytest.mark.parametrize(
+    ("stage", "steps", "mixed_precision", "is_float32"),
+    [(1, 4, "bf16", False), (2, 4, "bf16", True), (3, 4, "bf16", True), (2, 1, "bf16", False), (2, 4, "no", False)],
+)
+def test_gradients_add_up_in_float32_where_that_costs_a_rank_its_own_part_alone(
+    stage, steps, mixed_precision, is_float32
+):
+    config = {"zero_optimization": {"stage": stage}}
+    loaded = read(config, gradient_accumulation_steps=steps, mixed_precision=mixed_precision)
+    made = deepspeed_config(loaded.settings, 2)
+    assert made.get("data_types") == ({"grad_accum_dtype": "fp32"} if is_float32 else None)
+
+
 def test_what_is_auto_or_missing_is_filled_from_settings():
     config = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
     config |= {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}, "scheduler": {"type": "auto"}}

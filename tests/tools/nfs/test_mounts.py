@@ -184,6 +184,12 @@ def test_any_mount_point_is_read_back_and_found(point, below):
     assert unescape(escaped(path)) == path
 
 
+def test_of_mounts_on_one_point_of_one_parent_the_last_counts():
+    lines = ["1 0 0:1 / / rw - ext4 /dev/a rw", *(f"{n} 1 0:{n} / /a rw - nfs4 s:/{n} rw" for n in (2, 3, 4))]
+    found = find_mount(PurePosixPath("/a/b"), table(*lines))
+    assert found is not None and found.number == 4
+
+
 @given(st.text())
 def test_no_text_breaks_the_reader(text):
     find_mount(PurePosixPath("/a/b"), parse_mountinfo(text))
