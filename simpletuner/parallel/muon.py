@@ -33,7 +33,9 @@ class Muon(ShardOptimizer):
     def __init__(self, matrices: Sequence[ShardedParameter], others: Sequence[ShardedParameter], **adamw: Any) -> None:
         self.hidden = {each.shard for each in matrices}
         self.adamw = torch.optim.AdamW([{"params": [each.shard for each in others]}], **adamw)
-        super().__init__([{"params": [*self.hidden]}], {name: adamw[name] for name in ("lr", "weight_decay")})
+        # In the order of `matrices`: ZeRO lays them out in it, and a set has another one on each rank.
+        hidden = [{"params": [each.shard for each in matrices]}]
+        super().__init__(hidden, {name: adamw[name] for name in ("lr", "weight_decay")})
         self.param_groups += self.adamw.param_groups
         self.adamw.state = self.state
         self.ranks = matrices[0].ranks if matrices else None
