@@ -33,6 +33,26 @@ def test_steps_are_those_of_one_rank_and_checkpoints_go_on_anywhere(run_on, argu
                 assert pair == pytest.approx(wanted, rel=CLOSE.get(name, 1e-3)), name
 
 
+def test_muon_takes_the_same_steps_under_zero_and_goes_on_from_any_engine(run_on, arguments_of):
+    arguments = arguments_of("sdxl", learning_rate=1e-2)
+    stages = ["muon zero1", "muon zero2", "muon zero3"]
+    taken = run_on(engines.save_in_turn, 2, arguments, ["muon fsdp2", *stages])
+    expected = taken["muon fsdp2-x2"]
+    for name in stages:
+        for pair, wanted in zip(taken[f"{name}-x2"], expected, strict=True):
+            assert pair == pytest.approx(wanted, rel=1e-3), name
+    sources = {name: [f"{name}-x2", "muon fsdp2-x2"] for name in stages}
+    sources |= {"muon fsdp2": [f"{name}-x2" for name in stages]}
+    resumed = run_on(engines.resume_in_turn, 2, arguments, sources)
+    assert len(resumed) == 9
+    for name, (different, steps) in resumed.items():
+        assert different == [], name
+        exactly = name.split(" from ")[0] == name.split(" from ")[1]
+        for pair, wanted in zip(steps, expected, strict=True):
+            assert pair == pytest.approx(wanted, rel=1e-3), name
+        assert not exactly or steps == taken[name.split(" from ")[1]]
+
+
 def test_gradients_are_released_in_the_backward_pass_and_nothing_else_changes(run_on, arguments_of):
     arguments = arguments_of("flux", mixed_precision="bf16", max_grad_norm=0.0)
     for world, names in ((1, ["whole", "adamw_schedulefree whole"]), (2, ["fsdp2", "split fsdp2"])):

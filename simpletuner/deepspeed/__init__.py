@@ -10,6 +10,7 @@ swap_files.py         folders for what is offloaded to NVMe
 engine.py             the `Engine`, and how it is built
 materialize.py        weights for a model on the meta device, module by module
 partitions.py         the float32 weights and moments that DeepSpeed keeps on this rank
+partitioned_muon.py   Muon over those: whole matrices, each on one rank for its step
 row_shards.py         all-to-all between those and the row shards of checkpoints
 import_checkpoint.py  DeepSpeed's own checkpoints, converted to ours
 

@@ -25,6 +25,7 @@ from simpletuner.deepspeed.materialize import (
     return_freed_memory,
     torch_linear_restored,
 )
+from simpletuner.deepspeed.partitioned_muon import PartitionedMuon
 from simpletuner.deepspeed.partitions import (
     FlatBufferPartitions,
     OptimizerPartitions,
@@ -38,6 +39,7 @@ from simpletuner.deepspeed.startup import import_deepspeed
 from simpletuner.deepspeed.swap_files import create_swap_folder
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.muon import Muon
 from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState, new_moments
 from simpletuner.parallel.torch_engine import MakeOptimizer, ShardUpdate, local_tensor, sharded_parameters
 from simpletuner.parallel.world import World
@@ -73,6 +75,10 @@ class DeepSpeedEngine:
         self.partitions, self.row_shards, self.fixed = partitions, row_shards, fixed
         self.master_device, self.close = master_device, close
         self.ranges = gather_ranges(partitions, [name for name, _ in partitions.local_shards()])
+        inner, parameters = self.optimizer.optimizer, trainable_parameters(self.module)
+        self.moments_of = {name: {*new_moments(inner, each)} for name, each in parameters.items()}
+        if isinstance(inner, PartitionedMuon):
+            inner.find_matrices(partitions, self.ranges, parameters)
         self.num_parameters = sum(shape.numel() for shape in row_shards.shapes.values())
 
     @contextmanager
@@ -129,14 +135,19 @@ class DeepSpeedEngine:
         return nullcontext()
 
     def moments(self) -> list[str]:
-        return [*new_moments(self.optimizer.optimizer, next(iter(self.partitions.flat_buffers())))]
+        return sorted({moment for moments in self.moments_of.values() for moment in moments})
+
+    def with_moment(self, moment: str) -> list[str]:
+        """Return the names of the parameters that have a moment."""
+        return [name for name, moments in self.moments_of.items() if moment in moments]
 
     def optimizer_state(self) -> OptimizerState:
         make_moments = {moment: partial(self._moment, moment) for moment in moment_names(self.optimizer)}
         return OptimizerState(count_steps(self.optimizer), make_moments)
 
     def _moment(self, moment: str) -> NamedTensors:
-        return {name: self.to_checkpoint(name, shard) for name, shard in self.partitions.local_shards(moment)}
+        shards = self.partitions.local_shards(moment, self.with_moment(moment))
+        return {name: self.to_checkpoint(name, shard) for name, shard in shards}
 
     def load_optimizer_state(
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
@@ -144,9 +155,9 @@ class DeepSpeedEngine:
         """Collective: restore the optimizer's state. `read` fills the row shards of one moment at a time."""
         if not steps:
             return
-        create_moments(self.optimizer, self.partitions, steps, moments)
+        create_moments(self.optimizer, self.partitions, steps)
         for moment in moments:
-            rows = {name: self.row_shards.empty(name, self.master_device) for name in self.ranges}
+            rows = {name: self.row_shards.empty(name, self.master_device) for name in self.with_moment(moment)}
             read(moment, rows)
             self.copy_rows(rows, moment)
 
@@ -156,7 +167,7 @@ class DeepSpeedEngine:
         def copy(name: str, shard: Tensor) -> None:
             shard.copy_(self.from_checkpoint(name, rows[name]))
 
-        self.partitions.update_shards(copy, moment)
+        self.partitions.update_shards(copy, moment, rows if moment is not None else None)
 
 
 def gather_ranges(partitions: OptimizerPartitions, names: list[str]) -> dict[str, list[ElementRange]]:
@@ -259,5 +270,7 @@ def initialize(model: nn.Module, config: dict[str, Any], make_optimizer: MakeOpt
 
     trained = trainable_parameters(model)
     optimizer: Any = make_optimizer(sharded_parameters(trained.items()))
+    if isinstance(optimizer, Muon):
+        optimizer = PartitionedMuon(optimizer)
     parameters: Any = list(trained.values())
     return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)[0]

@@ -16,7 +16,7 @@ were checked with; tests/test_zero.py fails when their behaviour changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.deepspeed.row_shards import ElementRange
+from simpletuner.parallel.optimizer_state import new_moments
 from simpletuner.parallel.torch_engine import ShardUpdate
 
 
@@ -37,15 +38,18 @@ class OptimizerPartitions(Protocol):
         """Which elements of a parameter this rank has."""
         ...
 
-    def local_shards(self, moment: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def local_shards(
+        self, moment: str | None = None, names: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter's partition (1-D, may be empty), in the same order on all ranks.
 
-        A partition is valid only until the next one is requested: its sub-group may be swapped out again.
+        `names` are the parameters that have the moment; by default all do. A partition is valid only until the next one
+        is requested: its sub-group may be swapped out again.
         """
         ...
 
-    def update_shards(self, fn: ShardUpdate, moment: str | None = None) -> None:
-        """Collective: call `fn(name, partition)` on every partition; it writes in place.
+    def update_shards(self, fn: ShardUpdate, moment: str | None = None, names: Collection[str] | None = None) -> None:
+        """Collective: call `fn(name, partition)` on what `local_shards` yields; it writes in place.
 
         After an update of the float32 weights, the weights that compute are refreshed from them.
         """
@@ -55,6 +59,13 @@ class OptimizerPartitions(Protocol):
         """Yield the flat float32 parameters (1-D, of length N_rank over all of them) that our optimizer steps.
 
         Each is valid, with its optimizer state, until the next one is requested.
+        """
+        ...
+
+    def places(self) -> Iterator[tuple[str, Tensor | None, int]]:
+        """Yield every parameter's name, the flat buffer with its partition, and where that begins there.
+
+        The order is the same on all ranks. There is no buffer where this rank has no element of the parameter.
         """
         ...
 
@@ -72,20 +83,31 @@ class FlatBufferPartitions:
         address = mapping.lp_fragment_address
         return ElementRange(address.start, address.start + address.numel)
 
-    def local_shards(self, moment: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def local_shards(
+        self, moment: str | None = None, names: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        empty = next(self.flat_buffers()).detach().new_empty(0)
+        for name, flat, start in self.places():
+            if names is not None and name not in names:
+                continue
+            if flat is None:
+                yield name, empty
+                continue
+            source = flat.detach() if moment is None else optimizer_states(self.optimizer)[flat][moment]
+            yield name, source.narrow(0, start, self.element_range(name).numel)
+
+    def places(self) -> Iterator[tuple[str, Tensor | None, int]]:
         flat_buffers = list(self.flat_buffers())
         for name in self.parameters:
             mapping = self._mapping(name)
             if mapping is None:
-                yield name, flat_buffers[0].detach().new_empty(0)
-                continue
-            flat, address = flat_buffers[mapping.param_group_index], mapping.hp_fragment_address
-            source = flat.detach() if moment is None else optimizer_states(self.optimizer)[flat][moment]
-            yield name, source.narrow(0, address.start, address.numel)
+                yield name, None, 0
+            else:
+                yield name, flat_buffers[mapping.param_group_index], mapping.hp_fragment_address.start
 
     @torch.no_grad()
-    def update_shards(self, fn: ShardUpdate, moment: str | None = None) -> None:
-        for name, shard in self.local_shards(moment):
+    def update_shards(self, fn: ShardUpdate, moment: str | None = None, names: Collection[str] | None = None) -> None:
+        for name, shard in self.local_shards(moment, names):
             fn(name, shard)
         if moment is None:
             self.optimizer.update_lp_params()  # casts to the compute dtype and all-gathers
@@ -117,19 +139,26 @@ class SubGroupPartitions:
     def element_range(self, name: str) -> ElementRange:
         return self.ranges[name]
 
-    def local_shards(self, moment: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def local_shards(
+        self, moment: str | None = None, names: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         for number in range(len(self.optimizer.fp16_groups)):
             with self._in_memory(number, write_back=False):
-                yield from self._shards_in(number, moment)
+                yield from self._shards_in(number, moment, names)
+
+    def places(self) -> Iterator[tuple[str, Tensor | None, int]]:
+        for number, flat in enumerate(self.optimizer.fp32_partitioned_groups_flat):
+            for name, offset in self._offsets_in(number):
+                yield name, flat, offset
 
     @torch.no_grad()
-    def update_shards(self, fn: ShardUpdate, moment: str | None = None) -> None:
+    def update_shards(self, fn: ShardUpdate, moment: str | None = None, names: Collection[str] | None = None) -> None:
         if moment is None:
             # Drops gathered copies of the old weights, which validation or a forward pass may have left.
             self.optimizer.empty_partition_cache()
         for number in range(len(self.optimizer.fp16_groups)):
             with self._in_memory(number, write_back=True):
-                for name, shard in self._shards_in(number, moment):
+                for name, shard in self._shards_in(number, moment, names):
                     fn(name, shard)
                 if moment is None:
                     self.optimizer._reassign_or_swap_out_partitioned_parameters(number)
@@ -143,13 +172,19 @@ class SubGroupPartitions:
             with self._in_memory(number, write_back=True):
                 yield flat
 
-    def _shards_in(self, number: int, moment: str | None) -> Iterator[tuple[str, Tensor]]:
+    def _shards_in(
+        self, number: int, moment: str | None, names: Collection[str] | None
+    ) -> Iterator[tuple[str, Tensor]]:
         flat = self.optimizer.fp32_partitioned_groups_flat[number]
-        source = flat.detach() if moment is None else optimizer_states(self.optimizer)[flat][moment]
+        for name, offset in self._offsets_in(number):
+            if names is None or name in names:
+                source = flat.detach() if moment is None else optimizer_states(self.optimizer)[flat][moment]
+                yield name, source.narrow(0, offset, self.ranges[name].numel)
+
+    def _offsets_in(self, number: int) -> Iterator[tuple[str, int]]:
         for parameter in self.optimizer.fp16_groups[number]:  # "fp16" by name only: whatever dtype computes
             _, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
-            name = self.names[id(parameter)]
-            yield name, source.narrow(0, offset, self.ranges[name].numel)
+            yield self.names[id(parameter)], offset
 
     @contextmanager
     def _in_memory(self, number: int, write_back: bool) -> Iterator[None]:
@@ -188,10 +223,9 @@ def moment_names(optimizer: Any) -> list[str]:
     )
 
 
-def create_moments(optimizer: Any, partitions: OptimizerPartitions, steps: int, moments: Iterable[str]) -> None:
+def create_moments(optimizer: Any, partitions: OptimizerPartitions, steps: int) -> None:
     """Give our optimizer the state that it has after `steps` steps, with all moments zero."""
-    moments = list(moments)
     for flat in partitions.flat_buffers():
         step = torch.tensor(float(steps), device=flat.device)
-        zeros = {moment: torch.zeros_like(flat, requires_grad=False) for moment in moments}
+        zeros = {moment: make() for moment, make in new_moments(optimizer.optimizer, flat).items()}
         optimizer_states(optimizer)[flat] = {"step": step, **zeros}

@@ -33,7 +33,9 @@ class Muon(ShardOptimizer):
     def __init__(self, matrices: Sequence[ShardedParameter], others: Sequence[ShardedParameter], **adamw: Any) -> None:
         self.hidden = {each.shard for each in matrices}
         self.adamw = torch.optim.AdamW([{"params": [each.shard for each in others]}], **adamw)
-        super().__init__([{"params": [*self.hidden]}], {name: adamw[name] for name in ("lr", "weight_decay")})
+        # In the order of `matrices`: ZeRO lays them out in it, and a set has another one on each rank.
+        hidden = [{"params": [each.shard for each in matrices]}]
+        super().__init__(hidden, {name: adamw[name] for name in ("lr", "weight_decay")})
         self.param_groups += self.adamw.param_groups
         self.adamw.state = self.state
         self.ranks = matrices[0].ranks if matrices else None
@@ -53,33 +55,57 @@ class Muon(ShardOptimizer):
             matrices = trained[start : start + size]
             updates = self._orthogonalized(matrices, [self._update(each.shard) for each in matrices])
             for each, update in zip(matrices, updates, strict=True):
-                scale = UPDATE_RMS * math.sqrt(max(each.parameter.shape))
-                each.shard.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+                each.shard.mul_(1 - group["lr"] * group["weight_decay"])
+                each.shard.add_(update, alpha=-group["lr"] * update_scale(each.parameter.shape))
 
     def _update(self, shard: nn.Parameter) -> Tensor:
         """Return Nesterov's momentum of this rank's rows, in bf16."""
-        gradient, state = shard.grad, self.state[shard]
+        gradient = shard.grad
         assert gradient is not None
-        if not state:
-            state |= {"step": torch.tensor(0.0), "momentum_buffer": torch.zeros_like(shard)}
-        state["step"] += 1
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
-        return gradient.lerp(momentum, MOMENTUM).bfloat16()
+        return nesterov(self.state[shard], gradient)
 
     def _orthogonalized(self, matrices: Sequence[ShardedParameter], rows: list[Tensor]) -> list[Tensor]:
         """Orthogonalize at most one matrix per rank; takes and returns this rank's rows of each. Collective."""
         if self.ranks is None:
             return [orthogonalize(matrix) for matrix in rows]
-        size, rank = self.ranks.size(), self.ranks.rank()
-        sent = [each.numel() for each in rows] + [0] * (size - len(rows))
-        shape = matrices[rank].parameter.shape if rank < len(matrices) else torch.Size((0, 1))
-        received = [count * shape[1] for count in rows_of_ranks(shape[0], size)]
-        whole = rows[0].new_empty(sum(received))
-        dist.all_to_all_single(whole, torch.cat([each.flatten() for each in rows]), received, sent, group=self.ranks)
-        own = orthogonalize(whole.view(shape)) if len(whole) else whole
-        back = rows[0].new_empty(sum(sent))
-        dist.all_to_all_single(back, own.flatten(), sent, received, group=self.ranks)
-        return [part.view_as(each) for part, each in zip(back.split(sent), rows, strict=False)]
+        shapes = [each.parameter.shape for each in matrices]
+        counts = [[count * columns for count in rows_of_ranks(length, self.ranks.size())] for length, columns in shapes]
+        parts = orthogonalize_shared([each.flatten() for each in rows], shapes, counts, self.ranks)
+        return [part.view_as(each) for part, each in zip(parts, rows, strict=True)]
+
+
+def orthogonalize_shared(
+    parts: Sequence[Tensor], shapes: Sequence[torch.Size], counts: Sequence[Sequence[int]], ranks: dist.ProcessGroup
+) -> Sequence[Tensor]:
+    """Orthogonalize at most one matrix per rank; takes and returns this rank's elements (1-D) of each. Collective.
+
+    `counts` has how many elements of each matrix every rank holds; together, in rank order, they are the whole matrix.
+    """
+    size, rank = ranks.size(), ranks.rank()
+    if size == 1:
+        return [orthogonalize(parts[0].view(shapes[0])).flatten()]
+    sent = [len(part) for part in parts] + [0] * (size - len(parts))
+    received = counts[rank] if rank < len(parts) else [0] * size
+    whole = parts[0].new_empty(sum(received))
+    dist.all_to_all_single(whole, torch.cat([*parts]), [*received], sent, group=ranks)
+    own = orthogonalize(whole.view(shapes[rank])) if rank < len(parts) else whole
+    back = parts[0].new_empty(sum(sent))
+    dist.all_to_all_single(back, own.flatten(), sent, [*received], group=ranks)
+    return back.split(sent)[: len(parts)]
+
+
+def nesterov(state: dict[str, Any], gradient: Tensor) -> Tensor:
+    """Update a momentum, which is made where there is none, and return Nesterov's in bf16."""
+    if not state:
+        state |= {"step": torch.tensor(0.0), "momentum_buffer": torch.zeros_like(gradient)}
+    state["step"] += 1
+    momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+    return gradient.lerp(momentum, MOMENTUM).bfloat16()
+
+
+def update_scale(shape: torch.Size) -> float:
+    """Return what gives the update of a matrix the root mean square UPDATE_RMS."""
+    return UPDATE_RMS * math.sqrt(max(shape))
 
 
 def rows_of_ranks(rows: int, ranks: int) -> list[int]:

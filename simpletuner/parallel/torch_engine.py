@@ -37,6 +37,11 @@ class ShardedParameter:
         return weight.device_mesh.get_group(SHARDS) if isinstance(weight, DTensor) else None
 
 
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """Return the shape of a whole weight; one that stage 3 of ZeRO has partitioned has no elements itself."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 MakeOptimizer = Callable[[Mapping[str, ShardedParameter]], torch.optim.Optimizer]
 
 

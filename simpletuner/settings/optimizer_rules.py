@@ -10,7 +10,6 @@ from simpletuner.settings.sections import Settings
 
 NOT_FOR_DEEPSPEED = {
     "adafactor": "its step depends on whole rows and columns, and ZeRO hands it slices of all layers as one tensor",
-    "muon": "it orthogonalizes whole matrices, and ZeRO hands it slices of all layers as one tensor",
     "adamw_schedulefree": "what it evaluates and saves are not the weights that it trains, which ZeRO keeps",
 }
 
@@ -78,6 +77,12 @@ def optimizer_fits_the_engine(settings: Settings) -> Iterator[BrokenRule]:
             "grad_clip_method = value cannot run with DeepSpeed, which clips by the norm: set norm, or use fsdp_enable"
         )
         yield broken(message, "grad_clip_method", "zero_stage", "fsdp_enable")
+    if name == "muon" and parallel.zero_stage is not None and parallel.offload_optimizer != "none":
+        message = (
+            "optimizer = muon multiplies matrices in each step, which offload_optimizer = "
+            f"{parallel.offload_optimizer} would leave to the CPU: set offload_optimizer=none"
+        )
+        yield broken(message, "optimizer", "offload_optimizer")
     if name == "muon" and parallel.fsdp_offload_params:
         message = (
             "optimizer = muon multiplies matrices in each step, which fsdp_offload_params would leave to the CPU: set "

@@ -18,7 +18,7 @@ from simpletuner.parallel.muon import Muon
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
 from simpletuner.parallel.schedule_free import ScheduleFreeAdamW
 from simpletuner.parallel.split_adamw import SplitAdamW
-from simpletuner.parallel.torch_engine import ShardedParameter
+from simpletuner.parallel.torch_engine import ShardedParameter, whole_shape
 from simpletuner.settings.sections import Optimizer
 from simpletuner.training.schedule import Schedule
 
@@ -46,7 +46,9 @@ def make_optimizer(
         return ScheduleFreeAdamW(shards, rate, betas, epsilon, decay)
     adamw = {"lr": rate, "betas": betas, "eps": epsilon, "weight_decay": decay, "fused": True}
     if name == "muon":
-        hidden = [key for key, each in parameters.items() if is_hidden_matrix(key, each.parameter.dim(), blocks)]
+        hidden = [
+            key for key, each in parameters.items() if is_hidden_matrix(key, len(whole_shape(each.parameter)), blocks)
+        ]
         matrices = {key: parameters[key] for key in hidden}
         return Muon([*matrices.values()], [each for key, each in parameters.items() if key not in matrices], **adamw)
     return (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(shards, **adamw)

@@ -86,9 +86,9 @@ REFUSED = [
         "optimizer = adamw_schedulefree takes gradients near its average, which adam_beta1 = 0 leaves out",
     ),
     (
-        {"optimizer": "muon", "zero_stage": 2},
-        "optimizer = muon cannot run with DeepSpeed: it orthogonalizes whole matrices, and ZeRO hands it slices of all "
-        "layers as one tensor; use fsdp_enable",
+        {"optimizer": "muon", "zero_stage": 2, "offload_optimizer": "cpu"},
+        "optimizer = muon multiplies matrices in each step, which offload_optimizer = cpu would leave to the CPU: set "
+        "offload_optimizer=none",
     ),
     (
         {"grad_clip_method": "value", "zero_stage": 2},

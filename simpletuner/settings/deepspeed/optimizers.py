@@ -52,11 +52,20 @@ ADAGRAD: dict[str, Rule] = {
     "lr_decay": Refuses("the learning rate is that of lr_scheduler"),
     "initial_accumulator_value": Refuses("sums of squares begin at zero"),
 }
+ONE_RATE = "one learning_rate is for all: updates of matrices are scaled to the size of AdamW's"
+MUON: dict[str, Rule] = {
+    "momentum": Refuses("the momentum is 0.95", (0.95,)),
+    "muon_lr": Refuses(ONE_RATE),
+    "adam_lr": Refuses(ONE_RATE),
+    "ns_method": Refuses("matrices are orthogonalized by five Newton-Schulz iterations", ("gram", "standard")),
+    "per_head_muon": Refuses("matrices are orthogonalized as a whole"),
+}
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec("AdamW", ("lr", "betas", "eps", "weight_decay"), ADAM),
     "adam": OptimizerSpec("Adam", ("lr", "betas", "eps", "weight_decay"), ADAM),
     "adagrad": OptimizerSpec("Adagrad", ("lr", "eps", "weight_decay"), ADAGRAD),
     "lion": OptimizerSpec("Lion", ("lr", "betas", "weight_decay")),
+    "muon": OptimizerSpec("Muon", ("lr", "betas", "eps", "weight_decay"), MUON),
 }
 ONE_BIT = "it compresses by NCCL or MPI of its own, supports no ZeRO stage above 1, and DeepSpeed 0.19 has removed it"
 MUP = "it needs the package mup and a model that was made with mup's base shapes, which diffusers' are not"
@@ -68,7 +77,6 @@ REFUSED: dict[str, str] = {
     "muadam": MUP,
     "muadamw": MUP,
     "musgd": MUP,
-    "muon": "it orthogonalizes whole matrices, and ZeRO hands one optimizer slices of all layers as one tensor",
 }
 MEANS_ADAMW = ("cpuadam", "fusedadam", "deepspeedcpuadam", "cpuadamw", "fusedadamw", "adam8bit", "adamw8bit")
 MEANS_ADAMW += ("torchadam", "torchadamw", "adamwtorch", "pagedadamw", "pagedadamw8bit")

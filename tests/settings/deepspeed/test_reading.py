@@ -152,7 +152,7 @@ def test_other_names_of_adamw_become_it_with_a_warning_that_names_both(name):
 
 @pytest.mark.parametrize(
     ("name", "canonical"),
-    [("ADAMW", "AdamW"), ("adagrad", "Adagrad"), ("LION", "Lion"), ("Adam", "Adam")],
+    [("ADAMW", "AdamW"), ("adagrad", "Adagrad"), ("LION", "Lion"), ("Adam", "Adam"), ("muon", "Muon")],
 )
 def test_usable_optimizers_reach_deepspeed_by_its_own_names(name, canonical):
     params = {"adam_w_mode": False, "lr": 1e-3} if name == "Adam" else {"lr": 1e-3}
@@ -164,9 +164,7 @@ def test_usable_optimizers_reach_deepspeed_by_its_own_names(name, canonical):
     assert block["params"].get("adam_w_mode") is (False if name == "Adam" else None)
 
 
-@pytest.mark.parametrize(
-    "name", ["Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD", "Muon"]
-)
+@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD"])
 def test_optimizers_that_cannot_be_used_are_refused_with_the_reason(name):
     assert f"it cannot be used: {REFUSED[name.lower()]}; use AdamW" in refusal(STAGE2 | {"optimizer": {"type": name}})
 
