@@ -40,7 +40,7 @@ def test_muon_takes_the_same_steps_under_zero_and_goes_on_from_any_engine(run_on
     expected = taken["muon fsdp2-x2"]
     for name in stages:
         for pair, wanted in zip(taken[f"{name}-x2"], expected, strict=True):
-            assert pair == pytest.approx(wanted, rel=1e-3), name
+            assert pair == pytest.approx(wanted, rel=CLOSE["muon"]), name
     sources = {name: [f"{name}-x2", "muon fsdp2-x2"] for name in stages}
     sources |= {"muon fsdp2": [f"{name}-x2" for name in stages]}
     resumed = run_on(engines.resume_in_turn, 2, arguments, sources)
@@ -49,7 +49,7 @@ def test_muon_takes_the_same_steps_under_zero_and_goes_on_from_any_engine(run_on
         assert different == [], name
         exactly = name.split(" from ")[0] == name.split(" from ")[1]
         for pair, wanted in zip(steps, expected, strict=True):
-            assert pair == pytest.approx(wanted, rel=1e-3), name
+            assert pair == pytest.approx(wanted, rel=CLOSE["muon"]), name
         assert not exactly or steps == taken[name.split(" from ")[1]]
 
 
