@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 
-.PHONY: demo test check install tools completions clean
+.PHONY: demo test check install tools completions goldens clean
 
 install: $(VENV)/.installed
 
@@ -39,6 +39,16 @@ completions: install
 	$(BIN)/simpletuner completion bash > completions/simpletuner.bash
 	$(BIN)/simpletuner completion zsh > completions/_simpletuner
 	$(BIN)/simpletuner completion fish > completions/simpletuner.fish
+
+# What users see and what is generated, in one file each: rewritten here, compared by tests.
+GOLDENS := tests/settings/test_setting_list.py tests/settings/test_mistakes.py tests/settings/test_original.py \
+  tests/settings/test_accelerate.py tests/settings/deepspeed/test_samples.py tests/test_help.py \
+  tests/models/test_flops.py tests/models/test_tiny_architectures.py
+
+goldens: completions
+	for script in $(GOLDENS); do $(BIN)/python $$script || exit 1; done
+	$(BIN)/simpletuner config docs > docs/options.md
+	$(BIN)/simpletuner config docs --original > docs/from-the-original.md
 
 RUN_TESTS := $(BIN)/python -m pytest -n $$(nproc) --dist worksteal
 

@@ -1,6 +1,6 @@
 """How much of images is cropped away: each side of a bucket rounded by itself, and the least crop among its neighbours.
 
-The first is what version 0.1.0 did and the original does. Over aspects from 0.4 to 2.5, equally spaced in their
+The first is the plainest rule. Over aspects from 0.4 to 2.5, equally spaced in their
 logarithm.
 """
 
@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 from interleaved import print_table
 
-from simpletuner.data.batch_sampler import DATA_VERSION
 from simpletuner.data.dataset_kinds import LocalImages
-from simpletuner.data.geometry import bucket_sizes, cropped_shares
+from simpletuner.data.geometry import bucket_sizes, cropped_shares, round_to_multiples
 
 RESOLUTIONS, ALIGNMENT_PX, LONG_PX = (512, 768, 1024, 1536), 64, 4000
 SMALLEST, LARGEST, SHAPES = 0.4, 2.5, 2001
@@ -35,7 +34,9 @@ def row(resolution: int) -> list[str]:
         minimum_aspect_ratio=None,
         maximum_aspect_ratio=None,
     )
-    rounded, least = (bucket_sizes(dataset, sizes(), ALIGNMENT_PX, version) for version in (1, DATA_VERSION))
+    aspects = np.divide(*sizes().T)
+    ideal = resolution * np.stack([np.sqrt(aspects), 1 / np.sqrt(aspects)], axis=1)
+    rounded, least = round_to_multiples(ideal, ALIGNMENT_PX), bucket_sizes(dataset, sizes(), ALIGNMENT_PX)
     crops = [cropped_shares(sizes(), buckets) for buckets in (rounded, least)]
     means = [f"{crop.mean():.1%}" for crop in crops]
     most = " -> ".join(f"{np.quantile(crop, 0.95):.1%}" for crop in crops)

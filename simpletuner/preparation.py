@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from simpletuner.caches.keys import short_hash
 from simpletuner.caches.latents import decoding_threads
 from simpletuner.caches.sources import TextSource, encodes_beside, open_sources, used_texts
-from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler
-from simpletuner.data.batch_sampler_v1 import GlobalBatchSamplerV1, listed_items
+from simpletuner.data.batch_sampler import GlobalBatchSampler
 from simpletuner.data.buckets import Buckets, digest_buckets, fill_buckets, make_buckets
 from simpletuner.data.dataset_kinds import ImageDataset, TextEmbeds
 from simpletuner.data.dataset_warnings import dataset_warnings
@@ -29,7 +27,6 @@ from simpletuner.data.prefetch import THREADS, SampleReader, reading_threads
 from simpletuner.data.samples import Samples
 from simpletuner.data.scan import Scan
 from simpletuner.data.validation_prompts import ValidationPrompt, load_prompts
-from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.support import check_prompt_sizes
 from simpletuner.parallel.shared_arrays import share_arrays
@@ -60,7 +57,6 @@ class Plan:
     sampler: GlobalBatchSampler
     digest: str
     """Identity of seed, buckets and order: a saved position is valid only for the same ones."""
-    version: int
     held_out: np.ndarray
     """Indices of the samples that are not trained on."""
 
@@ -103,7 +99,7 @@ def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData
     return ScannedData(datasets, texts, scans)
 
 
-def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path | None = None) -> Plan:
+def plan_data(session: Session, scans_folder: Path | None = None) -> Plan:
     """Collective: find the images, compare them with those of the other ranks, and group them.
 
     `scans_folder` is where scans are kept: for a run below output_dir, which also gets the list of images without a
@@ -113,14 +109,14 @@ def plan_data(session: Session, version: int = DATA_VERSION, scans_folder: Path 
     """
     settings, data = session.settings, scan_data(session, scans_folder)
     alignment_px = settings.data.aspect_bucket_alignment
-    found = discover(data.scans, alignment_px, settings.training.seed, version)
+    found = discover(data.scans, alignment_px, settings.training.seed)
     if scans_folder is None:
         list_uncaptioned(found, session)
     found.check()
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, alignment_px):
         session.report.warn(warning)
-    return share_memory(make_plan(settings, data.datasets, data.texts, found.samples, version), session, "plan")
+    return share_memory(make_plan(settings, data.datasets, data.texts, found.samples), session, "plan")
 
 
 def list_uncaptioned(found: Discovery, session: Session) -> None:
@@ -142,9 +138,7 @@ def list_uncaptioned(found: Discovery, session: Session) -> None:
         path.unlink(missing_ok=True)
 
 
-def make_plan(
-    settings: Settings, datasets: list[ImageDataset], texts: list[TextEmbeds], samples: Samples, version: int
-) -> Plan:
+def make_plan(settings: Settings, datasets: list[ImageDataset], texts: list[TextEmbeds], samples: Samples) -> Plan:
     """Group samples into buckets that fill the effective batch, and order them."""
     seed, held_out = settings.training.seed, held_out_indices(samples, settings.validation.eval_split)
     trained = [part.dataset for part in samples.parts if part.dataset.dataset_type != "eval"]
@@ -158,18 +152,14 @@ def make_plan(
     schedule = BucketSchedule(windows, make)
     buckets = schedule.buckets(0, 0)
     # Ids, not indices: with another image in the place of one, indices would stay the same.
-    if version == 1:
-        refuse_other_order(trained)
-        contents = {name: [samples[index].id for index in listed_items(each)] for name, each in buckets.items()}
-        sampler, digest = GlobalBatchSamplerV1(buckets, seed), short_hash([seed, contents])
-    elif set(windows) <= {Window()}:
+    if set(windows) <= {Window()}:
         sampler = GlobalBatchSampler(buckets, seed)
-        digest = digest_buckets(buckets, samples, version, seed)
+        digest = digest_buckets(buckets, samples, seed)
     else:
         sampler = GlobalBatchSampler(buckets, seed, schedule)
         check_participation(settings, sampler)
-        digest = digest_buckets(make_buckets(samples, held_out), samples, version, seed, windows)
-    return Plan(datasets, texts, samples, buckets, sampler, digest, version, held_out)
+        digest = digest_buckets(make_buckets(samples, held_out), samples, seed, windows)
+    return Plan(datasets, texts, samples, buckets, sampler, digest, held_out)
 
 
 def share_memory(plan: Plan, session: Session, place: str) -> Plan:
@@ -181,15 +171,6 @@ def share_memory(plan: Plan, session: Session, place: str) -> Plan:
     for bucket in plan.buckets.values():  # in place: the sampler and its schedule hold these buckets, too
         bucket.groups.update({copies: next(shared) for copies in bucket.groups})
     return replace(plan, samples=samples)
-
-
-def refuse_other_order(datasets: list[ImageDataset]) -> None:
-    """Raise SettingsError for weights and times, which the order of version 0.1.0 does not have."""
-    if {dataset.window for dataset in datasets} != {Window()} or len({each.probability for each in datasets}) > 1:
-        raise SettingsError(
-            "a run that version 0.1.0 began keeps its order, in which all datasets take part alike",
-            "leave out probability, start_epoch, start_step, end_epoch and end_step, or begin with another output_dir",
-        )
 
 
 def check_participation(settings: Settings, sampler: GlobalBatchSampler) -> None:
@@ -220,9 +201,8 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
     report_left_out(Discovery(broken=broken), report)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
         whole = plan.samples.without(broken)
-        plan = share_memory(
-            make_plan(settings, plan.datasets, plan.texts, whole, plan.version), session, "plan without broken images"
-        )
+        remade = make_plan(settings, plan.datasets, plan.texts, whole)
+        plan = share_memory(remade, session, "plan without broken images")
     no_caption = family.unconditional({key: value[None] for key, value in sources.prompts.read("").items()})
     on_demand = [decoding_threads(part, session.world) for part in plan.samples.parts if encodes_beside(part.dataset)]
     at_once = sources.concurrent_reads

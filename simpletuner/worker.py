@@ -39,7 +39,7 @@ from simpletuner.system.run_status import RunState, StatusWriter
 from simpletuner.system.signals import StopRequest, handle_stop_signals, what_follows
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.compiler_choice import with_compiler_chosen
-from simpletuner.training.data_position import data_version, resume_point, warn_of_changed_data
+from simpletuner.training.data_position import refuse_other_order, resume_point, warn_of_changed_data
 from simpletuner.training.ema import EMA
 from simpletuner.training.engines import check_engine, open_engine
 from simpletuner.training.held_out import open_held_out_loss
@@ -63,7 +63,6 @@ from simpletuner.training.resuming import (
     base_fingerprints,
     check_fits,
     checkpoint_to_resume,
-    imported_checkpoint,
     set_later_aside,
     warn_of_changed_base,
 )
@@ -142,9 +141,10 @@ def fine_tune(session: Session, notifier: Notifier) -> None:
 def fine_tune_from(session: Session, checkpoint: Checkpoint | None, notifier: Notifier) -> None:
     """Find the data and train on it, or say that nothing is left to do. Raises CheckpointDamaged on all ranks."""
     settings, world, stop = session.settings, session.world, session.stop.check
+    refuse_other_order(checkpoint)
     report_changes(session, checkpoint)
     verification = Verification(checkpoint, world) if checkpoint else None
-    plan = plan_data(session, data_version(checkpoint))
+    plan = plan_data(session)
     schedule, _ = resume_point(settings, plan, checkpoint)
     done = exported_steps(session)
     if done >= schedule.max_steps:
@@ -176,7 +176,6 @@ def fine_tune_on(
     check_export(family, pipelines_of(session.settings))
     wait_for_base_checksums = start_base_checksums(session, family, checkpoint)
     check_engine(session, family)
-    checkpoint = checkpoint or imported_checkpoint(session, family)
     if checkpoint is not None:
         check_fits(checkpoint, family, session.world, verification)
     prepared = prepare(session, plan, family, writers)
@@ -228,7 +227,6 @@ def open_state(
         config=family.exported_config(),
         trained=family.trained_facts(),
         data_digest=plan.digest,
-        data_version=plan.version,
         schedule=schedule,
         step=0,
         sampler_state=sampler_state,

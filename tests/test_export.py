@@ -10,7 +10,6 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
 from conftest import base
 from safetensors import safe_open
 
@@ -51,21 +50,6 @@ def test_each_engine_trains_what_another_has_exported_and_every_part_opens(sdxl,
             assert_opened_by_its_own_classes(pipeline)
         config = json.loads((output / "checkpoints/checkpoint-000001/model/config.json").read_text())
         assert config["_class_name"] == "UNet2DConditionModel"
-
-
-def test_what_version_0_1_wrote_with_the_class_name_of_fsdp_is_understood(sdxl, shapes, train, tmp_path, capsys):
-    from simpletuner.app import main
-
-    pipeline = tmp_path / "base"
-    shutil.copytree(sdxl, pipeline)
-    config = pipeline / "unet" / "config.json"
-    config.write_text(config.read_text().replace('"UNet2DConditionModel"', '"FSDPUNet2DConditionModel"'))
-    train(tmp_path / "run", *base("sdxl", pipeline, shapes), "--max_train_steps=1")
-    assert_opened_by_its_own_classes(tmp_path / "run" / "pipeline")
-    with pytest.raises(SystemExit) as ended:
-        main(["detect-blocks", f"--pretrained_model_name_or_path={pipeline}", "--json", "--refresh"])
-    assert ended.value.code == 0
-    assert json.loads(capsys.readouterr().out)["denoiser"] == "UNet2DConditionModel"
 
 
 def test_only_what_the_index_names_is_exported_and_nothing_from_outside(sdxl, shapes, train, tmp_path):
@@ -158,8 +142,6 @@ def test_finished_means_that_the_pipeline_is_whole_and_nothing_else_is_left(sdxl
         marker.write_text(text)
         train(output, *flags)
         assert json.loads(marker.read_text())["steps"] == 2
-    marker.write_text('{"steps": 2}')  # as version 0.1 wrote it
-    assert "finished already" in train(output, *flags).said
     (output / ".pipeline.unfinished").mkdir()
     (output / "pipeline").rename(output / ".pipeline.old")  # killed while the new one took its place
     assert "finished already" in train(output, *flags).said

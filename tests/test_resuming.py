@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from simpletuner.caches.shards import ShardReader
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
 from simpletuner.data.batch_sampler import DATA_VERSION
+from simpletuner.system.checksums import with_checksum
 
 FSDP2 = ("--fsdp_enable", "--train_batch_size=2")
 
@@ -77,35 +78,18 @@ def test_changed_pictures_are_noticed_and_training_goes_on_with_the_next_epoch(s
     assert [row["epoch"] for row in run.rows] == [0, 0, 1, 1]
 
 
-def test_what_version_0_1_wrote_is_resumed_with_its_own_buckets_and_order(sdxl_flags, train, tmp_path):
-    flags = (*sdxl_flags, "--train_batch_size=4", "--repeats=1", "--resolution=100", "--checkpoint_step_interval=3")
-    output = tmp_path / "run"
-    train(output, *flags, "--max_train_steps=3")
-    shutil.copytree(output, tmp_path / "development")
-    path = output / "checkpoints" / "checkpoint-000003" / "state.json"
+def test_another_order_of_images_is_refused_and_nothing_is_set_aside(sdxl_flags, train, tmp_path):
+    flags = (*sdxl_flags, "--train_batch_size=4")
+    output = train(tmp_path / "run", *flags, "--max_train_steps=2").output
+    path = output / "checkpoints" / "checkpoint-000002" / "state.json"
     state = json.loads(path.read_text())
-    del state["position"]["carried"]
-    for added in ("checksum", "checksums", "data_version", "base", "schedule"):
-        del state[added]
-    path.write_text(json.dumps({**state, "data": "0123456789abcdef"}))
-    other = train(output, *flags, "--max_train_steps=4")
-    assert "images or seed changed since the checkpoint" in other.said
-    state = json.loads((output / "checkpoints" / "checkpoint-000004" / "state.json").read_text())
-    assert state["data_version"] == 1 and state["position"]["epoch"] == 1
-    resumed = train(output, *flags, "--max_train_steps=6")
-    assert "changed since the checkpoint" not in resumed.said
-    assert [row["epoch"] for row in resumed.rows] == [0, 0, 0, 1, 1, 1]
-    path = tmp_path / "development" / "checkpoints" / "checkpoint-000003" / "state.json"
-    state = {**json.loads(path.read_text()), "data": "0123456789abcdef", "data_version": 2}
-    state["position"] |= {"consumed": {"96x96": 99}, "cuts": [[2, 1]]}
-    del state["checksum"]
-    path.write_text(json.dumps(state))
-    for steps in (4, 5):
-        resumed = train(tmp_path / "development", *flags, f"--max_train_steps={steps}")
-        assert ("another order of images: its epoch starts over" in resumed.said) == (steps == 4)
-    state = json.loads((path.parents[1] / "checkpoint-000005" / "state.json").read_text())
     assert state["data_version"] == DATA_VERSION
-    assert (state["position"]["epoch"], state["position"]["batch"]) == (0, 2)
+    del state["checksum"]
+    path.write_text(json.dumps(with_checksum({**state, "data_version": DATA_VERSION + 1})))
+    before = path.read_bytes()
+    said = train(output, *flags, "--max_train_steps=4", code=3).said
+    assert "counts in another order of images" in said and "begin with another output_dir" in said
+    assert path.read_bytes() == before and [each.name for each in path.parents[1].iterdir()] == [path.parent.name]
 
 
 @pytest.mark.long

@@ -203,35 +203,17 @@ def test_of_two_runs_on_one_offload_folder_the_killed_one_is_cleaned_up_and_goes
     assert list(offload.iterdir()) == []
 
 
-def test_a_checkpoint_of_deepspeeds_own_is_imported_once(flux_flags, run_on, arguments_of, train, tmp_path):
-    names = ["zero1", "zero2-cpu", "zero3"]
-    run_on(engines.dump_in_turn, 2, arguments_of("flux"), names)
-    flags = (*flux_flags, "--train_batch_size=4", "--allow_pickle", "--resume_from_checkpoint=latest")
-    for name in names:
-        source = f"--import_deepspeed_checkpoint={tmp_path / name / 'dump'}"
-        run = train(tmp_path / f"from-{name}", *flags, source, "--max_train_steps=4")
-        assert "importing" in run.said
-        assert [row["step"] for row in run.rows] == [3, 4]
-        held = torch.load(tmp_path / name / "held")
-        for group, tensors in held.items():
-            found = load_file(*(run.output / "checkpoints" / "checkpoint-000002" / group).glob("*.safetensors"))
-            assert found.keys() == tensors.keys()
-            assert all(torch.equal(found[key], tensors[key]) for key in tensors), (name, group)
-        assert "importing" not in train(run.output, *flags, source, "--max_train_steps=5").said
-
-
-def test_pickles_are_read_only_with_allow_pickle(sdxl_flags, train, tmp_path):
-    source = f"--import_deepspeed_checkpoint={tmp_path}"
-    assert "allow_pickle=true" in train(tmp_path / "run", *sdxl_flags, source, code=2).said
-    said = train(tmp_path / "run", *sdxl_flags, source, "--allow_pickle", code=3).said
-    assert "is not a checkpoint of DeepSpeed ZeRO" in said
-
-
-def test_a_checkpoint_of_another_model_is_refused(sdxl_flags, run_on, arguments_of, train, tmp_path):
-    run_on(engines.dump_in_turn, 1, arguments_of("flux"), ["zero2"])
-    source = f"--import_deepspeed_checkpoint={tmp_path / 'zero2' / 'dump'}"
-    said = train(tmp_path / "run", *sdxl_flags, source, "--allow_pickle", code=3).said
-    assert "is of another model" in said
+def test_a_run_starts_from_the_weights_of_deepspeeds_own_checkpoint(flux, run_on, arguments_of, train, tmp_path):
+    run_on(engines.dump_in_turn, 2, arguments_of("flux"), ["zero3"])
+    folder, weights = tmp_path / "zero3", tmp_path / "weights"
+    program = [sys.executable, str(folder / "dump" / "zero_to_fp32.py"), str(folder / "dump"), str(weights)]
+    subprocess.run([*program, "--safe_serialization", "--max_shard_size=1TB"], check=True, capture_output=True)
+    file = weights / "model.safetensors"
+    flags = ("--model_family=flux", f"--pretrained_model_name_or_path={file}", f"--single_file_config={flux}")
+    run = train(tmp_path / "run", *flags, "--train_batch_size=4", "--max_train_steps=1", "--learning_rate=1e-30")
+    held = torch.load(folder / "held")["model"]
+    found = load_file(*(run.output / "checkpoints" / "checkpoint-000001" / "model").glob("*.safetensors"))
+    assert found.keys() == held.keys() and all(torch.equal(found[key], held[key]) for key in held)
 
 
 def test_a_missing_package_or_compiler_is_an_error_with_the_command_that_fixes_it(sdxl_flags, starter, tmp_path):

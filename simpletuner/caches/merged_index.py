@@ -33,7 +33,7 @@ ROW = np.dtype(
         ("low", "<u8"),
         ("offset", "<u8"),
         ("length", "<u8"),
-        ("checksum", "V16"),  # zeros: an older version wrote none
+        ("checksum", "V16"),
         ("shard", "<u4"),
         ("reason", "<u4"),  # 0, or 1 + the number of the reason why the record is broken
     ]
@@ -75,8 +75,7 @@ class MergedIndex:
         """Return the location of a row; the index has only the hash of its name and parts."""
         values = self.rows[row]
         shard = folder / self.sources[values["shard"]][0]
-        digest = values["checksum"].tobytes()
-        checksum = f"xxh3:{digest.hex()}" if any(digest) else ""
+        checksum = f"xxh3:{values['checksum'].tobytes().hex()}"
         offset, length = int(values["offset"]), int(values["length"])
         return RecordLocation(shard, offset, length, name, parts, self.reason(row), checksum, row)
 

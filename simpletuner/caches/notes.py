@@ -43,6 +43,6 @@ def read_digests(reader: ShardReader) -> dict[str, dict[str, str]]:
     path, note = reader.folder / COMPLETE, dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, RecursionError):
         note = json.loads(path.read_bytes()) if is_plain_file(path) else {}
-    if not isinstance(note, dict) or "checksum" not in note or not is_intact(note):
+    if not isinstance(note, dict) or not is_intact(note):
         return {}
     return note["digests"] if note["shards"] == identity(reader) else {}

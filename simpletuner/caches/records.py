@@ -20,8 +20,7 @@ ALIGNMENT_BYTES = 8
 class RecordLocation:
     """Where a record is, and what it was made from; `broken` says why a record could not be made.
 
-    `checksum` is empty for what older versions wrote; `row` is its number in a reader's merged index, or
-    -1 where it was written since.
+    `row` is its number in a reader's merged index, or -1 where it was written since.
     """
 
     shard: Path

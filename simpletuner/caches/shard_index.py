@@ -14,7 +14,7 @@ from typing import Any
 from simpletuner.caches.records import RecordLocation
 from simpletuner.system.cache_files import INDEX_SUFFIX, is_plain_file, shard_of
 
-CHECKSUM = re.compile(r"(xxh3:[0-9a-f]{32})?")
+CHECKSUM = re.compile(r"xxh3:[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ def parse_index_line(line: Mapping[str, Any], shard: Path) -> IndexEntry:
         str(line["name"]),
         parts,
         str(line.get("broken", "")),
-        str(line.get("checksum", "")),
+        str(line["checksum"]),
     )
     if not CHECKSUM.fullmatch(location.checksum):
         raise ValueError("its checksum is none")
     # A record's checksum is compared when it is read. A broken one has nothing to read, so its line is checked here.
-    if location.broken and location.checksum and location.checksum != location.checksum_with(b""):
+    if location.broken and location.checksum != location.checksum_with(b""):
         raise ValueError("its checksum does not match")
     name, offset = line.get("retracts", (None, None))
     return IndexEntry(location, None if name is None else (str(name), int(offset)))

@@ -182,7 +182,7 @@ class ShardReader:
         try:
             record = self._record(location)
             is_known = location.row >= 0
-            if location.checksum and not (is_known and self._verified[location.row]):  # once: then it is in memory
+            if not (is_known and self._verified[location.row]):  # once: then it is in memory
                 if location.checksum != location.checksum_with(record):
                     raise ValueError("its checksum does not match")
                 if is_known:

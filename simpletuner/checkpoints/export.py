@@ -34,11 +34,11 @@ SCHEDULER = "scheduler/scheduler_config.json"
 
 
 class MarkerFields(BaseModel):
-    """What `simpletuner.json` holds; older versions wrote the steps only."""
+    """Fields of `simpletuner.json`."""
 
     steps: int = Field(ge=0)
-    files: dict[str, int] | None = None
-    checksums: dict[str, str] = {}
+    files: dict[str, int]
+    checksums: dict[str, str]
 
 
 def export_pipeline(
@@ -186,10 +186,10 @@ def check_targets(targets: list[Path]) -> None:
 
 def keep_foreign_files(old: Path, new: Path) -> None:
     """Copy what others added to an exported pipeline, such as a README.md, into the one that replaces it."""
-    ours = (read_marker(old) or {}).get("files")
-    if ours is None:  # no pipeline, or one of an older version, which wrote no list of its files
+    marker = read_marker(old)
+    if marker is None:
         return
-    for name in file_sizes(old).keys() - ours.keys() - {FINISHED}:
+    for name in file_sizes(old).keys() - marker["files"].keys() - {FINISHED}:
         if not (new / name).exists() and Path(name).suffix != ".safetensors":  # weights would be loaded with ours
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(old / name, new / name)
@@ -205,30 +205,15 @@ def read_marker(pipeline: Path) -> dict[str, Any] | None:
 
 
 def finished_steps(pipeline: Path, world: World) -> int:
-    """Collective: return after how many steps a complete pipeline was exported; 0 when there is none, or it is damaged.
-
-    Older versions wrote no checksums; of their pipelines the components must be there.
-    """
+    """Return after how many steps a complete, undamaged pipeline was exported; 0 if there is none. Collective."""
     marker = read_marker(pipeline)
     steps = marker["steps"] if marker and has_all_files(pipeline, marker["files"]) else 0
     if min(int(text) for text in world.gather_texts(str(steps))) == 0 or marker is None:
         return 0
-    if wanted := marker["checksums"]:
-        found = compute_checksums(pipeline, world, {})
-        return steps if all(found.get(name) == value for name, value in wanted.items()) else 0
-    return steps
+    found = compute_checksums(pipeline, world, {})
+    return steps if all(found.get(name) == value for name, value in marker["checksums"].items()) else 0
 
 
-def has_all_files(pipeline: Path, files: Mapping[str, int] | None) -> bool:
-    """Whether all files of a pipeline are there, or all components of one that an older version wrote."""
-    if files is not None:
-        found = file_sizes(pipeline)
-        return all(found.get(name) == size for name, size in files.items())
-    try:
-        index = json.loads(read_file(pipeline / "model_index.json"))
-        folders = [pipeline / name for name, value in index.items() if isinstance(value, list) and any(value)]
-    except (OSError, ValueError, RecursionError, AttributeError):
-        return False
-    models = [folder for folder in folders if folder.name in ("unet", "transformer", "vae")]
-    configured = all(any(folder.glob("*.json")) for folder in folders)
-    return configured and all(any(folder.glob("*.safetensors")) for folder in models)
+def has_all_files(pipeline: Path, files: Mapping[str, int]) -> bool:
+    found = file_sizes(pipeline)
+    return all(found.get(name) == size for name, size in files.items())

@@ -37,9 +37,9 @@ Group = Annotated[str, StringConstraints(pattern=r"^\w+$")]
 
 
 class PositionFields(BaseModel):
-    """`SamplerState` in JSON; epoch -1 is before the first one, in checkpoints imported from DeepSpeed."""
+    """`SamplerState` in JSON."""
 
-    epoch: int = Field(ge=-1)
+    epoch: Count
     batch: Count
     batch_size: int = Field(ge=1)
     consumed: dict[str, Count]
@@ -53,18 +53,28 @@ class OptimizerFields(BaseModel):
     moments: list[Group]
 
 
+class ScheduleFields(BaseModel):
+    """`Schedule` in JSON, but for its last step."""
+
+    epochs: Count | None
+    start_step: Count
+    start_progress: float
+    planned_steps: Count
+
+
 class StateFields(BaseModel):
-    """What `state.json` must hold; older versions wrote no checksums."""
+    """Required fields of `state.json`."""
 
     step: Count
     position: PositionFields
     data: str
-    data_version: int = Field(1, ge=1)
+    data_version: Count
     optimizer: OptimizerFields
     ema_updates: Count | None
     files: dict[str, Count]
-    checksums: dict[str, str] = {}
-    max_steps: Count = 0
+    checksums: dict[str, str]
+    max_steps: Count
+    schedule: ScheduleFields
     base: dict[str, str] = {}
     base_checksums: dict[str, str] = {}
     model_family: str = ""

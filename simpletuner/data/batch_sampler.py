@@ -20,14 +20,9 @@ from simpletuner.data.epoch_order import Bucket, EpochOrder, EpochStream
 from simpletuner.data.participation import NO_LIMIT, BucketSchedule
 from simpletuner.data.permutation import hash_key
 
-DATA_VERSION = 3
-"""Version of what decides buckets and the order of samples; a run keeps the one that it began with (`data_version` in
-state.json), since a position means something only in the order that it was counted in.
-
-1: each side of a bucket is rounded by itself, and all repeats are shuffled together (simpletuner 0.1.0).
-2: the bucket that crops least, and repeats spread over the epoch; never released.
-3: the same, with an order that is computed block by block.
-"""
+DATA_VERSION = 1
+"""Version of what decides buckets and the order of samples (`data_version` in state.json): a position means something
+only in the order that it was counted in."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +30,7 @@ class SamplerState:
     """A position in the data: `batch` batches into `epoch`, the last ones of `batch_size`.
 
     `consumed` items of each bucket's epoch are taken; of these and of earlier epochs, the `carried` samples wait.
-    In version 1, `consumed` counts from the start of the run to that of the epoch. Saved in state.json by these names,
-    but for `step`, the steps of the run so far, which is the checkpoint's own.
+    Saved in state.json by these names, but for `step`, the steps of the run so far, which is the checkpoint's own.
     """
 
     epoch: int

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from simpletuner.data.batch_sampler import DATA_VERSION
 from simpletuner.data.captions import caption_file
 from simpletuner.data.dataset_kinds import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.file_list import OtherFiles, printable
@@ -80,14 +79,14 @@ class Discovery:
             raise error
 
 
-def discover(scans: Sequence[Scan], alignment_px: int, seed: int, version: int = DATA_VERSION) -> Discovery:
+def discover(scans: Sequence[Scan], alignment_px: int, seed: int) -> Discovery:
     """Choose the samples among the images that were found; `Discovery.check` raises what ends a run."""
     found = Discovery(scans)
     parts = []
     for scan in scans:
         found.others.append(scan.others)
         found.broken |= {f"{scan.dataset.id}/{name}": NOT_UTF8 for name in scan.others.undecodable}
-        parts.append(choose_samples(scan, alignment_px, seed, version, found))
+        parts.append(choose_samples(scan, alignment_px, seed, found))
     found.samples = Samples(parts)
     return found
 
@@ -95,7 +94,7 @@ def discover(scans: Sequence[Scan], alignment_px: int, seed: int, version: int =
 NOT_UTF8 = "its name is not UTF-8: rename it"
 
 
-def choose_samples(scan: Scan, alignment_px: int, seed: int, version: int, found: Discovery) -> DatasetSamples:
+def choose_samples(scan: Scan, alignment_px: int, seed: int, found: Discovery) -> DatasetSamples:
     """Return the samples of one dataset, after noting in `found` what is left out."""
     dataset, table = scan.dataset, scan.table
     is_read = pc.equal(table["problem"], "").to_numpy()
@@ -103,7 +102,7 @@ def choose_samples(scan: Scan, alignment_px: int, seed: int, version: int, found
     for name, problem in zip(*(pick(table[column], ~is_read) for column in ("name", "problem")), strict=True):
         found.broken[f"{dataset.id}/{name}"] = problem
     rows = np.flatnonzero(is_read & has_row).astype(np.int32)
-    sizes = sizes_of(dataset, table, rows, alignment_px, version, seed)
+    sizes = sizes_of(dataset, table, rows, alignment_px, seed)
     is_wanted = are_within_limits(dataset, sizes.originals)
     is_wanted &= is_enlarged_within(dataset, sizes.originals, sizes.targets)
     fits = np.multiply(*sizes.resized.T, dtype=np.int64) <= LARGEST_PIXELS
@@ -132,9 +131,7 @@ def pick(column: pa.ChunkedArray, mask: np.ndarray) -> list:
     return column.take(pa.array(np.flatnonzero(mask))).to_pylist() if mask.any() else []
 
 
-def sizes_of(
-    dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment_px: int, version: int, seed: int
-) -> Sizes:
+def sizes_of(dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment_px: int, seed: int) -> Sizes:
     """Find the bucket of each size that occurs; there are far fewer sizes than images."""
     width, height = (table[side].to_numpy() for side in ("width", "height"))
     if len(rows) < len(table):
@@ -150,7 +147,7 @@ def sizes_of(
     def block(start: int) -> tuple[np.ndarray, ...]:
         part = slice(start, start + BLOCK_SIZES)
         originals = np.stack([codes[part] >> 32, codes[part] & 0xFFFFFFFF], axis=1)
-        targets = bucket_sizes(dataset, originals, alignment_px, version, None if choices is None else choices[part])
+        targets = bucket_sizes(dataset, originals, alignment_px, None if choices is None else choices[part])
         resized = resized_sizes(dataset, originals, targets)
         return tuple(each.astype(np.int32) for each in (originals, resized, targets))
 

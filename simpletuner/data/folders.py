@@ -64,8 +64,7 @@ def is_control(letter: str) -> bool:
 
 
 def id_of_folder(name: str) -> str:
-    # "pictures" stays: ids of version 0.1.0 are keys of caches and of the sampler.
-    return "".join("_" if is_control(letter) else letter for letter in name) or "pictures"
+    return "".join("_" if is_control(letter) else letter for letter in name) or "images"
 
 
 def find_nested_ids(names: Sequence[str]) -> list[str]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simpletuner.data.batch_sampler import DATA_VERSION
 from simpletuner.data.dataset_kinds import ImageDataset
 
 Size = tuple[int, int]
@@ -49,36 +48,27 @@ def shapes_of(dataset: ImageDataset, originals: np.ndarray) -> np.ndarray:
 
 
 def bucket_sizes(
-    dataset: ImageDataset,
-    originals: np.ndarray,
-    alignment_px: int,
-    version: int = DATA_VERSION,
-    choices: np.ndarray | None = None,
+    dataset: ImageDataset, originals: np.ndarray, alignment_px: int, choices: np.ndarray | None = None
 ) -> np.ndarray:
     """Return the bucket of each image; `choices` (images,) are places in `dataset.aspects` for crop_aspect random."""
     if not (dataset.crop and dataset.crop_aspect in ("closest", "random")):
         shapes = shapes_of(dataset, originals)
-        return sizes_of_shapes(dataset, shapes, alignment_px, version, exact_squares=shapes is not originals)
+        return sizes_of_shapes(dataset, shapes, alignment_px, exact_squares=shapes is not originals)
     shapes = np.stack([np.array(dataset.aspects), np.ones(len(dataset.aspects))], axis=1)
-    targets = sizes_of_shapes(dataset, shapes, alignment_px, version, exact_squares=True)
+    targets = sizes_of_shapes(dataset, shapes, alignment_px, exact_squares=True)
     return targets[closest_aspects(dataset, originals, targets) if choices is None else choices]
 
 
-def sizes_of_shapes(
-    dataset: ImageDataset, shapes: np.ndarray, alignment_px: int, version: int, exact_squares: bool
-) -> np.ndarray:
+def sizes_of_shapes(dataset: ImageDataset, shapes: np.ndarray, alignment_px: int, exact_squares: bool) -> np.ndarray:
     """Return, of the sizes around the target area with the aspect of each shape, the one that crops least.
 
-    Both sides are multiples of the alignment. Where none of them is near the area, each side is rounded by itself, as
-    version 1 always did.
+    Both sides are multiples of the alignment. Where none of them is near the area, each side is rounded by itself.
     """
     if dataset.aspect_bucket_sizes == "nearest":
         return nearest_sizes(dataset, shapes, alignment_px)
     area = target_areas(dataset, shapes[:, 0] / shapes[:, 1])
     ideal = np.sqrt(np.stack([area * shapes[:, 0] / shapes[:, 1], area * shapes[:, 1] / shapes[:, 0]], axis=1))
     best = round_to_multiples(ideal, alignment_px)
-    if version == 1:
-        return best
     below = np.maximum(1, np.floor(ideal / alignment_px).astype(np.int64)) * alignment_px
     least = np.full((len(shapes), 2), np.inf)  # what is cropped, and the distance from the ideal size
     must_be_square = (shapes[:, 0] == shapes[:, 1]) & exact_squares

@@ -12,7 +12,6 @@ materialize.py        weights for a model on the meta device, module by module
 partitions.py         the float32 weights and moments that DeepSpeed keeps on this rank
 partitioned_muon.py   Muon over those: whole matrices, each on one rank for its step
 row_shards.py         all-to-all between those and the row shards of checkpoints
-import_checkpoint.py  DeepSpeed's own checkpoints, converted to ours
 
 Internal DeepSpeed API in use, checked with 0.19.8; tests/zero/test_internal_api.py looks for each name in the installed
 files:

@@ -98,14 +98,7 @@ def architecture_in_config(path: Path) -> Architecture:
         raise EnvironmentNotReady(
             f"{path} names no _class_name: it is no model of diffusers", "check pretrained_model_name_or_path"
         )
-    return Architecture(plain_class_name(class_name), source=str(path), config=config)
-
-
-def plain_class_name(name: str) -> str:
-    """A denoiser's class in diffusers, without the prefix of FSDP2."""
-    # FSDP2 renames the class of a module that it wraps, and an early version of ours wrote that name
-    # (`FSDPUNet2DConditionModel`) into config.json.
-    return name.removeprefix("FSDP")
+    return Architecture(class_name, source=str(path), config=config)
 
 
 def published_architecture(model: Model, warn: Callable[[str], None]) -> Architecture:

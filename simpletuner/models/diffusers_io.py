@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
-from simpletuner.models.architecture import plain_class_name
 from simpletuner.models.malformed import CHECK_COPY
 from simpletuner.run_log import take_over
 
@@ -127,7 +126,7 @@ def build_on_meta(config: Mapping[str, Any], include_buffers: bool = False) -> n
     from accelerate import init_empty_weights
     from diffusers import ModelMixin
 
-    name = plain_class_name(config["_class_name"])
+    name = config["_class_name"]
     cls = diffusers_class(name)
     if not (isinstance(cls, type) and issubclass(cls, ModelMixin)):
         raise EnvironmentNotReady(f"{name} is no model of diffusers", "name a denoiser's folder")

@@ -175,19 +175,6 @@ def lora_is_for_whole_denoisers(settings: Settings) -> Iterator[BrokenRule]:
             "has few, and saves them whole; drop zero_stage and deepspeed_config"
         )
         yield broken(message, "model_type", "zero_stage", "deepspeed_config")
-    if settings.checkpoints.import_deepspeed_checkpoint is not None:
-        message = "import_deepspeed_checkpoint holds all weights, of which model_type=lora trains none: leave it out"
-        yield broken(message, "import_deepspeed_checkpoint", "model_type")
-
-
-def pickles_are_trusted(settings: Settings) -> Iterator[BrokenRule]:
-    source = settings.checkpoints.import_deepspeed_checkpoint
-    if source is not None and not settings.checkpoints.allow_pickle:
-        message = (
-            f"import_deepspeed_checkpoint = {source} is a pickle, which can run any program when it is read: "
-            "set allow_pickle=true if you trust who made it"
-        )
-        yield broken(message, "allow_pickle", "import_deepspeed_checkpoint")
 
 
 def single_files_have_a_known_layout(settings: Settings) -> Iterator[BrokenRule]:
@@ -231,7 +218,6 @@ RULES: tuple[Rule, ...] = (
     compiler_supports_settings,
     compiler_chooses_activations,
     projections_can_be_fused,
-    pickles_are_trusted,
     wrap_policy_is_known,
     warmup_ends,
     single_files_have_a_known_layout,

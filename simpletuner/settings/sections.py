@@ -256,8 +256,6 @@ class Checkpoints(Section):
     checkpoints_total_limit: int = knob(5, "Keep this many of the newest checkpoints.", ge=1)
     export_single_file: bool = knob(False, "Also export what is trained as one .safetensors file in the original layout, for other tools (Stable Diffusion 1.x, 2.x and XL).")
     resume_from_checkpoint: Annotated[str, AfterValidator(in_home)] = knob("latest", "`latest`, a checkpoint folder, or `none`.")
-    import_deepspeed_checkpoint: Path | None = knob(None, "A folder with DeepSpeed's own checkpoint to start from, where this run has none; needs allow_pickle.")  # fmt: skip
-    allow_pickle: bool = knob(False, "Read the pickles of import_deepspeed_checkpoint: whoever made them can run any program here.")
 
 
 class Validation(Section):

@@ -76,7 +76,5 @@ def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_intact(value: Mapping[str, Any]) -> bool:
-    """Verify a checksum added by `with_checksum`; true for files of older versions, which have none."""
-    return "checksum" not in value or value["checksum"] == value_checksum(
-        {name: item for name, item in value.items() if name != "checksum"}
-    )
+    """Verify a checksum added by `with_checksum`."""
+    return value.get("checksum") == value_checksum({name: item for name, item in value.items() if name != "checksum"})

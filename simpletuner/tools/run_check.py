@@ -84,7 +84,7 @@ def check_run(loaded: Loaded) -> Loaded:
 
 def check_named_files(loaded: Loaded) -> None:
     """Raise SettingsError for a secret, a checkpoint to start from or a file of prompts that cannot be used."""
-    from simpletuner.checkpoints.layout import find_resume_folders, list_checkpoints
+    from simpletuner.checkpoints.layout import find_resume_folders
     from simpletuner.data.validation_prompts import load_prompts
     from simpletuner.launch.store import message_signer
     from simpletuner.models.support import check_prompt_sizes
@@ -101,11 +101,6 @@ def check_named_files(loaded: Loaded) -> None:
     root, wanted = settings.training.output_dir / "checkpoints", settings.checkpoints
     with naming_places(loaded.origins, "output_dir", "resume_from_checkpoint"):
         find_resume_folders(root, wanted.resume_from_checkpoint)
-    source = wanted.import_deepspeed_checkpoint
-    if source is not None and not source.is_dir() and not list_checkpoints(root):
-        message = f"import_deepspeed_checkpoint = {source}: there is no such folder"
-        with naming_places(loaded.origins, "import_deepspeed_checkpoint"):
-            raise SettingsError(message, "name the folder that DeepSpeed's save_checkpoint was given")
 
 
 def check_hub_token(settings: Settings) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from simpletuner.caches.keys import file_fingerprint
-from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, load_checkpoint, set_aside
+from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, set_aside
 from simpletuner.checkpoints.tensors import read_shapes
 from simpletuner.checkpoints.verification import Verification, find_newest
-from simpletuner.deepspeed.import_checkpoint import import_deepspeed_checkpoint
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.lora import Adapter
@@ -116,21 +115,6 @@ def warn_of_changed_base(session: Session, checkpoint: Checkpoint, base: Mapping
     names = sorted(name for name in before.keys() | base.keys() if before.get(name) != base.get(name))
     more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     session.report.warn(f"the base model changed since the checkpoint: {', '.join(names[:SHOWN])}{more}")
-
-
-def imported_checkpoint(session: Session, family: ModelFamily) -> Checkpoint | None:
-    """Convert the DeepSpeed checkpoint that the settings name, if any. Collective."""
-    source, world = session.settings.checkpoints.import_deepspeed_checkpoint, session.world
-    if source is None:
-        return None
-    session.report.say(f"importing {source}")
-    folder = ""
-    if world.is_first:
-        shapes = {name: tuple(tensor.shape) for name, tensor in family.meta_denoiser.state_dict().items()}
-        root = checkpoints_of(session.settings)
-        folder = str(import_deepspeed_checkpoint(source.expanduser(), root, shapes, family.config))
-    world.store_barrier("import", session.stop.check)
-    return load_checkpoint(Path(world.gather_texts(folder)[0]))
 
 
 def set_later_aside(session: Session, step: int) -> None:

@@ -75,7 +75,5 @@ def resumed_schedule(
 
 
 def saved_schedule(saved: Mapping[str, Any]) -> Schedule:
-    """Return the schedule in a checkpoint's state; older versions wrote only its last step."""
-    more = saved.get("schedule", {})
-    start = more.get("start_step", 0), more.get("start_progress", 0.0), more.get("planned_steps", 0)
-    return Schedule(int(saved.get("max_steps", 0)), more.get("epochs"), *start)
+    """Return the schedule in a checkpoint's state."""
+    return Schedule(saved["max_steps"], **saved["schedule"])

@@ -12,7 +12,7 @@ from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.shards import planned
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.data.batch_sampler import SamplerState
+from simpletuner.data.batch_sampler import DATA_VERSION, SamplerState
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.report import Report
@@ -33,7 +33,6 @@ class TrainingState:
     """What the weights are: all of the denoiser's, or an adapter of some rank on some layers."""
     data_digest: str
     """Sampler states mean something for this data only."""
-    data_version: int
     schedule: Schedule
     step: int
     sampler_state: SamplerState
@@ -52,7 +51,7 @@ class TrainingState:
             **self.schedule.as_json(),
             "position": {name: value for name, value in asdict(sampler_state).items() if name != "step"},
             "data": self.data_digest,
-            "data_version": self.data_version,
+            "data_version": DATA_VERSION,
             "base": dict(self.base_fingerprints),
             "base_checksums": dict(self.base_checksums),
             "optimizer": {"steps": optimizer.steps, "moments": sorted(optimizer.tensors)},

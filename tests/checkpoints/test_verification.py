@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from checkpoint_states import state_of
 
-from simpletuner.checkpoints.layout import Checkpoint, checkpoint_folder, file_sizes
+from simpletuner.checkpoints.layout import Checkpoint, checkpoint_folder
 from simpletuner.checkpoints.saving import write_state
 from simpletuner.checkpoints.verification import CheckpointDamaged, Verification, compute_checksums, find_newest
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.system.files import write_json
 
 
 @pytest.fixture(scope="module")
@@ -21,18 +21,12 @@ def world():
         yield world
 
 
-def checkpoint(root: Path, step: int, world: World, older: bool = False) -> Path:
+def checkpoint(root: Path, step: int, world: World) -> Path:
     folder = checkpoint_folder(root, step)
     (folder / "model").mkdir(parents=True)
     safetensors.torch.save_file({"weight": torch.arange(64.0)}, folder / "model" / "a.safetensors")
     (folder / "model" / "config.json").write_text("{}")
-    position = {"epoch": 0, "batch": step, "batch_size": 4, "consumed": {"64x64": 0}}
-    optimizer = {"steps": step, "moments": ["exp_avg"]}
-    state = {"step": step, "position": position, "data": "d", "optimizer": optimizer, "ema_updates": None}
-    if older:
-        write_json(folder / "state.json", {**state, "files": file_sizes(folder)})
-    else:
-        write_state(folder, state, compute_checksums(folder, world, {}))
+    write_state(folder, state_of(step), compute_checksums(folder, world, {}))
     return folder
 
 
@@ -93,16 +87,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_again(t
     assert "checkpoint-000002" in caught.value.message and "checkpoint-000001" in caught.value.message
     assert "--resume_from_checkpoint=none" in caught.value.hint
     assert find_newest_healthy(tmp_path, "none", world) == (None, [])
-
-
-def test_what_an_older_version_wrote_without_checksums_is_taken_and_its_headers_are_read(tmp_path, world):
-    checkpoint(tmp_path, 1, world, older=True)
-    newer = checkpoint(tmp_path, 2, world, older=True)
-    found, passed_over = find_newest_healthy(tmp_path, "latest", world)
-    assert found is not None and (found.step, passed_over) == (2, [])
-    flip(newer / "model" / "a.safetensors", 8)
-    found, passed_over = find_newest_healthy(tmp_path, "latest", world)
-    assert found is not None and found.step == 1 and "a.safetensors is damaged" in passed_over[0]
 
 
 def test_checkpoints_are_chosen_by_name_or_by_path_and_an_unknown_one_lists_what_there_is(tmp_path, world, monkeypatch):

@@ -14,7 +14,7 @@ from simpletuner.settings import load
 from simpletuner.settings.sections import setting_fields
 
 PATHS = ("instance_data_dir", "data_backend_config", "cache_dir_vae", "cache_dir_text", "output_dir", "logging_dir")
-PATHS += ("offload_param_path", "run_secret_file", "import_deepspeed_checkpoint", "pretrained_model_name_or_path")
+PATHS += ("offload_param_path", "run_secret_file", "pretrained_model_name_or_path")
 PATHS += ("resume_from_checkpoint", "lora_init", "single_file_config", "validation_prompt_file")
 
 
@@ -73,8 +73,6 @@ def test_home_is_meant_by_its_sign_in_every_path_from_every_source(run, monkeypa
         ]
         Path(source).write_text(text)
         arguments.append(f"--config=~/{source}")
-    if name == "import_deepspeed_checkpoint":
-        arguments.append("--allow_pickle")
     if name == "lora_init":
         arguments.append("--model_type=lora")
     code, out, err = run(*arguments)

@@ -26,7 +26,6 @@ CASES = {
     "no folder of a dataset": (DATASETS, [{"id": "a", "type": "local", "instance_data_dir": "gone"}]),
     "no secret": (GOOD | {"run_secret_file": "gone"}, None),
     "no checkpoint": (GOOD | {"resume_from_checkpoint": "gone"}, None),
-    "no checkpoint of DeepSpeed": (GOOD | {"import_deepspeed_checkpoint": "gone", "allow_pickle": True}, None),
     "a GPU twice": (GOOD | {"gpu_ids": "0,0"}, None),
     "a size that cannot be sampled": (GOOD | {"validation_resolution": "100"}, None),
     "a folder of another family": (GOOD | {"model_flavour": "", "pretrained_model_name_or_path": "sd3"}, None),

@@ -6,13 +6,12 @@ from fractions import Fraction
 import numpy as np
 import pyarrow as pa
 import pytest
-from buckets import bucket_of
+from buckets import bucket_of, listed_items
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scanning import drawn
 
-from simpletuner.data.batch_sampler_v1 import listed_items
 from simpletuner.data.buckets import (
     Buckets,
     digest_buckets,

@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+from buckets import listed_items
 from hypothesis import given
 from hypothesis import strategies as st
 from scanning import drawn
 
-from simpletuner.data.batch_sampler_v1 import listed_items
 from simpletuner.data.buckets import make_buckets
 from simpletuner.data.held_out import held_out_batches, held_out_indices
 from simpletuner.data.samples import Samples

@@ -39,10 +39,6 @@ REFUSED = [
         "which an adapter has few, and saves them whole; drop zero_stage and deepspeed_config",
     ),
     (
-        {"model_type": "lora", "import_deepspeed_checkpoint": "x", "allow_pickle": True},
-        "import_deepspeed_checkpoint holds all weights, of which model_type=lora trains none: leave it out",
-    ),
-    (
         {"base_model_precision": "int8"},
         "base_model_precision = int8, but model_type = full trains all weights, in float32; a quantized base is for "
         "LoRA: set model_type=lora, or leave it out and share weights out over the ranks with fsdp_enable",
@@ -174,11 +170,6 @@ REFUSED = [
     (
         {"offload_param": "cpu"},
         "offload_param = cpu needs DeepSpeed: set zero_stage, or offload_param=none",
-    ),
-    (
-        {"import_deepspeed_checkpoint": "theirs"},
-        "import_deepspeed_checkpoint = theirs is a pickle, which can run any program when it is read: set "
-        "allow_pickle=true if you trust who made it",
     ),
     (
         {"dp_replicate_size": 2, "num_processes": 4},

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from checkpoint_states import state_of
 from disk_calls import recorded_calls
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,12 +30,7 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world, lost_a_peer
 
-STATE = {
-    "position": {"epoch": 0, "batch": 1, "batch_size": 4, "consumed": {}},
-    "data": "d",
-    "optimizer": {"steps": 1, "moments": []},
-    "ema_updates": None,
-}
+STATE = {name: value for name, value in state_of(1, moments=()).items() if name != "step"}
 
 
 def whole_tensors() -> dict[str, Tensor]:

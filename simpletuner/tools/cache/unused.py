@@ -66,8 +66,6 @@ def needed_by(loaded: Loaded) -> Needed:
     from simpletuner.report import Report
     from simpletuner.session import Session
     from simpletuner.system.signals import StopRequest
-    from simpletuner.training.data_position import data_version
-    from simpletuner.training.resuming import checkpoint_to_resume
 
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory() as folder:
         session = Session(loaded, Mesh(world), Report(quiet=True), StopRequest())
@@ -75,7 +73,7 @@ def needed_by(loaded: Loaded) -> Needed:
         scans, kept = Path(folder) / "scan", default_folder(session.settings, "scan")
         if kept.is_dir():
             shutil.copytree(kept, scans)
-        plan = plan_data(session, data_version(checkpoint_to_resume(session, {})), scans)
+        plan = plan_data(session, scans)
         family = load_family(session.settings, world, session.stop.check)
         prompts = texts_of(shared_prompts(session), loaded.settings.validation.validation_negative_prompt)
         sources = open_sources(session.settings, plan.samples, plan.texts, prompts, family, world, ExitStack())

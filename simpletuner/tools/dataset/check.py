@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from simpletuner.caches.latents import decoding_threads
-from simpletuner.data.batch_sampler import DATA_VERSION
 from simpletuner.data.buckets import Buckets, make_buckets
 from simpletuner.data.dataset_summary import DatasetSummary, summarize
 from simpletuner.data.dataset_warnings import LONG_CAPTION_LETTERS, longest_captions
@@ -126,7 +125,7 @@ def plan_buckets(
 ) -> tuple[Buckets, np.ndarray]:
     """Return the buckets that a run begins with, and what is held out; where it would be refused, add why."""
     try:
-        plan = make_plan(settings, data.datasets, data.texts, samples, DATA_VERSION)
+        plan = make_plan(settings, data.datasets, data.texts, samples)
         if {part.dataset.window for part in samples.parts} == {Window()}:
             return plan.buckets, plan.held_out
     except (DataError, SettingsError) as error:
