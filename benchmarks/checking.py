@@ -25,7 +25,8 @@ from interleaved import Rounds, print_table, ratio, seconds_in_turns
 from simpletuner.caches.records import RecordLocation
 from simpletuner.caches.shards import ShardReader, ShardWriter
 from simpletuner.data.prefetch import THREADS
-from simpletuner.models.tiny import sdxl
+from simpletuner.models.registry import load_preset
+from simpletuner.models.tiny.build import build_preset
 
 ROUNDS = 7
 RECORDS, RECORD = 200, {"latents": torch.randn(16, 128, 128), "text": torch.randn(512, 4096).bfloat16()}
@@ -44,7 +45,9 @@ def forget(folder: Path) -> None:
 
 def large_base(folder: Path) -> None:
     """Write a tiny SDXL whose U-Net has 53 million parameters."""
-    sdxl.build(block_out_channels=[160, 320, 320]).save_pretrained(folder)
+    preset = load_preset("sdxl")
+    assert preset is not None and preset.tiny is not None
+    build_preset(preset.tiny, unet={"block_out_channels": [160, 320, 320]}).save_pretrained(folder)
 
 
 def resume_seconds(root: Path) -> Rounds:

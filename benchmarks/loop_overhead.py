@@ -143,7 +143,7 @@ def largest_difference(ours: nn.Module, plain: nn.Module) -> float:
 def measure(world: World, folder: Path) -> None:
     """Build both loops, let them take turns, and print the table."""
     settings = settings_in(folder)
-    build_tiny(SDXL, folder / "base")
+    build_tiny(Model(model_family="sdxl"), folder / "base")
     session, family = (
         Session(Loaded(settings, {}), Mesh(world), Report(quiet=True), StopRequest()),
         SDXL.open(folder / "base", settings),

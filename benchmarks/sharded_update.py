@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from simpletuner.models.diffusers_io import build_on_meta
-from simpletuner.models.families.sdxl import SDXL
 from simpletuner.models.malformed import read_json
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.fsdp2 import fsdp2_engine, shard
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
-from simpletuner.settings.sections import Optimizer, Parallel
+from simpletuner.settings.sections import Model, Optimizer, Parallel
 from simpletuner.training.engines import allocate
 from simpletuner.training.optimizers import make_optimizer
 
@@ -42,7 +41,7 @@ def update_dtensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def main() -> None:
     """Print medians of interleaved rounds and their ratio."""
     with tempfile.TemporaryDirectory() as folder, joined_world() as world:
-        build_tiny(SDXL, Path(folder))
+        build_tiny(Model(model_family="sdxl"), Path(folder))
         model = build_on_meta(read_json(Path(folder) / "unet" / "config.json"))
         shard(model, ("BasicTransformerBlock", "ResnetBlock2D"), Parallel(), torch.float32, mesh := Mesh(world))
         allocate(model, world.device, world.device)

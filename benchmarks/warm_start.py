@@ -48,11 +48,10 @@ def make(folder: Path, count: int) -> None:
 
     from simpletuner.data.file_list import OtherFiles
     from simpletuner.data.kept_scan import write_table
-    from simpletuner.models.registry import family_class
     from simpletuner.models.tiny.build import build_tiny
     from simpletuner.settings.sections import Model
 
-    build_tiny(family_class(Model(model_family="sdxl")), folder / "model")
+    build_tiny(Model(model_family="sdxl"), folder / "model")
     (folder / "images").mkdir()
     dataset = {"id": "drawn", "instance_data_dir": str(folder / "images"), "preserve_data_backend_cache": True}
     (folder / "datasets.json").write_text(json.dumps([dataset]))

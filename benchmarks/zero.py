@@ -184,7 +184,7 @@ def build_flux(folder: Path) -> None:
     """Write a Flux of 60 million parameters, with just what loading its transformer needs."""
     from diffusers import FluxTransformer2DModel
 
-    build_tiny(Flux, folder)
+    build_tiny(Model(model_family="flux"), folder)
     FluxTransformer2DModel(
         in_channels=64, num_layers=2, num_single_layers=3, attention_head_dim=64, num_attention_heads=10,
         axes_dims_rope=(16, 24, 24), joint_attention_dim=768, pooled_projection_dim=768, guidance_embeds=True,
@@ -216,7 +216,7 @@ def on_ranks(action: Callable[..., None], *arguments: Any) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        build_tiny(SDXL, folder / "sdxl")
+        build_tiny(Model(model_family="sdxl"), folder / "sdxl")
         build_flux(folder / "flux")
         on_ranks(compare_seconds, folder, folder / "seconds")
         rows = json.loads((folder / "seconds").read_text())

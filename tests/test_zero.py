@@ -203,14 +203,15 @@ def test_of_two_runs_on_one_offload_folder_the_killed_one_is_cleaned_up_and_goes
     assert list(offload.iterdir()) == []
 
 
-def test_a_run_starts_from_the_weights_of_deepspeeds_own_checkpoint(flux, run_on, arguments_of, train, tmp_path):
+def test_a_run_starts_from_the_weights_of_deepspeeds_checkpoint(flux, shapes, run_on, arguments_of, train, tmp_path):
     run_on(engines.dump_in_turn, 2, arguments_of("flux"), ["zero3"])
     folder, weights = tmp_path / "zero3", tmp_path / "weights"
     program = [sys.executable, str(folder / "dump" / "zero_to_fp32.py"), str(folder / "dump"), str(weights)]
     subprocess.run([*program, "--safe_serialization", "--max_shard_size=1TB"], check=True, capture_output=True)
     file = weights / "model.safetensors"
     flags = ("--model_family=flux", f"--pretrained_model_name_or_path={file}", f"--single_file_config={flux}")
-    run = train(tmp_path / "run", *flags, "--train_batch_size=4", "--max_train_steps=1", "--learning_rate=1e-30")
+    flags += (f"--instance_data_dir={shapes}", "--train_batch_size=4")
+    run = train(tmp_path / "run", *flags, "--max_train_steps=1", "--learning_rate=1e-30")
     held = torch.load(folder / "held")["model"]
     found = load_file(*(run.output / "checkpoints" / "checkpoint-000001" / "model").glob("*.safetensors"))
     assert found.keys() == held.keys() and all(torch.equal(found[key], held[key]) for key in held)

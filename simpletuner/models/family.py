@@ -102,7 +102,7 @@ class ModelFamily(ABC):
 
     tiny_pipeline: ClassVar[str] = ""
     """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
-    `tiny`. Without one the family has no such flavour."""
+    `tiny`; a built-in family has a table `[tiny]` in its preset."""
 
     fuses_qkv: ClassVar[bool] = False
     """Whether diffusers' `fuse_qkv_projections` leaves the denoiser's output as it is: it passes over norms of SD3.5,

@@ -38,7 +38,7 @@ def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> M
         folder = tiny_folder(settings)
         if world.is_first and not folder.exists():
             with explain_system_errors(folder):
-                build_tiny(cls, unfinished_path(folder))
+                build_tiny(model, unfinished_path(folder))
                 replace_folder(unfinished_path(folder), folder)
     elif (path := named_file(model)) is not None:
         check_single_file(model)

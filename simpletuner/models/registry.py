@@ -5,7 +5,6 @@ Each built-in family is one file, `presets/<family>.toml`: the import path of it
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +27,6 @@ ENTRY_POINTS = "simpletuner.families"
 """Where installed packages register families: name = "package.module:ClassName"."""
 
 PRESETS = Path(__file__).parent / "presets"
-TINY_ARCHITECTURES = Path(__file__).parent / "tiny" / "architectures.json"
-"""The denoisers of tiny models by family. Generated: only building one, with torch, would tell."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,27 @@ class Flavour:
     untrainable: str = ""
     flow_shift: float = 0
     """As `Preset.flow_shift`, where this checkpoint's scheduler has another one."""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """The flavour `tiny`: a pipeline of few, narrow layers with random weights, for the demo and tests."""
+
+    pipeline: str
+    """Its class in diffusers."""
+    parameters: int
+    """Of the denoiser."""
+    components: Mapping[str, Mapping[str, Any]]
+    """By name, in the order in which they are built: a class of diffusers (`class_name`) with what differs from its
+    defaults, a kind of text `encoder`, which comes with its tokenizer, or the VAE of this package (`pretrained`)."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the pipeline's class."""
+    adjust: str = ""
+    """Import path of a function that is given the pipeline."""
+
+    def component(self, name: str) -> dict[str, Any]:
+        """Return a copy of what describes a component."""
+        return {**self.components[name]}
 
 
 @dataclass(frozen=True)
@@ -82,6 +100,7 @@ class Preset:
     """Width of one latent cell in px."""
     flow_shift: float = 0
     """The shift with which the published schedulers sample an image of 1024 x 1024 px; 0 where there is no flow."""
+    tiny: Tiny | None = None
     loads_lora: bool = True
     """Whether diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""
     order: float = float("inf")
@@ -105,7 +124,8 @@ def load_preset(family: str) -> Preset | None:
         name: Flavour(**values | {"architecture": architectures[values["architecture"]]})
         for name, values in content.pop("flavours").items()
     }
-    return Preset(**content, flavours=flavours)
+    tiny = content.pop("tiny", None)
+    return Preset(**content, flavours=flavours, tiny=tiny and Tiny(**{"pipeline": content["pipelines"][0]} | tiny))
 
 
 @cache
@@ -181,8 +201,12 @@ def tiny_architecture(model: Model) -> Architecture | None:
     """The denoiser of a built-in family's tiny model, where settings mean that."""
     if model.model_flavour != TINY or model.pretrained_model_name_or_path:
         return None
-    entry = json.loads(TINY_ARCHITECTURES.read_text(encoding="utf-8")).get(model.model_family)
-    return Architecture(**entry, source=f"the tiny {model.model_family}") if entry else None
+    preset = load_preset(model.model_family)
+    if preset is None or preset.tiny is None:
+        return None
+    config = preset.tiny.component("unet" if "unet" in preset.tiny.components else "transformer")
+    class_name = config.pop("class_name")
+    return Architecture(class_name, preset.tiny.parameters, f"the tiny {model.model_family}", config)
 
 
 def check_model(model: Model) -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from models.test_inputs import CPU, expect_same_inputs, expect_same_picture, opened
+from tiny_configs import tiny_config
 
 from simpletuner.models.families.flux import pack, position_ids, unpack
-from simpletuner.models.tiny.flux import TRANSFORMER
 
 SHAPES = [(1, 4, 2, 2), (2, 16, 8, 6), (3, 4, 6, 10)]
 
@@ -48,7 +48,7 @@ def test_position_ids_name_row_and_column():
 
 
 def test_schnell_is_shown_256_tokens_of_text_and_no_guidance(flux, tmp_path):
-    transformer = FluxTransformer2DModel(**(TRANSFORMER | {"guidance_embeds": False}))
+    transformer = FluxTransformer2DModel(**(tiny_config("flux", "transformer") | {"guidance_embeds": False}))
     FluxPipeline.from_pretrained(flux, transformer=transformer).save_pretrained(tmp_path)
     family = opened("flux", tmp_path)
     assert family.max_length == 256

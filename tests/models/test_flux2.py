@@ -8,11 +8,20 @@ import pytest
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
 from models.test_inputs import CPU, expect_same_inputs, expect_same_picture, opened, sampling
+from tiny_configs import tiny_config
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, PixtralVisionConfig
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.families.flux2 import position_ids, unpack
-from simpletuner.models.tiny.flux2 import TEXT, TRANSFORMER
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 31,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 
 MESSAGES = "{%- for message in messages -%}{{ message.role + ' ' + message.content[0].text }}{%- endfor -%}"
 
@@ -22,13 +31,13 @@ def dev(pipelines, tmp_path_factory):
     """A tiny FLUX.2-dev. Its processor needs torchvision; here a tokenizer does the same."""
     klein = Flux2KleinPipeline.from_pretrained(pipelines("flux2"))
     klein.tokenizer.chat_template = MESSAGES
-    text = MistralConfig(vocab_size=len(klein.tokenizer), **(TEXT | {"num_hidden_layers": 31}))
+    text = MistralConfig(vocab_size=len(klein.tokenizer), **TEXT)
     seeing = PixtralVisionConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         mistral = Mistral3ForConditionalGeneration(Mistral3Config(vision_config=seeing, text_config=text))
         mistral.get_input_embeddings().weight.data.normal_(std=0.3)
-        transformer = Flux2Transformer2DModel(**(TRANSFORMER | {"guidance_embeds": True}))
+        transformer = Flux2Transformer2DModel(**(tiny_config("flux2", "transformer") | {"guidance_embeds": True}))
     parts = {"scheduler": klein.scheduler, "vae": klein.vae, "tokenizer": klein.tokenizer}
     folder = tmp_path_factory.mktemp("dev")
     Flux2Pipeline(text_encoder=mistral, transformer=transformer, **parts).save_pretrained(folder)

@@ -15,13 +15,15 @@ from simpletuner.data.geometry import Geometry
 def alpha(pipelines, tmp_path_factory) -> Path:
     """Return a pipeline as that of PixArt Alpha for 1024 px: its transformer is conditioned on sizes."""
     from diffusers import PixArtAlphaPipeline, PixArtTransformer2DModel
+    from tiny_configs import tiny_config
 
     from simpletuner.models.tiny.build import fixed_seed
-    from simpletuner.models.tiny.pixart_sigma import TRANSFORMER
 
     folder = tmp_path_factory.mktemp("alpha")
     with fixed_seed():
-        transformer = PixArtTransformer2DModel(**TRANSFORMER | {"sample_size": 128, "use_additional_conditions": None})
+        transformer = PixArtTransformer2DModel(
+            **tiny_config("pixart_sigma", "transformer") | {"sample_size": 128, "use_additional_conditions": None}
+        )
     PixArtAlphaPipeline.from_pretrained(pipelines("pixart_sigma"), transformer=transformer).save_pretrained(folder)
     return folder
 

@@ -10,14 +10,15 @@ from models.test_inputs import expect_same_inputs, expect_same_picture, opened
 def older(pipelines, tmp_path_factory) -> Path:
     """Return a pipeline as of Sana 1.0 (queries and keys as they are), for 2K (positions), with Euler's scheduler."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
+    from tiny_configs import tiny_config
 
     from simpletuner.models.tiny.build import fixed_seed
-    from simpletuner.models.tiny.sana import TRANSFORMER
 
     folder = tmp_path_factory.mktemp("older")
     with fixed_seed():
         transformer = SanaTransformer2DModel(
-            **TRANSFORMER | {"qk_norm": None, "interpolation_scale": 1.0, "timestep_scale": 0.001}
+            **tiny_config("sana", "transformer")
+            | {"qk_norm": None, "interpolation_scale": 1.0, "timestep_scale": 0.001}
         )
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     SanaPipeline.from_pretrained(pipelines("sana"), transformer=transformer, scheduler=scheduler).save_pretrained(

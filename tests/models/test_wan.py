@@ -17,13 +17,13 @@ VAE_OF_2_2 = {"in_channels": 12, "out_channels": 12, "patch_size": 2, "is_residu
 def ti2v(pipelines, tmp_path_factory) -> Path:
     """Return a pipeline as that of Wan 2.2 TI2V-5B: a time for every token, a VAE of 16 px cells."""
     from diffusers import AutoencoderKLWan, WanPipeline
+    from tiny_configs import tiny_config
 
     from simpletuner.models.tiny.build import fixed_seed
-    from simpletuner.models.tiny.wan import VAE
 
     folder = tmp_path_factory.mktemp("ti2v")
     with fixed_seed():
-        vae = AutoencoderKLWan(**VAE | VAE_OF_2_2)
+        vae = AutoencoderKLWan(**tiny_config("wan", "vae") | VAE_OF_2_2)
     WanPipeline.from_pretrained(pipelines("wan"), vae=vae, expand_timesteps=True).save_pretrained(folder)
     return folder
 

@@ -65,16 +65,13 @@ def run_python(code: str, folder: str) -> None:
 
 def build_pipeline(family: str, folder: str) -> None:
     """Write the tiny pipeline of a family; of SDXL a smaller one, since nearly every test trains it."""
-    from simpletuner.models.registry import family_class
-    from simpletuner.models.tiny import sdxl
-    from simpletuner.models.tiny.build import build_tiny, fixed_seed
-    from simpletuner.settings.sections import Model
+    from simpletuner.models.registry import load_preset
+    from simpletuner.models.tiny.build import build_preset
 
-    if family != "sdxl":
-        build_tiny(family_class(Model(model_family=family)), Path(folder))
-        return
-    with fixed_seed():
-        sdxl.build(**SMALL_UNET).save_pretrained(folder)
+    preset = load_preset(family)
+    assert preset is not None and preset.tiny is not None
+    changes = {"unet": SMALL_UNET} if family == "sdxl" else {}
+    build_preset(preset.tiny, **changes).save_pretrained(folder)
 
 
 def command_line_at(folders: list[str], arguments: list[str]) -> None:

@@ -18,7 +18,6 @@ class AuraFlow(ModelFamily):
     """AuraFlow."""
 
     pipelines = ("AuraFlowPipeline",)
-    tiny_pipeline = "simpletuner.models.tiny.auraflow:build"
     objective = flow_matching
     fuses_qkv = True
     sequence_plan = SequencePlan(

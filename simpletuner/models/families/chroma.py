@@ -24,7 +24,6 @@ class Chroma(ModelFamily):
     float32_inputs = ("timestep", "txt_ids", "img_ids")
     # ChromaTransformer2DModel.forward: `timestep.to(hidden_states.dtype) * 1000`.
     round_sigmas_in_bf16 = staticmethod(round_to_bf16_times_1000)
-    tiny_pipeline = "simpletuner.models.tiny.chroma:build"
     objective = flow_matching
     packing = 4
     # As Flux, but its class has no plan. The mask stays whole: blocks make one of it for each pair of tokens.

@@ -24,7 +24,6 @@ class Flux(ModelFamily):
     float32_inputs = ("timestep", "guidance", "txt_ids", "img_ids")
     # FluxTransformer2DModel.forward: `timestep.to(hidden_states.dtype) * 1000`.
     round_sigmas_in_bf16 = staticmethod(round_to_bf16_times_1000)
-    tiny_pipeline = "simpletuner.models.tiny.flux:build"
     objective = flow_matching
     packing = 4
     fuses_qkv = True

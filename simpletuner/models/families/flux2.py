@@ -26,7 +26,6 @@ class Flux2(ModelFamily):
     # Flux2Transformer2DModel.forward: `timestep.to(hidden_states.dtype) * 1000`.
     round_sigmas_in_bf16 = staticmethod(round_to_bf16_times_1000)
     outputs_vae_latents = True
-    tiny_pipeline = "simpletuner.models.tiny.flux2:build"
     objective = flow_matching
     fuses_qkv = True
     sequence_plan = Flux.sequence_plan

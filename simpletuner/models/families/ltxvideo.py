@@ -23,7 +23,6 @@ class LTXVideo(ModelFamily):
     pipelines = ("LTXPipeline", "LTXConditionPipeline")
     float32_inputs = ("timestep", "video_coords")
     padding_mask = "prompt_attention_mask"
-    tiny_pipeline = "simpletuner.models.tiny.ltxvideo:build"
     objective = flow_matching
     text_width = "caption_channels"
     # The plan of its class also splits the text, which only cross-attention reads: whole, it needs no exchange.

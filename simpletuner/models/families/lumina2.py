@@ -18,7 +18,6 @@ class Lumina2(ModelFamily):
 
     pipelines = ("Lumina2Pipeline",)
     padding_mask = "prompt_attention_mask"
-    tiny_pipeline = "simpletuner.models.tiny.lumina2:build"
     objective = flow_matching
     text_width = "cap_feat_dim"
     # The two blocks that read the text alone stay whole. What joins text and image needs the whole image.

@@ -25,7 +25,6 @@ class PixArtSigma(ModelFamily):
     pipelines = ("PixArtSigmaPipeline", ALPHA)
     float32_inputs = ("timestep", "resolution", "aspect_ratio")
     padding_mask = "prompt_attention_mask"
-    tiny_pipeline = "simpletuner.models.tiny.pixart_sigma:build"
     objective = diffusion
     text_width = "caption_channels"
     fuses_qkv = True

@@ -25,7 +25,6 @@ class QwenImage(ModelFamily):
     float32_inputs = ("timestep", "guidance")
     # QwenImageTransformer2DModel.forward casts the timestep to bf16; its embedding scales it by 1000 in float32.
     round_sigmas_in_bf16 = staticmethod(round_to_bf16)
-    tiny_pipeline = "simpletuner.models.tiny.qwen_image:build"
     objective = flow_matching
     packing = 4
     host_inputs = ("prompt_embeds_mask",)

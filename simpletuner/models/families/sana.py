@@ -20,7 +20,6 @@ class Sana(ModelFamily):
 
     pipelines = ("SanaPipeline",)
     padding_mask = "prompt_attention_mask"
-    tiny_pipeline = "simpletuner.models.tiny.sana:build"
     objective = flow_matching
     text_width = "caption_channels"
 

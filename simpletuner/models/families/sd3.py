@@ -16,7 +16,6 @@ class SD3(ModelFamily):
     """Stable Diffusion 3 and 3.5."""
 
     pipelines = ("StableDiffusion3Pipeline",)
-    tiny_pipeline = "simpletuner.models.tiny.sd3:build"
     objective = flow_matching
     sequence_plan = SequencePlan(
         attention={

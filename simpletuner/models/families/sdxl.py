@@ -20,7 +20,6 @@ class SDXL(ModelFamily):
     denoiser_name = "unet"
     fuses_qkv = True
     float32_inputs = ("timestep", "time_ids")
-    tiny_pipeline = "simpletuner.models.tiny.sdxl:build"
     objective = diffusion
     text_width = "cross_attention_dim"
 

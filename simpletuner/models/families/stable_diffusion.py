@@ -20,7 +20,6 @@ class SD1(ModelFamily):
     pipelines = ("StableDiffusionPipeline",)
     denoiser_name = "unet"
     fuses_qkv = True
-    tiny_pipeline = "simpletuner.models.tiny.stable_diffusion:build_sd1"
     objective = diffusion
     text_width = "cross_attention_dim"
 
@@ -37,5 +36,3 @@ class SD1(ModelFamily):
 
 class SD2(SD1):
     """Stable Diffusion 2.x."""
-
-    tiny_pipeline = "simpletuner.models.tiny.stable_diffusion:build_sd2"

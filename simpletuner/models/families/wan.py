@@ -17,7 +17,6 @@ class Wan(ModelFamily):
     """Wan 2.1 and 2.2."""
 
     pipelines = ("WanPipeline",)
-    tiny_pipeline = "simpletuner.models.tiny.wan:build"
     objective = flow_matching
     text_width = "text_dim"
     fuses_qkv = True

@@ -20,7 +20,6 @@ class ZImage(ModelFamily):
 
     pipelines = ("ZImagePipeline",)
     float32_inputs = ("t",)
-    tiny_pipeline = "simpletuner.models.tiny.z_image:build"
     objective = flow_matching
     text_width = "cap_feat_dim"
     host_inputs = ("prompt_embeds_mask",)

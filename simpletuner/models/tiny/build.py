@@ -1,35 +1,75 @@
-"""Build the pipeline of a family's flavour `tiny`.
+"""Build the pipeline of a family's flavour `tiny`, as its preset describes it.
 
 Every width divides by 4, so that the models shard over 4 ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.diffusers_io import choose_accelerator
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.registry import import_object
+from simpletuner.models.registry import Tiny, family_class, import_object, load_preset
+from simpletuner.models.tiny.encoders import build_encoder, load_vae
+from simpletuner.settings.sections import Model
 
 SEED = 0
 
 
-def build_tiny(family: type[ModelFamily], folder: Path) -> None:
+def build_tiny(model: Model, folder: Path) -> None:
     """Write a family's tiny pipeline, with the same weights each time. Raises SettingsError if it has none."""
+    choose_accelerator()
+    if (preset := load_preset(model.model_family)) is not None and preset.tiny is not None:
+        pipeline = build_preset(preset.tiny)
+    else:
+        pipeline = build_own(model)
+    pipeline.save_pretrained(folder)
+
+
+def build_own(model: Model) -> Any:
+    """Call the function that a user's own family names."""
+    family = family_class(model)
     if not family.tiny_pipeline:
         raise SettingsError("this model_family has no flavour `tiny`", "set --pretrained_model_name_or_path")
-    choose_accelerator()
     build = import_object(
         family.tiny_pipeline, f"{family.__name__}.tiny_pipeline = {family.tiny_pipeline}", "package.module:function"
     )
     with fixed_seed():
-        pipeline = build()
-    pipeline.save_pretrained(folder)
+        return build()
+
+
+def build_preset(tiny: Tiny, **changes: Mapping[str, Any]) -> Any:
+    """Build a pipeline; `changes` replace entries of components' configs, by component."""
+    import diffusers
+
+    cls = getattr(diffusers, tiny.pipeline)
+    with fixed_seed():
+        components: dict[str, Any] = {}
+        for name in tiny.components:
+            components |= build_component(name, tiny.component(name) | changes.get(name, {}))
+        absent = {name: None for name in inspect.signature(cls.__init__).parameters if name in cls._optional_components}
+        pipeline = cls(**absent | components, **tiny.options)
+        if tiny.adjust:
+            import_object(tiny.adjust, f"adjust = {tiny.adjust}", "package.module:function")(pipeline)
+    return pipeline
+
+
+def build_component(name: str, described: dict[str, Any]) -> dict[str, Any]:
+    """Return a component by its name; a text encoder comes with its tokenizer."""
+    import diffusers
+
+    if described.get("pretrained") == "vae":
+        return {name: load_vae()}
+    if kind := described.pop("encoder", ""):
+        tokenizer, encoder = build_encoder(kind, **described)
+        return {name: encoder, name.replace("text_encoder", "tokenizer"): tokenizer}
+    return {name: getattr(diffusers, described.pop("class_name"))(**described)}
 
 
 @contextmanager

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.models.tiny.tokenizers import CLIP_MAX_LENGTH
+from simpletuner.models.tiny.tokenizers import (
+    CLIP_MAX_LENGTH,
+    build_clip_tokenizer,
+    build_gemma_tokenizer,
+    build_qwen_tokenizer,
+    build_t5_tokenizer,
+)
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
@@ -16,6 +23,7 @@ if TYPE_CHECKING:
         GemmaTokenizer,
         Qwen2_5_VLForConditionalGeneration,
         Qwen2Tokenizer,
+        Qwen3ForCausalLM,
         Qwen3Model,
         T5EncoderModel,
         T5Tokenizer,
@@ -43,6 +51,20 @@ QWEN_VISION: dict[str, Any] = {
     "out_hidden_size": QWEN_WIDTH,
     "fullatt_block_indexes": [0],
 }
+
+
+QWEN_DEEP: dict[str, Any] = {
+    "num_hidden_layers": 28,  # FLUX.2's pipeline reads layers 9, 18 and 27
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def build_encoder(kind: str, **config: Any) -> tuple[Any, Any]:
+    """Return the tokenizer and the text encoder of a kind that presets name."""
+    build_tokenizer, build = ENCODERS[kind]
+    tokenizer = build_tokenizer()
+    return tokenizer, build(tokenizer, **config)
 
 
 def spread_embeddings(encoder: Any) -> Any:
@@ -138,3 +160,21 @@ def build_qwen25_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGenera
     return spread_embeddings(
         Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=QWEN_VISION))
     )
+
+
+def build_qwen3_causal(tokenizer: Qwen2Tokenizer, width: int) -> Qwen3ForCausalLM:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4}
+    return spread_embeddings(Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **QWEN_DEEP)))
+
+
+ENCODERS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+    "clip": (build_clip_tokenizer, build_clip),
+    "t5": (build_t5_tokenizer, build_t5),
+    "umt5": (build_t5_tokenizer, build_umt5),
+    "gemma": (build_gemma_tokenizer, build_gemma),
+    "qwen3": (build_qwen_tokenizer, build_qwen3),
+    "qwen3_causal": (build_qwen_tokenizer, build_qwen3_causal),
+    "qwen25_vl": (build_qwen_tokenizer, build_qwen25_vl),
+}

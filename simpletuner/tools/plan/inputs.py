@@ -130,7 +130,7 @@ def family_without_weights(settings: Settings, report: Report) -> Iterator[Model
         return
     with TemporaryDirectory(prefix="simpletuner-") as place:
         if model.model_flavour == TINY and not model.pretrained_model_name_or_path:
-            build_tiny(cls := family_class(model), Path(place))
-            yield cls.open(Path(place), settings)
+            build_tiny(model, Path(place))
+            yield family_class(model).open(Path(place), settings)
         else:
             yield open_without_weights(architecture_of(model, report.warn), settings, Path(place))
