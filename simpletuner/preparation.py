@@ -14,6 +14,7 @@ import numpy as np
 from simpletuner.caches.latents import decoding_threads
 from simpletuner.caches.sources import TextSource, encodes_beside, open_sources, used_texts
 from simpletuner.data.batch_sampler import GlobalBatchSampler
+from simpletuner.data.bucket_schedule import BucketSchedule
 from simpletuner.data.buckets import Buckets, digest_buckets, fill_buckets, make_buckets
 from simpletuner.data.dataset_kinds import ImageDataset, TextEmbeds
 from simpletuner.data.dataset_warnings import dataset_warnings
@@ -22,7 +23,7 @@ from simpletuner.data.discovery import Discovery, discover, format_names
 from simpletuner.data.folders import default_folder, latents_folder, text_folder
 from simpletuner.data.geometry import Size
 from simpletuner.data.held_out import held_out_indices
-from simpletuner.data.participation import NO_LIMIT, BucketSchedule, Window
+from simpletuner.data.participation import NO_LIMIT, Window
 from simpletuner.data.prefetch import THREADS, SampleReader, reading_threads
 from simpletuner.data.samples import Samples
 from simpletuner.data.scan import Scan

@@ -33,9 +33,9 @@ from simpletuner.settings.original_toml import MARK, sources_of
 from simpletuner.settings.original_translation import There, translate
 from simpletuner.settings.other_trainers import is_dataset_file
 from simpletuner.settings.places import naming_places
-from simpletuner.settings.raw_values import Source
+from simpletuner.settings.raw_values import Origin, Source
 from simpletuner.settings.sections import SECTION_OF, Data, Model
-from simpletuner.settings.sources import Origin, from_accelerate, is_accelerate_config
+from simpletuner.settings.sources import from_accelerate, is_accelerate_config
 from simpletuner.settings.variables import from_env_file
 from simpletuner.system.output_file import refuse_overwriting
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from simpletuner.data.bucket_schedule import BucketSchedule
 from simpletuner.data.epoch_order import Bucket, EpochOrder, EpochStream
-from simpletuner.data.participation import NO_LIMIT, BucketSchedule
+from simpletuner.data.participation import NO_LIMIT
 from simpletuner.data.permutation import hash_key
 
 DATA_VERSION = 1

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from simpletuner.data.caption_variants import vary
 from simpletuner.data.dataset_kinds import ImageDataset
-from simpletuner.data.storage import Storage, UnreadableFileError
+from simpletuner.data.storage import CAPTION_SUFFIX, Storage, UnreadableFileError
 
 MAX_BYTES = 1 << 20
 EXAMPLE_BYTES = 40
@@ -20,9 +20,6 @@ BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-
-
-CAPTION_SUFFIX = ".txt"
 
 
 def read_caption_file(storage: Storage, name: str, encoding: str = "") -> list[str]:

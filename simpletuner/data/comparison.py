@@ -24,7 +24,7 @@ from simpletuner.data.bucket_places import MACHINE_KEYS
 from simpletuner.data.captions import read_caption_file
 from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.file_list import CAPTION_VERSION, FileList
-from simpletuner.data.samples import hash_texts
+from simpletuner.data.name_hashes import hash_texts
 from simpletuner.data.storage import Storage, UnreadableFileError
 from simpletuner.data.tables import BLOCK
 

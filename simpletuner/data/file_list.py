@@ -12,10 +12,9 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from simpletuner.data.captions import CAPTION_SUFFIX
 from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.image_formats import read_suffixes, unread_suffixes
-from simpletuner.data.storage import Storage, StoredFile
+from simpletuner.data.storage import CAPTION_SUFFIX, Storage, StoredFile
 from simpletuner.data.table_files import table_of
 from simpletuner.errors import DataError
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 
 from simpletuner.data.permutation import hash_key
@@ -30,3 +31,14 @@ def choose_by_name(names: pa.ChunkedArray, mask: np.ndarray, count: int, *key: o
     chosen = np.zeros(len(mask), bool)
     chosen[places[np.argpartition(hashes, count)[:count]]] = True
     return chosen
+
+
+def hash_texts(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
+    """Add the texts of a column, none of which is null, to a digest, whatever its chunks."""
+    lengths = pc.binary_length(column)
+    for chunk in lengths.chunks:
+        digest.update(chunk.to_numpy())
+    for chunk in column.chunks:
+        _, offsets, content = pa.concat_arrays([chunk]).buffers()
+        if content is not None:
+            digest.update(memoryview(content)[: int(np.frombuffer(offsets, np.int64)[len(chunk)])])

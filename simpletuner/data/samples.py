@@ -23,6 +23,7 @@ import xxhash
 from simpletuner.data.captions import captions_of
 from simpletuner.data.dataset_kinds import ImageDataset
 from simpletuner.data.geometry import Geometry, Size, compute_geometry
+from simpletuner.data.name_hashes import hash_texts
 from simpletuner.data.storage import Storage
 
 
@@ -192,14 +193,3 @@ class Samples(Sequence[Sample]):
             digest.update(repr((part.dataset.id, len(part))).encode())
             hash_texts(digest, part.names)
         return digest.hexdigest()
-
-
-def hash_texts(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
-    """Add the texts of a column, none of which is null, to a digest, whatever its chunks."""
-    lengths = pc.binary_length(column)
-    for chunk in lengths.chunks:
-        digest.update(chunk.to_numpy())
-    for chunk in column.chunks:
-        _, offsets, content = pa.concat_arrays([chunk]).buffers()
-        if content is not None:
-            digest.update(memoryview(content)[: int(np.frombuffer(offsets, np.int64)[len(chunk)])])

@@ -23,9 +23,8 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from simpletuner.data.captions import CAPTION_SUFFIX
 from simpletuner.data.dataset_kinds import SnapshotImages, belongs_to_split
-from simpletuner.data.storage import Listing, StoredFile, UnreadableFileError
+from simpletuner.data.storage import CAPTION_SUFFIX, Listing, StoredFile, UnreadableFileError
 from simpletuner.errors import DataError
 from simpletuner.settings.errors import did_you_mean
 

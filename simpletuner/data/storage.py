@@ -32,6 +32,9 @@ NOT_SETTLED = -1
 FolderId = tuple[int, int]
 """Device and inode of a folder: the same one whatever path or link leads to it."""
 
+CAPTION_SUFFIX = ".txt"
+"""Of the file with an image's caption, beside the image."""
+
 
 class UnreadableFileError(ValueError):
     """Why a file is not read, as a phrase that follows its name."""

@@ -9,8 +9,9 @@ from pathlib import Path
 from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_system_errors
 from simpletuner.models.completeness import check_complete
 from simpletuner.models.family import ModelFamily
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.malformed import opening, read_json
-from simpletuner.models.registry import TINY, check_pipeline, family_class, flavour_of
+from simpletuner.models.registry import TINY, check_pipeline, flavour_of
 from simpletuner.models.single_file import check_single_file, is_converted, named_file, source_of
 from simpletuner.models.single_file_conversion import convert
 from simpletuner.models.tiny.build import build_tiny

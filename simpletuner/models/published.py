@@ -7,7 +7,8 @@ from pathlib import Path
 
 from simpletuner.models.diffusers_io import build_on_meta
 from simpletuner.models.family import ModelFamily
-from simpletuner.models.registry import Architecture, family_class, load_preset
+from simpletuner.models.family_lookup import family_class
+from simpletuner.models.registry import Architecture, load_preset
 from simpletuner.settings.sections import Settings
 
 

@@ -20,7 +20,7 @@ from simpletuner.settings.sections import Model, Parallel
 from simpletuner.system.importing import import_named
 
 if TYPE_CHECKING:
-    from simpletuner.models.family import ModelFamily
+    pass
 
 TINY = "tiny"
 ENTRY_POINTS = "simpletuner.families"
@@ -271,27 +271,6 @@ def class_path_of(model: Model) -> str | None:
 def installed_families() -> dict[str, str]:
     """Families that installed packages register: the import path of each by name."""
     return {point.name: point.value for point in entry_points(group=ENTRY_POINTS) if point.name not in preset_names()}
-
-
-def family_class(model: Model) -> type[ModelFamily]:
-    """Import a family's class. Raises SettingsError if a user's own cannot be imported, or is no ModelFamily."""
-    path = class_path_of(model) or ""
-    cls = import_object(path, f"model_families: {model.model_family} = {path}", "package.module:ClassName")
-    from simpletuner.models.family import ModelFamily  # imports torch
-
-    if not (isinstance(cls, type) and issubclass(cls, ModelFamily)):
-        is_what = f"the class {cls.__name__}" if isinstance(cls, type) else f"of type {type(cls).__name__}"
-        raise SettingsError(
-            f"model_families: {model.model_family} = {path}: it is {is_what}, but must be a subclass of ModelFamily",
-            "write it as a class, `class MyFamily(ModelFamily)`: docs/families.md has a complete one",
-        )
-    missing = [*(["pipelines"] if not cls.pipelines else []), *sorted(cls.__abstractmethods__)]
-    if missing:
-        raise SettingsError(
-            f"model_families: {model.model_family} = {path}: {cls.__name__} does not define {', '.join(missing)}",
-            "docs/families.md has a complete family",
-        )
-    return cls
 
 
 def import_object(path: str, subject: str, form: str) -> Any:

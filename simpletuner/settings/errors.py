@@ -20,7 +20,7 @@ from simpletuner.settings.sections import Settings
 from simpletuner.settings.spelling import choices_of, normalize_name
 
 if TYPE_CHECKING:
-    from simpletuner.settings.sources import Origin
+    from simpletuner.settings.raw_values import Origin
 
 TYPES = {
     bool: "true or false",

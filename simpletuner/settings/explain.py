@@ -8,8 +8,8 @@ from typing import Any
 
 from simpletuner.settings.loading import NO_ORIGIN, Loaded, settings_as_json
 from simpletuner.settings.optimizer_defaults import own_defaults
+from simpletuner.settings.raw_values import Origin
 from simpletuner.settings.sections import Settings, setting_fields
-from simpletuner.settings.sources import Origin
 from simpletuner.settings.spelling import as_text, normalize_name
 
 

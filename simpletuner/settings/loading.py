@@ -26,18 +26,11 @@ from simpletuner.settings.knob import extra_of
 from simpletuner.settings.original import TABLE, has_own_names, map_name
 from simpletuner.settings.original_warnings import Fields, about_source, is_original, other_defaults
 from simpletuner.settings.places import with_places
-from simpletuner.settings.raw_values import RawValue, Source
+from simpletuner.settings.raw_values import Origin, RawValue, Source
 from simpletuner.settings.rules import find_contradictions, find_missing, normalize, warnings_about
 from simpletuner.settings.secret_names import is_secret
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, Settings, setting_fields
-from simpletuner.settings.sources import (
-    RANKS,
-    MergedValues,
-    Origin,
-    collect_sources,
-    is_equal,
-    to_setting_type,
-)
+from simpletuner.settings.sources import RANKS, MergedValues, collect_sources, is_equal, to_setting_type
 from simpletuner.settings.spelling import OTHER_NAMES, WORDS_FOR_NOTHING, normalize_name
 from simpletuner.system.paths import expand_path
 

@@ -33,11 +33,10 @@ from simpletuner.settings.original_translation import (
     unread,
 )
 from simpletuner.settings.other_trainers import TranslatedFile
-from simpletuner.settings.raw_values import RawValue, Source, raw_value
+from simpletuner.settings.raw_values import Origin, RawValue, Source, raw_value
 from simpletuner.settings.sections import SECTION_OF, setting_fields
 from simpletuner.settings.sources import (
     ACCELERATE_CONFIG,
-    Origin,
     is_accelerate_config,
     is_equal,
     to_setting_type,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from simpletuner.errors import BrokenRule, SettingsError, SimpleTunerError, explain_system_errors
-from simpletuner.settings.sources import Origin
+from simpletuner.settings.raw_values import Origin
 
 
 def with_places(mistake: BrokenRule, origins: Mapping[str, Origin]) -> BrokenRule:

@@ -54,3 +54,20 @@ class Source:
 def raw_value(path: Path, entry: FileEntry) -> RawValue:
     place, reference = file_place(path, entry.line), file_reference(path, entry.key)
     return RawValue(entry.key, entry.value, place, written=entry.written, reference=reference)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from, what was written there, and what it outranked."""
+
+    place: str
+    given: Any
+    """Of a secret, a reference to it."""
+    source: str = ""
+    outranks: tuple[Origin, ...] = ()
+    reason: str = ""
+    file: str = ""
+    """The JSON file that the value was read from, where a source only names one."""
+
+    def __str__(self) -> str:
+        return self.place

@@ -26,7 +26,7 @@ from simpletuner.settings.formats import read_entries, suffix_of
 from simpletuner.settings.key_table import MappedField
 from simpletuner.settings.original_names import RENAMED
 from simpletuner.settings.other_trainers import trainer_of
-from simpletuner.settings.raw_values import RawValue, Source, raw_value
+from simpletuner.settings.raw_values import Origin, RawValue, Source, raw_value
 from simpletuner.settings.secret_names import is_secret
 from simpletuner.settings.secret_values import is_reference
 from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
@@ -37,23 +37,6 @@ from simpletuner.system.paths import shown_path
 RANKS = "num_processes"
 ACCELERATE_CONFIG = "accelerate_config"
 """Names a source rather than a setting; may stand wherever settings do. `none` turns the default file off."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a value came from, what was written there, and what it outranked."""
-
-    place: str
-    given: Any
-    """Of a secret, a reference to it."""
-    source: str = ""
-    outranks: tuple[Origin, ...] = ()
-    reason: str = ""
-    file: str = ""
-    """The JSON file that the value was read from, where a source only names one."""
-
-    def __str__(self) -> str:
-        return self.place
 
 
 @dataclass

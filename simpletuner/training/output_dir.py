@@ -28,6 +28,8 @@ from simpletuner.training.state import TrainingState
 EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
 """The folder that a run exports to, by model_type; that of the average has `-ema` at its end."""
 
+PAGE = "report.html"
+
 
 def open_output_dir(session: Session, stack: ExitStack) -> None:
     """Lock output_dir and clean it up, on rank 0. Collective: all ranks raise what rank 0 raises."""

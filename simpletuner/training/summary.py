@@ -16,10 +16,9 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings, provenance
 from simpletuner.settings.deepspeed.config import deepspeed_options
-from simpletuner.training.html_report.page import PAGE
 from simpletuner.training.metrics import CURVE
 from simpletuner.training.metrics_reader import METRICS, read_columns
-from simpletuner.training.output_dir import single_file_of
+from simpletuner.training.output_dir import PAGE, single_file_of
 from simpletuner.training.run_facts import Rows, describe_result
 from simpletuner.training.state import TrainingState
 

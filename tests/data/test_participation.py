@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from scanning import drawn
 
 from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
+from simpletuner.data.bucket_schedule import BucketSchedule
 from simpletuner.data.buckets import fill_buckets, make_buckets
 from simpletuner.data.dataset_kinds import LocalImages
 from simpletuner.data.datasets import load_datasets
 from simpletuner.data.epoch_order import Bucket
-from simpletuner.data.participation import BucketSchedule, Window, copies_of
+from simpletuner.data.participation import Window, copies_of
 from simpletuner.data.samples import Samples
 from simpletuner.errors import DataError, SettingsError
 from simpletuner.preparation import make_plan

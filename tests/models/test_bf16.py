@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.models.family import ModelFamily
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.objectives import (
     FlowMatching,
     flow_matching,
@@ -20,7 +21,6 @@ from simpletuner.models.objectives import (
     round_to_bf16_times_1000,
     sample_losses,
 )
-from simpletuner.models.registry import family_class
 from simpletuner.models.text_encoding import Conditioning
 from simpletuner.settings.sections import Model, Settings, Training
 

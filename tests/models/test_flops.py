@@ -17,9 +17,10 @@ from models.test_inputs import CPU, PROMPT, SIZE, TRAINABLE, opened
 from models.test_predictions import conditioning_of, rows
 
 from simpletuner.models.family import ModelFamily
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.flops import FlopCounter, HostTensorsMoved, backward, flop_counter, shapes_of, trained_on_meta
 from simpletuner.models.published import open_without_weights
-from simpletuner.models.registry import family_class, flavours_of
+from simpletuner.models.registry import flavours_of
 from simpletuner.settings.sections import Lora, Model, Settings
 from simpletuner.tools.plan.planner import flops_per_sample
 

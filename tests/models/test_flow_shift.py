@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from simpletuner.models.family import ModelFamily, SamplingParams
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.flow_shift import sampling_shift
 from simpletuner.models.objectives import FlowMatching, logit_normal, shifted
-from simpletuner.models.registry import TINY, family_class, presets, published_shift
+from simpletuner.models.registry import TINY, presets, published_shift
 from simpletuner.settings import load
 from simpletuner.settings.errors import InvalidSettings
 from simpletuner.settings.original_warnings import DIFFUSION

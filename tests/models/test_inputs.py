@@ -18,8 +18,9 @@ from simpletuner.caches.texts import without_padding
 from simpletuner.data.geometry import Geometry
 from simpletuner.data.prefetch import stack_conditioning
 from simpletuner.models.family import ModelFamily
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.objectives import FlowMatching
-from simpletuner.models.registry import family_class, presets
+from simpletuner.models.registry import presets
 from simpletuner.parallel.fused_qkv import fuse_qkv
 from simpletuner.settings.sections import Model, Settings
 

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family import ModelFamily
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.lora import Adapter, freeze
 from simpletuner.models.lora_file import LORA_WEIGHTS, check_lora_init, write_lora
 from simpletuner.models.objectives import sample_losses
-from simpletuner.models.registry import family_class, presets
+from simpletuner.models.registry import presets
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.sections import Lora, Model, Settings
 from simpletuner.training.state import TrainingState

@@ -6,7 +6,7 @@ from torch import float32
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
-from simpletuner.models.registry import family_class
+from simpletuner.models.family_lookup import family_class
 from simpletuner.settings.sections import Data, Model, Settings
 
 

@@ -14,7 +14,7 @@ from conftest import ROOT, SMALL
 from flags import last_wins
 from models.test_inputs import expect_same_inputs, expect_same_picture
 
-from simpletuner.models.registry import family_class
+from simpletuner.models.family_lookup import family_class
 from simpletuner.settings.sections import Model, Settings
 
 PAGE = ROOT / "docs" / "families.md"

@@ -4,15 +4,8 @@ import pytest
 
 from simpletuner.errors import ExitCode, SettingsError
 from simpletuner.models.family import ModelFamily
-from simpletuner.models.registry import (
-    TINY,
-    check_model,
-    check_trainable,
-    family_class,
-    flavour_of,
-    flavours_of,
-    presets,
-)
+from simpletuner.models.family_lookup import family_class
+from simpletuner.models.registry import TINY, check_model, check_trainable, flavour_of, flavours_of, presets
 from simpletuner.settings.sections import Model
 
 

@@ -9,7 +9,7 @@ import torch
 from conftest import base
 from safetensors.torch import load_file, save_file
 
-from simpletuner.models.registry import family_class
+from simpletuner.models.family_lookup import family_class
 from simpletuner.settings.sections import Data, Model, Settings
 
 WEIGHTS = Path("transformer") / "diffusion_pytorch_model.safetensors"

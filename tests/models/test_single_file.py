@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.checkpoints.single_file import export_single_file
 from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.original_layout import TEXT_ENCODERS, unet_name, vae_name
-from simpletuner.models.registry import family_class
 from simpletuner.models.single_file import check_single_file, named_file
 from simpletuner.models.single_file_conversion import convert
 from simpletuner.settings.rules import SINGLE_FILE_FAMILIES

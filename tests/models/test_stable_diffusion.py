@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from simpletuner.models.family import ModelFamily, SamplingParams
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.objectives import Diffusion
-from simpletuner.models.registry import family_class
 from simpletuner.settings.sections import Model, Settings
 
 PUBLISHED = [

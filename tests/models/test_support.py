@@ -7,8 +7,9 @@ import pytest
 from simpletuner.errors import SettingsError
 from simpletuner.models.families.flux import Flux
 from simpletuner.models.family import ModelFamily
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.objectives import diffusion, flow_matching
-from simpletuner.models.registry import family_class, presets
+from simpletuner.models.registry import presets
 from simpletuner.models.support import SCOPES, check_runnable
 from simpletuner.settings.loading import load
 from simpletuner.settings.sections import Model, Settings

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import Checkpoint, load_checkpoint
 from simpletuner.models.family import ModelFamily
-from simpletuner.models.registry import family_class
+from simpletuner.models.family_lookup import family_class
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world

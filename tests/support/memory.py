@@ -16,7 +16,7 @@ import torch
 from malloc_info import allocated_bytes
 
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.models.registry import family_class
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.weights import weights_files
 from simpletuner.parallel.blocks import recommended_blocks
 from simpletuner.parallel.engine import Engine

@@ -17,8 +17,9 @@ from run_pages import EVIL, FACTS, write_round, write_rows
 from simpletuner.errors import Stopped, TrainingError
 from simpletuner.report import Report
 from simpletuner.training.html_report import thumbnails
-from simpletuner.training.html_report.page import PAGE, HtmlReport, open_html_report
+from simpletuner.training.html_report.page import HtmlReport, open_html_report
 from simpletuner.training.html_report.thumbnails import Gallery
+from simpletuner.training.output_dir import PAGE
 
 
 class Elements(HTMLParser):

@@ -15,7 +15,8 @@ import torch
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.diffusers_io import choose_accelerator
-from simpletuner.models.registry import Tiny, family_class, import_object, load_preset
+from simpletuner.models.family_lookup import family_class
+from simpletuner.models.registry import Tiny, import_object, load_preset
 from simpletuner.models.tiny.encoders import build_encoder, load_vae
 from simpletuner.settings.sections import Model
 

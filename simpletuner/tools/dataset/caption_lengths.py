@@ -9,9 +9,9 @@ from typing import Any
 
 from simpletuner.data.samples import DatasetSamples
 from simpletuner.models.diffusers_io import component_class
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.loading import folder_at_hand
 from simpletuner.models.malformed import opening
-from simpletuner.models.registry import family_class
 from simpletuner.settings import Settings
 
 BATCH = 1000

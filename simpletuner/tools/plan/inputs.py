@@ -15,11 +15,12 @@ from simpletuner.errors import ExitCode, SimpleTunerError
 from simpletuner.models.architecture import architecture_of
 from simpletuner.models.diffusers_io import silence_libraries
 from simpletuner.models.family import ModelFamily
+from simpletuner.models.family_lookup import family_class
 from simpletuner.models.loading import local_folder
 from simpletuner.models.malformed import opening
 from simpletuner.models.parameter_count import copied_bytes
 from simpletuner.models.published import open_without_weights
-from simpletuner.models.registry import TINY, family_class
+from simpletuner.models.registry import TINY
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world

@@ -21,9 +21,9 @@ from simpletuner.training.html_report.charts import make_charts
 from simpletuner.training.html_report.checkpoint_rows import TIME, checkpoint_rows
 from simpletuner.training.html_report.thumbnails import Gallery
 from simpletuner.training.metrics_reader import METRICS, MetricColumns
+from simpletuner.training.output_dir import PAGE
 from simpletuner.training.run_facts import RunFacts, describe_result
 
-PAGE = "report.html"
 TEMPLATES = Path(__file__).parent
 
 
