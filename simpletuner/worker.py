@@ -56,7 +56,7 @@ from simpletuner.training.output_dir import (
 from simpletuner.training.pace import DURATIONS, EXPORTING, Durations
 from simpletuner.training.profiling import open_profiler
 from simpletuner.training.publishing.hub import push_to_hub
-from simpletuner.training.publishing.model_card import write_cards
+from simpletuner.training.publishing.model_card import write_card
 from simpletuner.training.publishing.notifier import Notifier, open_notifier
 from simpletuner.training.recomputation_choice import with_recomputation_chosen
 from simpletuner.training.resuming import (
@@ -201,9 +201,8 @@ def fine_tune_on(
                 trainer = build_trainer(session, family, prepared, state, metrics, after_rounds)
                 trainer.train()
             with trainer.durations.timed(EXPORTING):
-                export(session, family, state)
+                export(session, family, state, partial(write_card, session, family, facts))
             trainer.durations.write()
-            write_cards(session, family, facts)
 
 
 def start_base_checksums(

@@ -13,6 +13,7 @@ from damage import SCENES, Damage
 from fuzz import Fuzz
 from kills import KINDS as RUNS
 from kills import Campaign, fixtures
+from mutants import ROOT, read_mutants
 from settings_files import KINDS
 from tables import SUFFIXES, TableFuzz
 
@@ -34,6 +35,15 @@ def test_fifty_damaged_files_are_answered_rightly_or_by_a_sentence(scene, starte
     damage.prepare(scene, sdxl, shapes)
     damage.run(range(50))
     assert damage.problems == [] and damage.answers.total() == 50
+
+
+def test_mutants_change_a_text_that_stands_in_its_file_once_and_name_tests_that_are_there():
+    mutants = read_mutants()
+    assert len({each.name for each in mutants}) == len(mutants)
+    for mutant in mutants:
+        assert mutant.applied(ROOT) != (ROOT / "simpletuner" / mutant.file).read_text(), mutant.name
+        named = [word for word in mutant.tests.split() if word.startswith("tests/")]
+        assert named and all((ROOT / word).is_file() for word in named), mutant.name
 
 
 def test_mutated_settings_files_are_answered_in_sentences_with_a_place_and_exported_unchanged():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -109,6 +110,20 @@ def test_a_later_run_renews_the_card_unless_somebody_has_made_it_theirs(sdxl_fla
     card.write_text("# mine")
     train(tmp_path / "run", *flags, "--max_train_steps=3")
     assert card.read_text() == "# mine"
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_run_that_is_killed_as_soon_as_it_has_exported_has_left_its_card(kind, sdxl_flags, starter, train, tmp_path):
+    output = tmp_path / "run"
+    flags = (*sdxl_flags, f"--model_type={kind}", "--max_train_steps=1", "--validation_prompt=a circle")
+    flags = (*flags, "--validation_num_inference_steps=1")
+    folder = output / ("pipeline" if kind == "full" else "pipeline_lora_weights")
+    command = ["train", *SMALL, *flags, f"--output_dir={output}"]
+    killed = starter.start(ranks.command_line_killed_once, 1, str(folder / "simpletuner.json"), command)
+    assert killed.wait() == [-signal.SIGKILL], killed.said
+    assert "finished already" in train(output, *flags).said
+    card = (folder / "README.md").read_text()
+    assert str(folder) in card and "unfinished" not in card and (folder / "samples" / "00.png").is_file()
 
 
 @pytest.mark.parametrize("family", ["flux", "qwen_image", "wan"])

@@ -42,11 +42,17 @@ class MarkerFields(BaseModel):
 
 
 def export_pipeline(
-    family: ModelFamily, target: Path, config: dict[str, Any], weights: NamedTensors, world: World, steps: int
+    family: ModelFamily,
+    target: Path,
+    config: dict[str, Any],
+    weights: NamedTensors,
+    world: World,
+    steps: int,
+    write_card: Callable[[Path], None],
 ) -> dict[str, str]:
     """Collective: write the pipeline to `target`, and return the checksum of every file by name.
 
-    All ranks write weights, rank 0 copies the rest.
+    All ranks write weights, rank 0 copies the rest and calls `write_card` with the folder as it is written.
     """
     denoiser = family.denoiser_name
 
@@ -60,16 +66,24 @@ def export_pipeline(
         run_on_all_ranks(world, hidden, lambda: write_group(hidden / denoiser, plan_group(weights), world, True, sums))
         return sums
 
-    return replace_export(target, world, steps, write_weights, write_rest)
+    return replace_export(target, world, steps, write_weights, write_rest, write_card)
 
 
 def export_lora(
-    family: ModelFamily, adapter: Adapter, target: Path, weights: NamedTensors, world: World, steps: int
+    family: ModelFamily,
+    adapter: Adapter,
+    target: Path,
+    weights: NamedTensors,
+    world: World,
+    steps: int,
+    write_card: Callable[[Path], None],
 ) -> None:
     """Collective: write a LoRA, which every rank has whole, as diffusers' `load_lora_weights` opens it."""
-    replace_export(
-        target, world, steps, lambda _: {}, lambda hidden: write_lora(hidden / LORA_WEIGHTS, family, adapter, weights)
-    )
+
+    def write(hidden: Path) -> None:
+        write_lora(hidden / LORA_WEIGHTS, family, adapter, weights)
+
+    replace_export(target, world, steps, lambda _: {}, write, write_card)
 
 
 def replace_export(
@@ -78,6 +92,7 @@ def replace_export(
     steps: int,
     write_on_all_ranks: Callable[[Path], dict[str, str]],
     write_on_first_rank: Callable[[Path], None],
+    write_card: Callable[[Path], None],
 ) -> dict[str, str]:
     """Collective: write a folder under a hidden name, put it in the place of `target`, and return its checksums.
 
@@ -89,6 +104,9 @@ def replace_export(
     def finish() -> None:
         write_json(hidden / FINISHED, with_checksum({"steps": steps, "files": file_sizes(hidden), "checksums": sums}))
         keep_foreign_files(target, hidden)
+        # Before the rename: a start after a kill finds the pipeline finished and would never write the card. After the
+        # marker: people may change a card, and it would not be whole any more.
+        write_card(hidden)
         replace_folder(hidden, target)
 
     run_on_first_rank(world, hidden, lambda: make_empty_folder(hidden))

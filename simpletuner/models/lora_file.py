@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def check_lora_init(family: ModelFamily) -> None:
     ranks = {shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight")}
     if not ranks:
         raise SettingsError(
-            f"lora_init: {path} holds no adapter in peft's naming ({prefix}...lora_A.weight)",
+            f"lora_init: {path} holds no adapter in diffusers' naming ({prefix}...lora_A.weight)",
             "open it by the pipeline's load_lora_weights, and write it by save_lora_weights",
         )
     if shapes.keys() != wanted.keys():
@@ -90,12 +90,29 @@ def check_lora_init(family: ModelFamily) -> None:
 
 
 def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Return the shapes of a LoRA's tensors, and its config. Raises EnvironmentNotReady for a damaged file."""
+    """Return the shapes of a LoRA's tensors by peft's names, and its config.
+
+    Raises EnvironmentNotReady for a damaged file.
+    """
     try:
         check_regular(path)
         with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            stored = as_peft_names(file.keys())
+            shapes = {name: tuple(file.get_slice(own).get_shape()) for name, own in stored.items()}
             config = json.loads((file.metadata() or {}).get(METADATA, "{}"))
     except (OSError, SafetensorError, ValueError) as error:
         raise EnvironmentNotReady(f"lora_init: cannot read {path}: {without_errno(error)}", "copy it again") from None
     return shapes, config if isinstance(config, dict) else {}
+
+
+def stored_names(path: Path) -> dict[str, str]:
+    """Return the names that a LoRA's tensors have in its file, by peft's names."""
+    with safe_open(path, framework="pt") as file:
+        return as_peft_names(file.keys())
+
+
+def as_peft_names(names: Iterable[str]) -> dict[str, str]:
+    """Return names by what peft calls them: diffusers' script for SDXL writes `.lora.down` for `.lora_A`."""
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
+    return convert_unet_state_dict_to_peft({name: name for name in names})

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import sys
+import threading
 import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -79,7 +80,8 @@ def opened_browser(address: str) -> Iterator[None]:
         file = Path(folder) / "open.html"
         file.touch(0o600)
         file.write_text(render("open", address=address), encoding="utf-8")
-        webbrowser.open(file.as_uri())
+        # In a thread: a browser that BROWSER names with `%s` is waited for until it ends, and it waits for this page.
+        threading.Thread(target=webbrowser.open, args=(file.as_uri(),), name="browser", daemon=True).start()
         yield
 
 

@@ -13,7 +13,7 @@ from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.errors import SettingsError
 from simpletuner.models.family import ModelFamily
 from simpletuner.models.lora import freeze
-from simpletuner.models.lora_file import check_lora_init, lora_file
+from simpletuner.models.lora_file import check_lora_init, lora_file, stored_names
 from simpletuner.models.quantization import check_torchao, quantize_linear_layers
 from simpletuner.models.registry import check_heads
 from simpletuner.models.weights import weights_files
@@ -103,8 +103,9 @@ def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn
     if checkpoint is not None:
         read_tensors(checkpoint.files("model"), tensors, str(checkpoint.folder))
     elif start is not None:
-        named = {f"{family.denoiser_name}.{name}": each for name, each in tensors.items()}
-        read_tensors([lora_file(start)], named, str(lora_file(start)))
+        stored = stored_names(path := lora_file(start))
+        named = {stored[f"{family.denoiser_name}.{name}"]: each for name, each in tensors.items()}
+        read_tensors([path], named, str(path))
     return trained
 
 

@@ -7,8 +7,9 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from simpletuner import __version__
@@ -115,8 +116,13 @@ def single_file_of(pipeline: Path) -> Path:
     return pipeline.with_name(f"{pipeline.name}.safetensors")
 
 
-def export(session: Session, family: ModelFamily, state: TrainingState) -> None:
-    """Write the trained pipelines, or LoRAs. Collective."""
+def export(
+    session: Session, family: ModelFamily, state: TrainingState, write_card: Callable[[Path, Path], None]
+) -> None:
+    """Write the trained pipelines, or LoRAs. Collective.
+
+    `write_card` is called on rank 0 with each of `pipelines_of` and the folder in which it is written.
+    """
     session.world.activity.begin("writing the pipeline", watched=False)
     steps, world = state.schedule.max_steps, session.world
     weights = [state.weights, *([state.ema.tensors] if state.ema is not None else [])]
@@ -124,10 +130,11 @@ def export(session: Session, family: ModelFamily, state: TrainingState) -> None:
     # The trained weights last, since `exported_steps` takes them as the sign that all is done.
     for target, tensors in reversed([*zip(pipelines_of(session.settings), weights, strict=True)]):
         session.report.say(f"writing {target}")
+        card = partial(write_card, target)
         if family.adapter is not None:
-            export_lora(family, family.adapter, target, tensors(), world, steps)
+            export_lora(family, family.adapter, target, tensors(), world, steps, card)
             continue
-        sums = export_pipeline(family, target, state.config, tensors(), world, steps)
+        sums = export_pipeline(family, target, state.config, tensors(), world, steps, card)
         changed |= {file for file, value in state.base_checksums.items() if sums.get(file, value) != value}
     if changed:
         names = ", ".join(sorted(changed))

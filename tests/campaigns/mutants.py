@@ -11,6 +11,7 @@ A mutant with `equivalent` changes nothing that anyone could see, for the reason
 from __future__ import annotations
 
 import argparse
+import importlib
 import multiprocessing
 import os
 import shlex
@@ -26,10 +27,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-import diffusers  # noqa: F401  loaded once for all mutants, as are the next ones; nothing here may load the package
 import pytest
-import torch.distributed.tensor  # noqa: F401
-import transformers  # noqa: F401
 from results import add_result, read_results
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +123,8 @@ def main() -> None:
     mutants = [each for each in read_mutants() if each.is_named_by(given.only)]
     for mutant in mutants:
         mutant.applied(ROOT)  # before hours of tests
+    for library in ("diffusers", "torch.distributed.tensor", "transformers"):
+        importlib.import_module(library)  # once for all mutants; nothing here may load the package
     with tempfile.TemporaryDirectory() as name:
         results = given.results or Path(name) / "results.jsonl"
         copy, passing = copied_checkout(Path(name) / "copy"), {}

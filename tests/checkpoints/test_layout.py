@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_states import state_of
+from disk_calls import recorded_calls
 
 from simpletuner.checkpoints.layout import (
     checkpoint_folder,
@@ -116,6 +117,15 @@ def test_prune_keeps_the_newest(tmp_path):
     assert names(tmp_path) == ["checkpoint-000300", "checkpoint-001000"]
 
 
+def test_what_is_pruned_has_lost_its_name_before_its_files(tmp_path):
+    for step in (100, 200):
+        checkpoint(tmp_path, step)
+    hidden = unfinished_path(checkpoint_folder(tmp_path, 100))
+    with recorded_calls() as calls:
+        prune_checkpoints(tmp_path, 1)
+    assert calls == [("rename", str(hidden), -1)], "killed amid its files, it would look like a damaged checkpoint"
+
+
 def test_prune_touches_nothing_that_is_no_checkpoint(tmp_path):
     for step in (1, 2):
         checkpoint(tmp_path, step)
@@ -129,6 +139,12 @@ def test_what_a_killed_save_or_prune_left_is_cleared(tmp_path):
     kept = checkpoint(tmp_path, 100)
     shutil.copytree(kept, unfinished_path(checkpoint_folder(tmp_path, 200)))
     (tmp_path / ".other").mkdir()
+    clear_unfinished(tmp_path)
+    assert names(tmp_path) == [".other", "checkpoint-000100"]
+    kept.rename(tmp_path / ".checkpoint-000100.old")  # killed while another one took its place
+    clear_unfinished(tmp_path)
+    assert names(tmp_path) == [".other", "checkpoint-000100"] and load_checkpoint(kept).step == 100
+    shutil.copytree(kept, tmp_path / ".checkpoint-000100.old")  # killed just after that
     clear_unfinished(tmp_path)
     assert names(tmp_path) == [".other", "checkpoint-000100"]
 

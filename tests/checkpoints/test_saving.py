@@ -44,6 +44,8 @@ def test_shards_and_whole_tensors_are_written_at_once_and_in_the_background(star
     shards = [load_file(file) for file in sorted((tmp_path / "sharded" / "checkpoint-000001" / "model").glob("*.saf*"))]
     assert len(shards) == 4, "copies share the writing"
     assert sum(tensor.nbytes for shard in shards for tensor in shard.values()) == index["metadata"]["total_size"]
+    headers = [int.from_bytes(file.read_bytes()[:8], "little") for file in tmp_path.rglob("model/*.safetensors")]
+    assert len(headers) >= 8 and not any(size % 8 for size in headers), "readers that map a file find aligned data"
 
 
 def check_calls(folder: Path, calls: list[list[Any]]) -> None:

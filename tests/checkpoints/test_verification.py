@@ -75,8 +75,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, world, da
     found, passed_over = find_newest_healthy(tmp_path, "latest", world)
     assert found is not None and found.step == 100
     assert len(passed_over) == 1 and str(newer) in passed_over[0] and said in passed_over[0]
-    with pytest.raises(EnvironmentNotReady, match="checkpoint-000200"):
+    with pytest.raises(EnvironmentNotReady, match="checkpoint-000200") as caught:
         find_newest_healthy(tmp_path, "checkpoint-000200", world)
+    assert "set-aside" not in caught.value.hint, "there are others, which starting again would put away"
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_again(tmp_path, world):

@@ -115,6 +115,8 @@ def test_machines_hear_one_another_and_the_first_reason_counts():
         first.leave(5)
         assert first.others_are("left")
         assert first.find_silent() is second.find_silent() is None
+        first.timeout_seconds = first.suspect_seconds = 0
+        assert first.find_silent() is None, "who has left may be silent for ever"
     error = death.error(0, names)
     assert (error.exit_code, error.message) == (5, "machine 1 (b): rank 3 (pid 77) was killed by SIGKILL")
     assert death.error(1, names).message == "rank 3 (pid 77) was killed by SIGKILL"

@@ -11,6 +11,8 @@ from typing import Any
 import engines
 import pytest
 import torch
+from diffusers import StableDiffusionXLPipeline
+from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -190,6 +192,19 @@ def test_a_lora_to_go_on_from_must_be_of_the_same_kind(lora, said, hint, sdxl, t
     assert said in caught.value.message and caught.value.hint == hint
 
 
+def test_a_lora_that_diffusers_own_script_for_sdxl_has_written_is_gone_on_from(sdxl, shapes, tmp_path):
+    """It names attention's layers `.lora.down` and `.lora.up`, others as peft does; here in float16."""
+    layers = {"lora_target_modules": "to_q,to_k,to_v,to_out.0,ff.net.2"}
+    weights = {name: value.half() for name, value in random_weights(opened("sdxl", sdxl, **layers)).items()}
+    theirs = convert_state_dict_to_diffusers(weights)
+    assert len({name.rpartition(".lora")[2] for name in theirs}) == 4
+    StableDiffusionXLPipeline.save_lora_weights(tmp_path, unet_lora_layers=theirs)
+    with trained("sdxl", sdxl, shapes, tmp_path, lora_init=tmp_path, **layers) as (_, state):
+        found = state.weights()
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(value, weights[name].float()) for name, value in found.items())
+
+
 def test_a_lora_of_another_model_and_files_of_other_kinds_are_refused(sdxl, tmp_path):
     family = opened("sdxl", sdxl)
     file, weights = written(family, tmp_path)
@@ -197,7 +212,7 @@ def test_a_lora_of_another_model_and_files_of_other_kinds_are_refused(sdxl, tmp_
         f"unet.{name}": torch.cat([value] * 2, dim=-1 if "lora_A" in name else 0) for name, value in weights.items()
     }
     save_file(wider, tmp_path / "wider.safetensors")
-    save_file({"unet.to_q.lora.down.weight": torch.zeros(4, 4)}, tmp_path / "older.safetensors")
+    save_file({"lora_unet_to_q.lora_down.weight": torch.zeros(4, 4)}, tmp_path / "kohya.safetensors")
     (tmp_path / "damaged.safetensors").write_bytes(file.read_bytes()[:1000])
     mixed = {f"unet.{name}": value for name, value in weights.items()}
     odd = next(name for name in mixed if "lora_A" in name)
@@ -205,7 +220,7 @@ def test_a_lora_of_another_model_and_files_of_other_kinds_are_refused(sdxl, tmp_
     with pytest.raises(SettingsError, match="is of rank 2 and 4, but lora_rank = 4") as caught:
         check_lora_init(opened("sdxl", sdxl, lora_init=tmp_path / "mixed.safetensors"))
     assert "lora_rank=" not in caught.value.hint, "no rank fits it"
-    for name, said in (("wider", "is of another model"), ("older", "in peft's naming"), ("damaged", "cannot read")):
+    for name, said in (("wider", "is of another model"), ("kohya", "in diffusers' naming"), ("damaged", "cannot read")):
         with pytest.raises((SettingsError, EnvironmentNotReady), match=said):
             check_lora_init(opened("sdxl", sdxl, lora_init=tmp_path / f"{name}.safetensors"))
 

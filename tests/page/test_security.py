@@ -19,6 +19,17 @@ from simpletuner.errors import SettingsError
 from simpletuner.page.folders import Folders
 from simpletuner.page.guard import names_this_machine
 
+FOREGROUND_BROWSER = """#!/bin/sh
+# As `BROWSER="w3m %s"` is one: it ends when its user closes it.
+cd "$1"
+file=${2#file://}
+stat -c %a "$file" > mode
+cp "$file" opened
+echo "$2" > arguments.new
+mv arguments.new arguments
+for i in $(seq 1200); do [ -e closed ] && exit; sleep 0.1; done
+"""
+
 
 def test_the_printed_address_opens_the_page_for_one_browser(server: PageServer):
     session = server.cookie["Cookie"].partition("=")[2]  # what the first browser got
@@ -55,20 +66,15 @@ def test_entering_leads_to_a_path_of_this_page(server: PageServer, path: str):
 @pytest.mark.skipif(sys.platform != "linux", reason="a page opens a browser where DISPLAY is set")
 def test_a_browser_is_opened_by_a_file_of_ours_and_no_argument_has_the_token(tmp_path, monkeypatch):
     fake = tmp_path / "browser"
-    fake.write_text(
-        f'#!/bin/sh\nstat -c %a "${{1#file://}}" > {tmp_path}/mode\ncp "${{1#file://}}" {tmp_path}/opened\n'
-    )
-    fake.write_text(
-        fake.read_text() + f'echo "$@" > {tmp_path}/arguments.new; mv {tmp_path}/arguments.new {tmp_path}/arguments\n'
-    )
+    fake.write_text(FOREGROUND_BROWSER)
     fake.chmod(0o755)
     monkeypatch.setenv("DISPLAY", ":9")
-    monkeypatch.setenv("BROWSER", f"{fake} %s")
+    monkeypatch.setenv("BROWSER", f"{fake} {tmp_path} %s")
     monkeypatch.delenv("SSH_CONNECTION", raising=False)
     terminal = Terminal(tmp_path, "page", "--port=0", columns=300)
     try:
         terminal.wait_for("Ctrl-C stops the page")
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not (tmp_path / "arguments").exists():
             assert time.monotonic() < end, terminal.drawn
             time.sleep(0.02)
@@ -76,9 +82,10 @@ def test_a_browser_is_opened_by_a_file_of_ours_and_no_argument_has_the_token(tmp
         assert "token" not in (tmp_path / "arguments").read_text() and "token=" in address
         assert (tmp_path / "mode").read_text().strip() == "600"
         assert address not in terminal.drawn, "the printed one is another browser's"
-        assert urlopen(address).status == 200
+        assert urlopen(address, timeout=60).status == 200, "it answers a browser that is waited for"
+        (tmp_path / "closed").touch()
         with pytest.raises(HTTPError):
-            urlopen(address)
+            urlopen(address, timeout=60)
         terminal.press("\x03")
         assert terminal.ended() == 130
         file = (tmp_path / "arguments").read_text().strip().removeprefix("file://")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,17 @@ def command_line_with(variables: dict[str, str], arguments: list[str]) -> None:
 def command_line_beside(folder: str, arguments: list[str]) -> None:
     """Run the command line where modules of a folder can be imported."""
     sys.path.insert(0, folder)
+    command_line(arguments)
+
+
+def command_line_killed_once(file: str, arguments: list[str]) -> None:
+    """Run the command line, and kill this process when it opens any other file after this one is in its place."""
+
+    def look(event: str, _: tuple[object, ...]) -> None:
+        if event == "open" and Path(file).exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
     command_line(arguments)
 
 

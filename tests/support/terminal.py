@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS = 60
+SECONDS = 120
 
 
 class Terminal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +75,10 @@ def test_a_save_waits_for_the_one_before_it_and_raises_what_went_wrong_there(tmp
         shutil.rmtree(tmp_path / "checkpoints")
         (tmp_path / "checkpoints").touch()
         saver.save(3, None)
+        end = time.monotonic() + 30
+        while not saver.has_failed:  # which ends the run at its next step
+            assert time.monotonic() < end
+            time.sleep(0.01)
         with pytest.raises(EnvironmentNotReady, match="cannot save to"):
             saver.save(4, None)
         saver.close()

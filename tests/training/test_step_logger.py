@@ -11,4 +11,5 @@ def test_a_step_is_logged_without_waiting_for_ranks_that_are_late(run_on, tmp_pa
     ]
     seconds = [row["seconds"] for row in found["rows"]]
     assert sum(seconds) <= found["took"], "what one step has waited is no part of another"
+    assert found["stops"] is True, "one rank is enough"
     assert seconds[2] > logging_ranks.LATE / 2, "the third waited for the mean of the first"

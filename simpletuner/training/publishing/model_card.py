@@ -20,7 +20,6 @@ from simpletuner.system.files import write_file
 from simpletuner.system.regular_files import read_file
 from simpletuner.training.image_files import ImageInfo, read_info
 from simpletuner.training.metrics_reader import METRICS, read_columns
-from simpletuner.training.output_dir import pipelines_of
 from simpletuner.training.publishing.usage import usage_code
 from simpletuner.training.run_facts import DatasetFacts, RunFacts, base_of, describe_result, hub_id
 
@@ -40,20 +39,16 @@ OF_A_MACHINE = ("output_dir", "logging_dir", "main_process_ip", "machine_rank", 
 """Settings that others can do nothing with."""
 
 
-def write_cards(session: Session, family: ModelFamily, facts: RunFacts) -> None:
-    """Write a card into each folder that the run exports to, on rank 0."""
-    if session.world.is_first:
-        for pipeline in pipelines_of(session.settings):
-            write_card(session, family, facts, pipeline)
+def write_card(session: Session, family: ModelFamily, facts: RunFacts, pipeline: Path, folder: Path) -> None:
+    """Write the card of `pipeline` and its sample images into the folder that takes its place.
 
-
-def write_card(session: Session, family: ModelFamily, facts: RunFacts, pipeline: Path) -> None:
-    """Write a card and its sample images. One that somebody has made theirs stays."""
-    path = pipeline / CARD
+    One that somebody has made theirs stays.
+    """
+    path = folder / CARD
     if path.exists() and OURS not in read_file(path).decode("utf-8", "replace"):
         return
     variant = "ema" if pipeline.name.endswith("-ema") else "trained"
-    samples = copy_samples(session.settings.training.output_dir / "validation", pipeline / SAMPLES, variant)
+    samples = copy_samples(session.settings.training.output_dir / "validation", folder / SAMPLES, variant)
     write_file(path, render(session, family, facts, pipeline, samples).encode())
 
 
