@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ from pathlib import Path
 import planning
 import pytest
 import torch
+from conftest import ROOT
 from models.test_inputs import CPU, opened
 from PIL import Image
 from torch import Tensor, nn
@@ -290,13 +292,21 @@ def test_without_a_gpu_it_says_what_a_name_would_add_and_libraries_say_nothing(r
 def test_the_proposal_is_written_into_the_config(run, pipelines, tmp_path, capsys):
     config, base = tmp_path / "run.toml", f"--pretrained_model_name_or_path={pipelines('sdxl')}"
     config.write_text('model_family = "sdxl"  # mine\n')
-    run(base, "--auto", "--gpu=RTX 4090", f"--apply={config}")
+    run(base, "--auto", "--gpu=RTX 4090", "--train_batch_size=2", f"--apply={config}")
     said = capsys.readouterr()
+    assert row_names(said.out) == row_names((ROOT / "docs" / "plan.md").read_text()), (
+        "the example is of another version"
+    )
     assert "gradient_checkpointing = false" in said.out and "true would take" in said.out
     assert "# mine" in config.read_text() and "gradient_checkpointing = false" in config.read_text()
     run(base, f"--config={config}", "--use_cpu", "--measure", "--json")
     measured = json.loads(capsys.readouterr().out)
     assert measured["step_seconds"] > 0 and measured["step_seconds_of"] is None and measured["fits"] is None
+
+
+def row_names(text: str) -> list[str]:
+    """Return the first column of the tables that `plan` prints, and the settings that it gives reasons for."""
+    return re.findall(r"^ (\w[\w ]*?)  |^  (\w+):", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
