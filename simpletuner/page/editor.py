@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from simpletuner.page.documents import Document
 from simpletuner.page.examination import Examined, examine
-from simpletuner.page.fields import FieldGroup, sections_of
+from simpletuner.page.fields import FieldGroup, make_field, sections_of
 from simpletuner.page.hardware import accelerate_groups
 from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast
 from simpletuner.settings.editing import write
@@ -65,6 +65,13 @@ def check(request: Request) -> Response:
     return HTMLResponse("".join(parts), headers={"HX-Reswap": "none"})
 
 
+def show_flavours(request: Request) -> Response:
+    """Return the flavours of the family that was chosen, and have what is chosen then be checked."""
+    document = read_document(request)
+    flavour = make_field("model_flavour", document, examine(document, folders_of(request)))
+    return HTMLResponse(render("options", field=flavour), headers={"HX-Trigger-After-Settle": "check"})
+
+
 def save(request: Request) -> Response:
     """Write what was typed into the file; not over changes that somebody else has made meanwhile."""
     document = read_document(request)
@@ -110,6 +117,7 @@ def conflict_of(document: Document) -> dict[str, Any]:
 
 ROUTES = [
     Route("/configurations/edit", show),
+    Route("/configurations/edit/flavours", show_flavours),
     Route("/configurations/check", check, methods=["POST"]),
     Route("/configurations/save", save, methods=["POST"]),
 ]

@@ -37,6 +37,7 @@ def environment() -> Environment:
     made.filters |= {
         "count": count_noun,
         "code": as_code,
+        "path": as_path,
         "bytes": decimal,
         "parameters": format_count,
         "gib": format_gib,
@@ -50,6 +51,11 @@ def as_code(text: str) -> Markup:
     if len(parts) % 2 == 0:  # one has no partner
         return escape(text)
     return Markup().join(Markup("<code>{}</code>").format(part) if n % 2 else part for n, part in enumerate(parts))
+
+
+def as_path(text: str) -> Markup:
+    """Let a path be broken after its slashes, so that a phone does not break it within a name."""
+    return Markup("/<wbr>").join(text.split("/"))
 
 
 def render(template: str, /, **values: Any) -> str:
