@@ -12,15 +12,15 @@ from starlette.routing import Route
 
 from simpletuner.page.documents import Document
 from simpletuner.page.examination import Examined, examine
-from simpletuner.page.fields import FieldGroup, make_field, sections_of
+from simpletuner.page.fields import FieldGroup, essential_groups, make_field, sections_of
 from simpletuner.page.hardware import accelerate_groups
 from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast
 from simpletuner.settings.editing import write
 from simpletuner.settings.sections import setting_fields
 from simpletuner.system.numbers import count_noun
 
-VIEWS = {"all": sections_of, "accelerate": accelerate_groups}
-"""All settings, and those of Hardware -> Accelerate."""
+VIEWS = {"all": sections_of, "essential": essential_groups, "accelerate": accelerate_groups}
+"""All settings, those of a first run, and those of Hardware -> Accelerate."""
 
 
 def show(request: Request) -> Response:

@@ -15,6 +15,7 @@ from simpletuner.settings.export import field_value
 from simpletuner.settings.knob import bounds_of, extra_of, kind_of, shown_default, type_name
 from simpletuner.settings.loading import NO_ORIGIN
 from simpletuner.settings.optimizer_defaults import own_defaults
+from simpletuner.settings.schema import GROUPS
 from simpletuner.settings.secret_names import is_secret
 from simpletuner.settings.sections import SECTIONS, Model, setting_fields
 from simpletuner.settings.spelling import SWITCHES, choices_of, normalize_value
@@ -70,6 +71,12 @@ def sections_of(document: Document, examined: Examined) -> Iterator[FieldGroup]:
     for name, section in SECTIONS.items():
         fields = [make_field(setting, document, examined) for setting in section.model_fields]
         yield FieldGroup(name, section.__doc__ or name, fields)
+
+
+def essential_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:
+    """Yield what `config init` writes: the settings that a first run is made of."""
+    for number, (title, names) in enumerate(GROUPS.items()):
+        yield FieldGroup(f"essential-{number}", title, [make_field(name, document, examined) for name in names])
 
 
 def make_field(

@@ -139,6 +139,20 @@ def test_families_and_their_flavours_are_chosen(page: Page, server: PageServer, 
     assert lines == 1, "a narrow screen breaks a path after a slash, not within a name"
 
 
+def test_a_first_run_is_set_up_and_started_from_the_editor(page: Page, server: PageServer, folder: Path, config: Path):
+    config.write_text(CONFIG + 'output_dir = "out"\n')
+    open_editor(page, server, "essential")
+    assert 15 < page.locator(".field").count() < 30 and page.locator("#f-instance_data_dir").is_visible()
+    page.locator("#f-max_train_steps").fill("9")
+    expect(page.locator("#start")).to_be_disabled()
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#toasts .done")).to_contain_text("1 setting changed")
+    assert "max_train_steps = 9" in config.read_text()
+    page.get_by_role("button", name="Start").click()  # `pictures` is empty, so the run fails at once and in words
+    page.wait_for_url("**/runs/watch?run=out")
+    expect(page.locator("#live-status")).to_contain_text("no usable image in", timeout=60_000)
+
+
 def test_a_file_that_changes_meanwhile(page: Page, server: PageServer, config: Path):
     open_editor(page, server)
     page.locator("#f-seed").fill("7")

@@ -70,6 +70,11 @@ function countChanges() {
     shown.textContent = count;
     shown.title = `${count} not saved`;
   }
+  const start = document.getElementById("start");
+  if (start) {
+    start.disabled = count > 0;
+    start.title = count > 0 ? "save first: a run reads the file" : "";
+  }
   return count;
 }
 
