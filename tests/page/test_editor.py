@@ -144,10 +144,12 @@ def test_a_first_run_is_set_up_and_started_from_the_editor(page: Page, server: P
     open_editor(page, server, "essential")
     assert 15 < page.locator(".field").count() < 30 and page.locator("#f-instance_data_dir").is_visible()
     page.locator("#f-max_train_steps").fill("9")
+    page.locator("#f-resolution").fill("64")
     expect(page.locator("#start")).to_be_disabled()
     page.get_by_role("button", name="Save").click()
-    expect(page.locator("#toasts .done")).to_contain_text("1 setting changed")
-    assert "max_train_steps = 9" in config.read_text()
+    expect(page.locator("#toasts .done")).to_contain_text("2 settings changed")
+    lines = config.read_text().splitlines()
+    assert "max_train_steps = 9" in lines and "resolution = 64" in lines, "whole numbers are written as such"
     page.get_by_role("button", name="Start").click()  # `pictures` is empty, so the run fails at once and in words
     page.wait_for_url("**/runs/watch?run=out")
     expect(page.locator("#live-status")).to_contain_text("no usable image in", timeout=60_000)

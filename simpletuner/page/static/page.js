@@ -70,7 +70,7 @@ function countChanges() {
     shown.textContent = count;
     shown.title = `${count} not saved`;
   }
-  const start = document.getElementById("start");
+  const start = form?.querySelector("#start");
   if (start) {
     start.disabled = count > 0;
     start.title = count > 0 ? "save first: a run reads the file" : "";
