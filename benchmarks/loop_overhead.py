@@ -95,7 +95,7 @@ class Ours:
     """Our loop, called for some steps at a time; it neither validates nor saves, nor keeps how long saving took."""
 
     def __init__(self, session: Session, trainer: Trainer, state: TrainingState) -> None:
-        nowhere = Nowhere(session, state, durations := Durations())
+        nowhere = Nowhere(session, state, durations := Durations(), size_bytes=0)
         self.trainer = replace(trainer, evaluations=(), checkpointer=nowhere, durations=durations, max_steps=0)
 
     def __call__(self) -> None:

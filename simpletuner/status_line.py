@@ -23,7 +23,7 @@ LINE_SECONDS = 60.0
 LONGEST_SECONDS = 1e9
 """30 years; timedelta raises beyond 3 million."""
 SOON_SECONDS = 3.0
-"""A phase that takes longer shows for how long it has been running."""
+"""A phase that takes longer shows for how long it has been running, and a job how long the rest takes."""
 
 
 class Erase:
@@ -180,8 +180,11 @@ class Progress:
         return f"{format_seconds(left)} left" if left >= 0.5 or self.done < self.total else ""
 
     def _left_at_mean_speed(self, done: int) -> float | None:
-        done_now = done - self.done_before
-        return (self.total - done) * (time.monotonic() - self.began) / done_now if done_now > 0 else None
+        done_now, seconds = done - self.done_before, time.monotonic() - self.began
+        # Threads start and files are opened meanwhile: from the first of 100,000 images followed 7 minutes, not one.
+        if done_now <= 0 or seconds < SOON_SECONDS:
+            return None
+        return (self.total - done) * seconds / done_now
 
 
 def format_seconds(seconds: float) -> str:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
+from simpletuner.checkpoints.disk_usage import checkpoint_bytes
 from simpletuner.checkpoints.export import base_files, check_export
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import CheckpointDamaged, Checksums, Verification
@@ -45,7 +46,7 @@ from simpletuner.training.engines import check_engine, open_engine
 from simpletuner.training.held_out import open_held_out_loss
 from simpletuner.training.html_report.page import open_html_report
 from simpletuner.training.metrics import Metrics, open_metrics
-from simpletuner.training.optimizers import LearningRate
+from simpletuner.training.optimizers import LearningRate, trained_weights
 from simpletuner.training.output_dir import (
     export,
     export_single_files,
@@ -257,7 +258,7 @@ def build_trainer(
     )
     ahead = settings.data.dataloader_prefetch_qlen
     durations = Durations(training.output_dir / DURATIONS if mesh.world.is_first else None)
-    checkpointer = Checkpointer(session, state, durations)
+    checkpointer = Checkpointer(session, state, durations, checkpoint_bytes(settings, trained_weights(family)))
     stop_vote = StopVote(session.stop, lambda: checkpointer.has_failed)
     return Trainer(
         engine=state.engine,

@@ -106,6 +106,17 @@ def test_without_a_terminal_a_line_a_minute_says_what_is_running_and_how_long_th
     assert len(said) <= 8
 
 
+def test_the_time_left_is_not_guessed_from_the_first_seconds(capsys):
+    report = Report()
+    with report.progress("reading images", total=100_000) as progress:
+        progress.update(1)
+        assert progress.time_left() == "" and report.status.parts() == ["reading images: 1/100000"]
+        progress.began -= 60
+        progress.update(50_000)
+        assert progress.time_left() == "0:01:00 left"
+    capsys.readouterr()
+
+
 def test_a_status_line_fits_its_terminal_by_leaving_out_what_is_less_important():
     parts = ["training: 1/8", "0:04:00 left", "loss 1", "1 s/step"]
     assert [fitting(parts, width) for width in (100, 36, 30, 3)] == [

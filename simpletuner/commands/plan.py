@@ -18,7 +18,7 @@ from simpletuner.parallel.memory import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.settings.spelling import as_text
-from simpletuner.system.numbers import format_count, format_gb, format_gib, parse_bytes
+from simpletuner.system.numbers import format_count, format_flops, format_gb, format_gib, parse_bytes
 
 if TYPE_CHECKING:
     from simpletuner.tools.plan.estimate import RunPlan
@@ -143,7 +143,7 @@ def summary(plan: RunPlan, budget: MemoryBudget, device: Device | None) -> Itera
         left = budget.gpu_bytes - plan.peak_bytes
         fits = f"{format_gib(left)} of {format_gib(budget.gpu_bytes)} are left"
         yield "fits", fits if not plan.shortfall(budget) else f"no: {plan.shortfall(budget)}"
-    yield "compute", f"{format_count(plan.flops_per_sample)}FLOP per sample of the largest size"
+    yield "compute", f"{format_flops(plan.flops_per_sample)} per sample of the largest size"
     if plan.step_seconds is not None and plan.samples_per_second is not None:
         mfu = f", MFU {plan.mfu(device):.0%}" if device else ""
         said = "measured here, on one rank" if plan.parts is None else "estimated; --measure measures, on such a GPU"

@@ -169,7 +169,11 @@ def choose_stage(
     candidates: Iterable[dict[str, Any]],
     estimate_of: Callable[[dict[str, Any]], MemoryEstimate],
 ) -> StageChoice:
-    """Return the first candidate that fits. Raises SettingsError if none does."""
+    """Return the first candidate that fits. Raises SettingsError if none does.
+
+    It knows a number of parameters alone. `plan --auto` (tools/plan/search.py) compares seconds, for which it needs a
+    GPU of the table and a trace of the model, so neither can answer for the other.
+    """
     assert budget.gpu_bytes is not None
     too_large: list[str] = []
     for settings in candidates:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -40,7 +39,8 @@ class ConfigFile:
     name: str
     settings: int
     shown: dict[str, str]
-    changed: str
+    changed: float
+    """In seconds since 1970."""
 
 
 def show_list(request: Request) -> Response:
@@ -119,8 +119,7 @@ def describe(path: Path, folders: Folders) -> ConfigFile | None:
     if not values or 2 * len(values) < len(entries):  # a package.json has a name and a version, too
         return None
     shown = {name: str(values[name]) for name in SHOWN if name in values}
-    changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(stat.st_mtime))
-    return ConfigFile(folders.shown(path), len(values), shown, changed)
+    return ConfigFile(folders.shown(path), len(values), shown, stat.st_mtime)
 
 
 def create(request: Request) -> Response:

@@ -21,7 +21,7 @@ from simpletuner.settings.editing import change_text, setting_of, text_of
 from simpletuner.settings.editors.edit import REMOVED
 from simpletuner.settings.formats import parse_entries
 from simpletuner.settings.knob import kind_of
-from simpletuner.settings.loading import canonical_name, parse_json, resolve
+from simpletuner.settings.loading import canonical_name, parse_json, resolve, without_point
 from simpletuner.settings.raw_values import RawValue, Source
 from simpletuner.settings.secret_names import is_secret
 from simpletuner.settings.secret_values import file_of_reference
@@ -114,7 +114,8 @@ def parse_typed(name: str, text: str) -> Any:
     except ValidationError:
         return text.strip()
     # Text and paths stay as typed: `~` and {env:NAME} mean something else on another machine.
-    return value if value is None or kind in (bool, int, float) or choices_of(annotation) else text.strip()
+    is_plain = value is None or kind in (bool, int, float) or choices_of(annotation)
+    return without_point(value) if is_plain else text.strip()
 
 
 def parse_table(text: str) -> Any:

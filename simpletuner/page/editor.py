@@ -12,15 +12,15 @@ from starlette.routing import Route
 
 from simpletuner.page.documents import Document
 from simpletuner.page.examination import Examined, examine
-from simpletuner.page.fields import FieldGroup, sections_of
+from simpletuner.page.fields import FieldGroup, essential_groups, make_field, sections_of
 from simpletuner.page.hardware import accelerate_groups
 from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast
 from simpletuner.settings.editing import write
 from simpletuner.settings.sections import setting_fields
 from simpletuner.system.numbers import count_noun
 
-VIEWS = {"all": sections_of, "accelerate": accelerate_groups}
-"""All settings, and those of Hardware -> Accelerate."""
+VIEWS = {"all": sections_of, "essential": essential_groups, "accelerate": accelerate_groups}
+"""All settings, those of a first run, and those of Hardware -> Accelerate."""
 
 
 def show(request: Request) -> Response:
@@ -63,6 +63,13 @@ def check(request: Request) -> Response:
     elif field(request, "checksum") != document.checksum:
         parts.append(render("conflict", document=document, **conflict_of(document)))
     return HTMLResponse("".join(parts), headers={"HX-Reswap": "none"})
+
+
+def show_flavours(request: Request) -> Response:
+    """Return the flavours of the family that was chosen, and have what is chosen then be checked."""
+    document = read_document(request)
+    flavour = make_field("model_flavour", document, examine(document, folders_of(request)))
+    return HTMLResponse(render("options", field=flavour), headers={"HX-Trigger-After-Settle": "check"})
 
 
 def save(request: Request) -> Response:
@@ -110,6 +117,7 @@ def conflict_of(document: Document) -> dict[str, Any]:
 
 ROUTES = [
     Route("/configurations/edit", show),
+    Route("/configurations/edit/flavours", show_flavours),
     Route("/configurations/check", check, methods=["POST"]),
     Route("/configurations/save", save, methods=["POST"]),
 ]

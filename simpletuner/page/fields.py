@@ -9,15 +9,15 @@ from typing import Any, get_origin
 from simpletuner.models.registry import presets, trainable_flavours
 from simpletuner.page.documents import TYPED, Document, shown_value
 from simpletuner.page.examination import Examined
-from simpletuner.settings import Settings
 from simpletuner.settings.engine_rules import WRAP_POLICIES
 from simpletuner.settings.explain import because
 from simpletuner.settings.export import field_value
 from simpletuner.settings.knob import bounds_of, extra_of, kind_of, shown_default, type_name
 from simpletuner.settings.loading import NO_ORIGIN
 from simpletuner.settings.optimizer_defaults import own_defaults
+from simpletuner.settings.schema import GROUPS
 from simpletuner.settings.secret_names import is_secret
-from simpletuner.settings.sections import SECTIONS, setting_fields
+from simpletuner.settings.sections import SECTIONS, Model, setting_fields
 from simpletuner.settings.spelling import SWITCHES, choices_of, normalize_value
 
 KINDS = {"true|false": "true or false", "INTEGER": "whole number", "NUMBER": "number", "TEXT": "", "PATH": "path"}
@@ -73,6 +73,12 @@ def sections_of(document: Document, examined: Examined) -> Iterator[FieldGroup]:
         yield FieldGroup(name, section.__doc__ or name, fields)
 
 
+def essential_groups(document: Document, examined: Examined) -> Iterator[FieldGroup]:
+    """Yield what `config init` writes: the settings that a first run is made of."""
+    for number, (title, names) in enumerate(GROUPS.items()):
+        yield FieldGroup(f"essential-{number}", title, [make_field(name, document, examined) for name in names])
+
+
 def make_field(
     name: str,
     document: Document,
@@ -92,11 +98,12 @@ def make_field(
         sentence=declared.description or "",
         facts=facts_of(name),
         control=control,
-        options=list(options_of(name, value, placeholder, names or {})) if control == "select" else (),
+        options=list(options_of(name, value, placeholder, names or {}, examined)) if control == "select" else (),
         value="" if control == "secret" else value,
         placeholder=SECRET_IS_SET if control == "secret" and value else placeholder,
         note=make_note(name, examined),
-        suggestions=suggestions_of(name, examined.settings),
+        # A dotted path may be typed as well.
+        suggestions=WRAP_POLICIES if name == "fsdp_auto_wrap_policy" else (),
         # What is set must be able to be taken back.
         unavailable="" if value else unavailable,
     )
@@ -105,9 +112,9 @@ def make_field(
 def control_of(name: str, annotation: Any) -> str:
     if is_secret(name):
         return "secret"
-    if annotation in SWITCHES or choices_of(annotation):
+    if annotation in SWITCHES or choices_of(annotation) or name in ("model_family", "model_flavour"):
         return "select"
-    return {list: "lines", dict: "table"}.get(get_origin(annotation) or kind_of(annotation), "text")
+    return {list: "lines", dict: "table"}.get(kind_of(annotation), "text")
 
 
 def file_text(name: str, document: Document) -> str:
@@ -132,10 +139,12 @@ def placeholder_of(name: str, examined: Examined) -> str:
     return shown_value(own[name]) if name in own else shown_default(setting_fields()[name])
 
 
-def options_of(name: str, value: str, unset: str, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def options_of(
+    name: str, value: str, unset: str, names: Mapping[str, str], examined: Examined
+) -> Iterator[tuple[str, str]]:
     """Yield the choices of a select, with a word for each; what the file says is one, even if it is none of them."""
     annotation = setting_fields()[name].annotation
-    choices = [shown_value(choice) for choice in choices_of(annotation)]
+    choices = [shown_value(choice) for choice in choices_of(annotation)] or models_of(name, examined.settings.model)
     if annotation in SWITCHES:
         choices = ["true", "false", *(["auto"] if annotation == bool | None else [])]
     elif type(None) in getattr(annotation, "__args__", ()):
@@ -145,12 +154,11 @@ def options_of(name: str, value: str, unset: str, names: Mapping[str, str]) -> I
         yield choice, names.get(choice, choice)
 
 
-def suggestions_of(name: str, settings: Settings) -> Sequence[str]:
+def models_of(name: str, model: Model) -> list[str]:
+    """Return the families that can be trained, those of the file included, or the flavours of the one it has."""
     if name == "model_family":
-        return [family for family, preset in presets().items() if preset.family_class]
-    if name == "fsdp_auto_wrap_policy":
-        return WRAP_POLICIES
-    return trainable_flavours(settings.model.model_family) if name == "model_flavour" else ()
+        return [*(family for family, preset in presets().items() if preset.family_class), *(model.model_families or {})]
+    return trainable_flavours(model.model_family) if name == "model_flavour" else []
 
 
 def facts_of(name: str) -> str:

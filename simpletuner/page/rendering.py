@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ def environment() -> Environment:
     made.filters |= {
         "count": count_noun,
         "code": as_code,
+        "path": as_path,
+        "time": as_time,
         "bytes": decimal,
         "parameters": format_count,
         "gib": format_gib,
@@ -50,6 +53,17 @@ def as_code(text: str) -> Markup:
     if len(parts) % 2 == 0:  # one has no partner
         return escape(text)
     return Markup().join(Markup("<code>{}</code>").format(part) if n % 2 else part for n, part in enumerate(parts))
+
+
+def as_path(text: str) -> Markup:
+    """Let a path be broken after its slashes, so that a phone does not break it within a name."""
+    return Markup("/<wbr>").join(text.split("/"))
+
+
+def as_time(seconds: float) -> Markup:
+    """Show a time in seconds since 1970, of which a script says how long ago it is."""
+    time = datetime.fromtimestamp(seconds, UTC)
+    return Markup('<time datetime="{}">{:%Y-%m-%d %H:%M:%S} UTC</time>').format(time.isoformat(), time)
 
 
 def render(template: str, /, **values: Any) -> str:

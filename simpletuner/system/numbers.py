@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from simpletuner.errors import SettingsError
 
@@ -48,10 +49,20 @@ def format_bytes(count: int) -> str:
 
 def format_count(count: int) -> str:
     """Format a number of parameters: `11.9 B`, `5.00 B`, `860 M`, `512`."""
-    for letter, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+    return with_three_digits(count, {"B": 1e9, "M": 1e6, "K": 1e3}).rstrip()
+
+
+def format_flops(count: int) -> str:
+    """Format a number of floating-point operations: `223 TFLOP`, `1.52 GFLOP`."""
+    return f"{with_three_digits(count, {'P': 1e15, 'T': 1e12, 'G': 1e9, 'M': 1e6})}FLOP"
+
+
+def with_three_digits(count: int, letters: Mapping[str, float]) -> str:
+    """Format a number with three digits and the first letter whose size it reaches; in full below all of them."""
+    for letter, size in letters.items():
         if count >= 0.9995 * size:
             return f"{count / size:#.3g}".rstrip(".") + f" {letter}"
-    return str(count)
+    return f"{count} "
 
 
 def count_noun(number: int, noun: str) -> str:

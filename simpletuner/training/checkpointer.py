@@ -24,9 +24,9 @@ EXPORTED = ("model", "ema")
 class Checkpointer:
     """Save the state of a run as numbered checkpoints, while training goes on where `async_checkpointing` says so."""
 
-    def __init__(self, session: Session, state: TrainingState, durations: Durations) -> None:
-        """Collective."""
-        self.durations = durations
+    def __init__(self, session: Session, state: TrainingState, durations: Durations, size_bytes: int) -> None:
+        """`size_bytes` are those of one checkpoint, over all ranks. Collective."""
+        self.durations, self.size_bytes = durations, size_bytes
         self.settings, self.world, self.state, self.report = session.settings, session.world, state, session.report
         self.root = self.settings.training.output_dir / "checkpoints"
         self.is_async = self.settings.checkpoints.async_checkpointing
@@ -45,7 +45,7 @@ class Checkpointer:
         snapshot = self.state.snapshot(step, sampler_state, facts)
         write = partial(save, self.root, full=is_full, keep=self.settings.checkpoints.checkpoints_total_limit)
         if self.is_async is None:
-            self.is_async = self._copies_fit(len(snapshot.groups))
+            self.is_async = self._copies_fit()
         if self.background is not None and self.is_async:
             self.background.start(snapshot, partial(self._write, write))
         else:
@@ -62,9 +62,9 @@ class Checkpointer:
         self.durations.estimate(EXPORTING, seconds * exported / len(snapshot.groups))
         return folder
 
-    def _copies_fit(self, groups: int) -> bool:
+    def _copies_fit(self) -> bool:
         """Return whether copies of all groups fit, so that training can go on while they are written. Collective."""
-        copied = 4 * self.state.engine.num_parameters * groups * self.world.local_size // self.world.size
+        copied = self.size_bytes * self.world.local_size // self.world.size
         available = available_bytes()
         fits = [json.loads(text) for text in self.world.gather_texts(json.dumps([copied <= available / 2, available]))]
         if all(enough for enough, _ in fits):

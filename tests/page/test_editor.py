@@ -113,6 +113,48 @@ def test_typing_is_checked_and_saved_in_place(page: Page, server: PageServer, fo
     assert page.locator("#f-validation_prompt").input_value() == f"a lighthouse\n{EVIL}", "shown as text"
 
 
+def test_families_and_their_flavours_are_chosen(page: Page, server: PageServer, folder: Path, config: Path):
+    config.write_text(CONFIG + 'model_families = {mine = "package.module:Mine"}\n')
+    open_editor(page, server)
+    family, flavour = page.locator("#f-model_family"), page.locator("#f-model_flavour")
+    assert {"", "sdxl", "flux", "mine"} <= {
+        *family.locator("option").evaluate_all("each => each.map(one => one.value)")
+    }
+    family.select_option("flux")
+    expect(flavour.locator("option[value=schnell]")).to_have_count(1)
+    assert flavour.input_value() == "tiny", "what the file says"
+    flavour.select_option("schnell")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#toasts .done")).to_contain_text("2 settings changed")
+    values = replayed(folder, config)
+    assert (values["model_family"], values["model_flavour"]) == ("flux", "schnell")
+    page.set_viewport_size({"width": 320, "height": 700})
+    lines = page.get_by_role("heading", level=1).evaluate(
+        """heading => {
+          const range = document.createRange();
+          range.selectNodeContents(heading.lastChild);
+          return range.getClientRects().length;
+        }"""
+    )
+    assert lines == 1, "a narrow screen breaks a path after a slash, not within a name"
+
+
+def test_a_first_run_is_set_up_and_started_from_the_editor(page: Page, server: PageServer, folder: Path, config: Path):
+    config.write_text(CONFIG + 'output_dir = "out"\n')
+    open_editor(page, server, "essential")
+    assert 15 < page.locator(".field").count() < 30 and page.locator("#f-instance_data_dir").is_visible()
+    page.locator("#f-max_train_steps").fill("9")
+    page.locator("#f-resolution").fill("64")
+    expect(page.locator("#start")).to_be_disabled()
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#toasts .done")).to_contain_text("2 settings changed")
+    lines = config.read_text().splitlines()
+    assert "max_train_steps = 9" in lines and "resolution = 64" in lines, "whole numbers are written as such"
+    page.get_by_role("button", name="Start").click()  # `pictures` is empty, so the run fails at once and in words
+    page.wait_for_url("**/runs/watch?run=out")
+    expect(page.locator("#live-status")).to_contain_text("no usable image in", timeout=60_000)
+
+
 def test_a_file_that_changes_meanwhile(page: Page, server: PageServer, config: Path):
     open_editor(page, server)
     page.locator("#f-seed").fill("7")

@@ -88,6 +88,7 @@ def test_a_run_is_started_watched_and_stopped_and_goes_on_elsewhere_until_it_is_
     expect(status).to_contain_text(re.compile(r"\d+ of 20,000"), timeout=60_000)
     expect(page.locator("#live-curves figcaption").first).to_have_text("Loss", timeout=20_000)
     assert state.inner_text() == "running"
+    expect(status.locator("time")).to_have_text(re.compile(r"\d+ s ago"))
 
     # Polls change what is new and nothing else.
     page.locator("summary", has_text="Compare with").click()

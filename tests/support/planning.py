@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import gc
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from engines import session_of, settings_of, write
+from engines import opened, prepared_by, session_of, settings_of, write
 
 from simpletuner.checkpoints.disk_usage import checkpoint_bytes
-from simpletuner.checkpoints.saving import save
-from simpletuner.data.batch_sampler import SamplerState
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.memory import MemoryInputs, estimate_torch, gradient_bytes
 from simpletuner.parallel.split_state import QuantizedMoment
 from simpletuner.parallel.world import joined_world
-from simpletuner.training.ema import EMA
 from simpletuner.training.engines import open_engine
 from simpletuner.training.memory_estimate import memory_inputs
 from simpletuner.training.optimizers import trained_weights
-from simpletuner.training.schedule import Schedule
-from simpletuner.training.state import TrainingState
 from simpletuner.training.workload import Workload
 
 
@@ -74,32 +68,33 @@ def moments_of(engine: Engine) -> int:
 
 
 def saved_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
-    """Step twice and save; write, by engine, bytes on disk and of moments on this rank beside the estimates."""
+    """Step twice and save; write, by engine, what was really taken, beside the estimate, by kind.
+
+    `disk` is a checkpoint's bytes, `copies` those of its copies in the host's memory, and `moments` what this rank
+    holds of them (not of DeepSpeed, see tests/zero/test_estimate.py).
+    """
     with joined_world() as world:
-        taken = {}
+        taken, prepared = {}, None
         for name in names:
             settings = settings_of(arguments, name, Path(arguments["folder"]) / name, world.size)
-            session, family = session_of(world, settings)
-            weights = trained_weights(family)
-            with closing(open_engine(session, family, None)) as engine:
-                step_with_zeros(engine, 2)
-                rows = estimate_torch(settings, MemoryInputs.of(settings, weights)).rows
-                moments = [moments_of(engine), sum(row.gpu + row.host for row in rows if row.name == "optimizer")]
-                ema = EMA(engine, settings.ema) if settings.ema.use_ema else None
-                position = SamplerState(0, 0, 1, {})
-                state = TrainingState(engine, ema, {}, {}, "digest", 1, Schedule(9), 2, position)
-                folder = save(settings.training.output_dir, state.snapshot(2, position, {}), world, False, 1)
+            prepared = prepared or prepared_by(world, settings)
+            with opened(world, settings, prepared) as (trainer, state):
+                weights, saver = trained_weights(trainer.family), trainer.checkpointer
+                for trainer.step in (1, 2):
+                    batch, _ = trainer.next_batch()
+                    trainer.train_step(batch)
+                saver.save(trainer.step, batch.next_state)
+                assert saver.background is not None
+                copies = sum(buffer.block.nbytes for buffer in saver.background.copies.buffers.values())
+                saver.wait()
+                found = {"copies": [sum(map(int, world.gather_texts(str(copies)))), saver.size_bytes]}
+                if settings.parallel.zero_stage is None:
+                    rows = estimate_torch(settings, MemoryInputs.of(settings, weights)).rows
+                    estimated = sum(row.gpu + row.host for row in rows if row.name == "optimizer")
+                    found["moments"] = [moments_of(state.engine), estimated]
+                saver.close()
             world.barrier()
+            folder = settings.training.output_dir / "checkpoints"
             written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            taken[name] = {"disk": [written, checkpoint_bytes(settings, weights)], "moments": moments}
+            taken[name] = {**found, "disk": [written, checkpoint_bytes(settings, weights)]}
         write(taken, report, world)
-
-
-def step_with_zeros(engine: Engine, steps: int) -> None:
-    """Take steps with gradients of zero."""
-    for _ in range(steps):
-        for parameter in engine.module.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        engine.set_learning_rate(1e-3)
-        engine.step(2.0)

@@ -30,7 +30,6 @@ def test_training_goes_on_where_copies_take_half_of_the_memory_at_most(
     monkeypatch.setattr(checkpointer, "available_bytes", lambda: available)
     settings = Settings(training=Training(output_dir=tmp_path), checkpoints=Checkpoints(async_checkpointing=asked))
     state = SimpleNamespace(
-        engine=SimpleNamespace(num_parameters=100),
         snapshot=lambda step, sampler_state, facts: Snapshot(
             step, {name: planned(lambda: {"w": torch.ones(100)}) for name in ("model", "exp_avg")}, {}, {}
         ),
@@ -39,7 +38,7 @@ def test_training_goes_on_where_copies_take_half_of_the_memory_at_most(
     with joined_world({}, use_cpu=True) as world:
         session = SimpleNamespace(settings=settings, world=world, report=SimpleNamespace(say=said.append))
         durations = Durations()
-        saver = Checkpointer(session, state, durations)
+        saver = Checkpointer(session, state, durations, 800)
         saver.save(1, None)
         assert saver.is_async == is_async
         saver.close()
@@ -62,10 +61,9 @@ def test_a_save_waits_for_the_one_before_it_and_raises_what_went_wrong_there(tmp
     with joined_world({}, use_cpu=True) as world:
         session = SimpleNamespace(settings=settings, world=world, report=SimpleNamespace(say=order.append))
         state = SimpleNamespace(
-            engine=SimpleNamespace(num_parameters=100),
             snapshot=lambda step, sampler_state, facts: Snapshot(step, {"model": planned(weights)}, {}, {}),
         )
-        saver = Checkpointer(session, state, Durations())
+        saver = Checkpointer(session, state, Durations(), 400)
         write, saver._write = saver._write, lambda *arguments: goes_on.wait(30) and write(*arguments)
         saver.save(1, None)
         threading.Timer(0.2, lambda: (order.append("written"), goes_on.set())).start()

@@ -18,7 +18,8 @@ from simpletuner.errors import Stopped, TrainingError
 from simpletuner.report import Report
 from simpletuner.training.html_report import thumbnails
 from simpletuner.training.html_report.page import HtmlReport, open_html_report
-from simpletuner.training.html_report.thumbnails import Gallery
+from simpletuner.training.html_report.thumbnails import Gallery, images_of
+from simpletuner.training.image_files import ImageInfo, write_image
 from simpletuner.training.output_dir import PAGE
 
 
@@ -57,7 +58,7 @@ def test_nothing_that_a_run_brings_becomes_markup_and_nothing_is_fetched(tmp_pat
     assert "default-src 'none'" in page
     assert elements.text.count(EVIL) >= 6 and "(empty prompt)" in elements.text
     hrefs = [each["href"] for each in elements.of("a")]
-    assert len(hrefs) == 2 * (1 + 3 * 2), "of each prompt the image before training and three rounds of two"
+    assert len(hrefs) == 2 * (1 + 2 * 2), "of each prompt the image before training and two rounds of two"
     assert all((tmp_path / href).is_file() for href in hrefs)
     assert "seed 1 · guidance 3 · 4 denoising steps · 32×32" in elements.text
     assert "step 10" in elements.text and "mean of 3 steps around each" in elements.text
@@ -80,11 +81,27 @@ def test_an_odd_file_among_the_images_is_left_out_and_the_others_are_shown(tmp_p
         file.truncate(1 << 40)
     (tmp_path / "validation" / "step-000001").touch()
     gallery = Gallery(tmp_path)
-    shown = [image for prompt in gallery.collect()[0] for _, images in prompt.rounds for image in images]
-    assert [image.path.name for image in shown] == ["trained-00.png", "ema-00.png"]
+    shown = [image for prompt in gallery.collect()[0] for image in images_of(prompt)]
+    assert [image.path.name for image in shown] == ["trained-00.png"], "of which the average is a copy"
     for name in ("trained-01.png", "trained-04.png", "trained-06.png", "trained-07.png"):
         with pytest.raises(OSError, match=name):
             gallery.thumbnail(folder / name, 96)
+
+
+def test_a_lora_s_first_round_is_shown_where_it_differs_from_its_base_model(tmp_path):
+    for step, shades in ((0, {"base": 50, "trained": 50, "ema": 50}), (5, {"base": 51, "trained": 90, "ema": 50})):
+        write_round(tmp_path, step, ["new", "goes on"], size=32)
+        for weights, shade in shades.items():
+            for number, prompt in enumerate(("new", "goes on")):
+                path = tmp_path / "validation" / f"step-{step:06d}" / f"{weights}-{number:02d}.png"
+                image = Image.new("L", (32, 32), shade + 20 * number * (weights == "trained"))
+                write_image(path, image, ImageInfo(prompt, "", number, 4, 3.0, 32, 32, step, weights))
+    new, goes_on = Gallery(tmp_path).collect()[0]
+    rounds = [
+        [(step, [each.info.weights for each in shown]) for step, shown in prompt.rounds] for prompt in (new, goes_on)
+    ]
+    assert rounds == [[(5, ["trained", "ema"])], [(0, ["trained"]), (5, ["trained", "ema"])]]
+    assert new.before is not None and new.before.info.step == 5, "sampled by the ranks that sampled the last round"
 
 
 def test_a_page_of_a_long_run_stays_small_and_an_empty_one_is_a_page(tmp_path):
@@ -104,9 +121,9 @@ def test_many_images_are_thinned_out_and_made_smaller_until_the_page_is_small(tm
     for step in range(12):
         write_round(tmp_path, step * 10, ["one", "two", "three", "four"], 160, step)
     page, elements = rendered(tmp_path)
-    assert "Shown are 3 of 12 rounds and the first 3 of 4 prompts" in elements.text
+    assert "Shown are 3 of 11 rounds and the first 3 of 4 prompts" in elements.text
     steps = [each["data-step"] for each in elements.of("div") if "data-step" in each]
-    assert steps == ["0", "80", "110"] * 3
+    assert steps == ["10", "90", "110"] * 3
     assert {each["width"] for each in elements.of("img")} == {"96"} and len(page) < 250_000
 
 

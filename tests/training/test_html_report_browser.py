@@ -31,11 +31,11 @@ def test_sliders_scales_and_widths_in_a_browser(tmp_path):
         assert prompt.locator("output").inner_text() == "500"
         prompt.locator("input").focus()
         page.keyboard.press("Home")
-        assert prompt.locator(".round[data-step]:visible h4").all_inner_texts() == ["step 0"]
+        assert prompt.locator(".round[data-step]:visible h4").all_inner_texts() == ["step 250"]
         assert page.locator(".prompt").nth(0).locator(".round[data-step]:visible").count() == 1
         page.locator("#all").focus()
         page.keyboard.press("Home")
-        assert page.locator(".prompt .round[data-step]:visible h4").all_inner_texts() == ["step 0"] * 2
+        assert page.locator(".prompt .round[data-step]:visible h4").all_inner_texts() == ["step 250"] * 2
         images = page.locator(".image:visible img")
         assert images.count() == 2 * 3
         assert all(images.nth(number).evaluate("image => image.naturalWidth") == 160 for number in range(6))
@@ -55,7 +55,7 @@ def test_sliders_scales_and_widths_in_a_browser(tmp_path):
 
         still = browser.new_context(java_script_enabled=False).new_page()
         still.goto(page_file.as_uri())
-        assert still.locator(".prompt").nth(0).locator(".round:visible").count() == 4, "all rounds, and before"
+        assert still.locator(".prompt").nth(0).locator(".round:visible").count() == 3, "all rounds, and before"
         assert still.locator(".slider:visible").count() == 0
         still.locator("label[for=log]").click()
         assert still.locator(".chart .log").first.is_visible()

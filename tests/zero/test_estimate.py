@@ -21,7 +21,7 @@ from simpletuner.parallel.memory import MemoryBudget, MemoryEstimate, MemoryInpu
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings import load
 from simpletuner.settings.deepspeed.config import deepspeed_config
-from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
+from simpletuner.system.numbers import format_count, format_flops, format_gib, parse_bytes, parse_count
 
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -157,6 +157,9 @@ def test_counts_are_read_and_bytes_are_formatted():
     texts = ("2.6e9", "2.6B", "900M", "12_000_000_000")
     assert [parse_count(text, "--parameters") for text in texts] == [2_600_000_000] * 2 + [900_000_000, 12_000_000_000]
     assert [format_gib(count) for count in (0, 2**20, 3 * 2**29)] == ["", "1 MiB", "1.5 GiB"]
+    assert [format_count(count) for count in (512, 860_000_000, 11_900_000_000)] == ["512", "860 M", "11.9 B"]
+    flops = [format_flops(count) for count in (0, 1_517_000_000, 223_150_000_000_000, 9_999_000_000_000_000)]
+    assert flops == ["0 FLOP", "1.52 GFLOP", "223 TFLOP", "10.0 PFLOP"]
 
 
 @needs_deepspeed

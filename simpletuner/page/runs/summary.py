@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from simpletuner.page.runs.condition import Condition, Known, State, find_condition
@@ -20,7 +19,8 @@ class Summary:
     condition: Condition
     status: RunStatus
     model: str
-    changed: str
+    written: float
+    """When one of its files was, in seconds since 1970."""
     config: str
     """The configuration that starts it again; empty where the page cannot."""
 
@@ -43,7 +43,7 @@ def summarize(run: RunFolder, known: Known) -> Summary:
         condition,
         status or RunStatus(RunState.STARTING),
         model=" ".join(str(settings.get(name) or "") for name in ("model_family", "model_flavour")).strip(),
-        changed=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.written(*FILES))),
+        written=run.written(*FILES),
         config=config_of(run, status) if condition.has_ended else "",
     )
 

@@ -70,6 +70,11 @@ function countChanges() {
     shown.textContent = count;
     shown.title = `${count} not saved`;
   }
+  const start = form?.querySelector("#start");
+  if (start) {
+    start.disabled = count > 0;
+    start.title = count > 0 ? "save first: a run reads the file" : "";
+  }
   return count;
 }
 
@@ -215,3 +220,17 @@ setInterval(() => {
     clock.textContent = clock.dataset.since ? `· ${Math.round((Date.now() - clock.dataset.since) / 1000)} s` : "";
   }
 }, 500);
+
+// How long ago something was; before yesterday the date, in this browser's own zone.
+function showTimes() {
+  for (const time of document.querySelectorAll("time")) {
+    const then = new Date(time.dateTime), seconds = Math.max(0, (Date.now() - then) / 1000);
+    const [size, unit] = seconds < 60 ? [1, "s"] : seconds < 3600 ? [60, "min"] : [3600, "h"];
+    time.title = then.toLocaleString();
+    const text = seconds < 86400 ? `${Math.floor(seconds / size)} ${unit} ago` : then.toLocaleString();
+    if (time.textContent !== text) time.textContent = text;  // what is selected stays so
+  }
+}
+showTimes();
+setInterval(showTimes, 1000);
+document.addEventListener("htmx:afterSettle", showTimes);

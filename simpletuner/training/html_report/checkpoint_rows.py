@@ -20,7 +20,12 @@ class CheckpointRow:
     name: str
     step: int
     size: str
-    time: str
+    written: float
+    """In seconds since 1970."""
+
+    @property
+    def time(self) -> str:
+        return datetime.fromtimestamp(self.written, UTC).strftime(TIME)
 
 
 def checkpoint_rows(output: Path) -> Iterator[CheckpointRow]:
@@ -30,6 +35,5 @@ def checkpoint_rows(output: Path) -> Iterator[CheckpointRow]:
             size, written = sum(file_sizes(folder).values()), folder.stat().st_mtime
         except OSError:
             continue
-        when = datetime.fromtimestamp(written, UTC).strftime(TIME)
         shown = format_gb(size) if size >= 10**9 else f"{size / 10**6:,.1f} MB"
-        yield CheckpointRow(folder.name, parse_step(folder), shown, when)
+        yield CheckpointRow(folder.name, parse_step(folder), shown, written)

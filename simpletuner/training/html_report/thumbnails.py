@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
+
+import xxhash
 
 from simpletuner.system.cache_files import is_plain_folder
 from simpletuner.training.image_files import ImageInfo, read_info, read_rgb
@@ -42,7 +44,10 @@ class GalleryImage:
 
 @dataclass(frozen=True)
 class PromptRounds:
-    """The images of one prompt, seed and size: the one before training, and by step those of each set of weights."""
+    """The images of one prompt, seed and size: the one before training, and by step those of each set of weights.
+
+    No image of step 0 is the one before training again.
+    """
 
     prompt: str
     negative_prompt: str
@@ -58,6 +63,7 @@ class Gallery:
         self.output = output
         self.infos: dict[Path, ImageInfo] = {}
         self.encoded: dict[tuple[Path, int], Thumbnail] = {}
+        self.digests: dict[Path, bytes] = {}
 
     def collect(self) -> tuple[list[PromptRounds], str]:
         """Return the prompts, and a sentence about what is left out, if anything is."""
@@ -83,7 +89,19 @@ class Gallery:
             key = (info.prompt, info.negative_prompt, info.seed, info.size, info.guidance, info.num_inference_steps)
             shown = GalleryImage(path, path.relative_to(self.output).as_posix(), info)
             groups.setdefault(key, {}).setdefault(step, {})[info.weights] = shown
-        return [prompt_rounds(rounds) for rounds in groups.values()]
+        return [prompt_rounds(rounds, self._is_same) for rounds in groups.values()]
+
+    def _is_same(self, one: GalleryImage, two: GalleryImage) -> bool:
+        return one.path == two.path or self._digest(one.path) == self._digest(two.path)
+
+    def _digest(self, path: Path) -> bytes:
+        """Return a hash of an image's pixels; of a damaged one one of its own."""
+        if path not in self.digests:
+            content = str(path).encode()
+            with suppress(OSError):
+                content = read_rgb(path, MAX_PIXELS).tobytes()
+            self.digests[path] = xxhash.xxh3_128_digest(content)
+        return self.digests[path]
 
     def _files(self) -> Iterator[tuple[int, Path]]:
         folders = [path for path in (self.output / "validation").glob("step-*") if path.name[5:].isdecimal()]
@@ -149,16 +167,24 @@ def order(found: re.Match[str]) -> tuple[str, int]:
     return found["name"], WEIGHTS.index(found["weights"])
 
 
-def prompt_rounds(rounds: dict[int, dict[str, GalleryImage]]) -> PromptRounds:
-    """Return the images of one prompt; before training are those without the LoRA, or else those of step 0."""
+def prompt_rounds(
+    rounds: dict[int, dict[str, GalleryImage]], is_same: Callable[[GalleryImage, GalleryImage], bool]
+) -> PromptRounds:
+    """Return the images of one prompt; before training are those without the LoRA, or else those of step 0.
+
+    Of step 0 what differs from them is a round, such as that of a LoRA which goes on from another (lora_init).
+    """
     [*_, last] = rounds.values()
     info = next(iter(last.values())).info
-    before = last.get("base") or rounds.get(0, {}).get("trained")
+    at_start = rounds.get(0, {})
+    start = at_start.get("base") or at_start.get("trained")
+    before = last.get("base") or start
     made = f"seed {info.seed} · guidance {info.guidance:g} · {info.num_inference_steps} denoising steps"
     known = info.num_inference_steps > 0
-    trained = [
-        (step, [image for weights, image in images.items() if weights != "base"]) for step, images in rounds.items()
-    ]
+    shown = {step: [each for weights, each in images.items() if weights != "base"] for step, images in rounds.items()}
+    if start is not None:
+        shown[0] = [image for image in shown[0] if not is_same(start, image)]
+    trained = [(step, images) for step, images in shown.items() if images]
     size = f"{info.width}×{info.height}"
     return PromptRounds(info.prompt, info.negative_prompt, f"{made} · {size}" if known else size, before, trained)
 
@@ -186,7 +212,7 @@ def evenly(rounds: list[tuple[int, list[GalleryImage]]], images: int) -> list[tu
 
     So most of those that are chosen stay so while rounds are added, and few thumbnails are made again.
     """
-    most = max(2, (images - 1) // max(1, *(len(shown) for _, shown in rounds)))
+    most = max(2, (images - 1) // max((len(shown) for _, shown in rounds), default=1))
     stride = 1
     while len(chosen := rounds[:-1:stride]) + 1 > most:
         stride *= 2
