@@ -22,16 +22,16 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
 from s3_server import BUCKET, s3_proxy, s3_server  # pyright: ignore[reportMissingImports]
 
-from simpletuner.caches import mirror as mirrors
-from simpletuner.caches.mirror import Mirror, open_mirror
-from simpletuner.caches.shards import ShardReader
-from simpletuner.data.batch_sampler import GlobalBatchSampler
-from simpletuner.data.dataset_kinds import LocalImages, S3ImageEmbeds
-from simpletuner.data.epoch_order import Bucket
-from simpletuner.data.geometry import Geometry
-from simpletuner.data.prefetch import RankSlice, SampleReader, prefetch
-from simpletuner.data.samples import Sample
-from simpletuner.data.storage import LocalStorage
+from simpletuner.caches.store import mirror as mirrors
+from simpletuner.caches.store.mirror import Mirror, open_mirror
+from simpletuner.caches.store.shards import ShardReader
+from simpletuner.data.batches.prefetch import RankSlice, SampleReader, prefetch
+from simpletuner.data.config.dataset_types import LocalImages, S3ImageEmbeds
+from simpletuner.data.images.geometry import Geometry
+from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
+from simpletuner.data.sampler.epoch_order import Bucket
+from simpletuner.data.samples.samples import Sample
+from simpletuner.data.storage.storage import LocalStorage
 
 LATENCIES_SECONDS, STEP_SECONDS, STEPS, STEPS_AHEAD = (0.0, 0.1), 0.4, 20, 4
 BATCH_SIZE, AT_ONCE = 4, 32

@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from interleaved import Rounds, print_table, ratio, seconds_in_turns
 
-from simpletuner.caches.records import RecordLocation
-from simpletuner.caches.shards import ShardReader, ShardWriter
-from simpletuner.data.prefetch import THREADS
-from simpletuner.models.registry import load_preset
+from simpletuner.caches.store.records import RecordLocation
+from simpletuner.caches.store.shards import ShardReader, ShardWriter
+from simpletuner.data.batches.prefetch import THREADS
+from simpletuner.models.catalog.registry import load_preset
 from simpletuner.models.tiny.build import build_preset
 
 ROUNDS = 7

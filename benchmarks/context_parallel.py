@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
-from simpletuner.parallel.attention_exchange import SequenceGroup
-from simpletuner.parallel.context_parallel import split_sequence
+from simpletuner.parallel.context.attention_exchange import SequenceGroup
+from simpletuner.parallel.context.context_parallel import split_sequence
 
 RANKS, ROUNDS, WIDTH, IMAGE, TEXT = 4, 7, 16, 1024, 128
 CONFIG = {

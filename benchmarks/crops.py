@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from interleaved import print_table
 
-from simpletuner.data.dataset_kinds import LocalImages
-from simpletuner.data.geometry import bucket_sizes, cropped_shares, round_to_multiples
+from simpletuner.data.config.dataset_types import LocalImages
+from simpletuner.data.images.geometry import bucket_sizes, cropped_shares, round_to_multiples
 
 RESOLUTIONS, ALIGNMENT_PX, LONG_PX = (512, 768, 1024, 1536), 64, 4000
 SMALLEST, LARGEST, SHAPES = 0.4, 2.5, 2001

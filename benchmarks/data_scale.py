@@ -18,8 +18,8 @@ from itertools import islice
 import numpy as np
 from interleaved import print_table
 
-from simpletuner.data.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState
-from simpletuner.data.buckets import group_samples
+from simpletuner.data.sampler.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState
+from simpletuner.data.samples.buckets import group_samples
 
 COUNTS = (100_000, 1_000_000, 10_000_000, 100_000_000)
 SHAPES, COPIES = 40, (1, 3)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from interleaved import print_table
 
-from simpletuner.models.registry import flavours_of, presets
+from simpletuner.models.catalog.registry import flavours_of, presets
 
 ROUNDS = 3
 GOAL_RATIO, GOAL_SECONDS, GOAL_MB = 1.15, 0.5, 600

@@ -26,12 +26,12 @@ from gpu_cases import MIB, Case, Record, all_cases
 from gpu_measures import RUNNERS, measure
 from interleaved import print_table
 
-from simpletuner.parallel.devices import DEVICES, device_by_driver_name
+from simpletuner.parallel.devices.devices import DEVICES, device_by_driver_name
 from simpletuner.report import Report
 from simpletuner.tools.plan.estimate import RunPlan, estimate_run
 from simpletuner.tools.plan.inputs import SampleSizes, opened_family
 from simpletuner.tools.plan.planner import flops_per_sample
-from simpletuner.training.workload import Workload
+from simpletuner.training.auto.workload import Workload
 
 PART_SECONDS = 480
 STEP_PARTS = ("levers", "batches", "sdxl")

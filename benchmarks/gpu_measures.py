@@ -23,24 +23,24 @@ import torch
 import torch.nn.functional as F
 from gpu_cases import MIB, Case, Flags, Record
 
-from simpletuner.data.batch_sampler import SamplerState
-from simpletuner.data.prefetch import Batch, StepBatch
+from simpletuner.data.batches.prefetch import Batch, StepBatch
+from simpletuner.data.sampler.batch_sampler import SamplerState
 from simpletuner.errors import SimpleTunerError
-from simpletuner.parallel.attention_backend import attention_by
 from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.report import Report
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.measure import fill_with_noise, random_engine, random_inputs, timed_steps
+from simpletuner.training.auto.workload import Workload
 from simpletuner.training.checkpointer import Checkpointer
+from simpletuner.training.metrics.eta import Durations
 from simpletuner.training.optimizers import LearningRate
-from simpletuner.training.pace import Durations
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Trainer
-from simpletuner.training.workload import Workload
 
 WARM_UP, STEPS = 2, 4
 DRAW = Path(__file__).parents[1] / "examples" / "shapes" / "draw.py"

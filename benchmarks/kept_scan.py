@@ -19,18 +19,18 @@ import numpy as np
 import pyarrow as pa
 from interleaved import print_table
 
-from simpletuner.caches.keys import latents_parts, short_hash, text_parts
-from simpletuner.caches.records import record_keys
-from simpletuner.data.batch_sampler import GlobalBatchSampler
-from simpletuner.data.buckets import digest_buckets, make_buckets
-from simpletuner.data.dataset_kinds import LocalImages
-from simpletuner.data.dataset_warnings import dataset_warnings
-from simpletuner.data.discovery import discover
-from simpletuner.data.file_list import OtherFiles
-from simpletuner.data.kept_scan import ROWS, intact_files, open_table, write_table
-from simpletuner.data.samples import DatasetSamples
-from simpletuner.data.scan import SCANNED, Scan
-from simpletuner.data.storage import LocalStorage
+from simpletuner.caches.store.keys import latents_parts, short_hash, text_parts
+from simpletuner.caches.store.records import record_keys
+from simpletuner.data.config.dataset_types import LocalImages
+from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
+from simpletuner.data.samples.buckets import digest_buckets, make_buckets
+from simpletuner.data.samples.dataset_warnings import dataset_warnings
+from simpletuner.data.samples.discovery import discover
+from simpletuner.data.samples.samples import DatasetSamples
+from simpletuner.data.scan.file_list import OtherFiles
+from simpletuner.data.scan.scan import SCANNED, Scan
+from simpletuner.data.scan.scan_cache import ROWS, intact_files, open_table, write_table
+from simpletuner.data.storage.storage import LocalStorage
 
 COUNTS = (100_000, 1_000_000, 10_000_000)
 BATCH_SIZE, BATCHES = 8, 500

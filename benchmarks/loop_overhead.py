@@ -21,30 +21,30 @@ from interleaved import print_table, ratio, seconds_in_turns
 from torch import Tensor, nn
 
 from simpletuner.caches.sources import TextSource
-from simpletuner.data.batch_sampler import DATA_VERSION, GlobalBatchSampler, SamplerState
-from simpletuner.data.dataset_kinds import LocalImages
-from simpletuner.data.epoch_order import Bucket
-from simpletuner.data.geometry import Geometry
-from simpletuner.data.prefetch import Batch, SampleReader
-from simpletuner.data.samples import Sample, Samples
-from simpletuner.data.storage import LocalStorage
+from simpletuner.data.batches.prefetch import Batch, SampleReader
+from simpletuner.data.config.dataset_types import LocalImages
+from simpletuner.data.images.geometry import Geometry
+from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler, SamplerState
+from simpletuner.data.sampler.epoch_order import Bucket
+from simpletuner.data.samples.samples import Sample, Samples
+from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.models.families.sdxl import SDXL
-from simpletuner.models.family import ModelFamily
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.torch_engine import sharded_parameters
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation import Plan, Prepared
+from simpletuner.preparation.prepare import Plan, Prepared
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.sections import Model, Training
-from simpletuner.system.signals import StopRequest
+from simpletuner.settings.declared.sections import Model, Training
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.engines import open_engine
-from simpletuner.training.metrics import open_metrics
+from simpletuner.training.metrics.eta import Durations
+from simpletuner.training.metrics.metrics import open_metrics
 from simpletuner.training.optimizers import make_optimizer
-from simpletuner.training.pace import Durations
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
 from simpletuner.training.trainer import Trainer
@@ -80,7 +80,7 @@ def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
     )
     buckets = {"one": Bucket({1: np.arange(SAMPLES)})}
     sampler = GlobalBatchSampler(buckets, settings.training.seed)
-    plan = Plan([], [], Samples(), buckets, sampler, "", DATA_VERSION, np.zeros(0, int))
+    plan = Plan([], [], Samples(), buckets, sampler, "", np.zeros(0, int))
     return Prepared(plan, source, [], cast(TextSource, None))  # only validation asks for more text
 
 
@@ -151,7 +151,7 @@ def measure(world: World, folder: Path) -> None:
     prepared = data_in_memory(family, settings)
     engine = open_engine(session, family, None)
     state = TrainingState(
-        engine, None, {}, {}, "", DATA_VERSION, Schedule(STEPS), 0, prepared.plan.sampler.start(BATCH_SIZE)
+        engine, None, {}, {}, "", Schedule(STEPS), 0, prepared.plan.sampler.start(BATCH_SIZE)
     )
     with open_metrics(settings, 0, world) as metrics:
         build: Callable[[], Trainer] = partial(build_trainer, session, family, prepared, state, metrics)

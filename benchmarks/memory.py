@@ -31,8 +31,8 @@ from simpletuner.parallel.world import joined_world
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.sections import Model, Optimizer, Parallel, Training
-from simpletuner.system.signals import StopRequest
+from simpletuner.settings.declared.sections import Model, Optimizer, Parallel, Training
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.engines import open_engine
 
 RELEASED = Optimizer(optimizer_release_gradients=True, max_grad_norm=0)

@@ -13,8 +13,8 @@ from interleaved import print_table
 
 from simpletuner.report import Report
 from simpletuner.training.html_report.page import HtmlReport
-from simpletuner.training.metrics_reader import METRICS
-from simpletuner.training.run_facts import RunFacts
+from simpletuner.training.metrics.metrics_reader import METRICS
+from simpletuner.training.run_folder.run_summary import RunFacts
 
 STEPS, MORE, ROUNDS = (1_000, 10_000, 100_000), 100, 5
 

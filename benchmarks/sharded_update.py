@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from simpletuner.models.diffusers_io import build_on_meta
-from simpletuner.models.malformed import read_json
+from simpletuner.models.folder.diffusers_io import build_on_meta
+from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.fsdp2 import fsdp2_engine, shard
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
-from simpletuner.settings.sections import Model, Optimizer, Parallel
+from simpletuner.settings.declared.sections import Model, Optimizer, Parallel
 from simpletuner.training.engines import allocate
 from simpletuner.training.optimizers import make_optimizer
 

@@ -20,16 +20,16 @@ import pyarrow as pa
 from interleaved import print_table
 from kept_scan import drawn, own_mib
 
-from simpletuner.data.buckets import make_buckets
-from simpletuner.data.dataset_kinds import LocalImages
-from simpletuner.data.discovery import discover
-from simpletuner.data.file_list import OtherFiles
-from simpletuner.data.kept_scan import intact_files, open_table, write_table
-from simpletuner.data.samples import Samples
-from simpletuner.data.scan import Scan
-from simpletuner.data.storage import LocalStorage
-from simpletuner.parallel.shared_arrays import share_arrays
+from simpletuner.data.config.dataset_types import LocalImages
+from simpletuner.data.samples.buckets import make_buckets
+from simpletuner.data.samples.discovery import discover
+from simpletuner.data.samples.samples import Samples
+from simpletuner.data.scan.file_list import OtherFiles
+from simpletuner.data.scan.scan import Scan
+from simpletuner.data.scan.scan_cache import intact_files, open_table, write_table
+from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.parallel.world import joined_world
+from simpletuner.preparation.shared_arrays import share_arrays
 
 
 def settled_mib() -> float:

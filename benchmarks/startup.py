@@ -14,7 +14,7 @@ from pathlib import Path
 
 from interleaved import print_table, seconds_in_turns
 
-from simpletuner.commands.scripts import LINE
+from simpletuner.commands.shell.scripts import LINE
 
 HEAVY = ("torch", "numpy", "PIL", "diffusers", "transformers", "accelerate", "deepspeed")
 ROUNDS = 9

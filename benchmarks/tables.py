@@ -23,16 +23,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from interleaved import print_table
 
-from simpletuner.data.buckets import make_buckets
-from simpletuner.data.dataset_kinds import LocalImages
-from simpletuner.data.discovery import discover
-from simpletuner.data.file_list import FILE, OtherFiles, with_caption_versions
-from simpletuner.data.kept_scan import ROWS
-from simpletuner.data.scan import SCANNED, Scan
-from simpletuner.data.storage import LocalStorage
-from simpletuner.data.table_files import TableFile
-from simpletuner.data.table_join import describe_files, with_described
-from simpletuner.data.tables import TableSettings
+from simpletuner.data.config.dataset_types import LocalImages
+from simpletuner.data.config.tables import TableSettings
+from simpletuner.data.samples.buckets import make_buckets
+from simpletuner.data.samples.discovery import discover
+from simpletuner.data.scan.file_list import FILE, OtherFiles, with_caption_versions
+from simpletuner.data.scan.scan import SCANNED, Scan
+from simpletuner.data.scan.scan_cache import ROWS
+from simpletuner.data.scan.table_join import describe_files, with_described
+from simpletuner.data.storage.storage import LocalStorage
+from simpletuner.data.tables.table_files import TableFile
 
 COUNTS = (100_000, 1_000_000, 10_000_000)
 

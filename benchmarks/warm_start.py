@@ -46,10 +46,10 @@ def make(folder: Path, count: int) -> None:
     import pyarrow as pa
     from kept_scan import drawn
 
-    from simpletuner.data.file_list import OtherFiles
-    from simpletuner.data.kept_scan import write_table
+    from simpletuner.data.scan.file_list import OtherFiles
+    from simpletuner.data.scan.scan_cache import write_table
     from simpletuner.models.tiny.build import build_tiny
-    from simpletuner.settings.sections import Model
+    from simpletuner.settings.declared.sections import Model
 
     build_tiny(Model(model_family="sdxl"), folder / "model")
     (folder / "images").mkdir()
@@ -65,10 +65,11 @@ def fill_caches(folder: Path) -> None:
     import numpy as np
     from PIL import Image
 
-    from simpletuner import preparation, worker
+    from simpletuner import worker
     from simpletuner.app import main
-    from simpletuner.caches import filling
-    from simpletuner.data.samples import Samples
+    from simpletuner.caches.fill import fill as filling
+    from simpletuner.data.samples.samples import Samples
+    from simpletuner.preparation.prepare import prepare as preparation
 
     def prepare(session: Any, plan: preparation.Plan, *more: Any) -> None:
         sampler = plan.sampler

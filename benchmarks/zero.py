@@ -28,12 +28,11 @@ from interleaved import print_table, ratio, seconds_in_turns
 from loop_overhead import Ours, data_in_memory, settings_in
 from torch import Tensor, nn
 
-from simpletuner.data.batch_sampler import DATA_VERSION
 from simpletuner.deepspeed.engine import engine_config
 from simpletuner.deepspeed.startup import import_deepspeed
 from simpletuner.models.families.flux import Flux
 from simpletuner.models.families.sdxl import SDXL
-from simpletuner.models.family import ModelFamily
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.torch_engine import sharded_parameters
@@ -41,10 +40,10 @@ from simpletuner.parallel.world import World, joined_world
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.sections import Launch, Model, Parallel
-from simpletuner.system.signals import StopRequest
+from simpletuner.settings.declared.sections import Launch, Model, Parallel
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.engines import open_engine
-from simpletuner.training.metrics import open_metrics
+from simpletuner.training.metrics.metrics import open_metrics
 from simpletuner.training.optimizers import make_optimizer
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState
@@ -115,7 +114,7 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
         open_metrics(settings, 0, world) as metrics,
     ):
         state = TrainingState(
-            engine, None, {}, {}, "", DATA_VERSION, Schedule(STEPS), 0, prepared.plan.sampler.start(batch_size)
+            engine, None, {}, {}, "", Schedule(STEPS), 0, prepared.plan.sampler.start(batch_size)
         )
         build = partial(build_trainer, session, family, prepared, state, metrics)
         rounds = ROUNDS[STAGES[stage].zero_stage or 0]

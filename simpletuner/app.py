@@ -13,8 +13,6 @@ from typer.main import get_command
 
 from simpletuner import __version__
 from simpletuner.commands.cache import build_cache
-from simpletuner.commands.completion import completion, print_completions
-from simpletuner.commands.completions import words_of
 from simpletuner.commands.config import build_config
 from simpletuner.commands.dataset import build_dataset
 from simpletuner.commands.deepspeed import build_deepspeed
@@ -25,7 +23,9 @@ from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, outranked_flags, with_settings
 from simpletuner.commands.page import page
 from simpletuner.commands.plan import plan
-from simpletuner.commands.scripts import LINE, PROGRAMS
+from simpletuner.commands.shell.completion import completion, print_completions
+from simpletuner.commands.shell.completions import words_of
+from simpletuner.commands.shell.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
 from simpletuner.errors import (
     SIGNAL_CODES,

@@ -11,8 +11,8 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, Settings
-from simpletuner.system.run_status import StatusWriter
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.processes.run_status import StatusWriter
+from simpletuner.system.processes.signals import StopRequest
 
 
 @dataclass(frozen=True)

@@ -12,71 +12,71 @@ from simpletuner.checkpoints.disk_usage import checkpoint_bytes
 from simpletuner.checkpoints.export import base_files, check_export
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import CheckpointDamaged, Checksums, Verification
-from simpletuner.data.permutation import hash_key
-from simpletuner.data.prefetch import RankSlice, prefetch
+from simpletuner.data.batches.prefetch import RankSlice, prefetch
+from simpletuner.data.sampler.permutation import hash_key
 from simpletuner.errors import explain_system_errors
 from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.launch.node_info import check_local_ranks, node_info
 from simpletuner.launch.rendezvous import Group, verify_same_config
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
-from simpletuner.models.diffusers_io import silence_libraries
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.loading import load_family
-from simpletuner.parallel.attention_backend import attention_by
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.folder.diffusers_io import silence_libraries
+from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precision
 from simpletuner.parallel.mesh import build_mesh
-from simpletuner.parallel.same_folder import verify_same_folders
+from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.world import STALL_SECONDS, joined_world, report_first_failure
-from simpletuner.preparation import Plan, Prepared, folders_of, plan_data, prepare
+from simpletuner.preparation.prepare import Plan, Prepared, folders_of, plan_data, prepare
+from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
-from simpletuner.system.activity import Activity
-from simpletuner.system.locks import shared_lock
+from simpletuner.system.files.locks import shared_lock
 from simpletuner.system.numbers import count_noun
-from simpletuner.system.run_status import RunState, StatusWriter
-from simpletuner.system.signals import StopRequest, handle_stop_signals, what_follows
+from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.run_status import RunState, StatusWriter
+from simpletuner.system.processes.signals import StopRequest, handle_stop_signals, what_follows
+from simpletuner.training.auto.compile import with_compiler_chosen
+from simpletuner.training.auto.recompute import with_recomputation_chosen
 from simpletuner.training.checkpointer import Checkpointer
-from simpletuner.training.compiler_choice import with_compiler_chosen
-from simpletuner.training.data_position import refuse_other_order, resume_point, warn_of_changed_data
 from simpletuner.training.ema import EMA
 from simpletuner.training.engines import check_engine, open_engine
-from simpletuner.training.held_out import open_held_out_loss
 from simpletuner.training.html_report.page import open_html_report
-from simpletuner.training.metrics import Metrics, open_metrics
+from simpletuner.training.metrics.eta import DURATIONS, EXPORTING, Durations
+from simpletuner.training.metrics.metrics import Metrics, open_metrics
+from simpletuner.training.metrics.throughput import open_throughput
+from simpletuner.training.metrics.trackers import open_trackers, send_missed
 from simpletuner.training.optimizers import LearningRate, trained_weights
-from simpletuner.training.output_dir import (
+from simpletuner.training.profiling import open_profiler
+from simpletuner.training.publishing.hub import push_to_hub
+from simpletuner.training.publishing.model_card import write_card
+from simpletuner.training.publishing.notifier import Notifier, open_notifier
+from simpletuner.training.run_folder.data_position import refuse_other_order, resume_point, warn_of_changed_data
+from simpletuner.training.run_folder.output_dir import (
     export,
     export_single_files,
     exported_steps,
     open_output_dir,
     pipelines_of,
 )
-from simpletuner.training.pace import DURATIONS, EXPORTING, Durations
-from simpletuner.training.profiling import open_profiler
-from simpletuner.training.publishing.hub import push_to_hub
-from simpletuner.training.publishing.model_card import write_card
-from simpletuner.training.publishing.notifier import Notifier, open_notifier
-from simpletuner.training.recomputation_choice import with_recomputation_chosen
-from simpletuner.training.resuming import (
+from simpletuner.training.run_folder.resuming import (
     base_fingerprints,
     check_fits,
     checkpoint_to_resume,
     set_later_aside,
     warn_of_changed_base,
 )
-from simpletuner.training.rounds import at_round_ends
-from simpletuner.training.run_facts import facts_of
-from simpletuner.training.settings_record import record_settings, report_changes
+from simpletuner.training.run_folder.run_summary import facts_of
+from simpletuner.training.run_folder.settings_record import record_settings, report_changes
+from simpletuner.training.run_folder.summary import describe_run, print_datasets, print_result
 from simpletuner.training.state import TrainingState
 from simpletuner.training.step_logger import StepLogger, StopVote
-from simpletuner.training.summary import describe_run, print_datasets, print_result
-from simpletuner.training.throughput import open_throughput
-from simpletuner.training.trackers import open_trackers, send_missed
 from simpletuner.training.trainer import Evaluation, Trainer
-from simpletuner.training.validation import open_validator
+from simpletuner.training.validation.callbacks import at_round_ends
+from simpletuner.training.validation.held_out import open_held_out_loss
+from simpletuner.training.validation.validator import open_validator
 
 
 def run_rank(loaded: Loaded) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from simpletuner import __version__
 from simpletuner.app import main
-from simpletuner.commands.scripts import LINE, PROGRAMS
+from simpletuner.commands.shell.scripts import LINE, PROGRAMS
 from simpletuner.errors import ExitCode
-from simpletuner.models.registry import presets
-from simpletuner.settings.sections import setting_fields
+from simpletuner.models.catalog.registry import presets
+from simpletuner.settings.declared.sections import setting_fields
 
 HEAVY = ("torch", "numpy", "accelerate", "diffusers", "transformers", "deepspeed", "PIL")
 SCRIPTS = Path(sys.executable).parent

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from simpletuner.errors import EnvironmentNotReady, explain_system_errors
-from simpletuner.system.checksums import write_with_checksum
-from simpletuner.system.files import write_file
+from simpletuner.system.files.atomic import write_file
+from simpletuner.system.files.checksums import write_with_checksum
 
 LIMITED = """
 import resource, sys
@@ -20,7 +20,7 @@ import torch
 from diffusers import AutoencoderKL
 from safetensors import safe_open
 from simpletuner.errors import explain_system_errors, EnvironmentNotReady
-from simpletuner.models.malformed import opening
+from simpletuner.models.folder.malformed import opening
 
 def decode(): bytearray(1 << 40)
 def tensor(): torch.empty(1 << 40)

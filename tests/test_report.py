@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from simpletuner import status_line
-from simpletuner.data.dataset_kinds import LocalImages
+from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.errors import SimpleTunerError
-from simpletuner.preparation import report_left_out
+from simpletuner.preparation.prepare import report_left_out
 from simpletuner.report import Report, printable
 from simpletuner.run_log import start_run_log, stop_run_log
 from simpletuner.status_line import fitting
-from simpletuner.training.output_dir import open_log
-from simpletuner.training.pace import EXPORTING, WRITING, Durations, Pace
+from simpletuner.training.metrics.eta import EXPORTING, WRITING, Durations, Pace
+from simpletuner.training.run_folder.output_dir import open_log
 
 BAD = "x\x1b[2J\x07\x9b1m\u202ey\r\nerror: forged\ud800.png"
 SHOWN = "x\\x1b[2J\\x07\\x9b1m\\u202ey\\r\n  error: forged\\ud800.png"

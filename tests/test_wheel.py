@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner import __version__
-from simpletuner.commands.scripts import PROGRAMS, script_for
+from simpletuner.commands.shell.scripts import PROGRAMS, script_for
 
 ROOT = Path(__file__).parent.parent
 LIGHT = ("typer", "rich", "pydantic", "pyyaml", "platformdirs", "filelock", "tomli-w")

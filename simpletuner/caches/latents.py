@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.filling import fill_cache
-from simpletuner.caches.growing import GrowingCache, open_growing
-from simpletuner.caches.jobs import CacheJob, CacheRequest, Made
-from simpletuner.caches.keys import KeyParts, folder_fingerprint, latents_parts, short_hash
-from simpletuner.caches.mirror import Mirror
-from simpletuner.caches.shards import ShardReader
-from simpletuner.data.images import DECODE_ERRORS, DOUBT, read_rgb, resize_and_crop
-from simpletuner.data.samples import DatasetSamples, Sample
+from simpletuner.caches.fill.fill import fill_cache
+from simpletuner.caches.fill.jobs import CacheJob, CacheRequest, Made
+from simpletuner.caches.fill.write_through import GrowingCache, open_growing
+from simpletuner.caches.store.keys import KeyParts, folder_fingerprint, latents_parts, short_hash
+from simpletuner.caches.store.mirror import Mirror
+from simpletuner.caches.store.shards import ShardReader
+from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, read_rgb, resize_and_crop
+from simpletuner.data.samples.samples import DatasetSamples, Sample
 from simpletuner.errors import DataError
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.vae import Vae
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.vae import Vae
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.settings import Settings

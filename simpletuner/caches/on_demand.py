@@ -15,10 +15,10 @@ from torch import Tensor
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.latents import decode_image, undecodable
 from simpletuner.caches.texts import without_padding
-from simpletuner.data.samples import Sample
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.text_encoding import Conditioning, TextEncoder
-from simpletuner.models.vae import Vae
+from simpletuner.data.samples.samples import Sample
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
+from simpletuner.models.family.vae import Vae
 from simpletuner.report import Report
 
 

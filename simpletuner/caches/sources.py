@@ -9,19 +9,19 @@ from functools import cache
 
 from simpletuner.caches.encoders import Encoder
 from simpletuner.caches.latents import DTYPES, LatentsCache
-from simpletuner.caches.mirror import open_mirror
 from simpletuner.caches.on_demand import LatentsOnDemand, TextOnDemand
+from simpletuner.caches.store.mirror import open_mirror
 from simpletuner.caches.texts import TextCache
-from simpletuner.data.dataset_kinds import ImageDataset, TextEmbeds
-from simpletuner.data.folders import latents_folder, text_folder
-from simpletuner.data.samples import DatasetSamples, Samples
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.text_encoding import TextEncoder
-from simpletuner.models.vae import Vae
+from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
+from simpletuner.data.config.folders import latents_folder, text_folder
+from simpletuner.data.samples.samples import DatasetSamples, Samples
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.text_encoding import TextEncoder
+from simpletuner.models.family.vae import Vae
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.world import World
 from simpletuner.settings import Settings
-from simpletuner.settings.sections import Data
+from simpletuner.settings.declared.sections import Data
 
 LatentsSource = LatentsCache | LatentsOnDemand
 TextSource = TextCache | TextOnDemand

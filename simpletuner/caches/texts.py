@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from simpletuner.caches.encoders import Encoder
-from simpletuner.caches.filling import fill_cache
-from simpletuner.caches.growing import GrowingCache, open_growing
-from simpletuner.caches.jobs import CacheJob, CacheRequest
-from simpletuner.caches.keys import folder_fingerprint, short_hash, text_parts
-from simpletuner.caches.mirror import Mirror
-from simpletuner.caches.shards import ShardReader
-from simpletuner.data.caption_column import different_captions
-from simpletuner.data.samples import DatasetSamples
-from simpletuner.models.diffusers_io import text_folders
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.text_encoding import Conditioning, TextEncoder
+from simpletuner.caches.fill.fill import fill_cache
+from simpletuner.caches.fill.jobs import CacheJob, CacheRequest
+from simpletuner.caches.fill.write_through import GrowingCache, open_growing
+from simpletuner.caches.store.keys import folder_fingerprint, short_hash, text_parts
+from simpletuner.caches.store.mirror import Mirror
+from simpletuner.caches.store.shards import ShardReader
+from simpletuner.data.samples.caption_column import different_captions
+from simpletuner.data.samples.samples import DatasetSamples
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
+from simpletuner.models.folder.diffusers_io import text_folders
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 

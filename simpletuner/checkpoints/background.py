@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.shards import TensorGroup
-from simpletuner.parallel.host_buffer import HostBuffer
+from simpletuner.parallel.devices.host_buffer import HostBuffer
 from simpletuner.parallel.world import World
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from simpletuner.parallel.memory import FLOAT32_BYTES
+from simpletuner.parallel.devices.memory import FLOAT32_BYTES
 from simpletuner.parallel.moments import TrainedWeights
-from simpletuner.settings.sections import Settings
+from simpletuner.settings.declared.sections import Settings
 from simpletuner.system.numbers import format_gb
 
 

@@ -17,15 +17,15 @@ from simpletuner.checkpoints.saving import make_empty_folder, run_on_all_ranks, 
 from simpletuner.checkpoints.shards import plan_group
 from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.lora import Adapter
-from simpletuner.models.lora_file import LORA_WEIGHTS, write_lora
-from simpletuner.models.weights import COMPONENT_SUFFIXES, belongs_to_component
+from simpletuner.models.family.adapter import Adapter
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, belongs_to_component
+from simpletuner.models.opening.lora_file import LORA_WEIGHTS, write_lora
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World
-from simpletuner.system.checksums import is_intact, with_checksum
-from simpletuner.system.files import replace_folder, unfinished_path, write_json
-from simpletuner.system.regular_files import read_file
+from simpletuner.system.files.atomic import replace_folder, unfinished_path, write_json
+from simpletuner.system.files.checksums import is_intact, with_checksum
+from simpletuner.system.files.regular_files import read_file
 
 FINISHED = "simpletuner.json"
 """In an exported pipeline: after how many steps it was written, with size and checksum of every file; written last."""

@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
-from simpletuner.system.checksums import is_intact
-from simpletuner.system.files import remove, replace_folder, restore_replaced, unfinished_path
-from simpletuner.system.regular_files import read_file
+from simpletuner.system.files.atomic import remove, replace_folder, restore_replaced, unfinished_path
+from simpletuner.system.files.checksums import is_intact
+from simpletuner.system.files.regular_files import read_file
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"

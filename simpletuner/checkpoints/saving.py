@@ -16,8 +16,8 @@ from simpletuner.checkpoints.verification import compute_checksums
 from simpletuner.checkpoints.writing import write_full, write_sharded
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import World
-from simpletuner.system.checksums import with_checksum
-from simpletuner.system.files import replace_folder, unfinished_path, write_json
+from simpletuner.system.files.atomic import replace_folder, unfinished_path, write_json
+from simpletuner.system.files.checksums import with_checksum
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 

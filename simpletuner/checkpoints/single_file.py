@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from simpletuner.checkpoints.writing import as_bytes, write_safetensors
-from simpletuner.models.original_layout import original_reads
-from simpletuner.system.files import flush_to_disk, unfinished_path
+from simpletuner.models.single_file.ldm_layout import original_reads
+from simpletuner.system.files.atomic import flush_to_disk, unfinished_path
 
 
 def export_single_file(pipeline: Path, path: Path, family: str) -> None:

@@ -48,7 +48,7 @@ def load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader) -> None:
     """Collective: fill tensors, without exchanging plans where there is one rank.
 
     Gloo's thread would copy a plan of more than 32,768 bytes with an OpenMP team of its own, which makes training on a
-    CPU twice as slow (see `reading_threads` in data/prefetch.py).
+    CPU twice as slow (see `reading_threads` in data/batches/prefetch.py).
     """
     if dist.get_world_size() > 1:
         dcp.load(tensors, storage_reader=reader)

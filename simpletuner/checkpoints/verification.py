@@ -15,7 +15,7 @@ from typing import TypeVar
 from simpletuner.checkpoints.layout import Checkpoint, all_damaged_error, find_resume_folders, load_checkpoint
 from simpletuner.errors import EnvironmentNotReady, SettingsError, without_errno
 from simpletuner.parallel.world import World
-from simpletuner.system.checksums import file_checksum
+from simpletuner.system.files.checksums import file_checksum
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from simpletuner.checkpoints.shards import TensorGroup, WrittenShard, WrittenTensor
 from simpletuner.parallel.world import World
-from simpletuner.system.checksums import write_with_checksum
-from simpletuner.system.files import write_json
+from simpletuner.system.files.atomic import write_json
+from simpletuner.system.files.checksums import write_with_checksum
 
 DTYPES = {
     torch.float64: "F64",

@@ -16,9 +16,9 @@ from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.report import Report
 from simpletuner.settings import load, settings_as_json
-from simpletuner.settings.sections import setting_fields
+from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.system.files.output_file import refuse_overwriting, save
 from simpletuner.system.numbers import count_noun
-from simpletuner.system.output_file import refuse_overwriting, save
 
 
 class Format(StrEnum):
@@ -57,8 +57,8 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show what is set: each value, where it came from and why."""
-    from simpletuner.models.support import family_defaults
-    from simpletuner.settings.explain import explain_settings
+    from simpletuner.models.catalog.support import family_defaults
+    from simpletuner.settings.showing.explain import explain_settings
 
     report = Report()
     loaded = load(flags, config, complete=False)
@@ -85,7 +85,7 @@ def validate(
     ] = None,
 ) -> None:
     """Check a config file as `train` would, without running anything."""
-    from simpletuner.settings.sources import collect_from_file, usual_config
+    from simpletuner.settings.resolving.sources import collect_from_file, usual_config
     from simpletuner.tools.run_check import check_run, load_run
 
     file = file or usual_config(os.environ)
@@ -96,8 +96,8 @@ def validate(
 
 def schema() -> None:
     """Print the JSON Schema of config files, for editors."""
-    from simpletuner.models.registry import presets
-    from simpletuner.settings.schema import json_schema
+    from simpletuner.models.catalog.registry import presets
+    from simpletuner.settings.showing.schema import json_schema
 
     Report().json(json_schema(presets()))
 
@@ -108,8 +108,8 @@ def docs(
     ] = False,
 ) -> None:
     """Print the page of all settings, docs/options.md."""
-    from simpletuner.settings.original_page import original_page
-    from simpletuner.settings.schema import options_page
+    from simpletuner.settings.original.page import original_page
+    from simpletuner.settings.showing.schema import options_page
 
     Report().text(original_page() if original else options_page())
 
@@ -142,7 +142,7 @@ def import_original(
     ] = False,
 ) -> None:
     """Turn the original's files into ours; comments say what changed and what was left out."""
-    from simpletuner.commands.config_import import import_files
+    from simpletuner.commands.importing.config_import import import_files
 
     import_files(source, output, force, partial)
 
@@ -155,7 +155,7 @@ def export(
     output: Output = None,
 ) -> None:
     """Write settings in a format that replays them 1:1. The replay command goes to stderr."""
-    from simpletuner.settings.secret_names import is_secret
+    from simpletuner.settings.declared.secret_names import is_secret
     from simpletuner.tools.exporting import export_checked
 
     report = Report()

@@ -17,7 +17,7 @@ from simpletuner.settings import load
 from simpletuner.system.numbers import count_noun
 
 if TYPE_CHECKING:
-    from simpletuner.data.dataset_summary import BucketSummary
+    from simpletuner.data.samples.dataset_summary import BucketSummary
     from simpletuner.tools.dataset.check import CheckedDataset, CheckResult
 
 SHOWN = (

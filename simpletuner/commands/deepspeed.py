@@ -17,7 +17,7 @@ from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
-from simpletuner.system.output_file import refuse_overwriting, save
+from simpletuner.system.files.output_file import refuse_overwriting, save
 
 if TYPE_CHECKING:
     from simpletuner.deepspeed.builder import DeepSpeedBuilder
@@ -130,8 +130,8 @@ def run_wizard(report: Report, builder: DeepSpeedBuilder, output: Path | None, f
 
 def write(report: Report, config: Mapping[str, Any], output: Path | None, apply: Path | None) -> None:
     """Write the JSON to stdout, or to a file, whose name is then written into the config file `apply`."""
-    from simpletuner.settings.deepspeed.source import NAME
-    from simpletuner.settings.editing import edit_text, set_in_file
+    from simpletuner.settings.editors.editing import edit_text, set_in_file
+    from simpletuner.settings.resolving.deepspeed_source import NAME
 
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     if output is None:
@@ -156,9 +156,9 @@ def validate(
 ) -> None:
     """Check a DeepSpeed JSON. Shows the settings that it becomes, and what is passed on to DeepSpeed."""
     from simpletuner.deepspeed.requirements import check_settings
-    from simpletuner.settings.explain import explain_settings
-    from simpletuner.settings.loading import resolve
-    from simpletuner.settings.sources import from_flags
+    from simpletuner.settings.resolving.loading import resolve
+    from simpletuner.settings.resolving.sources import from_flags
+    from simpletuner.settings.showing.explain import explain_settings
 
     report = Report()
     ranks = {"num_processes": num_processes} if num_processes != "1" else {}

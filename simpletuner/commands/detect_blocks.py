@@ -19,8 +19,8 @@ from simpletuner.settings import load
 from simpletuner.system.numbers import format_count
 
 if TYPE_CHECKING:
-    from simpletuner.models.detection import Detection
-    from simpletuner.parallel.blocks import BlockClass
+    from simpletuner.models.analysis.detection import Detection
+    from simpletuner.parallel.model.blocks import BlockClass
 
 SETTING = "fsdp_transformer_layer_cls_to_wrap"
 SHOWN = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revision", "model_families")
@@ -46,7 +46,7 @@ def detect_blocks(
     lora: Lora = False,
 ) -> None:
     """Show which blocks of a denoiser FSDP should wrap. Nothing is downloaded, no weights are loaded."""
-    from simpletuner.models.detection import detect
+    from simpletuner.models.analysis.detection import detect
 
     report = Report()
     loaded = load(flags, config or apply, complete=False)
@@ -64,7 +64,7 @@ def detect_blocks(
 
 def apply_to(file: Path, found: Detection, report: Report) -> None:
     """Write the recommended classes into a config file. Raises SettingsError when there are none."""
-    from simpletuner.settings.editing import set_in_file
+    from simpletuner.settings.editors.editing import set_in_file
 
     if not found.blocks.recommended:
         raise SettingsError(f"{found.denoiser} has no blocks to wrap: nothing is written", "set fsdp_auto_wrap_policy")

@@ -10,7 +10,7 @@ import typer
 from simpletuner.report import Report
 
 if TYPE_CHECKING:
-    from simpletuner.models.registry import Flavour, Preset
+    from simpletuner.models.catalog.registry import Flavour, Preset
 
 WIDTH = 80
 
@@ -19,7 +19,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 def models(as_json: AsJson = False) -> None:
     """List model families and flavours: size, objective, what they need."""
-    from simpletuner.models.registry import installed_families, presets
+    from simpletuner.models.catalog.registry import installed_families, presets
 
     report = Report()
     families = [family_as_json(name, preset) for name, preset in presets().items()]
@@ -50,7 +50,7 @@ def family_as_json(name: str, preset: Preset) -> dict[str, Any]:
 
 
 def flavour_as_json(preset: Preset, name: str, flavour: Flavour) -> dict[str, Any]:
-    from simpletuner.models.registry import alltoall_sizes, heads_of
+    from simpletuner.models.catalog.registry import alltoall_sizes, heads_of
 
     return {
         "model_flavour": name,

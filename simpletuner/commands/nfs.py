@@ -57,7 +57,7 @@ def nfs_check(
 
     Ends with 0 when all is well or there are warnings, with 3 when a check fails on any node.
     """
-    from simpletuner.system.signals import handle_stop_signals
+    from simpletuner.system.processes.signals import handle_stop_signals
     from simpletuner.tools.nfs.check import check
 
     settings, report = load(flags, config, complete=False).settings, Report()
@@ -101,7 +101,7 @@ def node_of(
 def written_by(settings: Settings) -> dict[str, Any]:
     """Return `disk_usage` of a node: what the configured run will write, or `disk_unknown`: why that is not known."""
     from simpletuner.checkpoints.disk_usage import estimate_disk_usage
-    from simpletuner.models.parameter_count import copied_bytes, parameters_of
+    from simpletuner.models.catalog.parameter_count import copied_bytes, parameters_of
     from simpletuner.parallel.moments import TrainedWeights, needs_shapes
 
     model, counted = settings.model, parameters_of(settings.model)

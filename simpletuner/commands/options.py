@@ -13,14 +13,14 @@ from typer.models import OptionInfo
 from simpletuner.commands.help import help_all
 from simpletuner.commands.paths import parse_path
 from simpletuner.errors import SettingsError
-from simpletuner.settings.errors import closest, shown_value
-from simpletuner.settings.extra_args import parse_arguments
-from simpletuner.settings.knob import extra_of, shown_default, type_name
-from simpletuner.settings.loading import canonical_name
-from simpletuner.settings.original import TABLE
-from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
-from simpletuner.settings.sources import ACCELERATE_CONFIG
-from simpletuner.settings.spelling import SWITCH_WORDS, SWITCHES, choices_of, normalize_name
+from simpletuner.settings.declared.errors import closest, shown_value
+from simpletuner.settings.declared.knob import extra_of, shown_default, type_name
+from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
+from simpletuner.settings.files.extra_args import parse_arguments
+from simpletuner.settings.original.names import TABLE
+from simpletuner.settings.resolving.loading import canonical_name
+from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
+from simpletuner.settings.values.spelling import SWITCH_WORDS, SWITCHES, choices_of, normalize_name
 
 UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """For Typer: unknown flags go on to the settings layer, which suggests the nearest setting."""

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from simpletuner.errors import SettingsError
-from simpletuner.system.paths import expand_path
+from simpletuner.system.files.paths import expand_path
 
 
 def path_option(flag: str, sentence: str, metavar: str = "<path>") -> Any:

@@ -13,11 +13,11 @@ import typer
 
 from simpletuner.commands.paths import path_option
 from simpletuner.errors import EnvironmentNotReady, SettingsError
-from simpletuner.parallel.devices import DEVICES, Device, device_by_driver_name, device_by_name
-from simpletuner.parallel.memory import MemoryBudget
+from simpletuner.parallel.devices.devices import DEVICES, Device, device_by_driver_name, device_by_name
+from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
-from simpletuner.settings.spelling import as_text
+from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.numbers import format_count, format_flops, format_gb, format_gib, parse_bytes
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def print_plan(proposal: Proposal, budget: MemoryBudget, device: Device | None, 
 
 
 def title_of(proposal: Proposal) -> str:
-    from simpletuner.training.summary import format_engine
+    from simpletuner.training.run_folder.summary import format_engine
 
     settings, inputs = proposal.plan.settings, proposal.plan.memory.inputs
     training, launch = settings.training, settings.launch
@@ -184,7 +184,7 @@ def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> 
 
 
 def write_settings(file: Path, values: Mapping[str, Any], report: Report) -> None:
-    from simpletuner.settings.editing import set_in_file
+    from simpletuner.settings.editors.editing import set_in_file
 
     for name, value in values.items():
         set_in_file(file, name, value)

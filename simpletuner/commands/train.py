@@ -15,9 +15,9 @@ from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 from simpletuner.run_log import start_run_log
 from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.secret_names import mask_arguments
-from simpletuner.settings.sections import Launch
-from simpletuner.system.paths import descriptor_of
+from simpletuner.settings.declared.secret_names import mask_arguments
+from simpletuner.settings.declared.sections import Launch
+from simpletuner.system.files.paths import descriptor_of
 
 DRY_RUN = typer.Option(False, "--dry_run", "--dry-run", help="Show what each machine would start, without starting it.")
 AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scripts.")
@@ -29,9 +29,9 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     from simpletuner.launch.plan import check_world_size, choose_gpus, is_rank
     from simpletuner.launch.started_tasks import check_started_once
     from simpletuner.launch.supervisor import launch_ranks
-    from simpletuner.models.support import check_runnable
-    from simpletuner.settings.sources import collect_sources
-    from simpletuner.system.signals import exit_on_interrupt, terminate_with_parent
+    from simpletuner.models.catalog.support import check_runnable
+    from simpletuner.settings.resolving.sources import collect_sources
+    from simpletuner.system.processes.signals import exit_on_interrupt, terminate_with_parent
     from simpletuner.tools.run_check import check_run, load_run
 
     loaded = load_run(collect_sources(flags, config, os.environ))
@@ -49,7 +49,9 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     if loaded.settings.parallel.zero_stage is not None and not is_rank(os.environ):
         check_deepspeed(loaded.settings)
     if loaded.settings.launch.num_machines == 1 and not is_rank(os.environ):
-        from simpletuner.data.few_images import check_few_images  # Pillow and Arrow, which `--dry_run` does without
+        from simpletuner.data.samples.few_images import (
+            check_few_images,  # Pillow and Arrow, which `--dry_run` does without
+        )
 
         check_few_images(loaded.settings)
     launches = loaded.settings.launch.num_processes > 1 and not is_rank(os.environ)
@@ -95,7 +97,7 @@ def source_of(launch: Launch, launches: bool) -> str:
 def read_checkpoint_ahead(settings: Settings) -> None:
     """Read what this rank verifies of the checkpoint while torch is imported, which takes 5 to 10 s."""
     from simpletuner.checkpoints.layout import files_to_resume_from
-    from simpletuner.system.files import read_ahead
+    from simpletuner.system.files.atomic import read_ahead
 
     root = settings.training.output_dir / "checkpoints"
     files = files_to_resume_from(root, settings.checkpoints.resume_from_checkpoint)
@@ -105,7 +107,7 @@ def read_checkpoint_ahead(settings: Settings) -> None:
 def check_deepspeed(settings: Settings) -> None:
     """Find what DeepSpeed lacks on this machine before any rank is started. Raises EnvironmentNotReady."""
     from simpletuner.deepspeed.requirements import check_compiler, check_installed
-    from simpletuner.settings.deepspeed.config import deepspeed_options
+    from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
 
     check_installed()
     if (zero := deepspeed_options(settings)) is not None and zero.uses_nvme:

@@ -12,9 +12,9 @@ from simpletuner.deepspeed.estimate import stage_candidates
 from simpletuner.deepspeed.questions import OFFLOAD_FOLDER, QUESTIONS, Question
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
-from simpletuner.settings.knob import shown_default
-from simpletuner.settings.sections import setting_fields
-from simpletuner.settings.spelling import choices_of
+from simpletuner.settings.declared.knob import shown_default
+from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.values.spelling import choices_of
 from simpletuner.system.numbers import format_gib
 
 DEFAULT_OUTPUT = Path("config/deepspeed.json")

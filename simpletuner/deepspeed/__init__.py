@@ -13,8 +13,8 @@ partitions.py         the float32 weights and moments that DeepSpeed keeps on th
 partitioned_muon.py   Muon over those: whole matrices, each on one rank for its step
 row_shards.py         all-to-all between those and the row shards of checkpoints
 
-Internal DeepSpeed API in use, checked with 0.19.8; tests/zero/test_internal_api.py looks for each name in the installed
-files:
+Internal DeepSpeed API in use, checked with 0.19.8; tests/zero/test_internal_api.py looks for each name in the
+installed files:
 
 runtime/zero/stage3.py                fp16_groups fp32_partitioned_groups_flat grad_position get_param_id
 runtime/zero/stage3.py                persistent_parameters empty_partition_cache _swappable_optimizer_subgroup

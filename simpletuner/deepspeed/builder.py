@@ -18,14 +18,14 @@ from simpletuner.deepspeed.estimate import (
 )
 from simpletuner.deepspeed.requirements import check_settings
 from simpletuner.errors import SettingsError
-from simpletuner.parallel.memory import MemoryBudget, MemoryEstimate
+from simpletuner.parallel.devices.memory import MemoryBudget, MemoryEstimate
 from simpletuner.report import Report
-from simpletuner.settings.deepspeed.config import deepspeed_config, with_auto
-from simpletuner.settings.deepspeed.source import NAME, as_source
-from simpletuner.settings.loading import Loaded, canonical_name, resolve, settings_as_json
-from simpletuner.settings.raw_values import RawValue, Source
-from simpletuner.settings.sources import RANKS, collect_from_file, collect_sources, from_flags
-from simpletuner.settings.spelling import as_text
+from simpletuner.settings.files.raw_values import RawValue, Source
+from simpletuner.settings.foreign.deepspeed.config import deepspeed_config, with_auto
+from simpletuner.settings.resolving.deepspeed_source import NAME, as_source
+from simpletuner.settings.resolving.loading import Loaded, canonical_name, resolve, settings_as_json
+from simpletuner.settings.resolving.sources import RANKS, collect_from_file, collect_sources, from_flags
+from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
 
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -61,7 +61,7 @@ class DeepSpeedBuilder:
         The file to `apply` to is also read for settings, and so is a DeepSpeed JSON in it; one that it names is not.
         """
         from simpletuner.deepspeed.template_files import find_template
-        from simpletuner.models.parameter_count import parameters_of
+        from simpletuner.models.catalog.parameter_count import parameters_of
 
         base = [as_source(f"template {template}", find_template(template).config)] if template else []
         sources = collect_sources(flags, config or apply, os.environ)

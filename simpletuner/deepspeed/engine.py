@@ -39,12 +39,12 @@ from simpletuner.deepspeed.startup import import_deepspeed
 from simpletuner.deepspeed.swap_files import create_swap_folder
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.parallel.muon import Muon
 from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState, new_moments
+from simpletuner.parallel.optimizers.muon import Muon
 from simpletuner.parallel.torch_engine import MakeOptimizer, ShardUpdate, local_tensor, sharded_parameters
 from simpletuner.parallel.world import World
-from simpletuner.settings.deepspeed.config import deepspeed_config, deepspeed_options
-from simpletuner.settings.sections import Settings
+from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.foreign.deepspeed.config import deepspeed_config, deepspeed_options
 
 OWN_CONFIG = {
     "zero_allow_untested_optimizer": True,  # torch's optimizers, the same as with every other engine

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.parallel.memory import (
+from simpletuner.parallel.devices.memory import (
     FLOAT32_BYTES,
     MemoryBudget,
     MemoryEstimate,
@@ -25,7 +25,7 @@ from simpletuner.parallel.memory import (
 )
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings import Settings
-from simpletuner.settings.deepspeed.config import deepspeed_config
+from simpletuner.settings.foreign.deepspeed.config import deepspeed_config
 from simpletuner.system.numbers import format_gib
 
 DEFAULT_ELEMENTS = {

@@ -1,7 +1,7 @@
 """Muon over the flat buffers that ZeRO makes of the weights: each whole matrix is gathered on one rank for its step.
 
 DeepSpeed 0.19.8 has a Muon of its own (runtime/zero/muon), which scales updates and clips otherwise. This one takes the
-steps of `parallel/muon.py`, so that a run may change from one engine to another.
+steps of `parallel/optimizers/muon.py`, so that a run may change from one engine to another.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from simpletuner.deepspeed.partitions import OptimizerPartitions
 from simpletuner.deepspeed.row_shards import ElementRange
-from simpletuner.parallel.muon import Muon, nesterov, orthogonalize_shared, update_scale
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
+from simpletuner.parallel.optimizers.muon import Muon, nesterov, orthogonalize_shared, update_scale
 from simpletuner.parallel.torch_engine import whole_shape
 
 

@@ -11,7 +11,7 @@ be on one rank, on several, or not on this rank at all. Stage 3 gives every rank
 padded at the end, packs those ranges into sub-groups, and may keep sub-groups on disk.
 
 The attributes used here are internal to DeepSpeed. `simpletuner/deepspeed/__init__.py` lists them with the version they
-were checked with; tests/test_zero.py fails when their behaviour changes.
+were checked with; tests/end_to_end/test_zero.py fails when their behaviour changes.
 """
 
 from __future__ import annotations

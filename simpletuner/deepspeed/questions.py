@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from simpletuner.settings.sections import Parallel
+from simpletuner.settings.declared.sections import Parallel
 
 
 @dataclass(frozen=True)

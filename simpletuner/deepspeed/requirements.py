@@ -20,7 +20,7 @@ from pathlib import Path
 from simpletuner.deepspeed.estimate import estimate_for_settings
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.settings import Settings
-from simpletuner.settings.deepspeed.config import deepspeed_options
+from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
 from simpletuner.system.numbers import format_gb
 
 INSTALL = "pip install 'simpletuner[deepspeed]'"

@@ -20,8 +20,8 @@ from simpletuner.deepspeed.requirements import cannot_compile, check_compiler, c
 from simpletuner.deepspeed.swap_files import remove_dead_swap_folders
 from simpletuner.parallel.world import World
 from simpletuner.run_log import take_over
-from simpletuner.settings.deepspeed.config import DeepSpeedOptions
-from simpletuner.system.locks import exclusive_lock
+from simpletuner.settings.foreign.deepspeed.config import DeepSpeedOptions
+from simpletuner.system.files.locks import exclusive_lock
 
 COMPILE_WAIT_SECONDS = 1800
 """How long one rank waits for another rank that compiles."""

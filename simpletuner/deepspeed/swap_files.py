@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.system.cache_files import entries_of, is_plain_file, is_plain_folder
-from simpletuner.system.locks import is_locked, lock_file
+from simpletuner.system.files.cache_files import entries_of, is_plain_file, is_plain_folder
+from simpletuner.system.files.locks import is_locked, lock_file
 
 SWAP_PREFIX, OWNER_FILE = "simpletuner-swap-", "owner.json"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.errors import nearest
-from simpletuner.system.cache_files import user_home
+from simpletuner.settings.declared.errors import nearest
+from simpletuner.system.files.cache_files import user_home
 
 SHIPPED_FOLDER = Path(__file__).with_name("templates")
 USER_FOLDER = "deepspeed"

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from simpletuner.launch.stall_detection import ProgressMeter
-from simpletuner.system.activity import Activity
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.signals import StopRequest
 
 SOCKET_VARIABLE = "_SIMPLETUNER_LAUNCHER_SOCKET"
 """Environment variable with the descriptor of the rank's end of the socket pair."""

@@ -11,9 +11,9 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
 from simpletuner.settings import Loaded
-from simpletuner.settings.sections import Launch
+from simpletuner.settings.declared.sections import Launch
 from simpletuner.system.network import interface_towards
-from simpletuner.system.python_process import module_command
+from simpletuner.system.processes.python_process import module_command
 
 LOOPBACK = "127.0.0.1"
 FREE_PORT = "a free port"

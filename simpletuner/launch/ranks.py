@@ -15,7 +15,7 @@ from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
-from simpletuner.system.paths import descriptor_of
+from simpletuner.system.files.paths import descriptor_of
 
 KILL_SECONDS = 10
 """How long a killed process may take to disappear; one that waits for a broken disk or GPU driver never does."""

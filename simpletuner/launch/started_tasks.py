@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from simpletuner.errors import SettingsError
 from simpletuner.launch.plan import is_rank
-from simpletuner.settings.sections import Launch
+from simpletuner.settings.declared.sections import Launch
 
 SPECIAL_STEPS = 0xFFFFFFF0
 """Ids from here on are SLURM's batch script (...FB), interactive shell (...FA) and the like, which run once."""

@@ -32,8 +32,8 @@ from simpletuner.launch.termination import (
 from simpletuner.report import Report
 from simpletuner.run_log import LOG, write_log_to
 from simpletuner.settings import Loaded
-from simpletuner.system.run_status import RunState, StatusWriter
-from simpletuner.system.signals import StopRequest, handle_stop_signals
+from simpletuner.system.processes.run_status import RunState, StatusWriter
+from simpletuner.system.processes.signals import StopRequest, handle_stop_signals
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.launch.plan import LOOPBACK
 from simpletuner.launch.rendezvous import NOTICE_SECONDS, POLL_SECONDS
-from simpletuner.settings.sections import Launch
+from simpletuner.settings.declared.sections import Launch
 from simpletuner.system.network import listen_on_all_addresses
 
 if TYPE_CHECKING:

@@ -15,16 +15,16 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.models.architecture import architecture_of
-from simpletuner.models.detection import Detection, find_cached, from_json
+from simpletuner.models.analysis.detection import Detection, find_cached, from_json
+from simpletuner.models.catalog.architecture import architecture_of
 from simpletuner.page.documents import Document
 from simpletuner.page.editor import read_document
 from simpletuner.page.examination import examine
 from simpletuner.page.rendering import folders_of, render
 from simpletuner.settings import Settings
-from simpletuner.settings.export import as_flags
-from simpletuner.settings.sections import Model
-from simpletuner.system.python_process import module_command
+from simpletuner.settings.declared.sections import Model
+from simpletuner.settings.showing.export import as_flags
+from simpletuner.system.processes.python_process import module_command
 
 SETTING = "fsdp_transformer_layer_cls_to_wrap"
 NAMES_MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path", "revision", "model_families")

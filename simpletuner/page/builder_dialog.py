@@ -21,13 +21,13 @@ from simpletuner.errors import SettingsError, SimpleTunerError
 from simpletuner.page.documents import Document, find_outside, shown_value
 from simpletuner.page.editor import read_document
 from simpletuner.page.rendering import field, folders_of, render, toast
-from simpletuner.parallel.memory import MemoryEstimate
-from simpletuner.settings.deepspeed.source import NAME
-from simpletuner.settings.export import field_value
-from simpletuner.settings.loading import Loaded
-from simpletuner.settings.sections import setting_fields
-from simpletuner.settings.spelling import choices_of
-from simpletuner.system.output_file import save
+from simpletuner.parallel.devices.memory import MemoryEstimate
+from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.resolving.deepspeed_source import NAME
+from simpletuner.settings.resolving.loading import Loaded
+from simpletuner.settings.showing.export import field_value
+from simpletuner.settings.values.spelling import choices_of
+from simpletuner.system.files.output_file import save
 
 PREFIX = "build_"
 """How the dialog's fields begin, which are sent with those of the form below it."""

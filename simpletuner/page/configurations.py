@@ -13,12 +13,12 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.registry import presets, trainable_flavours
+from simpletuner.models.catalog.registry import presets, trainable_flavours
 from simpletuner.page.folders import Folders
 from simpletuner.page.rendering import editor_address, field, folders_of, render, respond
-from simpletuner.settings.editing import setting_of
-from simpletuner.settings.formats import FORMATS, read_entries, suffix_of
-from simpletuner.system.output_file import save
+from simpletuner.settings.editors.editing import setting_of
+from simpletuner.settings.files.formats import FORMATS, read_entries, suffix_of
+from simpletuner.system.files.output_file import save
 from simpletuner.tools.new_config import new_config
 
 MAX_DEPTH = 4

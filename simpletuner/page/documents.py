@@ -17,24 +17,24 @@ from pydantic import ValidationError
 from simpletuner.errors import SettingsError
 from simpletuner.page.folders import Folders
 from simpletuner.settings import Loaded
-from simpletuner.settings.editing import change_text, setting_of, text_of
+from simpletuner.settings.declared.knob import kind_of
+from simpletuner.settings.declared.secret_names import is_secret
+from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.settings.editors.edit import REMOVED
-from simpletuner.settings.formats import parse_entries
-from simpletuner.settings.knob import kind_of
-from simpletuner.settings.loading import canonical_name, parse_json, resolve, without_point
-from simpletuner.settings.raw_values import RawValue, Source
-from simpletuner.settings.secret_names import is_secret
-from simpletuner.settings.secret_values import file_of_reference
-from simpletuner.settings.sections import setting_fields
-from simpletuner.settings.sources import (
+from simpletuner.settings.editors.editing import change_text, setting_of, text_of
+from simpletuner.settings.files.formats import parse_entries
+from simpletuner.settings.files.raw_values import RawValue, Source
+from simpletuner.settings.files.secret_values import file_of_reference
+from simpletuner.settings.resolving.loading import canonical_name, parse_json, resolve, without_point
+from simpletuner.settings.resolving.sources import (
     ACCELERATE_CONFIG,
     collect_sources,
     is_accelerate_config,
     validate_value,
 )
-from simpletuner.settings.spelling import WORDS_FOR_NOTHING, choices_of, normalize_name, parse_list
-from simpletuner.system.checksums import value_checksum
-from simpletuner.system.paths import shown_path
+from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, choices_of, normalize_name, parse_list
+from simpletuner.system.files.checksums import value_checksum
+from simpletuner.system.files.paths import shown_path
 
 TYPED = "this page"
 """The place of a value that is not saved yet."""

@@ -15,8 +15,8 @@ from simpletuner.page.examination import Examined, examine
 from simpletuner.page.fields import FieldGroup, essential_groups, make_field, sections_of
 from simpletuner.page.hardware import accelerate_groups
 from simpletuner.page.rendering import field, fields_of, folders_of, render, respond, toast
-from simpletuner.settings.editing import write
-from simpletuner.settings.sections import setting_fields
+from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.editors.editing import write
 from simpletuner.system.numbers import count_noun
 
 VIEWS = {"all": sections_of, "essential": essential_groups, "accelerate": accelerate_groups}

@@ -11,10 +11,10 @@ from simpletuner.errors import BrokenRule, Mistake, SettingsError, SimpleTunerEr
 from simpletuner.page.documents import Document, find_outside, holds_table
 from simpletuner.page.folders import Folders
 from simpletuner.settings import Loaded, Origin, Settings
-from simpletuner.settings.errors import InvalidSettings
-from simpletuner.settings.loading import canonical_name, resolve
-from simpletuner.settings.raw_values import Source
-from simpletuner.settings.sections import setting_fields
+from simpletuner.settings.declared.errors import InvalidSettings
+from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.files.raw_values import Source
+from simpletuner.settings.resolving.loading import canonical_name, resolve
 from simpletuner.tools.run_check import check_run, errors_around
 
 

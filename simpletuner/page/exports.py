@@ -14,7 +14,7 @@ from simpletuner.errors import SettingsError, SimpleTunerError
 from simpletuner.page.configurations import list_files
 from simpletuner.page.documents import Document, load_document
 from simpletuner.page.rendering import field, folders_of, respond
-from simpletuner.settings.export import FORMATS, Exported
+from simpletuner.settings.showing.export import FORMATS, Exported
 from simpletuner.tools.exporting import export_checked
 
 TITLES = {"cli": "Command line", "accelerate": "Accelerate", "deepspeed": "DeepSpeed", "slurm": "SLURM", "env": ".env"}

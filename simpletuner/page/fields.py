@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_origin
 
-from simpletuner.models.registry import presets, trainable_flavours
+from simpletuner.models.catalog.registry import presets, trainable_flavours
 from simpletuner.page.documents import TYPED, Document, shown_value
 from simpletuner.page.examination import Examined
-from simpletuner.settings.engine_rules import WRAP_POLICIES
-from simpletuner.settings.explain import because
-from simpletuner.settings.export import field_value
-from simpletuner.settings.knob import bounds_of, extra_of, kind_of, shown_default, type_name
-from simpletuner.settings.loading import NO_ORIGIN
-from simpletuner.settings.optimizer_defaults import own_defaults
-from simpletuner.settings.schema import GROUPS
-from simpletuner.settings.secret_names import is_secret
-from simpletuner.settings.sections import SECTIONS, Model, setting_fields
-from simpletuner.settings.spelling import SWITCHES, choices_of, normalize_value
+from simpletuner.settings.declared.knob import bounds_of, extra_of, kind_of, shown_default, type_name
+from simpletuner.settings.declared.optimizer_defaults import own_defaults
+from simpletuner.settings.declared.secret_names import is_secret
+from simpletuner.settings.declared.sections import SECTIONS, Model, setting_fields
+from simpletuner.settings.resolving.loading import NO_ORIGIN
+from simpletuner.settings.rules.engine_rules import WRAP_POLICIES
+from simpletuner.settings.showing.explain import because
+from simpletuner.settings.showing.export import field_value
+from simpletuner.settings.showing.schema import GROUPS
+from simpletuner.settings.values.spelling import SWITCHES, choices_of, normalize_value
 
 KINDS = {"true|false": "true or false", "INTEGER": "whole number", "NUMBER": "number", "TEXT": "", "PATH": "path"}
 KINDS |= {"JSON": "JSON, or the path of a JSON file", "true|false|auto": "true, false or auto"}

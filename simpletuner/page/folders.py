@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletuner.errors import SettingsError
-from simpletuner.settings.errors import shorten
-from simpletuner.system.paths import expand_path
+from simpletuner.settings.declared.errors import shorten
+from simpletuner.system.files.paths import expand_path
 
 HINT = "start the page with --folder to open others"
 

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from simpletuner.settings.formats import MAX_FILE_BYTES
+from simpletuner.settings.files.formats import MAX_FILE_BYTES
 
 MAX_BODY_BYTES = 2 * MAX_FILE_BYTES
 """A settings file in a form: percent-encoding can triple a text, but not one of settings."""

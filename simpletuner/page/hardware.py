@@ -11,13 +11,13 @@ from typing import Any
 
 from simpletuner.deepspeed.requirements import check_platform
 from simpletuner.errors import SimpleTunerError
-from simpletuner.models.support import check_context_parallel
+from simpletuner.models.catalog.support import check_context_parallel
 from simpletuner.page.documents import Document
 from simpletuner.page.examination import Examined
 from simpletuner.page.fields import FieldGroup, make_field
 from simpletuner.settings import Settings
-from simpletuner.settings.rules import find_contradictions
-from simpletuner.settings.sections import SECTION_OF
+from simpletuner.settings.declared.sections import SECTION_OF
+from simpletuner.settings.rules.rules import find_contradictions
 
 GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "fsdp": (

@@ -11,7 +11,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from simpletuner.errors import TrainingError
 from simpletuner.parallel.fsdp2 import units_by_class
-from simpletuner.settings.sections import Compile
+from simpletuner.settings.declared.sections import Compile
 
 RECOMPILE_LIMIT = 1024
 """Variants of one block's code before torch gives up: one per image size, block shape, and one for inference."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from simpletuner.parallel.optimizer_state import NamedTensors, OptimizerState
 from simpletuner.parallel.torch_engine import ShardUpdate
-from simpletuner.settings.sections import Settings
+from simpletuner.settings.declared.sections import Settings
 
 
 class Engine(Protocol):

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from simpletuner.errors import SettingsError
-from simpletuner.parallel.blocks import blocks_of, recommended_blocks
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.parallel.module_stats import count_parameters
+from simpletuner.parallel.model.blocks import blocks_of, recommended_blocks
+from simpletuner.parallel.model.module_stats import count_parameters
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
-from simpletuner.settings.errors import nearest
-from simpletuner.settings.sections import Parallel
+from simpletuner.settings.declared.errors import nearest
+from simpletuner.settings.declared.sections import Parallel
 from simpletuner.system.importing import import_named
 
 SYNC_EACH_BATCH_ABOVE = 2_000_000_000

@@ -12,9 +12,9 @@ import torch
 from torch.cuda.nccl import version as nccl_version
 
 from simpletuner.errors import TrainingError
-from simpletuner.parallel.activations import memory_budget
-from simpletuner.parallel.attention_backend import attention_kernel
-from simpletuner.settings.sections import Settings
+from simpletuner.parallel.model.activations import memory_budget
+from simpletuner.parallel.model.attention_backend import attention_kernel
+from simpletuner.settings.declared.sections import Settings
 from simpletuner.system.numbers import count_noun
 
 GIB = 2**30

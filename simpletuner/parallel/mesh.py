@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from simpletuner.parallel.world import World
-from simpletuner.settings.sections import Settings
+from simpletuner.settings.declared.sections import Settings
 
 SHARDS = "dp_shard_cp"
 """The dimension of a DeviceMesh over which parameters are sharded."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from simpletuner.parallel.activations import offload_activations, set_recomputation
-from simpletuner.parallel.attention_exchange import SequenceGroup
 from simpletuner.parallel.compilation import compile_in_place
-from simpletuner.parallel.context_parallel import SequencePlan, split_sequence
+from simpletuner.parallel.context.attention_exchange import SequenceGroup
+from simpletuner.parallel.context.context_parallel import SequencePlan, split_sequence
 from simpletuner.parallel.engine import compute_dtype
 from simpletuner.parallel.fsdp2 import shard
-from simpletuner.parallel.fused_qkv import fuse_qkv
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.settings.sections import Settings
+from simpletuner.parallel.model.activations import offload_activations, set_recomputation
+from simpletuner.parallel.model.fused_qkv import fuse_qkv
+from simpletuner.settings.declared.sections import Settings
 
 
 def parallelize(

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentNotReady, ExitCode, SimpleTunerError, Stopped, TrainingError
 from simpletuner.launch.launcher_connection import LauncherConnection
-from simpletuner.system.activity import Activity
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 THREAD_TIMEOUT = timedelta(days=1)

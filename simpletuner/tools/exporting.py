@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from simpletuner.models.support import check_context_parallel
+from simpletuner.models.catalog.support import check_context_parallel
 from simpletuner.settings import Loaded
-from simpletuner.settings.export import Exported, export
-from simpletuner.settings.places import naming_places
+from simpletuner.settings.resolving.places import naming_places
+from simpletuner.settings.showing.export import Exported, export
 
 
 def export_checked(loaded: Loaded, to: str, everything: bool) -> Exported:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.registry import check_trainable, presets
-from simpletuner.settings.loading import resolve
-from simpletuner.settings.schema import scaffold_toml
-from simpletuner.settings.sources import from_flags
+from simpletuner.models.catalog.registry import check_trainable, presets
+from simpletuner.settings.resolving.loading import resolve
+from simpletuner.settings.resolving.sources import from_flags
+from simpletuner.settings.showing.schema import scaffold_toml
 
 
 def new_config(model_family: str, model_flavour: str, num_processes: str) -> str:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError, collect_error, join_errors
 from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.errors import InvalidSettings, shorten
-from simpletuner.settings.loading import resolve
-from simpletuner.settings.places import naming_places
-from simpletuner.settings.raw_values import Source
-from simpletuner.settings.trackers import check_installed
-from simpletuner.system.paths import shown_path
+from simpletuner.settings.declared.errors import InvalidSettings, shorten
+from simpletuner.settings.files.raw_values import Source
+from simpletuner.settings.resolving.loading import resolve
+from simpletuner.settings.resolving.places import naming_places
+from simpletuner.settings.values.trackers import check_installed
+from simpletuner.system.files.paths import shown_path
 
 if TYPE_CHECKING:
-    from simpletuner.data.dataset_kinds import ImageDataset
+    from simpletuner.data.config.dataset_types import ImageDataset
 
 
 MODEL_SETTINGS = ("model_family", "model_flavour", "model_families", "pretrained_model_name_or_path")
@@ -40,8 +40,8 @@ def load_run(sources: Iterable[Source]) -> Loaded:
 
 def errors_around(error: InvalidSettings) -> list[SettingsError]:
     """Add to the mistakes of settings what is wrong with the model and the dataset file that they name."""
-    from simpletuner.data.datasets import load_datasets
-    from simpletuner.models.registry import check_trainable
+    from simpletuner.data.config.datasets import load_datasets
+    from simpletuner.models.catalog.registry import check_trainable
 
     model, data = error.settings.model, error.settings.data
     before: list[SettingsError] = []
@@ -57,11 +57,11 @@ def errors_around(error: InvalidSettings) -> list[SettingsError]:
 
 def check_run(loaded: Loaded) -> Loaded:
     """Return the settings with all warnings about them. Raises SimpleTunerError for what stops the run."""
-    from simpletuner.data.datasets import load_datasets, unused_keys
+    from simpletuner.data.config.datasets import load_datasets, unused_keys
     from simpletuner.deepspeed.requirements import check_settings
     from simpletuner.launch.plan import visible_gpus
-    from simpletuner.models.parameter_count import parameters_of
-    from simpletuner.models.support import check_runnable
+    from simpletuner.models.catalog.parameter_count import parameters_of
+    from simpletuner.models.catalog.support import check_runnable
 
     settings, errors, datasets, texts = loaded.settings, [], [], []
     with collect_error(errors):
@@ -85,9 +85,9 @@ def check_run(loaded: Loaded) -> Loaded:
 def check_named_files(loaded: Loaded) -> None:
     """Raise SettingsError for a secret, a checkpoint to start from or a file of prompts that cannot be used."""
     from simpletuner.checkpoints.layout import find_resume_folders
-    from simpletuner.data.validation_prompts import load_prompts
+    from simpletuner.data.config.validation_prompts import load_prompts
     from simpletuner.launch.store import message_signer
-    from simpletuner.models.support import check_prompt_sizes
+    from simpletuner.models.catalog.support import check_prompt_sizes
 
     settings = loaded.settings
     with naming_places(loaded.origins, "report_to"):
@@ -114,8 +114,8 @@ def check_hub_token(settings: Settings) -> None:
 
 def check_buckets(places: Iterable[object]) -> None:
     """Raise EnvironmentNotReady where a bucket needs a package, for images or for caches."""
-    from simpletuner.data.bucket_places import BucketPlace
-    from simpletuner.data.storage import check_obstore
+    from simpletuner.data.config.object_store_keys import BucketPlace
+    from simpletuner.data.storage.storage import check_obstore
 
     for place in places:
         if isinstance(place, BucketPlace):
@@ -124,7 +124,7 @@ def check_buckets(places: Iterable[object]) -> None:
 
 def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
     """Raise DataError for an image folder or a table that does not exist. `file` is the one that names the datasets."""
-    from simpletuner.data.dataset_kinds import BucketImages, LocalImages, SnapshotImages, UrlImages
+    from simpletuner.data.config.dataset_types import BucketImages, LocalImages, SnapshotImages, UrlImages
 
     for dataset in datasets:
         folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) else None

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from simpletuner.checkpoints.background import BackgroundSaver
 from simpletuner.checkpoints.saving import Snapshot, save
-from simpletuner.data.batch_sampler import SamplerState
+from simpletuner.data.sampler.batch_sampler import SamplerState
 from simpletuner.parallel.world import World
 from simpletuner.session import Session
-from simpletuner.system.host_memory import available_bytes
-from simpletuner.training.pace import EXPORTING, WRITING, Durations
+from simpletuner.system.processes.host_memory import available_bytes
+from simpletuner.training.metrics.eta import EXPORTING, WRITING, Durations
 from simpletuner.training.state import TrainingState
 
 EXPORTED = ("model", "ema")

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simpletuner.parallel.devices.host_buffer import HostBuffer
 from simpletuner.parallel.engine import Engine
-from simpletuner.parallel.host_buffer import HostBuffer
 from simpletuner.parallel.optimizer_state import NamedTensors, Read
-from simpletuner.settings.sections import Ema, Validation
+from simpletuner.settings.declared.sections import Ema, Validation
 
 VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained", "ema")}
 """Sets of weights to evaluate, by the setting ema_validation."""

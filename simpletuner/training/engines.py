@@ -11,27 +11,27 @@ from torch import Tensor, nn
 from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.errors import SettingsError
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.lora import freeze
-from simpletuner.models.lora_file import check_lora_init, lora_file, stored_names
-from simpletuner.models.quantization import check_torchao, quantize_linear_layers
-from simpletuner.models.registry import check_heads
-from simpletuner.models.weights import weights_files
-from simpletuner.parallel.blocks import block_paths, recommended_blocks
-from simpletuner.parallel.context_parallel import SequencePlan
+from simpletuner.models.catalog.registry import check_heads
+from simpletuner.models.family.adapter import freeze
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.folder.weights import weights_files
+from simpletuner.models.opening.lora_file import check_lora_init, lora_file, stored_names
+from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.parallel.ddp import ddp_engine
 from simpletuner.parallel.engine import Engine, compute_dtype
-from simpletuner.parallel.float8 import check_float8, convert_linear_layers
 from simpletuner.parallel.fsdp2 import fsdp2_engine, units_by_class, units_of
 from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.model.blocks import block_paths, recommended_blocks
 from simpletuner.parallel.optimizer_state import NamedTensors
+from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeEngine
 from simpletuner.parallel.parallelize import parallelize
-from simpletuner.parallel.schedule_free import ScheduleFreeEngine
-from simpletuner.parallel.split_engine import SplitEngine, hold_in_bf16, load_split
+from simpletuner.parallel.precision.float8 import check_float8, convert_linear_layers
+from simpletuner.parallel.precision.int8 import check_torchao, quantize_linear_layers
+from simpletuner.parallel.precision.split_engine import SplitEngine, hold_in_bf16, load_split
 from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
 from simpletuner.session import Session
-from simpletuner.settings.deepspeed.config import deepspeed_options
-from simpletuner.settings.sections import Settings
+from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
 from simpletuner.training.optimizers import make_optimizer
 
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from simpletuner.models.family import ModelFamily
-from simpletuner.parallel.adafactor import Adafactor
-from simpletuner.parallel.blocks import block_paths
-from simpletuner.parallel.module_stats import count_parameters
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.parallel.model.blocks import block_paths
+from simpletuner.parallel.model.module_stats import count_parameters
 from simpletuner.parallel.moments import TrainedWeights
-from simpletuner.parallel.muon import Muon
 from simpletuner.parallel.optimizer_state import NewMoments, ShardOptimizer, zero_moments
-from simpletuner.parallel.schedule_free import ScheduleFreeAdamW
-from simpletuner.parallel.split_adamw import SplitAdamW
+from simpletuner.parallel.optimizers.adafactor import Adafactor
+from simpletuner.parallel.optimizers.muon import Muon
+from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeAdamW
+from simpletuner.parallel.precision.split_adamw import SplitAdamW
 from simpletuner.parallel.torch_engine import ShardedParameter, whole_shape
-from simpletuner.settings.sections import Optimizer
+from simpletuner.settings.declared.sections import Optimizer
 from simpletuner.training.schedule import Schedule
 
 

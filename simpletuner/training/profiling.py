@@ -13,8 +13,8 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 
 from simpletuner.report import Report
 from simpletuner.session import Session
-from simpletuner.settings.step_ranges import parse_step_range
-from simpletuner.system.files import unfinished_path
+from simpletuner.settings.values.step_ranges import parse_step_range
+from simpletuner.system.files.atomic import unfinished_path
 
 FOLDER = "profile"
 SHOWN = 10

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from simpletuner.data.batch_sampler import GlobalBatchSampler, SamplerState
+from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler, SamplerState
 from simpletuner.errors import DataError
 from simpletuner.settings import Settings
-from simpletuner.settings.sections import Optimizer
+from simpletuner.settings.declared.sections import Optimizer
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.shards import planned
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.data.batch_sampler import DATA_VERSION, SamplerState
+from simpletuner.data.sampler.batch_sampler import DATA_VERSION, SamplerState
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.report import Report

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simpletuner.data.prefetch import StepBatch
+from simpletuner.data.batches.prefetch import StepBatch
 from simpletuner.errors import TrainingError
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.status_line import Progress
-from simpletuner.system.run_status import StatusWriter
-from simpletuner.system.signals import StopRequest
-from simpletuner.training.metrics import Metrics
-from simpletuner.training.pace import Durations, Pace
-from simpletuner.training.throughput import Throughput, format_throughput
+from simpletuner.system.processes.run_status import StatusWriter
+from simpletuner.system.processes.signals import StopRequest
+from simpletuner.training.metrics.eta import Durations, Pace
+from simpletuner.training.metrics.metrics import Metrics
+from simpletuner.training.metrics.throughput import Throughput, format_throughput
 
 TRAINING = "training"
 """What the status line calls the steps."""

@@ -12,20 +12,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from simpletuner.data.permutation import hash_key
-from simpletuner.data.prefetch import Batch, StepBatch
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.lora import without_adapter
-from simpletuner.models.objectives import NoisedLatents, Objective, per_sample, sample_losses
+from simpletuner.data.batches.prefetch import Batch, StepBatch
+from simpletuner.data.sampler.permutation import hash_key
+from simpletuner.models.family.adapter import without_adapter
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.objectives import NoisedLatents, Objective, per_sample, sample_losses
 from simpletuner.parallel.engine import Engine
 from simpletuner.report import Report
 from simpletuner.status_line import Progress
-from simpletuner.system.activity import Activity
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.processes.activity import Activity
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.ema import EMA
+from simpletuner.training.metrics.eta import SAVING, Durations, Pace
 from simpletuner.training.optimizers import LearningRate
-from simpletuner.training.pace import SAVING, Durations, Pace
 from simpletuner.training.profiling import StepProfiler
 from simpletuner.training.step_logger import TRAINING, StepLogger, StepOutput
 

@@ -22,7 +22,7 @@ from conftest import Starter, fork_server_context  # noqa: E402
 from kills import fixtures  # noqa: E402
 from splitting import LIMITS, case, compare_in_turn  # noqa: E402
 
-from simpletuner.models.registry import presets  # noqa: E402
+from simpletuner.models.catalog.registry import presets  # noqa: E402
 
 LAYOUTS = {
     2: {"cp2": "dp1 cp2, allgather", "cp2-alltoall": "dp1 cp2, alltoall"},

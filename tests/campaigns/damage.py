@@ -6,7 +6,8 @@
 Files of an output folder, its caches, the base model, the images, their table and the configuration are drawn; a bit is
 flipped, or the file is cut, emptied, removed, or replaced by a folder, a link or a FIFO. A case fails if the run calls
 it a bug, hangs, or ends with other weights, or other numbers of its new steps, without a word. With `--results`, each
-case is appended there, and a campaign that was stopped goes on where it was. `tests/test_campaigns.py` runs a sample.
+case is appended there, and a campaign that was stopped goes on where it was. `tests/end_to_end/test_campaigns.py` runs
+a sample.
 """
 
 from __future__ import annotations

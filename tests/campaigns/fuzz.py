@@ -6,7 +6,7 @@
 Promised: exit code 0 or 2 (3 or 4 for a named file or folder that cannot be used), no traceback, no "bug", no control
 characters on a terminal, an answer within 5 s, a place in each sentence; `config validate` and `train --dry_run` say
 the same; what is exported and read again means the same settings; what `config import` writes is valid, or is answered
-like any other file. `tests/test_campaigns.py` runs a small sample.
+like any other file. `tests/end_to_end/test_campaigns.py` runs a small sample.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from settings_files import MODEL  # noqa: E402
 from simpletuner import app  # noqa: E402
 from simpletuner.run_log import CONTROLS  # noqa: E402
 from simpletuner.settings import load  # noqa: E402
-from simpletuner.settings.export import FORMATS, export  # noqa: E402
+from simpletuner.settings.showing.export import FORMATS, export  # noqa: E402
 
 MOST_SECONDS = 5
 HANG_SECONDS = 60

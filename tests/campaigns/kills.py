@@ -5,7 +5,8 @@
 
 Who is killed is drawn, too: all ranks at once, one rank, whose launcher must then end the others, the launcher, whose
 ranks must then end by themselves, or the page that started the run, which must then go on. With `--results`, what is
-found is appended there, and a campaign that was stopped goes on where it was. `tests/test_campaigns.py` runs a sample.
+found is appended there, and a campaign that was stopped goes on where it was. `tests/end_to_end/test_campaigns.py` runs
+a sample.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from flags import last_wins  # noqa: E402
 from page_server import page_server  # noqa: E402
 from results import add_result, read_results  # noqa: E402
 
-from simpletuner.caches.shards import ShardReader  # noqa: E402
+from simpletuner.caches.store.shards import ShardReader  # noqa: E402
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint  # noqa: E402
 
 HANG_SECONDS = 900

@@ -28,8 +28,8 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS)]
 from page_server import Answer, PageServer, page_server  # noqa: E402
 from run_pages import write_round, write_rows  # noqa: E402
 
-from simpletuner.settings.sections import setting_fields  # noqa: E402
-from simpletuner.training.image_files import ImageInfo, write_png  # noqa: E402
+from simpletuner.settings.declared.sections import setting_fields  # noqa: E402
+from simpletuner.training.images.image_files import ImageInfo, write_png  # noqa: E402
 
 INFO = ImageInfo("a circle", "", 1, 4, 3.0, 8, 8, 5, "trained")
 OWN_FILES = ("status.json", "metrics.jsonl", "log.txt", "settings.json", "console.txt", "durations.json", ".lock")

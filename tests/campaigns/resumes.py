@@ -2,8 +2,8 @@
 
     .venv/bin/python tests/campaigns/resumes.py [--family=flux]
 
-Weights, moments and EMA are compared bit for bit, and the losses of the two steps that follow. `tests/test_zero.py`
-runs 30 of the pairs.
+Weights, moments and EMA are compared bit for bit, and the losses of the two steps that follow.
+`tests/end_to_end/test_zero.py` runs 30 of the pairs.
 """
 
 from __future__ import annotations

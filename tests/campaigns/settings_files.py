@@ -16,8 +16,8 @@ import tomli_w
 import yaml
 from generated_settings import ENGINES
 
-from simpletuner.data.dataset_keys import RULES as DATASET_RULES
-from simpletuner.settings.spelling import as_text
+from simpletuner.data.config.dataset_keys import RULES as DATASET_RULES
+from simpletuner.settings.values.spelling import as_text
 
 TESTS = Path(__file__).parents[1] / "settings"
 PICTURES = "pictures"

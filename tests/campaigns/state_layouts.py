@@ -24,7 +24,7 @@ from conftest import Starter, fork_server_context  # noqa: E402
 from engines import opened, prepared_by, settings_of  # noqa: E402
 from kills import fixtures  # noqa: E402
 
-from simpletuner.parallel.split_engine import SplitEngine  # noqa: E402
+from simpletuner.parallel.precision.split_engine import SplitEngine  # noqa: E402
 from simpletuner.parallel.world import joined_world  # noqa: E402
 from simpletuner.training.trainer import Trainer  # noqa: E402
 

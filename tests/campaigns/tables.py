@@ -4,7 +4,7 @@
     .venv/bin/python tests/campaigns/tables.py --case 123      # one of them, with its files and the answer
 
 Promised: samples with a caption and a size, the same ones from the kept scan, or one sentence with a hint and exit code
-2, 3 or 4; no traceback, no hang. `tests/test_campaigns.py` runs a small sample.
+2, 3 or 4; no traceback, no hang. `tests/end_to_end/test_campaigns.py` runs a small sample.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from fuzz import HANG_SECONDS, MOST_SECONDS, SHOWN, interrupt, run_campaign  # n
 from mutations import OF_BYTES, OF_VALUES, containers  # noqa: E402
 from tabled import add_images, write_rows  # noqa: E402
 
-from simpletuner.data.dataset_warnings import dataset_warnings  # noqa: E402
-from simpletuner.data.datasets import load_datasets  # noqa: E402
-from simpletuner.data.discovery import discover  # noqa: E402
+from simpletuner.data.config.datasets import load_datasets  # noqa: E402
+from simpletuner.data.samples.dataset_warnings import dataset_warnings  # noqa: E402
+from simpletuner.data.samples.discovery import discover  # noqa: E402
 from simpletuner.errors import SimpleTunerError  # noqa: E402
-from simpletuner.parallel.shared_scan import scan_datasets  # noqa: E402
 from simpletuner.parallel.world import World, joined_world  # noqa: E402
+from simpletuner.preparation.shared_scan import scan_datasets  # noqa: E402
 from simpletuner.report import Report  # noqa: E402
-from simpletuner.settings.sections import Data  # noqa: E402
+from simpletuner.settings.declared.sections import Data  # noqa: E402
 
 NAMES = ("a.png", "b.png", "in/c.png")
 SUFFIXES = (".parquet", ".csv", ".jsonl")

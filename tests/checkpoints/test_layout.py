@@ -18,8 +18,8 @@ from simpletuner.checkpoints.layout import (
     prune_checkpoints,
 )
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.system.checksums import with_checksum
-from simpletuner.system.files import unfinished_path, write_json
+from simpletuner.system.files.atomic import unfinished_path, write_json
+from simpletuner.system.files.checksums import with_checksum
 
 
 def checkpoint(root: Path, step: int, content: str = "weights") -> Path:

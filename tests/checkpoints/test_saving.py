@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from simpletuner.checkpoints.layout import STATE, load_checkpoint
 from simpletuner.checkpoints.verification import find_file_damage
-from simpletuner.system.files import unfinished_path
+from simpletuner.system.files.atomic import unfinished_path
 
 
 def test_shards_and_whole_tensors_are_written_at_once_and_in_the_background(starter, tmp_path):

@@ -18,8 +18,8 @@ from conftest import SMALL
 from holders import holder
 from rich.filesize import decimal
 
-from simpletuner.caches.shards import ShardReader, ShardWriter
-from simpletuner.system.cache_files import block_cache_paths, lock_of
+from simpletuner.caches.store.shards import ShardReader, ShardWriter
+from simpletuner.system.files.cache_files import block_cache_paths, lock_of
 
 PROGRAM = Path(sys.executable).with_name("simpletuner")
 

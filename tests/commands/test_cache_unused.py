@@ -11,9 +11,9 @@ from conftest import SMALL
 from holders import holder
 from ranks import command_line
 
-from simpletuner.caches.shards import RETRACTING_RANK, ShardReader, ShardWriter
+from simpletuner.caches.store.shards import RETRACTING_RANK, ShardReader, ShardWriter
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.system.cache_files import bytes_of
+from simpletuner.system.files.cache_files import bytes_of
 from simpletuner.tools.cache.contents import CacheKind, find_shards
 from simpletuner.tools.cache.unused import find_unused, remove_unused
 

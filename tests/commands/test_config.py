@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from simpletuner.app import main
-from simpletuner.models.registry import TINY, flavour_of, presets
+from simpletuner.models.catalog.registry import TINY, flavour_of, presets
 from simpletuner.settings import load
-from simpletuner.settings.sections import Model, setting_fields
+from simpletuner.settings.declared.sections import Model, setting_fields
 
 HEAVY = ("torch", "numpy", "accelerate", "diffusers", "transformers", "deepspeed", "PIL")
 ENOUGH = ("--model_family=sdxl", "--instance_data_dir=pictures")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from simpletuner.app import main
-from simpletuner.models.registry import flavours_of, presets
-from simpletuner.system.cache_files import block_cache_paths
+from simpletuner.models.catalog.registry import flavours_of, presets
+from simpletuner.system.files.cache_files import block_cache_paths
 
 PAGE = Path(__file__).parents[2] / "docs" / "blocks.md"
 LORA_PAGE = PAGE.with_name("lora.md")

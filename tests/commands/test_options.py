@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from simpletuner.app import main
 from simpletuner.commands.options import as_arguments, metavar, normalize_argv, outranked_flags, with_settings
-from simpletuner.settings.sections import setting_fields
+from simpletuner.settings.declared.sections import setting_fields
 
 CANONICAL = ["--fsdp_enable=true"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from simpletuner.app import main
 from simpletuner.settings import load
-from simpletuner.settings.sections import setting_fields
+from simpletuner.settings.declared.sections import setting_fields
 
 PATHS = ("instance_data_dir", "data_backend_config", "cache_dir_vae", "cache_dir_text", "output_dir", "logging_dir")
 PATHS += ("offload_param_path", "run_secret_file", "pretrained_model_name_or_path")

@@ -8,7 +8,7 @@ import pytest
 import shells
 from shells import ROOT, SCRIPTS, Fish, TypedShell, environment, opened
 
-from simpletuner.models.registry import flavours_of, presets
+from simpletuner.models.catalog.registry import flavours_of, presets
 
 BEGINNING_WITH_B = {name for key in presets() for name in flavours_of(key) if name.startswith("b")}
 CHECKED_IN = {"bash": "simpletuner.bash", "zsh": "_simpletuner", "fish": "simpletuner.fish"}

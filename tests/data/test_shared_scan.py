@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from simpletuner.data.dataset_kinds import LocalImages
-from simpletuner.data.file_list import list_images
-from simpletuner.data.scan import Scan
-from simpletuner.data.storage import LocalStorage
+from simpletuner.data.config.dataset_types import LocalImages
+from simpletuner.data.scan.file_list import list_images
+from simpletuner.data.scan.scan import Scan
+from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.errors import EnvironmentNotReady, Stopped
-from simpletuner.parallel import shared_scan
-from simpletuner.parallel.shared_scan import SharedScan, scan_datasets
 from simpletuner.parallel.world import World, joined_world
+from simpletuner.preparation import shared_scan
+from simpletuner.preparation.shared_scan import SharedScan, scan_datasets
 from simpletuner.report import Report
 
 
@@ -181,8 +181,8 @@ def test_a_name_that_is_no_text_is_kept_with_the_result(images):
 COUNT_THREADS = """
 import os, sys
 from pathlib import Path
-from simpletuner.data.kept_scan import match_rows, open_table
-from simpletuner.data.scan import SCANNED
+from simpletuner.data.scan.scan_cache import match_rows, open_table
+from simpletuner.data.scan.scan import SCANNED
 before = len(os.listdir("/proc/self/task"))
 table, _ = open_table(Path(sys.argv[1]))
 table.take(match_rows(table, table))

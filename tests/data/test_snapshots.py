@@ -18,11 +18,11 @@ from hub import COMMIT, serving
 from scanning import found
 
 from simpletuner.caches.latents import decode_image
-from simpletuner.data.dataset_kinds import LocalImages, SnapshotImages
-from simpletuner.data.datasets import load_datasets
-from simpletuner.data.hub_datasets import files_of_split, find_files
+from simpletuner.data.config.dataset_types import LocalImages, SnapshotImages
+from simpletuner.data.config.datasets import load_datasets
+from simpletuner.data.storage.hub_datasets import files_of_split, find_files
 from simpletuner.errors import DataError, EnvironmentNotReady, SettingsError
-from simpletuner.settings.sections import Data
+from simpletuner.settings.declared.sections import Data
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 

@@ -20,7 +20,7 @@ from conftest import SMALL
 from simpletuner.app import main
 from simpletuner.errors import SettingsError
 from simpletuner.launch.started_tasks import check_started_once
-from simpletuner.settings.sections import Launch
+from simpletuner.settings.declared.sections import Launch
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}
 """What srun sets for each of 8 tasks."""

@@ -13,7 +13,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
 from simpletuner.launch.node_info import MAY_DIFFER, NodeInfo, difference
 from simpletuner.launch.plan import choose_gpus
-from simpletuner.settings.sections import Launch, setting_fields
+from simpletuner.settings.declared.sections import Launch, setting_fields
 from simpletuner.system.network import addresses, interface_towards
 
 ENOUGH = ("--model_family=sdxl", "--instance_data_dir=my pictures")

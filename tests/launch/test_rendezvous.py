@@ -18,7 +18,7 @@ from simpletuner.launch.ranks import ProcessExit
 from simpletuner.launch.rendezvous import Group, verify_same_config
 from simpletuner.launch.store import SECRET, MessageSigner, MessageStore, TorchStore, message_signer
 from simpletuner.launch.termination import Termination, launcher_signaled, rank_failed
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.processes.signals import StopRequest
 
 
 def node(host: str, **settings: object) -> NodeInfo:

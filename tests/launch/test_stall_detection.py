@@ -15,9 +15,9 @@ from simpletuner.launch.stall_detection import PAUSE_SECONDS, ProgressMeter, Sta
 
 RANK = """
 import os, subprocess, sys, threading, time
-from simpletuner.system.activity import Activity
+from simpletuner.system.processes.activity import Activity
 from simpletuner.launch.launcher_connection import connect_to_launcher
-from simpletuner.system.signals import handle_stop_signals
+from simpletuner.system.processes.signals import handle_stop_signals
 
 def compute():
     while True:

@@ -14,7 +14,7 @@ from simpletuner.launch.ranks import Ranks
 from simpletuner.launch.stall_detection import StallDetector
 from simpletuner.launch.store import MessageStore, TorchStore, message_signer
 from simpletuner.launch.supervisor import EXIT_SECONDS, SupervisedRun, shut_down, supervise
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.processes.signals import StopRequest
 
 DEAF = """
 import signal, sys, time

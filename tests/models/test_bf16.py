@@ -9,11 +9,11 @@ import torch
 from models.test_inputs import SIZE, TRAINABLE, opened
 from torch import Tensor, nn
 
-from simpletuner.data.geometry import Geometry
-from simpletuner.data.prefetch import stack_conditioning
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.family_lookup import family_class
-from simpletuner.models.objectives import (
+from simpletuner.data.batches.prefetch import stack_conditioning
+from simpletuner.data.images.geometry import Geometry
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.objectives import (
     FlowMatching,
     flow_matching,
     keep_float32,
@@ -21,8 +21,8 @@ from simpletuner.models.objectives import (
     round_to_bf16_times_1000,
     sample_losses,
 )
-from simpletuner.models.text_encoding import Conditioning
-from simpletuner.settings.sections import Model, Settings, Training
+from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.settings.declared.sections import Model, Settings, Training
 
 FLOWS = [name for name in TRAINABLE if family_class(Model(model_family=name)).objective is flow_matching]
 CPU, COUNT = torch.device("cpu"), 4

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from simpletuner.caches.serialization import parse_tensors, serialize
+from simpletuner.caches.store.serialization import parse_tensors, serialize
 from simpletuner.caches.texts import without_padding
-from simpletuner.data.geometry import Geometry
-from simpletuner.data.prefetch import stack_conditioning
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.family_lookup import family_class
-from simpletuner.models.objectives import FlowMatching
-from simpletuner.models.registry import presets
-from simpletuner.parallel.fused_qkv import fuse_qkv
-from simpletuner.settings.sections import Model, Settings
+from simpletuner.data.batches.prefetch import stack_conditioning
+from simpletuner.data.images.geometry import Geometry
+from simpletuner.models.catalog.registry import presets
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.objectives import FlowMatching
+from simpletuner.parallel.model.fused_qkv import fuse_qkv
+from simpletuner.settings.declared.sections import Model, Settings
 
 TRAINABLE = [key for key, preset in presets().items() if preset.family_class]
 PROMPT, STEPS, CPU = "a red circle", 3, torch.device("cpu")
@@ -123,7 +123,7 @@ def expect_same_inputs(family: ModelFamily, **kwargs: Any) -> None:
 
 
 def sampling(guidance: float):
-    from simpletuner.models.family import SamplingParams
+    from simpletuner.models.family.base import SamplingParams
 
     return SamplingParams(SIZE, STEPS, guidance, seed=7)
 

@@ -5,9 +5,9 @@ from models.test_inputs import CPU, opened
 from torch import float32
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.family_lookup import family_class
-from simpletuner.settings.sections import Data, Model, Settings
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.lookup import family_class
+from simpletuner.settings.declared.sections import Data, Model, Settings
 
 
 def test_captions_longer_than_the_positions_for_them_are_refused_before_they_are_read(pipelines):

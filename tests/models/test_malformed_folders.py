@@ -15,10 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
-from simpletuner.models.loading import load_family
-from simpletuner.models.registry import presets
+from simpletuner.models.catalog.registry import presets
+from simpletuner.models.opening.loading import load_family
 from simpletuner.parallel.world import World
-from simpletuner.settings.sections import Data, Model, Settings
+from simpletuner.settings.declared.sections import Data, Model, Settings
 
 TEXT_WEIGHTS = "text_encoder/model.safetensors"
 UNET_WEIGHTS = "unet/diffusion_pytorch_model.safetensors"

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletuner.models.objectives import sample_losses
-from simpletuner.system.signals import StopRequest
+from simpletuner.models.family.objectives import sample_losses
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.step_logger import StopVote
 
 META = torch.device("meta")

@@ -14,13 +14,13 @@ from conftest import ROOT, SMALL
 from flags import last_wins
 from models.test_inputs import expect_same_inputs, expect_same_picture
 
-from simpletuner.models.family_lookup import family_class
-from simpletuner.settings.sections import Model, Settings
+from simpletuner.models.family.lookup import family_class
+from simpletuner.settings.declared.sections import Model, Settings
 
 PAGE = ROOT / "docs" / "families.md"
 NAME = "pixart_alpha"
 INCOMPLETE = """
-from simpletuner.models.family import ModelFamily
+from simpletuner.models.family.base import ModelFamily
 
 class Own(ModelFamily):
     def predict(self, model, noised_BCHW, timesteps_B, conditioning):

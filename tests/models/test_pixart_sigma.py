@@ -8,7 +8,7 @@ import pytest
 import torch
 from models.test_inputs import CPU, expect_same_inputs, expect_same_picture, opened
 
-from simpletuner.data.geometry import Geometry
+from simpletuner.data.images.geometry import Geometry
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ import torch
 from models.test_inputs import CPU, PROMPT, SIZE, TRAINABLE, diffusers_pipeline, opened, sampling
 from torch import Tensor
 
-from simpletuner.data.geometry import Geometry
-from simpletuner.data.prefetch import stack_conditioning
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.objectives import FlowMatching
-from simpletuner.models.text_encoding import Conditioning
+from simpletuner.data.batches.prefetch import stack_conditioning
+from simpletuner.data.images.geometry import Geometry
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.objectives import FlowMatching
+from simpletuner.models.family.text_encoding import Conditioning
 
 CAPTIONS = ("a red circle", "", "a large red circle and two small blue squares on a bright background, in pink")
 

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from simpletuner.models.diffusers_io import diffusers_class
-from simpletuner.models.registry import Architecture, flavours_of, heads_of, presets
+from simpletuner.models.catalog.registry import Architecture, flavours_of, heads_of, presets
+from simpletuner.models.folder.diffusers_io import diffusers_class
 
 ARCHITECTURES = {
     f"{key}/{name}": flavour.architecture

@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 from models.test_inputs import CPU, diffusers_pipeline, opened, recorded_call, sampling
 
-from simpletuner.models.family_lookup import family_class
-from simpletuner.settings.sections import Data, Model, Settings
+from simpletuner.models.family.lookup import family_class
+from simpletuner.settings.declared.sections import Data, Model, Settings
 
 
 def test_of_the_prompt_around_a_caption_only_its_end_is_left(pipelines):

@@ -9,8 +9,8 @@ import torch
 from conftest import base
 from safetensors.torch import load_file, save_file
 
-from simpletuner.models.family_lookup import family_class
-from simpletuner.settings.sections import Data, Model, Settings
+from simpletuner.models.family.lookup import family_class
+from simpletuner.settings.declared.sections import Data, Model, Settings
 
 WEIGHTS = Path("transformer") / "diffusion_pytorch_model.safetensors"
 TABLE = "pos_embed.pos_embed"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.models.family import ModelFamily, SamplingParams
-from simpletuner.models.family_lookup import family_class
-from simpletuner.models.objectives import Diffusion
-from simpletuner.settings.sections import Model, Settings
+from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.objectives import Diffusion
+from simpletuner.settings.declared.sections import Model, Settings
 
 PUBLISHED = [
     ("sd1x", {"_class_name": "PNDMScheduler", "skip_prk_steps": True, "set_alpha_to_one": False}),

@@ -8,11 +8,11 @@ from pathlib import Path
 import diffusers
 import pytest
 
-from simpletuner.models.architecture import architecture_in_folder, architecture_of
-from simpletuner.models.parameter_count import parameters_of
-from simpletuner.models.registry import TINY, presets
+from simpletuner.models.catalog.architecture import architecture_in_folder, architecture_of
+from simpletuner.models.catalog.parameter_count import parameters_of
+from simpletuner.models.catalog.registry import TINY, presets
 from simpletuner.models.tiny.build import build_tiny
-from simpletuner.settings.sections import Model
+from simpletuner.settings.declared.sections import Model
 
 
 @pytest.mark.parametrize("family", [name for name, preset in presets().items() if preset.tiny])

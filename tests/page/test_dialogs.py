@@ -18,11 +18,11 @@ from holders import holder
 from page_server import PageServer
 from playwright.sync_api import Locator, Page, expect
 
-from simpletuner.caches.shards import ShardWriter
+from simpletuner.caches.store.shards import ShardWriter
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.page import blocks
-from simpletuner.settings.export import FORMATS
-from simpletuner.settings.sections import Model
+from simpletuner.settings.declared.sections import Model
+from simpletuner.settings.showing.export import FORMATS
 
 CONFIG = """\
 model_family = "sdxl"  # the base

@@ -19,7 +19,7 @@ from page_server import PageServer
 from playwright.sync_api import Page, expect
 from run_pages import EVIL, write_round, write_rows
 
-from simpletuner.training.metrics_reader import METRICS
+from simpletuner.training.metrics.metrics_reader import METRICS
 
 FLAGS = (
     *SMALL,

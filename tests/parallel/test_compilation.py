@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from simpletuner.errors import TrainingError
 from simpletuner.parallel.compilation import compile_in_place, compiler_explained, described
-from simpletuner.settings.sections import Compile
+from simpletuner.settings.declared.sections import Compile
 
 
 class Block(nn.Module):

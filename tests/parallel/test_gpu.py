@@ -7,7 +7,7 @@ import torch
 
 from simpletuner.errors import ExitCode, TrainingError
 from simpletuner.parallel.gpu import describe_device, explain_out_of_memory, next_to_try, set_float32_precision
-from simpletuner.settings.sections import Compile, Ema, Launch, Model, Parallel, Settings, Training
+from simpletuner.settings.declared.sections import Compile, Ema, Launch, Model, Parallel, Settings, Training
 
 CPU = torch.device("cpu")
 SAID = "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 139.72 GiB. 1 GiB is free."

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.torch_engine import ShardedParameter, TorchEngine
 from simpletuner.parallel.world import World
-from simpletuner.settings.sections import Optimizer
+from simpletuner.settings.declared.sections import Optimizer
 from simpletuner.training.optimizers import make_optimizer
 
 LAYERS, WIDTH = 8, 16

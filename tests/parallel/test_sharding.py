@@ -8,7 +8,7 @@ import pytest
 import sharding
 
 from simpletuner.parallel.fsdp2 import SYNC_EACH_BATCH_ABOVE, is_synced_each_batch
-from simpletuner.settings.sections import Parallel
+from simpletuner.settings.declared.sections import Parallel
 
 
 def test_copies_gradient_shards_and_offload_are_as_set(starter, tmp_path):

@@ -5,7 +5,7 @@ from torch import nn
 
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.fsdp2 import units_of
-from simpletuner.settings.sections import Parallel
+from simpletuner.settings.declared.sections import Parallel
 
 
 class Block(nn.Module):

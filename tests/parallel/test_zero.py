@@ -17,8 +17,8 @@ import torch
 from simpletuner.deepspeed.engine import engine_config, set_swap_folder
 from simpletuner.deepspeed.row_shards import ElementRange, row_ranges
 from simpletuner.deepspeed.startup import wait_for_compile
-from simpletuner.settings.sections import Parallel, Settings
-from simpletuner.training.summary import format_engine
+from simpletuner.settings.declared.sections import Parallel, Settings
+from simpletuner.training.run_folder.summary import format_engine
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from simpletuner.app import main
 from simpletuner.settings import Loaded, Settings, load, settings_as_json
-from simpletuner.settings.export import Exported, export
-from simpletuner.settings.formats import env_entries
+from simpletuner.settings.files.formats import env_entries
+from simpletuner.settings.showing.export import Exported, export
 
 OFTEN = hypothesis_settings(
     max_examples=60,

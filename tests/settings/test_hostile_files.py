@@ -9,8 +9,8 @@ import pytest
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings import load
-from simpletuner.settings.accelerate import read_file
-from simpletuner.settings.formats import read_entries
+from simpletuner.settings.files.formats import read_entries
+from simpletuner.settings.foreign.accelerate.fields import read_file
 
 MANY = 60_000
 LETTERS = "abcdefghijkl"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from simpletuner.settings import Loaded, load, settings_as_json
-from simpletuner.settings.export import export
+from simpletuner.settings.showing.export import export
 
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
 ODD: dict[str, Any] = {

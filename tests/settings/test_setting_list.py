@@ -4,7 +4,7 @@ import types
 from pathlib import Path
 from typing import Union, get_args, get_origin
 
-from simpletuner.settings.sections import SECTION_OF, SECTIONS, setting_fields
+from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
 
 GOLDEN = Path(__file__).with_name("setting_list.txt")
 

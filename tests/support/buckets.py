@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from simpletuner.data.batch_sampler import GlobalBatchSampler
-from simpletuner.data.epoch_order import Bucket
+from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
+from simpletuner.data.sampler.epoch_order import Bucket
 
 
 def bucket_of(items: Sequence[int]) -> Bucket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from simpletuner.data.batch_sampler import DATA_VERSION
+from simpletuner.data.sampler.batch_sampler import DATA_VERSION
 
 
 def state_of(step: int, moments: tuple[str, ...] = ("exp_avg",)) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from simpletuner.data.dataset_kinds import LocalImages
-from simpletuner.data.discovery import discover
+from simpletuner.data.config.dataset_types import LocalImages
+from simpletuner.data.samples.discovery import discover
 from simpletuner.errors import SimpleTunerError
-from simpletuner.parallel.same_folder import verify_same_folders
-from simpletuner.parallel.shared_scan import scan_datasets
 from simpletuner.parallel.world import World, joined_world
+from simpletuner.preparation.same_folder import verify_same_folders
+from simpletuner.preparation.shared_scan import scan_datasets
 from simpletuner.report import Report
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.data.datasets import load_datasets
+from simpletuner.data.config.datasets import load_datasets
 from simpletuner.errors import SettingsError
-from simpletuner.settings.sections import Data
+from simpletuner.settings.declared.sections import Data
 
 
 def data_of(folder: Path, *entries: dict, **globals_) -> Data:

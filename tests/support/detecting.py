@@ -7,11 +7,11 @@ import signal
 import time
 from pathlib import Path
 
-from simpletuner.models.detection import detect
-from simpletuner.settings.sections import Model
-from simpletuner.system.cache_files import block_cache_paths, lock_of
-from simpletuner.system.files import unfinished_path
-from simpletuner.system.locks import exclusive_lock
+from simpletuner.models.analysis.detection import detect
+from simpletuner.settings.declared.sections import Model
+from simpletuner.system.files.atomic import unfinished_path
+from simpletuner.system.files.cache_files import block_cache_paths, lock_of
+from simpletuner.system.files.locks import exclusive_lock
 
 
 def detect_often(folder: str, home: str, rounds: int) -> None:

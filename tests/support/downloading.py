@@ -9,11 +9,11 @@ from pathlib import Path
 import torch.distributed as dist
 from comparing import answer
 
-from simpletuner.data.dataset_kinds import UrlImages
-from simpletuner.data.discovery import discover
-from simpletuner.parallel.shared_download import download_datasets
-from simpletuner.parallel.shared_scan import scan_datasets
+from simpletuner.data.config.dataset_types import UrlImages
+from simpletuner.data.samples.discovery import discover
 from simpletuner.parallel.world import World, joined_world
+from simpletuner.preparation.shared_download import download_datasets
+from simpletuner.preparation.shared_scan import scan_datasets
 from simpletuner.report import Report
 
 

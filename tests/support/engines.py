@@ -15,16 +15,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import Checkpoint, load_checkpoint
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.family_lookup import family_class
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.lookup import family_class
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation import Prepared, plan_data, prepare
+from simpletuner.preparation.prepare import Prepared, plan_data, prepare
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
-from simpletuner.settings.sections import (
+from simpletuner.settings.declared.sections import (
     Compile,
     Data,
     Ema,
@@ -37,7 +37,7 @@ from simpletuner.settings.sections import (
     Training,
     Validation,
 )
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.engines import open_engine
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.state import TrainingState

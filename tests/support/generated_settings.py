@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings import Loaded, load
-from simpletuner.settings.sections import setting_fields
-from simpletuner.settings.spelling import choices_of
+from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.values.spelling import choices_of
 
 HOOK = {"HOOK_OF_TESTS": "https://example.org/hook"}
 """What settings refer to as a secret."""

@@ -11,7 +11,7 @@ from pathlib import Path
 CODE = """
 import sys, time
 from pathlib import Path
-from simpletuner.system.locks import exclusive_lock, shared_lock
+from simpletuner.system.files.locks import exclusive_lock, shared_lock
 from simpletuner.deepspeed.swap_files import create_swap_folder
 
 hold = {"cache": lambda: shared_lock([Path(sys.argv[2])]), "file": lambda: exclusive_lock(Path(sys.argv[2])),

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from simpletuner.data.batch_sampler import SamplerState
-from simpletuner.data.prefetch import Batch, StepBatch
+from simpletuner.data.batches.prefetch import Batch, StepBatch
+from simpletuner.data.sampler.batch_sampler import SamplerState
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
-from simpletuner.system.signals import StopRequest
-from simpletuner.training.metrics import METRICS, Metrics
+from simpletuner.system.processes.signals import StopRequest
+from simpletuner.training.metrics.metrics import METRICS, Metrics
 from simpletuner.training.step_logger import StepLogger, StepOutput, StopVote
 
 LATE = 0.4

@@ -16,14 +16,14 @@ import torch
 from malloc_info import allocated_bytes
 
 from simpletuner.checkpoints.tensors import read_tensors
-from simpletuner.models.family_lookup import family_class
-from simpletuner.models.weights import weights_files
-from simpletuner.parallel.blocks import recommended_blocks
+from simpletuner.models.family.lookup import family_class
+from simpletuner.models.folder.weights import weights_files
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.mesh import build_mesh
+from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.settings.sections import Launch, Model, Parallel, Settings, Training
+from simpletuner.settings.declared.sections import Launch, Model, Parallel, Settings, Training
 from simpletuner.training.engines import build_engine
 from simpletuner.training.optimizers import make_optimizer
 

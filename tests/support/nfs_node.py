@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from simpletuner.system.signals import handle_stop_signals
+from simpletuner.system.processes.signals import handle_stop_signals
 from simpletuner.tools.nfs.check import check
 from simpletuner.tools.nfs.rendezvous import Node
 

@@ -77,7 +77,7 @@ def run_python(code: str, folder: str) -> None:
 
 def build_pipeline(family: str, folder: str) -> None:
     """Write the tiny pipeline of a family; of SDXL a smaller one, since nearly every test trains it."""
-    from simpletuner.models.registry import load_preset
+    from simpletuner.models.catalog.registry import load_preset
     from simpletuner.models.tiny.build import build_preset
 
     preset = load_preset(family)

@@ -16,7 +16,7 @@ from simpletuner.deepspeed.row_shards import ElementRange, RowShards
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.mesh import Mesh, build_mesh
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.settings.sections import Ema, Optimizer, Parallel, Settings, Training
+from simpletuner.settings.declared.sections import Ema, Optimizer, Parallel, Settings, Training
 from simpletuner.training.ema import EMA
 from simpletuner.training.engines import build_engine
 from simpletuner.training.optimizers import make_optimizer

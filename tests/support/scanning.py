@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from simpletuner.data.dataset_kinds import ImageDataset, LocalImages
-from simpletuner.data.discovery import Discovery, discover
-from simpletuner.data.file_list import list_images
-from simpletuner.data.samples import DatasetSamples, Sizes
-from simpletuner.data.scan import SCANNED, Scan, scan_files
-from simpletuner.data.storage import LocalStorage, Storage, open_storage
+from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
+from simpletuner.data.samples.discovery import Discovery, discover
+from simpletuner.data.samples.samples import DatasetSamples, Sizes
+from simpletuner.data.scan.file_list import list_images
+from simpletuner.data.scan.scan import SCANNED, Scan, scan_files
+from simpletuner.data.storage.storage import LocalStorage, Storage, open_storage
 
 
 def scanned(dataset: ImageDataset, storage: Storage) -> Scan:

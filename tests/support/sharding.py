@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.settings.sections import Parallel
+from simpletuner.settings.declared.sections import Parallel
 
 
 def facts_by_engine(names: list[str], folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that share arrays, for `tests/parallel/test_shared_arrays.py`."""
+"""Ranks that share arrays, for `tests/preparation/test_shared_arrays.py`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from simpletuner.parallel.shared_arrays import share_arrays
 from simpletuner.parallel.world import World, joined_world
+from simpletuner.preparation.shared_arrays import share_arrays
 
 
 def share_in(folder: str, report: str) -> None:

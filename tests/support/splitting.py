@@ -13,8 +13,8 @@ from engines import opened, prepared_by, settings_of, steps_of, whole, write
 from torch._dynamo.utils import counters
 
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation import Prepared
-from simpletuner.training.validation import Validator
+from simpletuner.preparation.prepare import Prepared
+from simpletuner.training.validation.validator import Validator
 
 LIMITS = {"losses": 1e-5, "gradients": 1e-5, "latents": 1e-4}
 """What a split run may differ by from a whole one in float32, relative."""

@@ -14,15 +14,15 @@ import pyarrow.parquet as pq
 import torch.distributed as dist
 from PIL import Image
 
-from simpletuner.data.dataset_warnings import dataset_warnings
-from simpletuner.data.datasets import load_datasets
-from simpletuner.data.discovery import Discovery, discover
-from simpletuner.data.file_list import list_images
-from simpletuner.data.storage import LocalStorage
-from simpletuner.parallel.shared_scan import SharedScan
+from simpletuner.data.config.datasets import load_datasets
+from simpletuner.data.samples.dataset_warnings import dataset_warnings
+from simpletuner.data.samples.discovery import Discovery, discover
+from simpletuner.data.scan.file_list import list_images
+from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.parallel.world import joined_world
+from simpletuner.preparation.shared_scan import SharedScan
 from simpletuner.report import Report
-from simpletuner.settings.sections import Data
+from simpletuner.settings.declared.sections import Data
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from simpletuner.models.registry import load_preset
+from simpletuner.models.catalog.registry import load_preset
 
 
 def tiny_config(family: str, component: str) -> dict[str, Any]:

@@ -38,8 +38,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import simpletuner.app
 import simpletuner.models.families.flux
 import simpletuner.models.families.sdxl
-import simpletuner.training.fonts
 import simpletuner.training.html_report.page
+import simpletuner.training.images.fonts
 import simpletuner.worker
 
 with suppress(ImportError):
@@ -58,7 +58,7 @@ figure.subplots().set_title("fonts are found and kept")
 matplotlib.backends.backend_agg.FigureCanvasAgg(figure).draw()
 del figure
 simpletuner.training.html_report.page.template()
-simpletuner.training.fonts.fonts_for(frozenset("plain"))
+simpletuner.training.images.fonts.fonts_for(frozenset("plain"))
 
 gc.collect()
 gc.freeze()

@@ -20,14 +20,14 @@ from conftest import PHOTOGRAPHS
 from PIL import Image
 
 from simpletuner.app import main
-from simpletuner.data.image_formats import register_plugin
+from simpletuner.data.images.image_formats import register_plugin
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
-from simpletuner.preparation import Plan, plan_data
+from simpletuner.preparation.prepare import Plan, plan_data
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import load
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.dataset.contents import Content, content_of
 from simpletuner.tools.dataset.duplicates import exact_duplicates, near_duplicates
 

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from simpletuner.app import main
 from simpletuner.checkpoints.disk_usage import DiskUsage
 from simpletuner.errors import SettingsError
-from simpletuner.models.diffusers_io import build_on_meta
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.step_trace import new_mode, trace_step, trace_vae, with_fake_parameters
-from simpletuner.parallel.memory import MemoryBudget, MemoryEstimate, MemoryInputs, MemoryRow
-from simpletuner.parallel.module_stats import count_parameters
+from simpletuner.models.analysis.step_trace import new_mode, trace_step, trace_vae, with_fake_parameters
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.folder.diffusers_io import build_on_meta
+from simpletuner.parallel.devices.memory import MemoryBudget, MemoryEstimate, MemoryInputs, MemoryRow
+from simpletuner.parallel.model.module_stats import count_parameters
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
 from simpletuner.tools.plan.estimate import RunPlan
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.search import propose
-from simpletuner.training.workload import Workload
+from simpletuner.training.auto.workload import Workload
 
 SIX = ("sdxl", "flux", "sd3", "lumina2", "qwen_image", "sana")
 SIZE = (64, 64)

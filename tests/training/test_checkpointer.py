@@ -15,10 +15,10 @@ from simpletuner.checkpoints.saving import Snapshot
 from simpletuner.checkpoints.shards import planned
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.world import joined_world
-from simpletuner.settings.sections import Checkpoints, Settings, Training
+from simpletuner.settings.declared.sections import Checkpoints, Settings, Training
 from simpletuner.training import checkpointer
 from simpletuner.training.checkpointer import Checkpointer
-from simpletuner.training.pace import EXPORTING, WRITING, Durations
+from simpletuner.training.metrics.eta import EXPORTING, WRITING, Durations
 
 
 @pytest.mark.parametrize(

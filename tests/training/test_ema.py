@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.torch_engine import TorchEngine
 from simpletuner.parallel.world import World
-from simpletuner.settings.sections import Ema, Optimizer
+from simpletuner.settings.declared.sections import Ema, Optimizer
 from simpletuner.training.ema import EMA, DelayedAverage
 from simpletuner.training.optimizers import make_optimizer
 

@@ -19,8 +19,8 @@ from simpletuner.report import Report
 from simpletuner.training.html_report import thumbnails
 from simpletuner.training.html_report.page import HtmlReport, open_html_report
 from simpletuner.training.html_report.thumbnails import Gallery, images_of
-from simpletuner.training.image_files import ImageInfo, write_image
-from simpletuner.training.output_dir import PAGE
+from simpletuner.training.images.image_files import ImageInfo, write_image
+from simpletuner.training.run_folder.output_dir import PAGE
 
 
 class Elements(HTMLParser):

@@ -9,9 +9,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from simpletuner.parallel.schedule_free import ScheduleFreeAdamW
+from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeAdamW
 from simpletuner.parallel.torch_engine import ShardedParameter, sharded_parameters
-from simpletuner.settings.sections import Optimizer
+from simpletuner.settings.declared.sections import Optimizer
 from simpletuner.training.optimizers import LearningRate, make_optimizer
 from simpletuner.training.schedule import Schedule
 

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 from buckets import sampler_of
 
-from simpletuner.settings.sections import Optimizer, Settings, Training
+from simpletuner.settings.declared.sections import Optimizer, Settings, Training
 from simpletuner.training.schedule import Schedule, new_schedule, resumed_schedule
 
 SAMPLER = sampler_of({"a": range(40)}, 0)

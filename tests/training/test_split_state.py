@@ -8,10 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from simpletuner.parallel.split_adamw import SplitAdamW
-from simpletuner.parallel.split_state import BLOCK, SMALLEST_SCALE, QuantizedMoment, join_float32, write_float32
+from simpletuner.parallel.precision.split_adamw import SplitAdamW
+from simpletuner.parallel.precision.split_state import (
+    BLOCK,
+    SMALLEST_SCALE,
+    QuantizedMoment,
+    join_float32,
+    write_float32,
+)
 from simpletuner.parallel.torch_engine import ShardedParameter, sharded_parameters
-from simpletuner.settings.sections import Optimizer
+from simpletuner.settings.declared.sections import Optimizer
 from simpletuner.training.optimizers import make_optimizer
 
 NORMAL = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
@@ -193,7 +199,7 @@ def test_six_bytes_per_parameter_are_held_between_steps():
 
 def test_a_step_of_several_chunks_is_that_of_torch(monkeypatch):
     values, gradient = torch.randn(3 * BLOCK + 5), torch.randn(3 * BLOCK + 5).bfloat16()
-    monkeypatch.setattr("simpletuner.parallel.split_adamw.CHUNK", BLOCK)
+    monkeypatch.setattr("simpletuner.parallel.precision.split_adamw.CHUNK", BLOCK)
     settings = {"learning_rate": 0.1, "adam_weight_decay": 0.5}
     optimizer, theirs = split_over(values, **settings), nn.Parameter(values.clone())
     (split,) = optimizer.param_groups[0]["params"]

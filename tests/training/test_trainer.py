@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.data.batch_sampler import SamplerState
-from simpletuner.data.prefetch import Batch, StepBatch
+from simpletuner.data.batches.prefetch import Batch, StepBatch
+from simpletuner.data.sampler.batch_sampler import SamplerState
 from simpletuner.errors import Stopped, TrainingError
-from simpletuner.models.objectives import NoisedLatents
+from simpletuner.models.family.objectives import NoisedLatents
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
 from simpletuner.report import Report
-from simpletuner.settings.sections import Optimizer
-from simpletuner.system.signals import StopRequest
-from simpletuner.training.metrics import Metrics
-from simpletuner.training.metrics_reader import METRICS
+from simpletuner.settings.declared.sections import Optimizer
+from simpletuner.system.processes.signals import StopRequest
+from simpletuner.training.metrics.eta import Durations
+from simpletuner.training.metrics.metrics import Metrics
+from simpletuner.training.metrics.metrics_reader import METRICS
 from simpletuner.training.optimizers import LearningRate
-from simpletuner.training.pace import Durations
 from simpletuner.training.schedule import Schedule
 from simpletuner.training.step_logger import StepLogger, StopVote
 from simpletuner.training.trainer import Trainer

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from simpletuner.errors import DataError
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.objectives import flow_matching
-from simpletuner.models.text_encoding import Conditioning, encode_with_mask
-from simpletuner.parallel.context_parallel import TOKENS, SequencePlan
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.objectives import flow_matching
+from simpletuner.models.family.text_encoding import Conditioning, encode_with_mask
+from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
 
 
 class AuraFlow(ModelFamily):

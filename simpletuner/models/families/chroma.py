@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from simpletuner.data.geometry import Size
+from simpletuner.data.images.geometry import Size
 from simpletuner.models.families.flux import Flux, pack, position_ids, unpack
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.objectives import flow_matching, round_to_bf16_times_1000
-from simpletuner.models.text_encoding import Conditioning
-from simpletuner.parallel.context_parallel import TOKENS, ContextParallelInput
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.objectives import flow_matching, round_to_bf16_times_1000
+from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.parallel.context.context_parallel import TOKENS, ContextParallelInput
 
 
 class Chroma(ModelFamily):

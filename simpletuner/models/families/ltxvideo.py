@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.data.geometry import Size
-from simpletuner.models.family import ModelFamily, SamplingParams
-from simpletuner.models.objectives import flow_matching
-from simpletuner.models.text_encoding import Conditioning
-from simpletuner.parallel.context_parallel import TOKENS, SequencePlan
+from simpletuner.data.images.geometry import Size
+from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.objectives import flow_matching
+from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
 
 
 class LTXVideo(ModelFamily):

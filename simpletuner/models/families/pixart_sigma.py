@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.data.geometry import Geometry
-from simpletuner.models.family import ModelFamily, SamplingParams
-from simpletuner.models.objectives import diffusion
-from simpletuner.models.text_encoding import Conditioning, encode_with_mask
-from simpletuner.parallel.context_parallel import TOKENS, SequencePlan
+from simpletuner.data.images.geometry import Geometry
+from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.objectives import diffusion
+from simpletuner.models.family.text_encoding import Conditioning, encode_with_mask
+from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
 
 ALPHA = "PixArtAlphaPipeline"
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.data.geometry import Size
+from simpletuner.data.images.geometry import Size
 from simpletuner.models.families.flux import pack, unpack
-from simpletuner.models.family import ModelFamily, SamplingParams
-from simpletuner.models.objectives import flow_matching, round_to_bf16
-from simpletuner.models.text_encoding import Conditioning
-from simpletuner.parallel.context_parallel import SequencePlan
+from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.objectives import flow_matching, round_to_bf16
+from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.parallel.context.context_parallel import SequencePlan
 
 
 class QwenImage(ModelFamily):

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from simpletuner.models.family import CLIP_TOKENS, ModelFamily
-from simpletuner.models.objectives import flow_matching
-from simpletuner.models.text_encoding import Conditioning
-from simpletuner.parallel.context_parallel import TOKENS, SequencePlan
+from simpletuner.models.family.base import CLIP_TOKENS, ModelFamily
+from simpletuner.models.family.objectives import flow_matching
+from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
 
 
 class SD3(ModelFamily):

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.data.geometry import Geometry
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.objectives import diffusion
-from simpletuner.models.text_encoding import Conditioning
+from simpletuner.data.images.geometry import Geometry
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.objectives import diffusion
+from simpletuner.models.family.text_encoding import Conditioning
 
 
 class SDXL(ModelFamily):

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.objectives import diffusion
-from simpletuner.models.text_encoding import Conditioning
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.objectives import diffusion
+from simpletuner.models.family.text_encoding import Conditioning
 
 
 class SD1(ModelFamily):

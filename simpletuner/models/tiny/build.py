@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.diffusers_io import choose_accelerator
-from simpletuner.models.family_lookup import family_class
-from simpletuner.models.registry import Tiny, import_object, load_preset
+from simpletuner.models.catalog.registry import Tiny, import_object, load_preset
+from simpletuner.models.family.lookup import family_class
+from simpletuner.models.folder.diffusers_io import choose_accelerator
 from simpletuner.models.tiny.encoders import build_encoder, load_vae
-from simpletuner.settings.sections import Model
+from simpletuner.settings.declared.sections import Model
 
 SEED = 0
 
@@ -53,7 +53,7 @@ def build_preset(tiny: Tiny, **changes: Mapping[str, Any]) -> Any:
     with fixed_seed():
         components: dict[str, Any] = {}
         for name in tiny.components:
-            components |= build_component(name, tiny.component(name) | changes.get(name, {}))
+            components |= build_component(name, {**tiny.component(name), **changes.get(name, {})})
         absent = {name: None for name in inspect.signature(cls.__init__).parameters if name in cls._optional_components}
         pipeline = cls(**absent | components, **tiny.options)
         if tiny.adjust:

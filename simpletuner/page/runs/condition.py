@@ -19,9 +19,9 @@ from simpletuner.page.runs.folder import CONSOLE, RunFolder
 from simpletuner.page.runs.log import parse_log
 from simpletuner.run_log import LOG
 from simpletuner.status_line import LINE_SECONDS, format_seconds
-from simpletuner.system.locks import describe_holder, is_locked
-from simpletuner.system.run_status import STATUS, RunState, RunStatus
-from simpletuner.training.metrics_reader import METRICS
+from simpletuner.system.files.locks import describe_holder, is_locked
+from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus
+from simpletuner.training.metrics.metrics_reader import METRICS
 
 SILENT_SECONDS = 2.5 * LINE_SECONDS
 """A run writes a status line to its log each minute, whatever it is doing; one that misses two is stuck."""

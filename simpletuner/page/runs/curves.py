@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 from simpletuner.page.runs.folder import RunFolder
 from simpletuner.page.runs.watching import Watched
-from simpletuner.training.curves import WINDOW_SHARE
 from simpletuner.training.html_report.charts import Chart, Curve, Style, make_chart, make_charts, with_mean
-from simpletuner.training.metrics_reader import METRICS, MetricColumns
+from simpletuner.training.metrics.curves import WINDOW_SHARE
+from simpletuner.training.metrics.metrics_reader import METRICS, MetricColumns
 
 SMOOTHING = {"none": 0.0, "little": 0.01, "medium": WINDOW_SHARE, "strong": 0.2}
 """Share of all steps that a running mean is over."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from simpletuner.errors import SettingsError
 from simpletuner.page.folders import Folders
 from simpletuner.run_log import LOG
-from simpletuner.system.locks import RUN_LOCK
-from simpletuner.system.regular_files import read_end
-from simpletuner.system.run_status import STATUS
-from simpletuner.training.metrics_reader import METRICS
-from simpletuner.training.settings_record import SETTINGS
+from simpletuner.system.files.locks import RUN_LOCK
+from simpletuner.system.files.regular_files import read_end
+from simpletuner.system.processes.run_status import STATUS
+from simpletuner.training.metrics.metrics_reader import METRICS
+from simpletuner.training.run_folder.settings_record import SETTINGS
 
 CONSOLE = "console.txt"
 """What a run that the page has started prints; a mistake in its settings is nowhere else."""

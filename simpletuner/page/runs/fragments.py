@@ -17,7 +17,7 @@ from simpletuner.page.runs.log import read_log
 from simpletuner.page.runs.processes import processes_of
 from simpletuner.page.runs.summary import Summary, summarize
 from simpletuner.page.runs.watching import Watched
-from simpletuner.system.checksums import value_checksum
+from simpletuner.system.files.checksums import value_checksum
 from simpletuner.training.html_report.checkpoint_rows import checkpoint_rows
 
 LAST_ENTRIES = 200

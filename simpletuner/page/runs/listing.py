@@ -19,8 +19,8 @@ from simpletuner.page.runs.condition import State
 from simpletuner.page.runs.folder import CONSOLE, MAX_RUNS, RUN_FILES, RunFolder
 from simpletuner.page.runs.processes import Processes
 from simpletuner.page.runs.summary import Summary, summarize
-from simpletuner.system.locks import RUN_LOCK
-from simpletuner.system.run_status import STATUS
+from simpletuner.system.files.locks import RUN_LOCK
+from simpletuner.system.processes.run_status import STATUS
 
 Signature = tuple[tuple[int, int, int] | None, ...]
 """Times, sizes and inodes of the files that a summary follows from, None for one that is missing: of the status, which

@@ -19,10 +19,10 @@ from simpletuner.page.rendering import folders_of
 from simpletuner.page.runs.condition import Condition, Known, find_condition
 from simpletuner.page.runs.folder import CONSOLE, RunFolder
 from simpletuner.page.runs.summary import read_status_of
-from simpletuner.system.locks import describe_holder, is_locked
-from simpletuner.system.python_process import module_command
-from simpletuner.system.run_status import RunState, RunStatus
-from simpletuner.system.signals import REPEAT_SECONDS
+from simpletuner.system.files.locks import describe_holder, is_locked
+from simpletuner.system.processes.python_process import module_command
+from simpletuner.system.processes.run_status import RunState, RunStatus
+from simpletuner.system.processes.signals import REPEAT_SECONDS
 
 HANDLED_SECONDS = 10.0
 """How long leaving waits for a run to say that it has handled the first signal; one that hangs never does."""

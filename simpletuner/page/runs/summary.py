@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from simpletuner.page.runs.condition import Condition, Known, State, find_condition
 from simpletuner.page.runs.folder import FILES, RunFolder
 from simpletuner.status_line import format_seconds
-from simpletuner.system.run_status import STATUS, RunState, RunStatus, read_status
-from simpletuner.training.settings_record import SETTINGS, read_settings
+from simpletuner.system.processes.run_status import STATUS, RunState, RunStatus, read_status
+from simpletuner.training.run_folder.settings_record import SETTINGS, read_settings
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from simpletuner.page.runs.folder import RunFolder
 from simpletuner.training.html_report.thumbnails import Gallery
-from simpletuner.training.metrics_reader import METRICS
-from simpletuner.training.thinned_metrics import ThinnedColumns
+from simpletuner.training.metrics.metrics_reader import METRICS
+from simpletuner.training.metrics.thinned_metrics import ThinnedColumns
 
 MAX_WATCHED = 12
 """Runs whose metrics and images are kept."""

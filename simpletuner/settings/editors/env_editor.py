@@ -6,10 +6,10 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from simpletuner.settings.config_files import PREFIX
 from simpletuner.settings.editors.edit import Edit, insert_line, replace_span
-from simpletuner.settings.env_format import assignments
-from simpletuner.settings.loading import canonical_name
+from simpletuner.settings.files.config_files import PREFIX
+from simpletuner.settings.files.env_format import assignments
+from simpletuner.settings.resolving.loading import canonical_name
 
 
 def edit_env(text: str, edit: Edit) -> Iterator[str]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from simpletuner.settings.editors.edit import Edit, indent_of, newline_of, replace_span
-from simpletuner.settings.formats import JSON_TOKEN
-from simpletuner.settings.loading import canonical_name
+from simpletuner.settings.files.formats import JSON_TOKEN
+from simpletuner.settings.resolving.loading import canonical_name
 
 BLANKS = re.compile(r"\s*")
 

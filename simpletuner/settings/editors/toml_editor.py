@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from simpletuner.settings.editors.edit import Edit, insert_line, replace_span
-from simpletuner.settings.formats import TOML_NAME, TOML_TOKEN, toml_name
-from simpletuner.settings.loading import canonical_name
+from simpletuner.settings.files.formats import TOML_NAME, TOML_TOKEN, toml_name
+from simpletuner.settings.resolving.loading import canonical_name
 
 SAYS_NOTHING = re.compile(r"[ \t\r]*(#[^\n]*)?(\n|$)")
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")

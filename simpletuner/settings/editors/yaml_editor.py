@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from simpletuner.settings.editors.edit import Edit, insert_line, line_end, line_start, newline_of, replace_span
-from simpletuner.settings.loading import canonical_name
+from simpletuner.settings.resolving.loading import canonical_name
 
 
 def edit_yaml(text: str, edit: Edit) -> Iterator[str]:

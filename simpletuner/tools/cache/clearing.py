@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from simpletuner.deepspeed.swap_files import remove_swap_folder
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.system.cache_files import IN_USE, bytes_of, files_of, lock_of
-from simpletuner.system.files import unfinished_path
-from simpletuner.system.locks import exclusive_lock, lock_file
+from simpletuner.system.files.atomic import unfinished_path
+from simpletuner.system.files.cache_files import IN_USE, bytes_of, files_of, lock_of
+from simpletuner.system.files.locks import exclusive_lock, lock_file
 from simpletuner.tools.cache.contents import CacheItem, CacheKind
 
 SHARDED = (CacheKind.LATENTS, CacheKind.TEXT)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.deepspeed.swap_files import SWAP_PREFIX, find_state, read_owner
-from simpletuner.system.cache_files import (
+from simpletuner.system.files.cache_files import (
     IN_USE,
     INDEX_SUFFIX,
     block_cache_paths,
@@ -22,8 +22,8 @@ from simpletuner.system.cache_files import (
     is_plain_folder,
     lock_of,
 )
-from simpletuner.system.locks import is_locked
-from simpletuner.system.regular_files import open_regular, read_file
+from simpletuner.system.files.locks import is_locked
+from simpletuner.system.files.regular_files import open_regular, read_file
 
 if TYPE_CHECKING:
     from simpletuner.settings import Settings
@@ -96,9 +96,9 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
     Raises SettingsError for mistakes in the dataset file.
     """
     # Imported here: `cache list` must know the kinds for its help, but needs datasets only now.
-    from simpletuner.data.dataset_kinds import BucketTextEmbeds
-    from simpletuner.data.datasets import default_texts, load_datasets
-    from simpletuner.data.folders import default_folder, latents_folder, latents_root, text_folder
+    from simpletuner.data.config.dataset_types import BucketTextEmbeds
+    from simpletuner.data.config.datasets import default_texts, load_datasets
+    from simpletuner.data.config.folders import default_folder, latents_folder, latents_root, text_folder
 
     named = settings.data.data_backend_config is not None or settings.data.instance_data_dir is not None
     datasets, texts = load_datasets(settings.data) if named else ([], [default_texts(settings.data)])

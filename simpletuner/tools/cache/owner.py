@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from simpletuner.system.locks import RUN_LOCK, describe_holder, is_locked
+from simpletuner.system.files.locks import RUN_LOCK, describe_holder, is_locked
 from simpletuner.tools.cache.contents import CacheItem
 
 

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simpletuner.caches.merged_index import MergedIndex, list_sources, open_index
-from simpletuner.caches.records import ALIGNMENT_BYTES, RecordLocation, record_keys
-from simpletuner.caches.shard_index import read_index
+from simpletuner.caches.store.merged_index import MergedIndex, list_sources, open_index
+from simpletuner.caches.store.records import ALIGNMENT_BYTES, RecordLocation, record_keys
+from simpletuner.caches.store.shard_index import read_index
 from simpletuner.errors import EnvironmentNotReady
-from simpletuner.system.cache_files import COMPLETE, IN_USE, MERGED_INDEX, bytes_of, files_of, index_of
+from simpletuner.system.files.cache_files import COMPLETE, IN_USE, MERGED_INDEX, bytes_of, files_of, index_of
 from simpletuner.tools.cache.clearing import lock_exclusively, removal_errors, remove_shards
 from simpletuner.tools.cache.contents import CacheItem
 
 if TYPE_CHECKING:
-    from simpletuner.caches.jobs import CacheRequest
+    from simpletuner.caches.fill.jobs import CacheRequest
     from simpletuner.settings import Loaded
 
 REWRITING_RANK = 998
@@ -58,14 +58,14 @@ class Unused:
 def needed_by(loaded: Loaded) -> Needed:
     """Return what a run with these settings needs. Raises what the run would raise for its data and its base model."""
     from simpletuner.caches.sources import open_sources
-    from simpletuner.data.folders import default_folder
-    from simpletuner.models.loading import load_family
+    from simpletuner.data.config.folders import default_folder
+    from simpletuner.models.opening.loading import load_family
     from simpletuner.parallel.mesh import Mesh
     from simpletuner.parallel.world import joined_world
-    from simpletuner.preparation import plan_data, shared_prompts, texts_of
+    from simpletuner.preparation.prepare import plan_data, shared_prompts, texts_of
     from simpletuner.report import Report
     from simpletuner.session import Session
-    from simpletuner.system.signals import StopRequest
+    from simpletuner.system.processes.signals import StopRequest
 
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory() as folder:
         session = Session(loaded, Mesh(world), Report(quiet=True), StopRequest())
@@ -133,7 +133,7 @@ def remove_from(unused: Unused) -> int:
 
 def rewrite(shard: Path, unused: Unused) -> None:
     """Replace a shard by one with its used records. Killed at any moment, at worst it leaves both."""
-    from simpletuner.caches.shards import ShardWriter
+    from simpletuner.caches.store.shards import ShardWriter
 
     with ShardWriter(shard.parent, REWRITING_RANK) as writer, shard.open("rb") as file:
         for place in (entry.location for entry in read_index(index_of(shard)) if not entry.retracts):

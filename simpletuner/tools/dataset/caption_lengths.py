@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from simpletuner.data.samples import DatasetSamples
-from simpletuner.models.diffusers_io import component_class
-from simpletuner.models.family_lookup import family_class
-from simpletuner.models.loading import folder_at_hand
-from simpletuner.models.malformed import opening
+from simpletuner.data.samples.samples import DatasetSamples
+from simpletuner.models.family.lookup import family_class
+from simpletuner.models.folder.diffusers_io import component_class
+from simpletuner.models.folder.malformed import opening
+from simpletuner.models.opening.loading import folder_at_hand
 from simpletuner.settings import Settings
 
 BATCH = 1000

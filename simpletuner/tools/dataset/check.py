@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 
 from simpletuner.caches.latents import decoding_threads
-from simpletuner.data.buckets import Buckets, make_buckets
-from simpletuner.data.dataset_summary import DatasetSummary, summarize
-from simpletuner.data.dataset_warnings import LONG_CAPTION_LETTERS, longest_captions
-from simpletuner.data.discovery import discover
-from simpletuner.data.folders import default_folder
-from simpletuner.data.held_out import held_out_indices
-from simpletuner.data.participation import Window
-from simpletuner.data.samples import DatasetSamples, Samples
+from simpletuner.data.config.folders import default_folder
+from simpletuner.data.config.participation import Window
+from simpletuner.data.samples.buckets import Buckets, make_buckets
+from simpletuner.data.samples.dataset_summary import DatasetSummary, summarize
+from simpletuner.data.samples.dataset_warnings import LONG_CAPTION_LETTERS, longest_captions
+from simpletuner.data.samples.discovery import discover
+from simpletuner.data.samples.held_out import held_out_indices
+from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World, joined_world
-from simpletuner.preparation import ScannedData, make_plan, scan_data
+from simpletuner.preparation.prepare import ScannedData, make_plan, scan_data
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.system.numbers import count_noun
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.dataset.caption_lengths import TokenLimit, longest_in_tokens, token_limits
 from simpletuner.tools.dataset.contact_sheets import choose_images, write_sheets
 from simpletuner.tools.dataset.contents import read_contents

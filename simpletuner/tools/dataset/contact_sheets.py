@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from simpletuner.data.dataset_summary import MUCH_ENLARGED, cropped_away
-from simpletuner.data.images import DECODE_ERRORS, read_rgb
-from simpletuner.data.samples import DatasetSamples, Sample
-from simpletuner.system.files import write_file
+from simpletuner.data.images.images import DECODE_ERRORS, read_rgb
+from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, cropped_away
+from simpletuner.data.samples.samples import DatasetSamples, Sample
+from simpletuner.system.files.atomic import write_file
 from simpletuner.system.numbers import count_noun
-from simpletuner.system.threads import run_bounded
-from simpletuner.training.fonts import Typesetter
+from simpletuner.system.processes.threads import run_bounded
+from simpletuner.training.images.fonts import Typesetter
 
 MAX_IMAGES = 48
 COLUMNS = 8

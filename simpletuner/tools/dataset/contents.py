@@ -11,9 +11,9 @@ import numpy as np
 import xxhash
 from PIL import Image
 
-from simpletuner.data.images import DECODE_ERRORS, DOUBT, read_rgb
-from simpletuner.data.samples import DatasetSamples, Sample
-from simpletuner.system.threads import run_bounded
+from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, read_rgb
+from simpletuner.data.samples.samples import DatasetSamples, Sample
+from simpletuner.system.processes.threads import run_bounded
 
 SMALL_PX = 128
 """Images are decoded no larger than needed for this, where their format allows."""

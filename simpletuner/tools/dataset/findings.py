@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from simpletuner.data.dataset_kinds import ImageDataset
-from simpletuner.data.dataset_summary import MUCH_ENLARGED
-from simpletuner.data.dataset_warnings import EXTREME_ASPECT, enlargements, extremeness
-from simpletuner.data.discovery import Discovery
-from simpletuner.data.file_list import CAPTION_VERSION
-from simpletuner.data.image_formats import READ
-from simpletuner.data.samples import DatasetSamples, Sizes
+from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.images.image_formats import READ
+from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED
+from simpletuner.data.samples.dataset_warnings import EXTREME_ASPECT, enlargements, extremeness
+from simpletuner.data.samples.discovery import Discovery
+from simpletuner.data.samples.samples import DatasetSamples, Sizes
+from simpletuner.data.scan.file_list import CAPTION_VERSION
 from simpletuner.system.numbers import count_noun
 
 TINY_PX = 64

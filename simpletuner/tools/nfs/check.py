@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import ExitCode
-from simpletuner.system.signals import StopRequest
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.nfs import mounts, posix_semantics, resources, visibility
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError
 from simpletuner.tools.nfs.results import CHECKS, Finding, Status, explain_errno, failed, parse_finding, skipped, worst

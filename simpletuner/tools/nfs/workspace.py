@@ -20,7 +20,7 @@ from pathlib import Path
 
 from simpletuner.launch.node_info import parse_node_info
 from simpletuner.launch.store import MessageStore
-from simpletuner.system.files import remove
+from simpletuner.system.files.atomic import remove
 
 FOLDER = ".simpletuner-nfs-check"
 CREATED = "made-folders.json"

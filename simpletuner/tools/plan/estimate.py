@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
-from simpletuner.models.parameter_count import copied_bytes
-from simpletuner.parallel.devices import Device
-from simpletuner.parallel.memory import MemoryBudget, MemoryEstimate
+from simpletuner.models.catalog.parameter_count import copied_bytes
+from simpletuner.parallel.devices.devices import Device
+from simpletuner.parallel.devices.memory import MemoryBudget, MemoryEstimate
 from simpletuner.settings import Settings
 from simpletuner.tools.plan.inputs import SampleSizes
 from simpletuner.tools.plan.timing import StepSeconds, estimate_step
-from simpletuner.training.memory_estimate import estimate_training
-from simpletuner.training.workload import Workload
+from simpletuner.training.auto.memory_estimate import estimate_training
+from simpletuner.training.auto.workload import Workload
 
 
 @dataclass(frozen=True)

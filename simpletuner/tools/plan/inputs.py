@@ -9,28 +9,28 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
-from simpletuner.data.folders import default_folder
-from simpletuner.data.geometry import Size
+from simpletuner.data.config.folders import default_folder
+from simpletuner.data.images.geometry import Size
 from simpletuner.errors import ExitCode, SimpleTunerError
-from simpletuner.models.architecture import architecture_of
-from simpletuner.models.diffusers_io import silence_libraries
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.family_lookup import family_class
-from simpletuner.models.loading import local_folder
-from simpletuner.models.malformed import opening
-from simpletuner.models.parameter_count import copied_bytes
-from simpletuner.models.published import open_without_weights
-from simpletuner.models.registry import TINY
+from simpletuner.models.catalog.architecture import architecture_of
+from simpletuner.models.catalog.parameter_count import copied_bytes
+from simpletuner.models.catalog.registry import TINY
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.lookup import family_class
+from simpletuner.models.folder.diffusers_io import silence_libraries
+from simpletuner.models.folder.malformed import opening
+from simpletuner.models.opening.loading import local_folder
+from simpletuner.models.opening.published import open_without_weights
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
-from simpletuner.preparation import plan_data, samples_by_size
+from simpletuner.preparation.prepare import plan_data, samples_by_size
 from simpletuner.report import Report
 from simpletuner.run_log import start_run_log, stop_run_log
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.sections import Data
-from simpletuner.system.signals import StopRequest
+from simpletuner.settings.declared.sections import Data
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.optimizers import trained_weights
 from simpletuner.training.schedule import new_schedule
 

@@ -11,21 +11,21 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.lora import freeze
-from simpletuner.parallel.attention_backend import attention_by
-from simpletuner.parallel.blocks import block_paths, recommended_blocks
+from simpletuner.models.family.adapter import freeze
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.compilation import compiler_explained
 from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.gpu import set_float32_precision
 from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.model.attention_backend import attention_by
+from simpletuner.parallel.model.blocks import block_paths, recommended_blocks
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.settings import Settings
+from simpletuner.training.auto.workload import Workload
 from simpletuner.training.engines import build_engine
 from simpletuner.training.optimizers import make_optimizer
-from simpletuner.training.workload import Workload
 
 WARM_UP, STEPS = 2, 10
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from simpletuner.data.geometry import Size
-from simpletuner.models.family import ModelFamily
-from simpletuner.models.flops import FlopCounter
-from simpletuner.parallel.devices import Device
-from simpletuner.parallel.memory import MemoryBudget
+from simpletuner.data.images.geometry import Size
+from simpletuner.models.analysis.flops import FlopCounter
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.parallel.devices.devices import Device
+from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.tools.plan.estimate import RunPlan, estimate_run
 from simpletuner.tools.plan.inputs import count_sizes, opened_family
 from simpletuner.tools.plan.measure import measure_step
 from simpletuner.tools.plan.search import Proposal, propose
-from simpletuner.training.recomputation_choice import choose_recomputation, with_training
-from simpletuner.training.workload import Workload
+from simpletuner.training.auto.recompute import choose_recomputation, with_training
+from simpletuner.training.auto.workload import Workload
 
 
 @dataclass(frozen=True)

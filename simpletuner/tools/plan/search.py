@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from simpletuner.data.geometry import Size
+from simpletuner.data.images.geometry import Size
 from simpletuner.errors import SettingsError, SimpleTunerError
-from simpletuner.parallel.memory import MemoryBudget
+from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.settings import Loaded
-from simpletuner.settings.loading import settings_as_json
+from simpletuner.settings.resolving.loading import settings_as_json
 from simpletuner.tools.plan.estimate import RunPlan
 
 CHOICES: dict[str, tuple[Any, ...]] = {

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simpletuner.models.step_trace import StepTrace
-from simpletuner.parallel.devices import Device
-from simpletuner.parallel.memory import FLOAT32_BYTES, MemoryInputs, compute_bytes, shard_ranks
+from simpletuner.models.analysis.step_trace import StepTrace
+from simpletuner.parallel.devices.devices import Device
+from simpletuner.parallel.devices.memory import FLOAT32_BYTES, MemoryInputs, compute_bytes, shard_ranks
 from simpletuner.settings import Settings
 
 PRODUCTS, ATTENTION, TRAFFIC, LINK = 0.71, 0.55, 0.8, 0.7

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from simpletuner.training.curves import WINDOW_SHARE, thin_out, window_of
-from simpletuner.training.metrics_reader import MetricColumns
+from simpletuner.training.metrics.curves import WINDOW_SHARE, thin_out, window_of
+from simpletuner.training.metrics.metrics_reader import MetricColumns
 
 WIDTH, HEIGHT = 6000, 2000
 """Of the coordinates of a chart, not of the screen. Whole numbers take a third of the time to format."""

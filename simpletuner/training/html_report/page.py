@@ -14,15 +14,15 @@ from typing import Any
 from simpletuner.errors import SimpleTunerError, Stopped
 from simpletuner.report import Report
 from simpletuner.session import Session
-from simpletuner.settings.spelling import as_text
-from simpletuner.system.files import write_file
-from simpletuner.system.threads import SerialWorker
+from simpletuner.settings.values.spelling import as_text
+from simpletuner.system.files.atomic import write_file
+from simpletuner.system.processes.threads import SerialWorker
 from simpletuner.training.html_report.charts import make_charts
 from simpletuner.training.html_report.checkpoint_rows import TIME, checkpoint_rows
 from simpletuner.training.html_report.thumbnails import Gallery
-from simpletuner.training.metrics_reader import METRICS, MetricColumns
-from simpletuner.training.output_dir import PAGE
-from simpletuner.training.run_facts import RunFacts, describe_result
+from simpletuner.training.metrics.metrics_reader import METRICS, MetricColumns
+from simpletuner.training.run_folder.output_dir import PAGE
+from simpletuner.training.run_folder.run_summary import RunFacts, describe_result
 
 TEMPLATES = Path(__file__).parent
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import xxhash
 
-from simpletuner.system.cache_files import is_plain_folder
-from simpletuner.training.image_files import ImageInfo, read_info, read_rgb
+from simpletuner.system.files.cache_files import is_plain_folder
+from simpletuner.training.images.image_files import ImageInfo, read_info, read_rgb
 
 MAX_IMAGES = 600
 """In the report. Of more rounds some evenly chosen ones are shown, the first and the last among them."""

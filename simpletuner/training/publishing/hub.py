@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from simpletuner.session import Session
 from simpletuner.settings import Settings
-from simpletuner.system.python_process import module_command
-from simpletuner.training.output_dir import pipelines_of
+from simpletuner.system.processes.python_process import module_command
+from simpletuner.training.run_folder.output_dir import pipelines_of
 
 HF = "huggingface_hub.cli.hf"
 """The module behind the command `hf`, which need not be in PATH."""

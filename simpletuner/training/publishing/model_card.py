@@ -9,19 +9,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.models.family import ModelFamily
+from simpletuner.models.family.base import ModelFamily
 from simpletuner.session import Session
-from simpletuner.settings.explain import ExplainedSetting
-from simpletuner.settings.export import as_flags, format_command
-from simpletuner.settings.knob import kind_of
-from simpletuner.settings.sections import Model, setting_fields
-from simpletuner.settings.spelling import as_text
-from simpletuner.system.files import write_file
-from simpletuner.system.regular_files import read_file
-from simpletuner.training.image_files import ImageInfo, read_info
-from simpletuner.training.metrics_reader import METRICS, read_columns
+from simpletuner.settings.declared.knob import kind_of
+from simpletuner.settings.declared.sections import Model, setting_fields
+from simpletuner.settings.showing.explain import ExplainedSetting
+from simpletuner.settings.showing.export import as_flags, format_command
+from simpletuner.settings.values.spelling import as_text
+from simpletuner.system.files.atomic import write_file
+from simpletuner.system.files.regular_files import read_file
+from simpletuner.training.images.image_files import ImageInfo, read_info
+from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
 from simpletuner.training.publishing.usage import usage_code
-from simpletuner.training.run_facts import DatasetFacts, RunFacts, base_of, describe_result, hub_id
+from simpletuner.training.run_folder.run_summary import DatasetFacts, RunFacts, base_of, describe_result, hub_id
 
 if TYPE_CHECKING:  # the library is imported when a run has ended
     from huggingface_hub import ModelCardData

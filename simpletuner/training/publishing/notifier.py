@@ -15,8 +15,8 @@ from simpletuner.errors import SimpleTunerError, Stopped, without_errno
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.system.http_requests import http_request
-from simpletuner.system.threads import SerialWorker
-from simpletuner.training.metrics_reader import METRICS, last_row
+from simpletuner.system.processes.threads import SerialWorker
+from simpletuner.training.metrics.metrics_reader import METRICS, last_row
 
 SECONDS = 5.0
 """For one POST. At the end of a run a message may have to wait for the one before."""

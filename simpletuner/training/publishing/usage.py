@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from simpletuner.models.family import ModelFamily, SamplingParams
+from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.settings import Settings
-from simpletuner.training.image_files import ImageInfo
+from simpletuner.training.images.image_files import ImageInfo
 from simpletuner.training.publishing.hub import repository_of
-from simpletuner.training.run_facts import hub_id
+from simpletuner.training.run_folder.run_summary import hub_id
 
 
 def usage_code(family: ModelFamily, export: Path, sample: ImageInfo | None) -> str:

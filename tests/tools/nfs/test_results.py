@@ -13,8 +13,8 @@ import pytest
 
 from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
 from simpletuner.parallel.moments import TrainedWeights
-from simpletuner.settings.sections import Checkpoints, Ema, Settings, Training
-from simpletuner.system.signals import StopRequest
+from simpletuner.settings.declared.sections import Checkpoints, Ema, Settings, Training
+from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.nfs import posix_semantics, visibility
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
 from simpletuner.tools.nfs.resources import bytes_present, check_space, judge_speed

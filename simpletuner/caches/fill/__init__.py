@@ -1,0 +1,1 @@
+"""Filling a cache: jobs, workers, and records that are written while training."""

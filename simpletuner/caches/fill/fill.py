@@ -1,0 +1,115 @@
+"""Compute what is missing in a cache on all ranks at once: they take chunks from one queue and write their own shards.
+
+No collective is held open meanwhile: a chunk may take minutes on one rank, and NCCL gives up after ten.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simpletuner.caches.fill.jobs import CacheJob, CacheRequest, Item, Loaded
+from simpletuner.caches.fill.workers import make_missing
+from simpletuner.caches.store.completion_note import read_note, write_note
+from simpletuner.caches.store.keys import KeyParts, changed_parts, short_hash
+from simpletuner.caches.store.records import record_keys
+from simpletuner.caches.store.shard_index import read_indexes
+from simpletuner.caches.store.shards import ShardReader
+
+if TYPE_CHECKING:
+    from simpletuner.parallel.world import World
+    from simpletuner.report import Report
+
+BLOCK = 1 << 14
+"""How many requests are looked up at once."""
+
+
+def fill_cache(
+    job: CacheJob[Item, Loaded], world: World, report: Report, stop: Callable[[], None]
+) -> tuple[ShardReader, dict[str, str]]:
+    """Compute the missing records; `stop` raises when the run is to end.
+
+    Return a reader that has all records, and by name why some of them could not be made.
+    """
+    place = short_hash([job.folder, job.title, job.digest])
+    reader = open_on_all_ranks(job, f"{place}/open", world, stop)
+    known = json.loads(world.from_first(f"{place}/known", lambda: json.dumps(read_note(reader, job.digest)), stop))
+    if known is not None:
+        return reader, known
+    missing, broken = look_up(reader, job.requests())
+    if missing.any():
+        reader, new_broken = fill_missing(job, missing, place, world, report, stop)
+        broken |= new_broken
+    if world.is_first:
+        write_note(reader, job.digest, broken)
+    return reader, broken
+
+
+def fill_missing(
+    job: CacheJob[Item, Loaded],
+    missing: NDArray[np.bool_],
+    place: str,
+    world: World,
+    report: Report,
+    stop: Callable[[], None],
+) -> tuple[ShardReader, dict[str, str]]:
+    """Compute the missing records; return a reader that has them, and why some could not be made."""
+    if world.is_first:
+        report_missing(job, missing, report)
+    world.store_barrier(f"{place}/read", stop)  # all see the same queue only if none writes before all have read
+    make_missing(job, missing, place, world, report, stop)
+    reader = open_on_all_ranks(job, f"{place}/filled", world, stop)
+    left, broken = look_up(reader, (job.request_at(position) for position in np.flatnonzero(missing)))
+    assert not left.any(), f"{left.sum()} records are not in {job.folder} after filling it"
+    return reader, broken
+
+
+def open_on_all_ranks(job: CacheJob[Item, Loaded], place: str, world: World, stop: Callable[[], None]) -> ShardReader:
+    """Open a cache once all ranks have closed what they wrote. The first one merges its indexes for the others."""
+    world.store_barrier(f"{place}/closed", stop)
+    if world.is_first and job.mirror:
+        job.mirror.synchronize(stop)
+    reader = ShardReader(job.folder, job.mirror) if world.is_first else None
+    world.store_barrier(f"{place}/merged", stop)
+    return reader or ShardReader(job.folder, job.mirror)
+
+
+def look_up(reader: ShardReader, requests: Iterable[CacheRequest]) -> tuple[NDArray[np.bool_], dict[str, str]]:
+    """Return which requests have no record, and by name why the record of others could not be made."""
+    remaining, missing = iter(requests), [np.zeros(0, bool)]
+    broken: dict[str, str] = {}
+    while block := list(islice(remaining, BLOCK)):
+        rows = reader.index.find(record_keys((each.name, each.parts) for each in block))
+        missing.append(rows < 0)
+        broken |= {block[place].name: reason for place, reason in reader.index.broken_among(rows)}
+    return np.concatenate(missing), broken
+
+
+def report_missing(job: CacheJob[Item, Loaded], missing: NDArray[np.bool_], report: Report) -> None:
+    """Say how much is computed, and which parts of the key changed where older records were found."""
+    positions = {job.request_at(position).name: position for position in np.flatnonzero(missing)}
+    nearest = why_missing(job.folder, positions.keys(), lambda name: job.request_at(positions[name]).parts)
+    changed = Counter(part for parts in nearest.values() for part in parts)
+    why = ", ".join(f"{part} changed for {count}" for part, count in changed.items())
+    share = f" of {len(missing):,}" if len(positions) < len(missing) else ""
+    report.say(f"encoding {len(positions):,}{share} {job.title}{' (' + why + ')' if why else ''}")
+
+
+def why_missing(folder: Path, names: Iterable[str], parts_of: Callable[[str], KeyParts]) -> dict[str, list[str]]:
+    """Return for each name of which there is a record in which parts the nearest one differs.
+
+    Reads the shards' own indexes: the merged one has only hashes.
+    """
+    wanted, nearest = set(names), {}
+    for location in (entry.location for entry in read_indexes(folder)):
+        if location.name in wanted:
+            changed = changed_parts(location.parts, parts_of(location.name))
+            nearest[location.name] = min(nearest.get(location.name, changed), changed, key=len)
+    return nearest

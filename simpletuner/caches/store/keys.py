@@ -1,0 +1,61 @@
+"""What a cached record depends on, named part by part, so that a cache miss can say what changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from simpletuner.data.samples.samples import Sample
+
+KeyParts = dict[str, str]
+
+PROBES, PROBE_BYTES = 64, 4096
+
+
+def short_hash(value: Any) -> str:
+    """Return 16 hex digits for anything that JSON can hold."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def latents_parts(sample: Sample, vae: str, dtype: str) -> KeyParts:
+    g = sample.geometry
+    return {
+        "file": sample.version,
+        "resolution and crop": short_hash([g.original, g.resized, g.crop_left_top, g.target]),
+        "VAE": vae,
+        "dtype": dtype,
+    }
+
+
+def text_parts(encoders: str, dtype: str, max_length: int | None) -> KeyParts:
+    """Return what a caption's embedding depends on, besides the caption, which is the record's name."""
+    return {"text encoders": encoders, "dtype": dtype, "maximum length": str(max_length)}
+
+
+def folder_fingerprint(folders: list[Path]) -> str:
+    """Return the identity of model components: their small files whole, their weights by probes."""
+    files = sorted(path for folder in folders if folder.is_dir() for path in folder.rglob("*") if path.is_file())
+    return short_hash([[path.name, file_fingerprint(path)] for path in files])
+
+
+def file_fingerprint(path: Path) -> str:
+    """Return a hash over a file's size and evenly spaced blocks of it (the whole of a file up to 256 KiB).
+
+    Training changes every part of a weights file, so 64 blocks tell any two trainings of a model apart without reading
+    gigabytes at every start.
+    """
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=8)
+    with path.open("rb") as file:
+        for offset in range(0, size, max(PROBE_BYTES, size // PROBES)):
+            file.seek(offset)
+            digest.update(file.read(PROBE_BYTES))
+    return digest.hexdigest()
+
+
+def changed_parts(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Return the names of the parts in which two keys differ."""
+    return [name for name in new if old.get(name) != new[name]]

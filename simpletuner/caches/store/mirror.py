@@ -1,0 +1,201 @@
+"""A cache in a bucket: its local folder has all indexes, and of the shards what was read or written lately.
+
+A shard is uploaded when it is full, then its index, so an index never names bytes that are not in the bucket. A shard
+of which no record was read yet is a sparse file of the same size; a record whose checksum does not match is fetched
+into it. So everything else works with the folder as with any other cache. Shards have random numbers: runs that share a
+bucket never write the same object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletuner.caches.store.records import RecordLocation
+from simpletuner.caches.store.shard_index import read_index
+from simpletuner.caches.store.shards import ShardWriter, read_from_file
+from simpletuner.data.config.dataset_types import BucketEmbeds, Embeds
+from simpletuner.data.storage.storage import MAX_BYTES, check_obstore
+from simpletuner.system.files.atomic import unfinished_path, write_file
+from simpletuner.system.files.cache_files import OURS, SHARD_SUFFIX, disk_bytes, index_of
+
+if TYPE_CHECKING:
+    from simpletuner.data.storage.object_storage import ObjectStorage
+
+SHARD_BYTES = 128 << 20
+"""A killed run uploads at most one of these per rank again; a first start elsewhere makes one request for each."""
+NUMBERS = 10**15
+UPLOADS = 2
+"""How many shards of a rank are uploaded at once, each in parts, while the next one is written."""
+
+
+@dataclass(eq=False)
+class Mirror:
+    """The local copy of a cache in a bucket. `stored` are the shards that are known to be in the bucket."""
+
+    folder: Path
+    storage: ObjectStorage
+    limit_bytes: int
+    stored: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _new_bytes: int = 0
+
+    def synchronize(self, stop: Callable[[], None]) -> None:
+        """Fetch the indexes that are in the bucket alone, and upload the shards that an interrupted run has left here.
+
+        For one rank, while no other one writes. Raises what ends the run where the store does not answer.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        away = {name: size for name, size in self.storage.sizes().items() if OURS.fullmatch(name)}
+        here = {path.name: path.stat().st_size for path in self.folder.iterdir() if OURS.fullmatch(path.name)}
+        shards = {name for name in away if name.endswith(SHARD_SUFFIX) and index_name(name) in away}
+        with ThreadPoolExecutor(self.storage.concurrent_reads, thread_name_prefix="fetch") as pool:
+            run_all(pool, self._fetch_index, (n for n in shards if is_behind(n, here, away)), away, stop)
+            left = {name for name in here if name.endswith(SHARD_SUFFIX) and index_name(name) in here}
+            run_all(pool, self._restore, (n for n in left if n not in shards or is_behind(n, away, here)), away, stop)
+
+    def record(self, location: RecordLocation) -> memoryview:
+        """Return a record from the local copy, else from the bucket. Raises ValueError where it is damaged there."""
+        here = read_from_file(location)
+        if location.checksum_with(here) == location.checksum:
+            return here
+        shard = location.shard
+        try:
+            content = self.storage.read_range(shard.name, location.offset, location.length)
+        except FileNotFoundError:
+            raise ValueError(f"{self.storage.describe(shard.name)} does not exist any more") from None
+        if location.checksum_with(content) != location.checksum:
+            raise ValueError(f"its checksum does not match in {self.storage.describe(shard.name)} either")
+        # Where the disk is full, or another rank replaces the shard, the record is fetched again when it is needed.
+        with contextlib.suppress(OSError), shard.open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), content, location.offset)
+        self._count(len(content))
+        return content
+
+    @contextmanager
+    def writer(self, rank: int, compress: bool) -> Iterator[ShardWriter]:
+        """Open a writer whose shards are uploaded in the background; at the end, wait for them.
+
+        Where the run ends with an error, what was not uploaded is left for the next start.
+        """
+        pool, uploads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload"), list[Future[None]]()
+
+        def upload(shard: Path) -> None:
+            for each in [each for each in uploads if each.done()]:
+                each.result()
+            uploads.append(pool.submit(self._upload, shard))
+
+        try:
+            with ShardWriter(self.folder, rank, compress, self.random_number(), SHARD_BYTES, upload) as writer:
+                yield writer
+            for each in uploads:
+                each.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    @staticmethod
+    def random_number() -> int:
+        """Return the number of a shard that no other writer has."""
+        return secrets.randbelow(NUMBERS)
+
+    def _fetch_index(self, shard: str, away: dict[str, int]) -> None:
+        make_sparse(self.folder / shard, away[shard])
+        index = index_name(shard)
+        write_file(self.folder / index, self.storage.read(index, MAX_BYTES))
+
+    def _restore(self, name: str, away: dict[str, int]) -> None:
+        """Upload a shard that is not in the bucket; if records of it are not here, remove it: they are made again."""
+        shard = self.folder / name
+        places = [entry.location for entry in read_index(index_of(shard))]
+        if places and all(place.checksum_with(read_from_file(place)) == place.checksum for place in places):
+            self._upload(shard)
+        else:
+            index_of(shard).unlink()
+            shard.unlink()
+
+    def _upload(self, shard: Path) -> None:
+        for path in (shard, index_of(shard)):
+            self.storage.upload(path.name, path)
+        self.stored.add(shard.name)
+        self._count(shard.stat().st_size)
+
+    def _count(self, new_bytes: int) -> None:
+        """Make room in the local copy from time to time."""
+        with self._lock:
+            self._new_bytes += new_bytes
+            if self._new_bytes < min(self.limit_bytes // 32, 2 * SHARD_BYTES):
+                return
+            self._new_bytes = 0
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Empty the shards that were not written to for longest until the local copy is within its limit."""
+        with os.scandir(self.folder) as entries:
+            found = [(entry.stat(), entry.name) for entry in entries if entry.name.endswith(SHARD_SUFFIX)]
+        used = sum(disk_bytes(state) for state, _ in found)
+        for state, name in sorted(found, key=lambda each: each[0].st_mtime_ns):
+            if used <= self.limit_bytes:
+                return
+            if name in self.stored and disk_bytes(state):
+                replace_by_sparse(self.folder / name, state.st_size)
+                used -= disk_bytes(state)
+
+
+def open_mirror(embeds: Embeds | None, folder: Path) -> Mirror | None:
+    """Return the local copy of a cache; None if it is not in a bucket. Nothing is asked of the server yet."""
+    if not isinstance(embeds, BucketEmbeds):
+        return None
+    check_obstore(embeds)
+    from simpletuner.data.storage.object_storage import open_bucket
+
+    return Mirror(folder, open_bucket(embeds), int(embeds.cache_size_limit_gb * 1e9))
+
+
+def index_name(shard: str) -> str:
+    return index_of(Path(shard)).name
+
+
+def is_behind(shard: str, one: dict[str, int], other: dict[str, int]) -> bool:
+    """Whether one side has less of a shard than the other one, of which both files only grow."""
+    return any(one.get(name, -1) < other[name] for name in (shard, index_name(shard)))
+
+
+def make_sparse(path: Path, size: int) -> None:
+    """Make a file of this size, or extend one, with a hole that takes no room and reads as zeros."""
+    with path.open("ab") as file:
+        if file.tell() < size:
+            file.truncate(size)
+
+
+def replace_by_sparse(path: Path, size: int) -> None:
+    """Empty a shard. It becomes another file, so a rank that reads it now has it until it is closed."""
+    hidden = unfinished_path(path)
+    make_sparse(hidden, size)
+    with contextlib.suppress(FileNotFoundError):  # another rank did the same
+        hidden.replace(path)
+
+
+def run_all(
+    pool: ThreadPoolExecutor,
+    work: Callable[[str, dict[str, int]], None],
+    names: Iterable[str],
+    away: dict[str, int],
+    stop: Callable[[], None],
+) -> None:
+    """Do some work for each shard in parallel; `stop` raises when the run is to end."""
+    waiting = [pool.submit(work, name, away) for name in sorted(names)]
+    try:
+        for each in waiting:
+            stop()
+            each.result()
+    finally:
+        for each in waiting:
+            each.cancel()

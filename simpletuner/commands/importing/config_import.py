@@ -1,0 +1,178 @@
+"""`simpletuner config import`: turn the original's files into ours, with every difference as a comment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from simpletuner.commands.importing.import_trainer import import_their_datasets, import_their_run, other_trainer
+from simpletuner.commands.importing.import_writing import (
+    DATASETS,
+    after_what_is_lost,
+    beside_of,
+    write_datasets,
+    write_run,
+)
+from simpletuner.data.config.dataset_file import read_entries
+from simpletuner.data.config.original_datasets import ImportedDatasets, import_datasets
+from simpletuner.errors import Mistake, SettingsError
+from simpletuner.models.catalog.registry import check_trainable
+from simpletuner.models.catalog.support import check_runnable
+from simpletuner.report import Report
+from simpletuner.settings.declared.sections import SECTION_OF, Data, Model
+from simpletuner.settings.files.config_files import CONFIG_ENV
+from simpletuner.settings.files.file_entries import NotParsed
+from simpletuner.settings.files.formats import read_text
+from simpletuner.settings.files.raw_values import Origin, Source
+from simpletuner.settings.original.other_trainers import is_dataset_file
+from simpletuner.settings.original.sorting import (
+    Original,
+    first_existing,
+    read_original,
+    read_there,
+    relocated,
+    setting_of,
+    split_variables,
+    take_values,
+    working_folder,
+)
+from simpletuner.settings.original.toml import MARK, sources_of
+from simpletuner.settings.original.translation import There, translate
+from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_json
+from simpletuner.settings.resolving.places import naming_places
+from simpletuner.settings.resolving.sources import from_accelerate, is_accelerate_config
+from simpletuner.settings.resolving.variables import from_env_file
+from simpletuner.system.files.output_file import refuse_overwriting
+
+MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path")
+OPTIONAL = ("validation", "logging", "compile")
+"""Sections that do not change what is trained: settings of theirs that cannot be run are left out."""
+ONLY_FASTER = ("fuse_qkv_projections",)
+
+
+def import_files(path: Path, output: Path | None, force: bool, partial: bool = False) -> None:
+    """Write our form of a file or folder of the original.
+
+    Raises SettingsError where nothing is left that could run, or, unless `partial`, where it would be another run.
+    """
+    head = "" if path.is_dir() else first_text(path)
+    if head.startswith(f"# {MARK}"):
+        raise SettingsError(f"{path} is imported already: there is nothing to do", f"simpletuner train --config={path}")
+    trainer, values = other_trainer(path)
+    is_list = (head.startswith("[") and path.suffix.lower() == ".json") or is_dataset_file(values)
+    suffix = ".json" if is_list else ".toml"
+    if output is not None:
+        if output.suffix != suffix:
+            raise SettingsError(f"{output}: a {suffix} file is written", f"name it {output.with_suffix(suffix)}")
+        refuse_overwriting(output, force)
+    if trainer and is_list:
+        import_their_datasets(path, values, output, partial)
+    elif trainer:
+        import_their_run(path, values, trainer, output, force, partial)
+    else:
+        (import_dataset_file if is_list else import_run)(path, output, force, partial)
+
+
+def first_text(path: Path) -> str:
+    """Return the first characters of a file. Raises SettingsError where it cannot be read."""
+    try:
+        return read_text(path).lstrip()[:80]
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}", "check the path") from None
+    except NotParsed:
+        return ""  # its reader names the line
+
+
+def import_dataset_file(path: Path, output: Path | None, force: bool, partial: bool) -> None:
+    write_datasets(path, import_datasets(read_entries(path), path, Data(), working_folder(path), {}), output, partial)
+
+
+def import_run(path: Path, output: Path | None, force: bool, partial: bool) -> None:
+    original = read_original(path)
+    split_variables(original)
+    check_model(original)
+    root = working_folder(original.file)
+    accelerate = accelerate_of(original, root)
+    take_values(original, read_there(original, accelerate), root)
+    beside = output and beside_of(output)
+    with after_what_is_lost(original, partial):
+        loaded = resolve_taken(original, accelerate)
+        datasets = take_datasets(original, loaded, root, beside)
+        if datasets is not None:
+            loaded = resolve_taken(original, accelerate)
+    write_run(original, loaded, datasets, root, output, force)
+    if Path(CONFIG_ENV).is_file() and from_env_file(Path(CONFIG_ENV)).values:
+        Report().warn(f"{CONFIG_ENV} is read by every run in this folder: leave only variables of other programs in it")
+
+
+def check_model(original: Original) -> None:
+    """Raise SettingsError for a model that cannot be trained, before anything else that a file of it asks for."""
+    given = {setting_of(each): each for each in reversed(original.values)}
+    if "model_family" not in given or "model_families" in given:
+        return  # what is missing is said with the rest
+    names = [name for name in MODEL if name in given and isinstance(given[name].value, str)]
+    values = {name: translate(given[name], There({}))[0].value for name in names}
+    with naming_places({name: Origin(given[name].place, given[name].value) for name in names}, *MODEL[:2]):
+        check_trainable(Model(**values))
+
+
+def accelerate_of(original: Original, root: Path) -> list[Source]:
+    """Return what the accelerate file says that a file of the original names."""
+    named = next((each.value for each in original.values if is_accelerate_config(each.name) and each.value), None)
+    return from_accelerate(relocated(named, root), {}) if named else []
+
+
+def resolve_taken(original: Original, accelerate: Sequence[Source]) -> Loaded:
+    """Return the settings that were taken, after leaving out optional ones that contradict others.
+
+    Raises SettingsError for what cannot be run.
+    """
+    while True:
+        try:
+            return resolve_all(original, accelerate)
+        except SettingsError as error:
+            dropped = [mistake for mistake in error.mistakes if mistake.setting in original.taken and can_drop(mistake)]
+            if not dropped:
+                raise
+            for mistake in dropped:
+                is_lost = mistake.setting == "lr_warmup_steps"
+                original.drop(mistake.setting, mistake.message, "lost" if is_lost else "look")
+
+
+def can_drop(mistake: Mistake) -> bool:
+    """Whether the setting of a mistake can be left out: it does not change what is trained, or is counted as lost."""
+    name = mistake.setting
+    return SECTION_OF.get(name) in OPTIONAL or name in ONLY_FASTER or name == "lr_warmup_steps"
+
+
+def resolve_all(original: Original, accelerate: Sequence[Source]) -> Loaded:
+    _, own = sources_of(original, {})
+    loaded = check_runnable(resolve([*accelerate, own]))
+    values = settings_as_json(loaded)  # which of the original's defaults count depends on the others
+    defaults, own = sources_of(original, {name: values[name] for name in loaded.origins})
+    return check_runnable(resolve([defaults, *accelerate, own]))
+
+
+def take_datasets(original: Original, loaded: Loaded, root: Path, new: Path | None) -> ImportedDatasets | None:
+    """Import the dataset file, and set the run's path to it, or to its copy `new` where it must change."""
+    taken = original.taken.get(DATASETS)
+    if taken is None or loaded.settings.data.data_backend_config is None:
+        return None
+    folders = dict.fromkeys((root, original.file.parent, original.file.parent.parent))
+    file = first_existing(str(taken.given.value), folders)
+    if file is None:
+        places = ", ".join(str(folder.absolute()) for folder in folders)
+        message = f"{DATASETS} = {taken.given.value} ({taken.given.place}): there is no such file in {places}"
+        raise SettingsError(message, "the original's own examples come with it: copy the file here")
+    names = {name: str(value) for name, value in settings_as_json(loaded).items()}
+    datasets = import_datasets(read_entries(file), file, loaded.settings.data, root, names)
+    original.left_out += datasets.left_out
+    if datasets.is_changed and new is None:
+        reason = "this version refuses parts of it: --output writes a copy without them, too"
+        original.leave_out(replace(taken.given, value=str(file)), reason)
+    path = new if datasets.is_changed and new else file
+    is_same = root == Path() and path.resolve() == Path(str(taken.given.value)).resolve()
+    value = replace(taken.value, value=taken.given.value if is_same else str(path))
+    original.taken[DATASETS] = replace(taken, value=value)
+    return datasets

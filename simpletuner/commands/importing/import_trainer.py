@@ -1,0 +1,81 @@
+"""Files of kohya's sd-scripts and of diffusion-pipe for `simpletuner config import`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from simpletuner.commands.importing.import_writing import (
+    DATASETS,
+    after_what_is_lost,
+    beside_of,
+    write_datasets,
+    write_run,
+)
+from simpletuner.data.config.dataset_file import DatasetEntry
+from simpletuner.data.config.original_datasets import ImportedDatasets, import_datasets
+from simpletuner.data.config.other_datasets import kohya_entries, of_all_datasets, pipe_entries, with_different_ids
+from simpletuner.errors import SettingsError
+from simpletuner.models.catalog.support import check_runnable
+from simpletuner.settings.declared.sections import Data
+from simpletuner.settings.files.formats import read_entries, suffix_of
+from simpletuner.settings.original.other_trainers import (
+    KOHYA,
+    is_dataset_file,
+    trainer_of,
+    translate_kohya,
+    translate_pipe,
+)
+from simpletuner.settings.original.sorting import LeftOut, Original, first_existing, take_translated
+from simpletuner.settings.original.toml import sources_of
+from simpletuner.settings.resolving.loading import resolve
+
+
+def other_trainer(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return whose TOML file this is, and what it holds; nothing for other files."""
+    if path.is_dir() or suffix_of(path) != ".toml":
+        return "", {}
+    values = {entry.key: entry.value for entry in read_entries(path)}
+    trainer = trainer_of(values)
+    return trainer, values if trainer else {}
+
+
+def import_their_datasets(path: Path, values: Mapping[str, Any], output: Path | None, partial: bool) -> None:
+    """Write a dataset TOML of another trainer as a list of datasets."""
+    write_datasets(path, their_datasets(path, values, Data()), output, partial)
+
+
+def their_datasets(path: Path, values: Mapping[str, Any], data: Data) -> ImportedDatasets:
+    lost: list[tuple[str, Any, str]] = []
+    entries = with_different_ids((kohya_entries if "datasets" in values else pipe_entries)(values, lost))
+    found = import_datasets([DatasetEntry.of(entry, path) for entry in entries], path, data, Path(), {})
+    missing = [LeftOut(name, value, str(path), reason, "lost") for name, value, reason in lost]
+    return ImportedDatasets(found.entries, [*missing, *found.left_out], True)
+
+
+def import_their_run(
+    path: Path, values: Mapping[str, Any], trainer: str, output: Path | None, force: bool, partial: bool
+) -> None:
+    """Write the training TOML of another trainer, and the dataset TOML that it names, as files of ours."""
+    found = (translate_kohya if trainer == KOHYA else translate_pipe)(values)
+    original = Original(path, [], is_simpletuner=False)
+    datasets = None
+    with after_what_is_lost(original, partial):
+        if found.datasets:
+            file = first_existing(found.datasets, (Path(), path.parent))
+            if file is None or output is None:
+                message = f"{path} names datasets in {found.datasets}, which become a file of their own"
+                raise SettingsError(message, "check that path" if output else "give --output=run.toml")
+            _, listed = other_trainer(file)
+            if not is_dataset_file(listed):
+                raise SettingsError(f"{file} lists no datasets as {trainer} has them", "name its dataset TOML")
+            datasets = their_datasets(file, listed, Data())
+            original.left_out += datasets.left_out
+            found.own[DATASETS] = str(beside_of(output))
+            if trainer == KOHYA:
+                own = {"train_batch_size": ("batch_size", 1), "aspect_bucket_alignment": ("bucket_reso_steps", 64)}
+                found.own |= {ours: of_all_datasets(listed, *theirs) for ours, theirs in own.items()}
+        take_translated(original, found, trainer)
+        loaded = check_runnable(resolve(sources_of(original, {})))
+    write_run(original, loaded, datasets, Path(), output, force)

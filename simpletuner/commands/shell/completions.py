@@ -1,0 +1,148 @@
+"""Completions of a command line, read from the commands themselves.
+
+Typer's own completer takes help for rich markup (`[default: 4]` vanishes, long lines break into further candidates),
+and knows neither our tolerant spelling nor values that depend on earlier ones. So only its list of commands is used.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+from simpletuner.commands.shell.parse_state import ParseState, is_switch, names_of, takes_value
+from simpletuner.models.catalog.registry import TINY, flavours_of, load_preset, presets
+from simpletuner.settings.declared.sections import setting_fields
+from simpletuner.settings.resolving.loading import canonical_name
+from simpletuner.settings.values.spelling import SYNONYMS, choices_of, normalize_name
+
+CURSOR = "\0"
+RARE_FLAGS = {"model_families": "model_family"}
+"""Rare flag -> the one that is meant where only these two are left: a shell would stop at what both begin with."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A word that may replace the one at the cursor, and its meaning."""
+
+    word: str
+    help: str = ""
+
+
+def completions_for(command: TyperGroup | TyperCommand, line: str, programs: Iterable[str]) -> list[Completion]:
+    """Complete the last word of `line`, the text of a command up to the cursor."""
+    *before, word = words_of(line, programs)
+    state = ParseState(command)
+    for passed in before:
+        state.pass_word(passed)
+    waiting = state.waiting
+    # A bare boolean flag may be followed by the next flag; any other flag still needs its value.
+    if waiting is not None and not (word.startswith("-") and is_switch(waiting)):
+        return matching(word, values(state, waiting, word))
+    if word.startswith("-") and not state.only_arguments:
+        return flags_with_value(state, word) if "=" in word else flags(state, word)
+    return matching(word, plain_words(state, word))
+
+
+def words_of(line: str, programs: Iterable[str]) -> list[str]:
+    """Split the words after the program's name as a shell does; the last one is at the cursor and may be empty."""
+    lexer = shlex.shlex(line + CURSOR, posix=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words: list[str] = []
+    try:
+        words.extend(lexer)
+    except ValueError:  # an open quote: what it holds so far
+        words.append(lexer.token)
+    words[-1] = words[-1].removesuffix(CURSOR)
+    start = next((index for index, word in enumerate(words) if Path(word).name in programs), 0)
+    return words[start + 1 :] or [""]
+
+
+def plain_words(state: ParseState, word: str) -> list[Completion]:
+    """Subcommands, or values of the next argument; all flags where nothing else can follow."""
+    if isinstance(state.command, TyperGroup):
+        commands = {name: command for name, command in state.command.commands.items() if not command.hidden}
+        return [Completion(name, command.get_short_help_str(limit=100)) for name, command in commands.items()]
+    if argument := next_argument(state):
+        return values(state, argument, word)
+    return [] if word else flags(state, "--")
+
+
+def next_argument(state: ParseState) -> TyperArgument | None:
+    """The next argument; the last one if it repeats."""
+    arguments = [parameter for parameter in state.command.params if isinstance(parameter, TyperArgument)]
+    if state.arguments < len(arguments):
+        return arguments[state.arguments]
+    return arguments[-1] if arguments and arguments[-1].nargs < 0 else None
+
+
+def flags(state: ParseState, word: str) -> list[Completion]:
+    """Flags that begin with a word, spelled like it; those given already only if they repeat."""
+    open_options = [option for option in state.options() if option.multiple or option.name not in state.given]
+    found = {
+        spelled: option
+        for option in open_options
+        for name in names_of(option)
+        if (spelled := spelled_like(word, name)).startswith(word)
+    }
+    names = {str(option.name) for option in found.values()}
+    hidden = {rare for rare, common in RARE_FLAGS.items() if names == {rare, common}}
+    return [
+        Completion(spelled, one_line(option.help or ""))
+        for spelled, option in found.items()
+        if option.name not in hidden
+    ]
+
+
+def flags_with_value(state: ParseState, word: str) -> list[Completion]:
+    """`--flag=value` for every value that begins as typed."""
+    key, _, value = word.partition("=")
+    option = state.option(key)
+    found = matching(value, values(state, option, value)) if option and takes_value(option) else []
+    return [Completion(f"{key}={candidate.word}", candidate.help) for candidate in found]
+
+
+def spelled_like(word: str, flag: str) -> str:
+    """Spell a setting's flag as it was begun, with dashes or underscores; other flags have one spelling."""
+    if canonical_name(flag) is None or not normalize_name(flag).startswith(normalize_name(word)):
+        return flag
+    rest = flag[len(word) :]
+    return word + (rest.replace("_", "-") if "-" in word.lstrip("-") else rest)
+
+
+def values(state: ParseState, parameter: TyperOption | TyperArgument, word: str) -> list[Completion]:
+    """Values that a parameter accepts; none where it takes any text, or a path (shells complete these)."""
+    if parameter.name in setting_fields():
+        return values_of_setting(parameter.name, state.given.get("model_family", ""))
+    items = parameter.shell_complete(typer.Context(state.command), word)
+    return [Completion(item.value, item.help or "") for item in items if item.type == "plain"]
+
+
+def values_of_setting(name: str, family: str) -> list[Completion]:
+    """Choices of a setting; flavours are those of the family, or of all if none is typed yet."""
+    if name == "model_family":
+        hubs = {key: [flavour.hub for flavour in preset.flavours.values()] for key, preset in presets().items()}
+        return [Completion(key, next(iter(hubs[key]), "")) for key in hubs]
+    if name == "model_flavour":
+        known = [normalize_name(family)] if load_preset(normalize_name(family)) else presets()
+        published = {name: flavour.hub for key in known for name, flavour in flavours_of(key).items()}
+        return [Completion(*item) for item in (published | {TINY: "small, with random weights"}).items()]
+    # A setting of free text may still have well-known values: those that its synonyms stand for.
+    field = setting_fields()[name]
+    accepted = (True, False, "auto") if field.annotation == bool | None else choices_of(field.annotation)
+    accepted = (True, False) if field.annotation is bool else accepted
+    accepted = accepted or tuple(dict.fromkeys(SYNONYMS.get(name, {}).values()))
+    words = {value: str(value).lower() if isinstance(value, bool) else str(value) for value in accepted}
+    return [Completion(word, "default" if value == field.default else "") for value, word in words.items()]
+
+
+def matching(word: str, found: Sequence[Completion]) -> list[Completion]:
+    return [candidate for candidate in found if normalize_name(candidate.word).startswith(normalize_name(word))]
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())

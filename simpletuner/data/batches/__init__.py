@@ -1,0 +1,1 @@
+"""Batches of one rank: prefetching, and the random numbers of each sample."""

@@ -1,0 +1,1 @@
+"""The dataset file: keys, types of datasets, and rules between them."""

@@ -1,0 +1,125 @@
+"""Captions as the keys of a dataset change them: what is removed or replaced, and in which orders tags are shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from simpletuner.settings.declared.errors import allowed
+from simpletuner.settings.declared.knob import Section
+from simpletuner.settings.declared.sections import DatasetSettings
+from simpletuner.settings.files.formats import MAX_FILE_BYTES
+from simpletuner.settings.values.spelling import normalize_name, normalize_value
+from simpletuner.system.files.paths import expand_path
+from simpletuner.system.files.regular_files import read_file
+
+REGULAR = re.compile(r"[\\^$*+?{}\[\]()|]")
+"""Characters that make a rule a regular expression. A dot alone does not: it ends sentences."""
+SUBSTITUTION = re.compile(r"s/((?:\\.|[^/\\])+)/((?:\\.|[^/\\])*)(?:/([gi]*))?")
+
+
+class CaptionShuffle(Section):
+    """Show the parts of a caption in `count` more orders; the first `position_start` parts stay in their place."""
+
+    enable: bool = False
+    count: int = Field(1, ge=1, le=1000)
+    seed: int = Field(0, ge=0)
+    split_on: Literal["comma", "space", "period"] = "comma"
+    position_start: int = Field(0, ge=0)
+    include_original: bool = True
+
+
+def parse_shuffle(value: Any) -> Any:
+    """Raises ValueError for what is not a table of these keys."""
+    if not isinstance(value, Mapping):
+        raise ValueError('use a JSON object such as {"enable": true, "count": 3}')
+    fields, given = CaptionShuffle.model_fields, {normalize_name(key): own for key, own in value.items()}
+    if unknown := given.keys() - fields:
+        raise ValueError(f"unknown key `{min(unknown)}`; use {', '.join(fields)}")
+    try:
+        return CaptionShuffle(**{key: normalize_value(key, fields[key], own) for key, own in given.items()})
+    except ValidationError as error:
+        key = str(error.errors()[0]["loc"][0])
+        raise ValueError(f"{key}: use {allowed(fields[key])}") from None
+
+
+def read_rules(value: Any) -> Any:
+    """Return the rules of a list, or of a file: JSON, or text with one rule per line.
+
+    Raises ValueError for a file that cannot be read, and for a bad rule, with its place.
+    """
+    if isinstance(value, list | tuple):
+        places = {f"rule {number}": rule for number, rule in enumerate(value, start=1)}
+    else:
+        path = Path(expand_path(str(value)))
+        places = {f"{path}:{number}": rule for number, rule in enumerate(lines_of(path), start=1)}
+    for place, rule in places.items():
+        try:
+            compile_rule(rule)
+        except (re.error, IndexError) as error:
+            raise ValueError(f"{place} is not a regular expression: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{place} {error}") from None
+    return tuple(rule for rule in places.values() if rule.strip())
+
+
+def lines_of(path: Path) -> list[Any]:
+    try:
+        text = read_file(path, MAX_FILE_BYTES).decode("utf-8-sig")
+        rules = json.loads(text) if path.suffix == ".json" else text.splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is not JSON; write one rule per line into a text file") from None
+    if not isinstance(rules, list):
+        raise ValueError(f"{path} must hold a list of rules")
+    return rules
+
+
+def compile_rule(rule: Any) -> Callable[[str], str]:
+    """Return what applies a rule to a caption. Raises re.error or ValueError for a bad one."""
+    if not isinstance(rule, str):
+        raise ValueError("must be a text")
+    if rule.startswith("s/"):
+        found = SUBSTITUTION.fullmatch(rule.strip())
+        if found is None:
+            raise ValueError("must be s/expression/replacement/, with \\/ for a slash within")
+        pattern = re.compile(found[1].replace("\\/", "/"), re.IGNORECASE if "i" in (found[3] or "") else 0)
+        replacement = found[2].replace("\\/", "/")
+        pattern.sub(replacement, "")  # raises for a replacement that names a group which there is not
+        return lambda caption: pattern.sub(replacement, caption)
+    # Plain text is removed as whole words: `art` must not leave `py` of `party`.
+    pattern = re.compile(rule if REGULAR.search(rule) else rf"(?<!\w){re.escape(rule.strip())}(?!\w)")
+    return lambda caption: pattern.sub("", caption)
+
+
+class CaptionKeys(DatasetSettings):
+    """Keys of a dataset about its captions."""
+
+    only_instance_prompt: bool = False
+    disable_multiline_split: bool = False
+    caption_filter_list: Annotated[tuple[str, ...], BeforeValidator(read_rules)] = ()
+    caption_shuffle: Annotated[CaptionShuffle | None, BeforeValidator(parse_shuffle)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def use_only_instance_prompt(cls, values: Any) -> Any:
+        only = isinstance(values, Mapping) and values.get("only_instance_prompt") is True
+        return {**values, "caption_strategy": "instanceprompt"} if only else values
+
+    @model_validator(mode="after")
+    def check_captions(self) -> CaptionKeys:
+        if self.caption_strategy == "instanceprompt" and not self.instance_prompt:
+            message = "caption_strategy instanceprompt needs instance_prompt"
+            if self.only_instance_prompt:
+                message = "only_instance_prompt needs instance_prompt"
+            raise PydanticCustomError("instance_prompt", message)
+        return self

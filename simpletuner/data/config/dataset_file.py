@@ -1,0 +1,105 @@
+"""Read the dataset file as it is written: its entries with their lines, so that a mistake in one names its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import Mistake, SettingsError
+from simpletuner.settings.declared.errors import shown_value
+from simpletuner.settings.files.file_entries import FileEntry, check_depth, explain_parsing, file_place, json_mistake
+from simpletuner.settings.files.formats import json_lines, read_text
+from simpletuner.settings.foreign.key_table import inner_entries
+from simpletuner.settings.resolving.loading import canonical_name, plain_name
+from simpletuner.system.files.paths import shown_path
+
+OTHER_NAMES = {
+    "disable": "disabled",
+    "disable_after_epoch_step": "end_step",
+    "is_regularization_data": "is_regularisation_data",
+}
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """One dataset of the file."""
+
+    file: Path
+    line: int
+    keys: list[FileEntry]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], file: Path, line: int = 0) -> DatasetEntry:
+        return cls(file, line, [FileEntry(key, value) for key, value in values.items()])
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        return {entry.key: entry.value for entry in self.keys}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Return the canonical name of each key by its spelling in the file, which is as free as that of settings."""
+        return {entry.key: name_of_key(entry.key) for entry in self.keys}
+
+    def value(self, name: str) -> Any:
+        """Return the value of a key; None if the entry does not have it."""
+        return next((entry.value for entry in self.keys if name_of_key(entry.key) == name), None)
+
+    def place(self, line: int = 0) -> str:
+        name = self.value("id")
+        where = file_place(self.file, line or self.line)
+        return f"{where}, dataset `{name}`" if isinstance(name, str) and name.strip() and name.isprintable() else where
+
+    def mistake(self, name: str, message: str, hint: str = "", show_value: bool = True) -> Mistake:
+        """Return a mistake about a key, with the line and the spelling that the file has, if it has the key."""
+        found = next((entry for entry in self.keys if name in (entry.key, name_of_key(entry.key))), None)
+        if not found and "." in name:
+            return self._mistake_inside(name, message, hint, show_value)
+        given = shown_value(name_of_key(found.key), found.value) if found and show_value else ""
+        return Mistake(found.key if found else name, message, self.place(found.line if found else 0), given, hint)
+
+    def _mistake_inside(self, name: str, message: str, hint: str, show_value: bool) -> Mistake:
+        """Return a mistake about a key inside another one, such as `parquet.path`, with the line of the outer one."""
+        outer, _, inner = name.partition(".")
+        found = next((entry for entry in self.keys if name_of_key(entry.key) == outer), None)
+        values = found.value if found and isinstance(found.value, dict) else {}
+        given = shown_value(inner, values[inner]) if inner in values and show_value else ""
+        return Mistake(name, message, self.place(found.line if found else 0), given, hint)
+
+
+def name_of_key(key: str) -> str:
+    name = canonical_name(key) or plain_name(key)
+    return OTHER_NAMES.get(name, name)
+
+
+def read_entries(path: Path) -> list[DatasetEntry]:
+    """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
+    with explain_parsing(path, "check data_backend_config", "docs/data.md shows such a file"):
+        return list(parse_entries(path, read_text(path)))
+
+
+def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
+    """Yield the datasets of a text.
+
+    Raises NotParsed for a text that is not JSON, and SettingsError for one that is not a list of datasets.
+    """
+    try:
+        entries = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise json_mistake(error) from None
+    check_depth(entries)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        hint = "docs/data.md shows such a file"
+        raise SettingsError(f"{shown_path(path)} must hold a list of datasets: [{{...}}, {{...}}]", hint)
+    for entry, (line, lines) in zip(entries, json_lines(text), strict=True):
+        keys = [FileEntry(key, value, lines[key]) for key, value in entry.items()]
+        yield DatasetEntry(path, line, [each for key in keys for each in without_block(key)])
+
+
+def without_block(entry: FileEntry) -> Iterable[FileEntry]:
+    """Return what the original's block `huggingface` holds, which stands beside the other keys here, or the key."""
+    is_block = name_of_key(entry.key) == "huggingface" and isinstance(entry.value, Mapping)
+    return inner_entries(entry) if is_block else [entry]

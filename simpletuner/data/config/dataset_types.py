@@ -1,0 +1,264 @@
+"""What an entry of a dataset file can be: images, by where they are, and caches that they name."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic_core import PydanticCustomError
+
+from simpletuner.data.config.caption_rules import CaptionKeys
+from simpletuner.data.config.crops import CropKeys
+from simpletuner.data.config.folders import check_id
+from simpletuner.data.config.object_store_keys import AzurePlace, BucketPlace, GcsPlace, S3Place, no_address
+from simpletuner.data.config.participation import ParticipationKeys
+from simpletuner.data.config.tables import (
+    BLOCK,
+    TABLE_STRATEGIES,
+    TableSettings,
+    check_format,
+    check_table,
+)
+from simpletuner.settings.declared.knob import Section
+from simpletuner.settings.values.placeholders import OF_A_DATASET, fill, only_placeholders
+
+LARGEST_PIXELS = 1 << 28
+SMALLEST_PIXELS = 64
+
+
+class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
+    """Images, wherever they are, and how they are captioned, resized and cropped."""
+
+    id: Annotated[str, AfterValidator(check_id)]
+    type: Literal["local", "aws", "gcs", "azure", "csv", "huggingface"] = "local"
+    dataset_type: Literal["image", "eval"] = "image"
+    text_embeds: str | None = None
+    image_embeds: str | None = None
+    disabled: bool = False
+    caption_strategy: Literal["textfile", "filename", "instanceprompt", "parquet", "csv"] = "textfile"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Only a dataset of a file can have a table."""
+    metadata_backend: Literal["discovery", "parquet"] = "discovery"
+    parquet: TableSettings | None = None
+    cache_dir_vae: Annotated[Path | None, AfterValidator(only_placeholders(*OF_A_DATASET))] = None
+    compress_cache: bool = False
+    minimum_aspect_ratio: float | None = Field(default=None, gt=0)
+    maximum_aspect_ratio: float | None = Field(default=None, gt=0)
+    max_num_samples: int | None = Field(default=None, ge=1)
+    is_regularisation_data: bool = False
+    _embeds: ImageEmbeds | None = PrivateAttr(None)
+
+    @property
+    def latents_bucket(self) -> BucketImageEmbeds | None:
+        """The cache in a bucket that `image_embeds` names, once the whole file is read."""
+        return self._embeds if isinstance(self._embeds, BucketImageEmbeds) else None
+
+    def cached_in(self, embeds: ImageEmbeds) -> ImageDataset:
+        """Return this dataset with its latents in a cache that `image_embeds` names."""
+        new = self.model_copy(update={"cache_dir_vae": fill(embeds.cache_dir, {"id": embeds.id})})
+        new._embeds = embeds
+        return new
+
+    @model_validator(mode="after")
+    def check_latents_folder(self) -> ImageDataset:
+        if self.image_embeds is not None and self.cache_dir_vae is not None:
+            raise PydanticCustomError("cache_dir_vae", "image_embeds names another folder: leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def check_table(self) -> ImageDataset:
+        if self.type != "csv":  # which makes its own table
+            check_table(self.parquet, self.caption_strategy, self.metadata_backend)
+        return self
+
+    @property
+    def may_have_sizes_from_table(self) -> bool:
+        """Whether a table replaces headers. Where each image has a text file to read, its header is read as well."""
+        return self.metadata_backend == BLOCK and self.caption_strategy != "textfile"
+
+    @model_validator(mode="after")
+    def check_resolution(self) -> ImageDataset:
+        area = self.resolution * (1_000_000 if self.resolution_type == "area" else self.resolution)  # `**` raises
+        said = f"resolution={self.resolution:g} ({self.resolution_type})"
+        if area > LARGEST_PIXELS:
+            raise PydanticCustomError("resolution", "{said} is too large: at most 16384x16384 px", {"said": said})
+        if area < SMALLEST_PIXELS:
+            message = "{said} is less than 8x8 px; megapixels have resolution_type area"
+            raise PydanticCustomError("resolution", message, {"said": said})
+        return self
+
+    @model_validator(mode="after")
+    def check_aspects(self) -> ImageDataset:
+        if (self.minimum_aspect_ratio or 0) > (self.maximum_aspect_ratio or math.inf):
+            raise PydanticCustomError("minimum_aspect_ratio", "it is above maximum_aspect_ratio: no image is left")
+        return self
+
+
+class LocalImages(ImageDataset):
+    """A folder of images."""
+
+    instance_data_dir: Annotated[Path, AfterValidator(no_address)]
+
+
+class BucketImages(BucketPlace, ImageDataset):
+    """Images in a bucket."""
+
+
+class S3Images(S3Place, BucketImages):
+    """Images in a bucket of an S3-compatible store."""
+
+
+class GcsImages(GcsPlace, BucketImages):
+    """Images in a bucket of Google Cloud Storage."""
+
+
+class AzureImages(AzurePlace, BucketImages):
+    """Images in a container of Azure Blob Storage."""
+
+
+class UrlImages(ImageDataset):
+    """Images by their addresses, which are downloaded once into a folder."""
+
+    csv_file: Annotated[Path, AfterValidator(check_format)]
+    csv_cache_dir: Path
+    csv_url_column: str = "url"
+    csv_caption_column: str | None = None
+
+    @model_validator(mode="after")
+    def check_list(self) -> UrlImages:
+        if self.parquet or self.metadata_backend == BLOCK:
+            key = BLOCK if self.parquet else "metadata_backend"
+            raise PydanticCustomError(key, "images of type csv have their table in csv_file: leave it out")
+        if self.caption_strategy in TABLE_STRATEGIES and not self.csv_caption_column:
+            raise PydanticCustomError("csv_caption_column", "is missing: caption_strategy takes captions from it")
+        if self.caption_strategy not in (*TABLE_STRATEGIES, "instanceprompt"):
+            raise PydanticCustomError("caption_strategy", "images of type csv have csv or instanceprompt")
+        return self
+
+
+def belongs_to_split(file: PurePath, split: str) -> bool:
+    """Whether a file's name, or a folder that it is in, begins with or is the name of a split."""
+    return file.name.startswith(split) or split in file.parts[:-1]
+
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class SnapshotImages(ImageDataset):
+    """Images of a Hugging Face dataset: in the Parquet files of a folder, or by the dataset's name on the hub."""
+
+    dataset_name: Path
+    revision: str | None = None
+    """Of the hub: a branch, tag or commit."""
+    split: str = "train"
+    image_column: str = "image"
+    caption_column: str | None = None
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether `dataset_name` is to be fetched: no folder that is here."""
+        return HUB_ID.fullmatch(str(self.dataset_name)) is not None and not self.dataset_name.is_dir()
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_as_folder(cls, values: Any) -> Any:
+        """The original's `huggingface` for captions and metadata is what happens anyway."""
+        anyway = {"caption_strategy": "textfile", "metadata_backend": "discovery"}
+        return {**values, **{key: own for key, own in anyway.items() if values.get(key) == "huggingface"}}
+
+    @model_validator(mode="after")
+    def check_columns(self) -> SnapshotImages:
+        if self.caption_strategy == "textfile" and not self.caption_column:
+            raise PydanticCustomError("caption_column", "is missing: captions come from it")
+        if self.caption_strategy not in ("textfile", "instanceprompt"):
+            message = "images of type huggingface have huggingface or instanceprompt"
+            raise PydanticCustomError("caption_strategy", message)
+        if self.parquet or self.metadata_backend == BLOCK:
+            key = BLOCK if self.parquet else "metadata_backend"
+            raise PydanticCustomError(key, "images of type huggingface have their own table: leave it out")
+        return self
+
+
+PLACES: dict[str, type[ImageDataset]] = {
+    "local": LocalImages,
+    "aws": S3Images,
+    "gcs": GcsImages,
+    "azure": AzureImages,
+    "csv": UrlImages,
+    "huggingface": SnapshotImages,
+}
+"""Datasets of images by `type`."""
+
+
+class Embeds(Section):
+    """A cache folder that datasets name: an entry of the dataset file."""
+
+    id: str
+    type: Literal["local", "aws", "gcs", "azure"] = "local"
+    disabled: bool = False
+    cache_dir: Annotated[Path, AfterValidator(only_placeholders(*OF_A_DATASET))]
+
+
+class TextEmbeds(Embeds):
+    """Where text embeddings are cached; the default one also has those of validation prompts."""
+
+    dataset_type: Literal["text_embeds"]
+    default: bool | None = None
+    compress_cache: bool = False
+
+
+class ImageEmbeds(Embeds):
+    """Where the latents of datasets are cached."""
+
+    dataset_type: Literal["image_embeds"]
+
+
+class BucketEmbeds(BucketPlace):
+    """A cache in a bucket. Its local copy is below output_dir, which a run has for itself, and of bounded size."""
+
+    cache_size_limit_gb: float = Field(100, gt=0)
+
+
+class BucketTextEmbeds(BucketEmbeds, TextEmbeds):
+    """Text embeddings cached in a bucket."""
+
+    cache_dir: Path = Path("{output_dir}/cache/text_embeds/{id}")
+
+
+class BucketImageEmbeds(BucketEmbeds, ImageEmbeds):
+    """Latents cached in a bucket."""
+
+    cache_dir: Path = Path("{output_dir}/cache/image_embeds/{id}")
+
+
+class S3TextEmbeds(S3Place, BucketTextEmbeds):
+    """Text embeddings cached in S3."""
+
+
+class GcsTextEmbeds(GcsPlace, BucketTextEmbeds):
+    """Text embeddings cached in Google Cloud Storage."""
+
+
+class AzureTextEmbeds(AzurePlace, BucketTextEmbeds):
+    """Text embeddings cached in Azure Blob Storage."""
+
+
+class S3ImageEmbeds(S3Place, BucketImageEmbeds):
+    """Latents cached in S3."""
+
+
+class GcsImageEmbeds(GcsPlace, BucketImageEmbeds):
+    """Latents cached in Google Cloud Storage."""
+
+
+class AzureImageEmbeds(AzurePlace, BucketImageEmbeds):
+    """Latents cached in Azure Blob Storage."""
+
+
+EMBEDS: dict[str, dict[str, type[Embeds]]] = {
+    "text_embeds": {"local": TextEmbeds, "aws": S3TextEmbeds, "gcs": GcsTextEmbeds, "azure": AzureTextEmbeds},
+    "image_embeds": {"local": ImageEmbeds, "aws": S3ImageEmbeds, "gcs": GcsImageEmbeds, "azure": AzureImageEmbeds},
+}
+"""Caches by `dataset_type` and `type`."""

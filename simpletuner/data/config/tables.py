@@ -1,0 +1,74 @@
+"""The `parquet` block of a dataset: a table (Parquet, CSV or JSON lines) that holds captions or sizes of its images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from simpletuner.settings.declared.knob import Section
+from simpletuner.settings.foreign.key_table import Refuses, Rule
+
+FORMATS = {".parquet": "Parquet", ".csv": "CSV", ".jsonl": "JSON lines", ".json": "JSON lines"}
+"""What a table is read as, by the suffix of its name."""
+TABLE_STRATEGIES = ("parquet", "csv")
+"""Values of caption_strategy that mean the table, whatever its format."""
+
+ONLY_IMAGES = "not supported by this version: only images, their sizes and captions"
+BLOCK = "parquet"
+TABLE_RULES: dict[str, Rule] = {
+    f"{BLOCK}.{key}": Refuses(ONLY_IMAGES)
+    for key in ("num_frames_column", "fps_column", "bbox_column", "audio_duration_column", "lyrics_column")
+}
+
+
+def as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def check_format(path: Path) -> Path:
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"use a file that ends with {', '.join(FORMATS)}")
+    return path
+
+
+class TableSettings(Section):
+    """Where the table is, and which of its columns hold what."""
+
+    path: Annotated[Path, AfterValidator(check_format)]
+    filename_column: str = Field("filename", min_length=1)
+    caption_column: Annotated[list[str], BeforeValidator(as_list)] = []
+    """The first one that is not empty in a row gives its captions. None named: `caption`."""
+    fallback_caption_column: str | None = None
+    width_column: str | None = None
+    height_column: str | None = None
+    """None named: `width` and `height`, where the table has them as numbers."""
+    identifier_includes_extension: bool | None = None
+    """None: as more of the rows have a file."""
+
+    @model_validator(mode="after")
+    def check_sizes(self) -> TableSettings:
+        if (self.width_column is None) != (self.height_column is None):
+            missing = "height_column" if self.width_column else "width_column"
+            raise PydanticCustomError(BLOCK, "{missing} is missing: both sides are needed", {"missing": missing})
+        return self
+
+    @property
+    def caption_columns(self) -> list[str]:
+        return [*self.caption_column, *([self.fallback_caption_column] if self.fallback_caption_column else [])]
+
+    @property
+    def size_columns(self) -> list[str]:
+        return [self.width_column, self.height_column] if self.width_column and self.height_column else []
+
+
+def check_table(table: TableSettings | None, caption_strategy: str, metadata_backend: str) -> None:
+    """Raise PydanticCustomError, whose type is the key to change, where a dataset and its table do not fit."""
+    captions = caption_strategy in TABLE_STRATEGIES
+    if not table and (captions or metadata_backend == BLOCK):
+        asks = f"caption_strategy {caption_strategy}" if captions else "metadata_backend parquet"
+        raise PydanticCustomError(BLOCK, "is missing: {asks} reads the table that it describes", {"asks": asks})
+    if table and not captions and metadata_backend != BLOCK:
+        raise PydanticCustomError(BLOCK, "nothing reads it: set caption_strategy or metadata_backend to parquet")

@@ -1,0 +1,1 @@
+"""Decoding images: formats, colour profiles, sizes and crops."""

@@ -1,0 +1,1 @@
+"""The global order of samples: buckets to batches, epochs, resumable states."""

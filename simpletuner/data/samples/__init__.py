@@ -1,0 +1,1 @@
+"""Samples of a run: discovery, aspect buckets, held-out images, warnings."""

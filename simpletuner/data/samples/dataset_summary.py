@@ -1,0 +1,114 @@
+"""What becomes of the images of each dataset, in numbers: buckets, repeats, crops, enlargement. Nothing is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from simpletuner.data.samples.buckets import Buckets, bucket_name
+from simpletuner.data.samples.dataset_warnings import enlargements
+from simpletuner.data.samples.samples import DatasetSamples, Samples, Sizes, different_values
+
+MUCH_ENLARGED = 1.25
+"""Above this factor an image visibly lacks detail."""
+
+
+@dataclass(frozen=True)
+class BucketSummary:
+    """The images of one dataset in one bucket; shares of what is cropped away are of the whole image."""
+
+    name: str
+    images: int
+    """Without those that are held out."""
+    samples: float
+    """How many of them an epoch shows, on average over epochs."""
+    held_out: int
+    mean_cropped: float
+    most_cropped: float
+    enlarged: int
+    """More than MUCH_ENLARGED."""
+
+
+@dataclass(frozen=True)
+class DatasetSummary:
+    """One dataset."""
+
+    id: str
+    address: str
+    buckets: list[BucketSummary]
+
+    @property
+    def total(self) -> BucketSummary:
+        """All buckets together."""
+        counts = [bucket.images + bucket.held_out for bucket in self.buckets]
+        means = [bucket.mean_cropped for bucket in self.buckets]
+        return BucketSummary(
+            "together",
+            sum(bucket.images for bucket in self.buckets),
+            sum(bucket.samples for bucket in self.buckets),
+            sum(bucket.held_out for bucket in self.buckets),
+            float(np.average(means, weights=counts)) if counts else 0.0,
+            max((bucket.most_cropped for bucket in self.buckets), default=0.0),
+            sum(bucket.enlarged for bucket in self.buckets),
+        )
+
+
+def cropped_away(sizes: Sizes) -> np.ndarray:
+    """Return the share of an image of each size that its crop leaves out."""
+    targets, resized = (np.multiply(*each.T, dtype=np.int64) for each in (sizes.targets, sizes.resized))
+    return 1 - targets / resized
+
+
+def summarize(samples: Samples, buckets: Buckets, held_out: np.ndarray) -> list[DatasetSummary]:
+    """Describe the datasets of a run; `buckets` and `held_out` (indices of samples) are those that it trains with."""
+    starts = np.cumsum([0, *map(len, samples.parts)])
+    shown = np.zeros(len(samples))
+    for bucket in buckets.values():
+        for copies, indices in bucket.groups.items():
+            shown[indices] = float(bucket.passes * copies)
+    is_held_out = np.zeros(len(samples), bool)
+    is_held_out[held_out] = True
+    return [
+        DatasetSummary(
+            part.dataset.id,
+            part.storage.describe(),
+            list(summarize_buckets(part, shown[start:end], is_held_out[start:end])),
+        )
+        for part, start, end in zip(samples.parts, starts, starts[1:], strict=False)
+    ]
+
+
+def summarize_buckets(part: DatasetSamples, shown: np.ndarray, is_held_out: np.ndarray) -> Iterator[BucketSummary]:
+    """Yield the buckets of a dataset, the one with the most images first.
+
+    Numbers are added up for each size that occurs, and then for each bucket: there are far fewer sizes than images.
+    """
+    sizes = part.sizes
+    codes, of_sizes = different_values(sizes.target_codes)
+    images = np.bincount(sizes.index, minlength=len(of_sizes))
+    cropped, is_enlarged = cropped_away(sizes), enlargements(sizes) > MUCH_ENLARGED
+
+    def totals(of_each_size: np.ndarray) -> np.ndarray:
+        return np.bincount(of_sizes, of_each_size, len(codes))
+
+    def totals_of_images(values: np.ndarray) -> np.ndarray:
+        return totals(np.bincount(sizes.index, values, len(of_sizes)))
+
+    counts, held_out = totals(images), totals_of_images(is_held_out)
+    samples, enlarged, sums = totals_of_images(shown), totals(images * is_enlarged), totals(images * cropped)
+    most = np.zeros(len(codes))
+    np.maximum.at(most, of_sizes, np.where(images > 0, cropped, 0.0))
+    for number in np.lexsort((codes, -counts)).tolist():
+        if not counts[number]:  # a size of images that are left out
+            continue
+        yield BucketSummary(
+            name=bucket_name(int(codes[number])),
+            images=int(counts[number] - held_out[number]),
+            samples=float(samples[number]),
+            held_out=int(held_out[number]),
+            mean_cropped=float(sums[number] / counts[number]),
+            most_cropped=float(most[number]),
+            enlarged=int(enlarged[number]),
+        )

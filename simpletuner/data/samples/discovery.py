@@ -1,0 +1,251 @@
+"""From the scans of the datasets to their samples: what is left out and why, and what ends the run."""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from simpletuner.data.config.dataset_types import LARGEST_PIXELS, ImageDataset
+from simpletuner.data.config.tables import TABLE_STRATEGIES
+from simpletuner.data.images.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
+from simpletuner.data.images.image_formats import READ
+from simpletuner.data.sampler.stable_choice import choose_by_name, hash_names
+from simpletuner.data.samples.samples import DatasetSamples, Samples, Sizes, different_values
+from simpletuner.data.scan.captions import caption_file
+from simpletuner.data.scan.file_list import OtherFiles, printable
+from simpletuner.data.scan.scan import NO_ROW, Scan
+from simpletuner.errors import DataError
+from simpletuner.system.numbers import count_noun
+from simpletuner.system.processes.threads import map_in_threads
+
+BLOCK_SIZES = 1 << 15
+"""Sizes for which a bucket is computed at once, within the caches of a core: twice as fast as all together."""
+MAX_NAMES = 20
+"""How many files a message names."""
+WORDLESS = r"(^|/)[_\s\p{Z}\x0b\x1c-\x1f\x{85}]+\.[^./]*$"
+"""File names that leave nothing for a caption."""
+
+
+@dataclass
+class Discovery:
+    """The samples of all datasets, what is left out with the reason, and what users should know."""
+
+    scans: Sequence[Scan] = ()
+    samples: Samples = field(default_factory=Samples)
+    broken: dict[str, str] = field(default_factory=dict)
+    unwanted: int = 0
+    surplus: int = 0
+    """How many images are left out by max_num_samples."""
+    animated: list[str] = field(default_factory=list)
+    others: list[OtherFiles] = field(default_factory=list)
+    """What the datasets hold beside images."""
+    uncaptioned: dict[str, list[str]] = field(default_factory=dict)
+    """Names of images without a caption, by dataset. They are samples unless the dataset has `skip_uncaptioned`."""
+    unreadable_captions: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Caption files that cannot be read as text, and why, by dataset."""
+
+    @property
+    def not_read(self) -> Counter[str]:
+        """How many files of other formats there are, by suffix."""
+        return sum((Counter(each.not_read) for each in self.others), Counter())
+
+    @property
+    def skipped(self) -> int:
+        """How many images are left out by skip_uncaptioned."""
+        return sum(len(self.uncaptioned[scan.dataset.id]) for scan in self.scans if scan.dataset.skip_uncaptioned)
+
+    def errors(self) -> Iterator[DataError]:
+        """Yield what ends a run: a dataset without a usable image, and captions that are missing or unreadable."""
+        for scan, part in zip(self.scans, self.samples.parts, strict=True):
+            dataset = scan.dataset
+            if not len(part):
+                yield nothing_usable_error(scan, self)
+            if unreadable := self.unreadable_captions[dataset.id]:
+                yield unreadable_error(dataset, unreadable)
+            if (names := self.uncaptioned[dataset.id]) and not dataset.skip_uncaptioned:
+                yield uncaptioned_error(scan, names)
+
+    def check(self) -> None:
+        """Raise the first of the errors."""
+        for error in self.errors():
+            raise error
+
+
+def discover(scans: Sequence[Scan], alignment_px: int, seed: int) -> Discovery:
+    """Choose the samples among the images that were found; `Discovery.check` raises what ends a run."""
+    found = Discovery(scans)
+    parts = []
+    for scan in scans:
+        found.others.append(scan.others)
+        found.broken |= {f"{scan.dataset.id}/{name}": NOT_UTF8 for name in scan.others.undecodable}
+        parts.append(choose_samples(scan, alignment_px, seed, found))
+    found.samples = Samples(parts)
+    return found
+
+
+NOT_UTF8 = "its name is not UTF-8: rename it"
+
+
+def choose_samples(scan: Scan, alignment_px: int, seed: int, found: Discovery) -> DatasetSamples:
+    """Return the samples of one dataset, after noting in `found` what is left out."""
+    dataset, table = scan.dataset, scan.table
+    is_read = pc.equal(table["problem"], "").to_numpy()
+    has_row = pc.not_equal(table["caption_problem"], NO_ROW).to_numpy()
+    for name, problem in zip(*(pick(table[column], ~is_read) for column in ("name", "problem")), strict=True):
+        found.broken[f"{dataset.id}/{name}"] = problem
+    rows = np.flatnonzero(is_read & has_row).astype(np.int32)
+    sizes = sizes_of(dataset, table, rows, alignment_px, seed)
+    is_wanted = are_within_limits(dataset, sizes.originals)
+    is_wanted &= is_enlarged_within(dataset, sizes.originals, sizes.targets)
+    fits = np.multiply(*sizes.resized.T, dtype=np.int64) <= LARGEST_PIXELS
+    found.unwanted += int(sizes.images_where(~is_wanted).sum())
+    for position in np.flatnonzero(sizes.images_where(is_wanted & ~fits)).tolist():
+        _, resized, _ = sizes.of(position)
+        name = table["name"][int(rows[position])]
+        found.broken[f"{dataset.id}/{name}"] = "would be resized to {}x{} px".format(*resized)
+    chosen = np.zeros(len(table), bool)
+    chosen[rows] = ~sizes.images_where(~is_wanted | ~fits)
+    has_none, is_unreadable = find_caption_problems(dataset, table)
+    skipped = chosen & has_none & dataset.skip_uncaptioned
+    chosen &= ~skipped
+    if dataset.max_num_samples is not None:
+        usable, chosen = chosen, choose_by_name(table["name"], chosen, dataset.max_num_samples, dataset.id)
+        found.surplus += int(usable.sum() - chosen.sum())
+    found.uncaptioned[dataset.id] = pick(table["name"], skipped | (chosen & has_none))
+    names, reasons = (pick(table[column], chosen & is_unreadable) for column in ("name", "caption_problem"))
+    found.unreadable_captions[dataset.id] = dict(zip(map(caption_file, names), reasons, strict=True))
+    found.animated += [f"{dataset.id}/{name}" for name in pick(table["name"], chosen & table["animated"].to_numpy())]
+    return DatasetSamples(dataset, scan.storage, table, rows, sizes, seed).where(chosen[rows])
+
+
+def pick(column: pa.ChunkedArray, mask: np.ndarray) -> list:
+    """Return the values of a column where `mask` is true."""
+    return column.take(pa.array(np.flatnonzero(mask))).to_pylist() if mask.any() else []
+
+
+def sizes_of(dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment_px: int, seed: int) -> Sizes:
+    """Find the bucket of each size that occurs; there are far fewer sizes than images."""
+    width, height = (table[side].to_numpy() for side in ("width", "height"))
+    if len(rows) < len(table):
+        width, height = width[rows], height[rows]
+    codes, index = different_sizes(width, height)
+    choices = None
+    if dataset.crop and dataset.crop_aspect == "random":
+        count = np.uint64(len(dataset.aspects))
+        drawn = hash_names(table["name"], seed, dataset.id, "aspect")[rows] % count
+        of_both, index = np.unique(index.astype(np.uint64) * count + drawn, return_inverse=True)
+        codes, choices, index = codes[of_both // count], of_both % count, index.astype(np.int32)
+
+    def block(start: int) -> tuple[np.ndarray, ...]:
+        part = slice(start, start + BLOCK_SIZES)
+        originals = np.stack([codes[part] >> 32, codes[part] & 0xFFFFFFFF], axis=1)
+        targets = bucket_sizes(dataset, originals, alignment_px, None if choices is None else choices[part])
+        resized = resized_sizes(dataset, originals, targets)
+        return tuple(each.astype(np.int32) for each in (originals, resized, targets))
+
+    blocks = map_in_threads(block, range(0, max(len(codes), 1), BLOCK_SIZES))
+    originals, resized, targets = map(np.concatenate, zip(*blocks, strict=True))
+    return Sizes(originals, resized, targets, index)
+
+
+def different_sizes(width: np.ndarray, height: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sizes that occur, as width << 32 | height, and which of them each image has."""
+    if not len(width):
+        return np.zeros(0, np.int64), np.zeros(0, np.int32)
+    (left, right), (low, high) = ((int(each.min()), int(each.max())) for each in (width, height))
+    columns, rows = right - left + 1, high - low + 1
+    if columns * rows > max(len(width), BLOCK_SIZES):
+        return different_values(width.astype(np.int64) << 32 | height)
+    # A flag for each possible size takes a quarter of the time of hashing where there are fewer of them than images.
+    place = (width - left) * rows + (height - low)  # fits into the columns' 32 bits, as fewer than images
+    occurs = np.zeros(columns * rows, bool)
+    occurs[place] = True
+    found = np.flatnonzero(occurs)
+    numbers = np.cumsum(occurs, dtype=np.int32) - 1
+    return (found // rows + left) << 32 | (found % rows + low), numbers[place]
+
+
+def find_caption_problems(dataset: ImageDataset, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Return which images have no caption, and of which the caption file is not text."""
+    none = np.zeros(len(table), bool)
+    if dataset.caption_strategy == "instanceprompt":
+        return none, none
+    if dataset.caption_strategy == "filename":
+        return pc.match_substring_regex(table["name"], WORDLESS).to_numpy(), none
+    is_unreadable = pc.not_equal(table["caption_problem"], "").to_numpy()
+    return ~is_unreadable & pc.equal(pc.list_value_length(table["captions"]), 0).to_numpy(), is_unreadable
+
+
+def unreadable_error(dataset: ImageDataset, problems: Mapping[str, str]) -> DataError:
+    """Return the error that names caption files that are not text, and why."""
+    named = format_names([f"{name} {why}" for name, why in sorted(problems.items())])
+    return DataError(
+        f"dataset `{dataset.id}`: {count_noun(len(problems), 'caption file')} cannot be read as text:{named}",
+        "name their encoding, such as --caption_encoding=windows-1252, or save them as UTF-8: "
+        "`iconv -f WINDOWS-1252 -t UTF-8 old.txt > new.txt`",
+    )
+
+
+def uncaptioned_error(scan: Scan, names: Sequence[str]) -> DataError:
+    """Return the error that names the images without a caption."""
+    dataset = scan.dataset
+    if dataset.caption_strategy in TABLE_STRATEGIES and scan.others.unmatched_rows and len(names) == len(scan.table):
+        return no_row_error(scan)
+    where = {"filename": "their file name", "textfile": "their .txt file next to them"}
+    table = f"the table {dataset.parquet.path}" if dataset.parquet else ""
+    return DataError(
+        f"dataset `{dataset.id}`: {count_noun(len(names), 'image')} without a caption in "
+        f"{where.get(dataset.caption_strategy, table)}:{format_names(names)}",
+        "write captions, leave such images out with --skip_uncaptioned, or set another caption_strategy: textfile, "
+        "filename, instanceprompt or parquet",
+    )
+
+
+def no_row_error(scan: Scan) -> DataError:
+    """Return the error about a table of which no row fits an image."""
+    table, others, images = scan.dataset.parquet, scan.others, scan.table["name"]
+    assert table is not None
+    rows = f"{count_noun(others.unmatched_rows, 'row')}, the first `{printable(others.first_unmatched)}`"
+    named = f"none of {count_noun(len(images), 'image')}, the first `{printable(images[0].as_py())}`"
+    return DataError(
+        f"dataset `{scan.dataset.id}`: the table {table.path} has {rows}, but {named}, in {scan.storage.describe()}",
+        f"parquet.filename_column is `{table.filename_column}`: it has paths below that folder, or names alone, all "
+        "with or all without their suffix (identifier_includes_extension)",
+    )
+
+
+def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
+    if (
+        scan.others.unmatched_rows
+        and len(scan.table)
+        and pc.all(pc.equal(scan.table["caption_problem"], NO_ROW)).as_py()
+    ):
+        return no_row_error(scan)
+    counts = {
+        "broken": len(found.broken),
+        "outside the size limits": found.unwanted,
+        "without a caption": found.skipped,
+        "not read": found.not_read.total(),
+    }
+    left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+    such = f"; {found.not_read.most_common(1)[0][0]} is not" if found.not_read else ""
+    return DataError(
+        f"dataset `{scan.dataset.id}`: no usable image in {scan.storage.describe()}"
+        + (f" ({left_out})" if left_out else ""),
+        f"{READ} are read, with all subfolders{such}",
+    )
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Return names on lines of their own, only the first ones if there are many."""
+    more = [f"and {len(names) - MAX_NAMES:,} more"] * (len(names) > MAX_NAMES)
+    shown = [name.replace("\n", "\\n") for name in names[:MAX_NAMES]]  # a file's name may have a newline
+    return "".join(f"\n  {name}" for name in [*shown, *more])

@@ -1,0 +1,195 @@
+"""The samples of a run as columns: a `Sample` is made from its row when it is asked for.
+
+Rows lie in Arrow record batches, memory-mapped from a kept scan, which all ranks share. Beside them a sample takes 8
+bytes: its row, and which of the sizes that occur it has (`preparation/shared_arrays.py`: once per machine).
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.images.geometry import Geometry, Size, compute_geometry
+from simpletuner.data.sampler.stable_choice import hash_texts
+from simpletuner.data.scan.captions import captions_of
+from simpletuner.data.storage.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One image of one dataset, as `name` in `storage`; `version` changes when the file does."""
+
+    id: str
+    dataset: str
+    storage: Storage
+    name: str
+    version: str
+    geometry: Geometry
+    captions: tuple[str, ...]
+    """One of them is chosen at random in each step."""
+
+    def open(self) -> BinaryIO:
+        return self.storage.open(self.name)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that occur among images, what each is brought to, and which one each image has.
+
+    `originals`, `resized` and `targets` are (sizes, 2), `index` is (images,), all int32.
+    """
+
+    originals: np.ndarray
+    resized: np.ndarray
+    targets: np.ndarray
+    index: np.ndarray
+
+    def of(self, image: int) -> tuple[Size, Size, Size]:
+        """Return the original size of one image, its resized size and its target."""
+        original, resized, target = (
+            tuple(sizes[self.index[image]].tolist()) for sizes in (self.originals, self.resized, self.targets)
+        )
+        return original, resized, target
+
+    @property
+    def target_codes(self) -> np.ndarray:
+        """Return width << 32 | height of the target of each size, (sizes,) int64."""
+        return self.targets @ np.array([1 << 32, 1])
+
+    def images_where(self, mask: np.ndarray) -> np.ndarray:
+        """Return which images have a size of which something is true, as `mask` (sizes,) says; mostly none has."""
+        return mask[self.index] if mask.any() else np.zeros(len(self.index), bool)
+
+    def where(self, mask: np.ndarray) -> Sizes:
+        return replace(self, index=self.index[mask])
+
+
+def different_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values that occur, in the order in which they first do, and which of them each is.
+
+    Arrow's hashing takes a tenth of the time of `np.unique`, which sorts.
+    """
+    encoded = pa.array(values).dictionary_encode()
+    return encoded.dictionary.to_numpy(), encoded.indices.to_numpy()
+
+
+class RowReader:
+    """Random access to some columns of an Arrow table; 2 us per row, where `Table.slice` takes 6."""
+
+    def __init__(self, table: pa.Table, columns: Sequence[str]) -> None:
+        batches = table.to_batches()
+        self._columns = [[batch.column(name) for name in columns] for batch in batches]
+        self._starts = [0, *accumulate(len(batch) for batch in batches)]
+
+    def __getitem__(self, row: int) -> list:
+        number = bisect_right(self._starts, row) - 1
+        return [column[row - self._starts[number]].as_py() for column in self._columns[number]]
+
+
+class DatasetSamples(Sequence[Sample]):
+    """The samples of one dataset: `rows` of the table of its scan, whose sizes are `sizes`."""
+
+    def __init__(
+        self, dataset: ImageDataset, storage: Storage, table: pa.Table, rows: np.ndarray, sizes: Sizes, seed: int
+    ) -> None:
+        self.dataset, self.storage, self.table, self.seed = dataset, storage, table, seed
+        self.rows, self.sizes = rows, sizes
+        self._reader = RowReader(table, ("name", "version", "captions"))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:  # pyright: ignore[reportIncompatibleMethodOverride]
+        name, version, lines = self._reader[int(self.rows[index])]
+        sample_id = f"{self.dataset.id}/{name}"
+        geometry = compute_geometry(self.dataset, sample_id, *self.sizes.of(index), self.seed)
+        captions = captions_of(self.dataset, name, lines)
+        return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions)
+
+    @property
+    def names(self) -> pa.ChunkedArray:
+        """The names of the files."""
+        names = self.table["name"]
+        return names if len(self) == len(self.table) else names.take(pa.array(self.rows))
+
+    def checksum(self, *columns: str) -> str:
+        """Return a checksum of all that these samples and their geometry are made of, and of columns of their scan."""
+        digest = xxhash.xxh3_128(f"{self.seed} {self.dataset.model_dump_json()}".encode())
+        for name in columns:
+            texts = self.table[name]
+            if pa.types.is_large_list(texts.type):
+                for chunk in pc.list_value_length(texts).chunks:
+                    digest.update(chunk.to_numpy())
+                texts = pc.list_flatten(texts)
+            hash_texts(digest, texts)
+        for numbers in self.arrays:
+            digest.update(np.ascontiguousarray(numbers).data)
+        return digest.hexdigest()
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All that takes memory beside the table."""
+        return [self.rows, *(getattr(self.sizes, each.name) for each in fields(self.sizes))]
+
+    def with_arrays(self, rows: np.ndarray, *sizes: np.ndarray) -> DatasetSamples:
+        """Return the same samples with other memory for `arrays`."""
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, Sizes(*sizes), self.seed)
+
+    def where(self, mask: np.ndarray) -> DatasetSamples:
+        """Return those for which `mask` is true."""
+        rows, sizes = self.rows[mask], self.sizes.where(mask)
+        return DatasetSamples(self.dataset, self.storage, self.table, rows, sizes, self.seed)
+
+    def without(self, ids: Collection[str]) -> DatasetSamples:
+        """Return all but the samples with these ids."""
+        prefix = f"{self.dataset.id}/"
+        names = pa.array([name.removeprefix(prefix) for name in ids if name.startswith(prefix)], pa.large_string())
+        return self.where(~pc.is_in(self.table["name"], value_set=names).to_numpy()[self.rows]) if len(names) else self
+
+
+class Samples(Sequence[Sample]):
+    """The samples of all datasets, one dataset after the other."""
+
+    def __init__(self, parts: Sequence[DatasetSamples] = ()) -> None:
+        self.parts = list(parts)
+        self._starts = [0, *accumulate(map(len, self.parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Sample:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        number = bisect_right(self._starts, index) - 1
+        return self.parts[number][index - self._starts[number]]
+
+    def dataset_of(self, index: int) -> ImageDataset:
+        return self.parts[bisect_right(self._starts, index) - 1].dataset
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (part[index] for part in self.parts for index in range(len(part)))
+
+    def without(self, ids: Collection[str]) -> Samples:
+        """Return all but the samples with these ids."""
+        return Samples([part.without(ids) for part in self.parts]) if ids else self
+
+    def names_checksum(self) -> str:
+        """Return a checksum of the ids of all samples, in their order."""
+        digest = xxhash.xxh3_128()
+        for part in self.parts:
+            digest.update(repr((part.dataset.id, len(part))).encode())
+            hash_texts(digest, part.names)
+        return digest.hexdigest()

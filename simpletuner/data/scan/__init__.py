@@ -1,0 +1,1 @@
+"""What the files of a dataset say of themselves: names, headers, captions, and the kept scan."""

@@ -1,0 +1,129 @@
+"""Which image files a dataset has, as columns: what a listing of its store tells, before any file is opened."""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.images.image_formats import read_suffixes, unread_suffixes
+from simpletuner.data.storage.storage import CAPTION_SUFFIX, Storage, StoredFile
+from simpletuner.data.tables.table_files import table_of
+from simpletuner.errors import DataError
+
+BLOCK_FILES = 65_536
+FILE = pa.schema(
+    {"name": pa.large_string(), "size_bytes": pa.int64(), "version": pa.large_string(), "problem": pa.large_string()},
+)
+"""One file; `problem` is why it is not opened, or empty."""
+CAPTION_VERSION = "caption_version"
+
+
+@dataclass
+class OtherFiles:
+    """What a store holds beside the images; plain values, which are kept as JSON."""
+
+    undecodable: list[str] = field(default_factory=list)
+    """Names of images that are not UTF-8, with surrogates."""
+    not_read: dict[str, int] = field(default_factory=dict)
+    """How many files of other formats there are, by suffix."""
+    example: str = ""
+    """Address of one of them."""
+    written: list[str] = field(default_factory=list)
+    """Addresses of what this run writes among the images."""
+    table: str = ""
+    """Version of the table with captions or sizes."""
+    table_remarks: list[str] = field(default_factory=list, compare=False)
+    """What is wrong with it."""
+    unmatched_rows: int = field(default=0, compare=False)
+    """How many of its rows are of no image."""
+    first_unmatched: str = field(default="", compare=False)
+
+    def note(self, files: Sequence[StoredFile], storage: Storage) -> None:
+        """Count files that are not read."""
+        for file in files:
+            self.example = self.example or storage.describe(file.name)
+            self.not_read[file.suffix] = self.not_read.get(file.suffix, 0) + 1
+
+
+@dataclass
+class FileList:
+    """The image files of a dataset, in the order of their names."""
+
+    table: pa.Table
+    """FILE, and the version of what else decides the row: the caption file, or the table that sizes come from; empty
+    where there is none."""
+    others: OtherFiles
+    folders: dict[str, int] = field(default_factory=dict)
+    """As in `Listing`."""
+
+
+def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None]) -> FileList:
+    """List the images of a dataset, and where its captions are files, those. Raises DataError for a missing folder."""
+    own = {CAPTION_SUFFIX} if dataset.caption_strategy == "textfile" else frozenset()
+    read, unread = read_suffixes(), unread_suffixes()
+    try:
+        listing = storage.list_files(read | unread | own)
+    except FileNotFoundError:
+        raise DataError(
+            f"dataset `{dataset.id}`: there is no folder {storage.describe()}", "set instance_data_dir to your images"
+        ) from None
+    table = table_of(dataset, storage)
+    others, images, captions = OtherFiles(table=table.version() if table else ""), [], []
+    files = iter(listing.files)
+    while block := list(islice(files, BLOCK_FILES)):
+        stop()
+        left = [file for file in block if file.suffix in unread]
+        others.note([file for file in left if not (table and table.is_file(file.name))], storage)
+        images.append(batch_of(decodable([file for file in block if file.suffix in read], others.undecodable)))
+        captions.append(batch_of(decodable([file for file in block if file.suffix in own], [])))
+    others.written += map(storage.describe, listing.left_out)
+    listed, texts = (pa.Table.from_batches(batches, FILE) for batches in (images, captions))
+    versions = others.table if table and table.with_own_columns().gives_sizes else ""
+    return FileList(with_caption_versions(listed, texts, versions), others, listing.folders)
+
+
+def decodable(files: list[StoredFile], undecodable: list[str]) -> Iterator[StoredFile]:
+    """Yield files whose names can be stored; ids go into JSON, messages and hashes, which take no undecodable bytes."""
+    for file in files:
+        try:
+            file.name.encode()
+        except UnicodeEncodeError:
+            undecodable.append(file.name)
+        else:
+            yield file
+
+
+def printable(text: str) -> str:
+    """Return a text with undecodable bytes, such as those of a folder's name, written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def batch_of(files: Iterator[StoredFile]) -> pa.RecordBatch:
+    rows = [(file.name, file.size_bytes, file.version, printable(file.problem)) for file in files]
+    columns = zip(*rows, strict=True) if rows else [()] * len(FILE)
+    return pa.record_batch(
+        [pa.array(column, field.type) for column, field in zip(columns, FILE, strict=True)], schema=FILE
+    )
+
+
+def join(columns: Sequence[pa.ChunkedArray], separator: str = "") -> pa.ChunkedArray:
+    """Join texts row by row."""
+    return pc.binary_join_element_wise(*columns, pa.scalar(separator, pa.large_string()))
+
+
+def with_caption_versions(images: pa.Table, captions: pa.Table, default: str) -> pa.Table:
+    """Add the version of each image's caption file; the reason why it is not read counts as one."""
+    if not len(captions):
+        return images.append_column(CAPTION_VERSION, pa.repeat(pa.scalar(default, pa.large_string()), len(images)))
+    versions = join([captions["version"], captions["problem"]])
+    names = pc.replace_substring_regex(images["name"], r"\.[^./]*$", CAPTION_SUFFIX)
+    found = pc.index_in(names, value_set=captions["name"])
+    return images.append_column(CAPTION_VERSION, pc.fill_null(versions.take(found), ""))

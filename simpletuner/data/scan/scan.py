@@ -1,0 +1,84 @@
+"""What image files say of themselves, as columns: sizes from headers, captions from text files. Nothing is decoded.
+
+A scan does not depend on resolution, crop or limits, so a kept one serves a run with others.
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.images.images import DECODE_ERRORS, read_header
+from simpletuner.data.scan.captions import read_caption_file
+from simpletuner.data.scan.file_list import CAPTION_VERSION, FILE, OtherFiles, printable
+from simpletuner.data.storage.storage import MAX_BYTES, Storage, UnreadableFileError
+
+SCANNED = pa.schema(
+    [
+        *FILE,
+        pa.field(CAPTION_VERSION, pa.large_string()),
+        pa.field("width", pa.int32()),
+        pa.field("height", pa.int32()),
+        pa.field("animated", pa.bool_()),
+        pa.field("captions", pa.large_list(pa.large_string())),
+        pa.field("caption_problem", pa.large_string()),
+    ]
+)
+"""One image: sizes in px as displayed, 0 with a `problem`; the lines of its caption file or the captions of the table,
+or why there are none."""
+NO_ROW = "has no row in the table"
+"""The `caption_problem` of an image that does not belong to the dataset, since metadata_backend is a table."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The images of one dataset: their rows (SCANNED), and what its store holds beside them."""
+
+    dataset: ImageDataset
+    storage: Storage
+    table: pa.Table
+    others: OtherFiles
+
+
+def scan_files(dataset: ImageDataset, storage: Storage, files: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+    """Read headers and captions of files (rows of a `FileList`), in their order."""
+    read = partial(scan_file, dataset, storage)
+    if storage.concurrent_reads == 1:  # a thread costs more than it saves where files are on a disk
+        return pa.RecordBatch.from_pylist(list(map(read, files)), SCANNED)
+    with ThreadPoolExecutor(storage.concurrent_reads) as pool:
+        return pa.RecordBatch.from_pylist(list(pool.map(read, files)), SCANNED)
+
+
+def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) -> dict[str, Any]:
+    row = {**file, "width": 0, "height": 0, "animated": False, "captions": [], "caption_problem": ""}
+    try:
+        check_readable(file)
+        with storage.open_header(file["name"]) as opened:
+            header = read_header(opened)
+    except DECODE_ERRORS as error:
+        return {**row, "problem": printable(str(error)) or type(error).__name__}
+    width, height = header.size
+    row |= {"width": width, "height": height, "animated": header.animated}
+    if not file[CAPTION_VERSION] or dataset.caption_strategy != "textfile":  # no caption file, or none is wanted
+        return row
+    try:
+        return {**row, "captions": read_caption_file(storage, file["name"], dataset.caption_encoding)}
+    except UnreadableFileError as error:
+        return {**row, "caption_problem": str(error)}
+
+
+def check_readable(file: Mapping[str, Any]) -> None:
+    """Raise ValueError for a file that is not even opened."""
+    if file["problem"]:
+        raise ValueError(file["problem"])
+    if file["size_bytes"] > MAX_BYTES:
+        raise ValueError(f"has {file['size_bytes']:,} bytes; at most {MAX_BYTES:,} are read")

@@ -1,0 +1,1 @@
+"""Storage backends: local folders, object stores, datasets of the hub."""

@@ -1,0 +1,181 @@
+"""Image and caption files in a bucket, by obstore, which retries failed requests.
+
+What is wrong with one object makes one broken image: it is gone, archived, or its body ends too early although the
+store answers. All else (no such bucket, credentials, a network that fails) ends the run, since a bad hour of the
+network would otherwise leave images out of training.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import obstore
+from obstore.exceptions import BaseError, InvalidPathError
+
+from simpletuner.data.config.object_store_keys import BucketPlace, Service
+from simpletuner.data.storage.object_errors import BUCKET_GONE, DAMAGED_OBJECTS, code_of, run_error
+from simpletuner.data.storage.object_stores import Store, open_store
+from simpletuner.data.storage.storage import MAX_BYTES, Listing, StoredFile, UnreadableFileError
+from simpletuner.errors import DataError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+HEADER_BYTES = 64 << 10
+"""What is read of an image at first; headers are longer only where cameras write large thumbnails into them."""
+BELOW_SLASH = re.compile("[\0-.]")
+
+
+@dataclass(frozen=True)
+class ObjectStorage:
+    """The objects of a bucket below a prefix; `owner` is the dataset, the bucket and the endpoint, for messages."""
+
+    store: Store = field(repr=False, compare=False)
+    address: str
+    service: Service
+    owner: str
+    concurrent_reads: int
+
+    def list_files(self, suffixes: Collection[str]) -> Listing:
+        """List objects; those with a part that begins with a dot are left out."""
+        return Listing(sort_by_parts(self._list(suffixes)))
+
+    def open(self, name: str) -> BinaryIO:
+        return io.BytesIO(self._get(name, MAX_BYTES))
+
+    def open_header(self, name: str) -> BinaryIO:
+        def fetch(start: int, length: int) -> tuple[bytes, int]:
+            with self._explained(name):
+                result = obstore.get(self.store, name, options={"range": (start, start + length)})
+                return bytes(result.bytes()), result.meta["size"]
+
+        return io.BufferedReader(RangeReader(fetch), HEADER_BYTES)
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        return self._get(name, limit_bytes)
+
+    def read_range(self, name: str, offset: int, length: int) -> memoryview:
+        """Return a part of an object, in memory that may be written to. Raises as `read` does."""
+        with self._explained(name):
+            content = bytearray(obstore.get_range(self.store, name, start=offset, length=length))
+            return memoryview(content)
+
+    def upload(self, name: str, path: Path) -> None:
+        """Store a file as an object, in parts if it is large. An interrupted upload leaves what was there before."""
+        with self._explained():
+            obstore.put(self.store, name, path)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes in bytes of the objects directly below the prefix."""
+        with self._explained():
+            objects = obstore.list_with_delimiter(self.store)["objects"]
+            return {each["path"]: each["size"] for each in objects}
+
+    def describe(self, name: str = "") -> str:
+        return f"{self.address}/{name}".rstrip("/")
+
+    def _get(self, name: str, limit_bytes: int) -> bytes:
+        with self._explained(name):
+            result = obstore.get(self.store, name)
+            if (size := result.meta["size"]) > limit_bytes:
+                raise UnreadableFileError(f"has {size:,} bytes; at most {limit_bytes:,} are read")
+            return bytes(result.bytes())
+
+    def _list(self, suffixes: Collection[str]) -> Iterator[StoredFile]:
+        with self._explained():
+            for chunk in obstore.list(self.store, chunk_size=1000):
+                for found in chunk:
+                    version = f"{found['size']}-{found['e_tag'] or found['last_modified'].isoformat()}"
+                    file = StoredFile(found["path"], found["size"], version)
+                    if file.suffix in suffixes and not f"/{file.name}".count("/."):
+                        yield file
+
+    @contextmanager
+    def _explained(self, name: str = "") -> Iterator[None]:
+        """Turn obstore's errors into FileNotFoundError or UnreadableFileError, for one object, or what ends the run."""
+        try:
+            yield
+        except InvalidPathError as error:
+            reason = str(error).partition("\n")[0]
+            raise DataError(f"{self.owner} has a key that cannot be read: {reason}", "rename that object") from None
+        except (FileNotFoundError, BaseError) as error:
+            # Nothing of obstore's text goes into a message: answers of a server may quote what was signed.
+            text = str(error)
+            if name and isinstance(error, FileNotFoundError) and code_of(text) not in BUCKET_GONE:
+                raise FileNotFoundError("is not in the bucket any more") from None
+            if name and (reason := DAMAGED_OBJECTS.get(code_of(text))):
+                raise UnreadableFileError(reason) from None
+            if name and "kind: Interrupted" in text:
+                self._check_answers(name)
+                raise UnreadableFileError("its content ends too early") from None
+            raise run_error(text, self.owner, self.service) from None
+
+    def _check_answers(self, name: str) -> None:
+        """Raise what ends the run if the store does not answer: then it is not this object that is damaged."""
+        with self._explained():
+            obstore.head(self.store, name)
+
+
+class RangeReader(io.RawIOBase):
+    """Read an object by range requests: `fetch(start, length)` returns bytes, and the size of the whole."""
+
+    def __init__(self, fetch: Callable[[int, int], tuple[bytes, int]]) -> None:
+        self._fetch, self._position, self._size = fetch, 0, -1
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_END and self._size < 0:
+            self._read(1)
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        content = self._read(len(view))
+        view[: len(content)] = content
+        return len(content)
+
+    def readall(self) -> bytes:
+        return self._read(MAX_BYTES)  # in one request: RawIOBase would ask for 8 KiB at a time
+
+    def _read(self, length: int) -> bytes:
+        if 0 <= self._size <= self._position:
+            return b""
+        content, self._size = self._fetch(self._position, length)
+        self._position += len(content)
+        return content
+
+
+def sort_by_parts(files: Iterable[StoredFile]) -> Iterator[StoredFile]:
+    """Sort what a bucket lists by whole key, in which "a-b/c" and "a.png" come before "a/z", by the parts of names.
+
+    A file is held back only while a folder may follow that comes before it: "a.png" until the listing has passed "a/".
+    """
+    held: list[tuple[list[str], str, StoredFile]] = []
+    for file in files:
+        while held and held[0][1] <= file.name:
+            yield heappop(held)[2]
+        passed = BELOW_SLASH.split(file.name, maxsplit=1)[0] + "0"  # the letter after the slash
+        heappush(held, (file.name.split("/"), passed, file))
+    while held:
+        yield heappop(held)[2]
+
+
+def open_bucket(place: BucketPlace) -> ObjectStorage:
+    """Return the store of a dataset or of a cache; nothing is asked of the server yet. Raises EnvironmentNotReady."""
+    store, host = open_store(place)
+    owner = f"dataset `{place.id}`: {place.service.bucket} `{place.bucket}` at {host}"
+    return ObjectStorage(store, place.address, place.service, owner, place.concurrent_reads)

@@ -1,0 +1,179 @@
+"""A downloaded dataset of the Hugging Face hub as a store: each row of its Parquet files is an image and its caption.
+
+Rows are files by name, `train-00000-of-00002/00000017.jpg` and `.txt`, so all else works as for a folder. A row group
+is read as a whole, since Parquet compresses it so; a few of them stay in memory.
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+import codecs
+import io
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from simpletuner.data.config.dataset_types import SnapshotImages, belongs_to_split
+from simpletuner.data.storage.storage import CAPTION_SUFFIX, Listing, StoredFile, UnreadableFileError
+from simpletuner.errors import DataError
+from simpletuner.settings.declared.errors import did_you_mean
+
+GROUPS = 4
+"""Row groups in memory, of most datasets 50 to 200 MB each."""
+READ_ERRORS = (pa.ArrowException, OSError, ValueError)
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """The images (encoded, as bytes) and captions of some consecutive rows."""
+
+    first: int
+    images: pa.ChunkedArray
+    captions: pa.ChunkedArray | None
+
+
+class SnapshotStorage:
+    """The Parquet files of one split below a folder."""
+
+    concurrent_reads = 1
+
+    def __init__(self, dataset: SnapshotImages) -> None:
+        self.dataset, self.folder = dataset, dataset.dataset_name
+        self._groups: OrderedDict[tuple[str, int], RowGroup] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def list_files(self, suffixes: Collection[str]) -> Listing:
+        if not self.folder.is_dir():
+            raise FileNotFoundError(self.folder)
+        files = sorted((path.relative_to(self.folder) for path in self._parquet_files()), key=lambda path: path.parts)
+        if not files:
+            raise DataError(
+                f"dataset `{self.dataset.id}`: no Parquet file of the split `{self.dataset.split}` is in {self.folder}",
+                "set `split` to what the names of the files begin with, such as train",
+            )
+        return Listing(self._rows(files, suffixes))
+
+    def open(self, name: str) -> BinaryIO:
+        group, index = self._find(name)
+        content = group.images[index].as_py()
+        if content is None:
+            raise UnreadableFileError("has no bytes in its row")
+        return io.BytesIO(content)
+
+    def open_header(self, name: str) -> BinaryIO:
+        return self.open(name)
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        group, index = self._find(name)
+        if group.captions is None:
+            raise FileNotFoundError(name)
+        value = group.captions[index].as_py()
+        text = "\n".join(map(str, value)) if isinstance(value, list) else str(value or "")
+        if len(content := text.encode()) > limit_bytes:
+            raise UnreadableFileError(f"has {len(content):,} bytes; at most {limit_bytes:,} are read")
+        return codecs.BOM_UTF8 + content  # whatever caption_encoding says of files
+
+    def describe(self, name: str = "") -> str:
+        return str(self.folder / name)
+
+    def _parquet_files(self) -> Iterator[Path]:
+        for path in self.folder.rglob("*.parquet"):
+            if belongs_to_split(path.relative_to(self.folder), self.dataset.split):
+                yield path
+
+    def _rows(self, files: list[Path], suffixes: Collection[str]) -> Iterator[StoredFile]:
+        for file in files:
+            found = (self.folder / file).stat()
+            stem, version = file.with_suffix("").as_posix(), f"{found.st_size}-{found.st_mtime_ns}"
+            for row, suffix in enumerate(self._suffixes(file)):
+                for each in (suffix, CAPTION_SUFFIX) if self.dataset.caption_column else (suffix,):
+                    if each in suffixes:
+                        yield StoredFile(f"{stem}/{row:08}{each}", 0, version)
+
+    def _suffixes(self, file: Path) -> list[str]:
+        """Return a suffix for each row: that of the image's own name, where it has one."""
+        try:
+            opened = self._opened(file)
+            if f"{self.dataset.image_column}.path" not in leaf_names(opened):
+                return [".png"] * opened.metadata.num_rows
+            table = opened.read(columns=[f"{self.dataset.image_column}.path"], use_threads=False)
+            paths = table[self.dataset.image_column].combine_chunks().field("path").to_pylist()
+        except READ_ERRORS as error:
+            raise self._error(file, error) from None
+        return [PurePosixPath(path or "").suffix.lower() or ".png" for path in paths]
+
+    def _opened(self, file: Path) -> pq.ParquetFile:
+        """Raises DataError for a file without the columns that are asked for."""
+        opened = pq.ParquetFile(self.folder / file, pre_buffer=False)
+        names = opened.schema_arrow.names
+        wanted = {"image_column": self.dataset.image_column, "caption_column": self.dataset.caption_column}
+        for key, name in wanted.items():
+            if name and name not in names:
+                hint = did_you_mean(name, names) or f"set {key} to one of {', '.join(names)}"
+                raise DataError(f"dataset `{self.dataset.id}`: {self.folder / file} has no column `{name}`", hint)
+        image = self.dataset.image_column
+        if not holds_images(opened.schema_arrow.field(image).type):
+            raise DataError(
+                f"dataset `{self.dataset.id}`: column `{image}` of {self.folder / file} holds no images",
+                "a column of images holds their bytes, or `bytes` and `path`; name it in image_column",
+            )
+        return opened
+
+    def _find(self, name: str) -> tuple[RowGroup, int]:
+        """Return the row group of a file by name, and the row's place in it. Raises UnreadableFileError."""
+        stem, _, number = name.rpartition("/")
+        row = int(PurePosixPath(number).stem)
+        with self._lock:
+            try:
+                return self._group(stem, row)
+            except READ_ERRORS as error:
+                raise UnreadableFileError(f"cannot be read: {first_line(error)}") from None
+
+    def _group(self, stem: str, row: int) -> tuple[RowGroup, int]:
+        for key, group in self._groups.items():
+            if key[0] == stem and 0 <= row - group.first < len(group.images):
+                self._groups.move_to_end(key)
+                return group, row - group.first
+        opened = self._opened(Path(f"{stem}.parquet"))
+        starts = [0, *accumulate(opened.metadata.row_group(n).num_rows for n in range(opened.num_row_groups))]
+        number = bisect_right(starts, row) - 1
+        image, caption = self.dataset.image_column, self.dataset.caption_column
+        leaf = f"{image}.bytes" if f"{image}.bytes" in leaf_names(opened) else image
+        table = opened.read_row_group(number, columns=[leaf, *([caption] if caption else [])], use_threads=False)
+        images = table[image].combine_chunks()
+        images = pa.chunked_array([images.field("bytes") if pa.types.is_struct(images.type) else images])
+        group = RowGroup(starts[number], images, table[caption] if caption else None)
+        self._groups[stem, number] = group
+        if len(self._groups) > GROUPS:
+            self._groups.popitem(last=False)
+        return group, row - group.first
+
+    def _error(self, file: Path, error: Exception) -> DataError:
+        return DataError(
+            f"dataset `{self.dataset.id}`: cannot read {self.folder / file}: {first_line(error)}", "download it again"
+        )
+
+
+def leaf_names(opened: pq.ParquetFile) -> list[str]:
+    """Return the columns of a file, those within a struct as `image.bytes`."""
+    return [opened.schema.column(number).path for number in range(len(opened.schema))]
+
+
+def holds_images(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0 and holds_images(kind.field("bytes").type)
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

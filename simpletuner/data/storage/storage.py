@@ -1,0 +1,240 @@
+"""Where image and caption files are: what a store is asked, and the stores, one row each.
+
+Everything above knows files by name only, a path relative to the store with slashes. A new store is a class with these
+methods and a row in `open_storage`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, Protocol
+
+from simpletuner.data.config.dataset_types import BucketImages, ImageDataset, LocalImages, SnapshotImages
+from simpletuner.data.config.object_store_keys import BucketPlace
+from simpletuner.errors import DataError, EnvironmentNotReady
+from simpletuner.system.files.regular_files import open_regular
+
+INSTALL = "pip install 'simpletuner[s3]'"
+MAX_BYTES = 1 << 30
+"""The largest image that is opened."""
+EXPORTED = {f"{name}{end}" for name in ("pipeline", "pipeline_lora_weights") for end in ("", "-ema")}
+OUTPUT_NAMES = frozenset({"cache", "checkpoints", "validation", "logs", "loss.png", *EXPORTED})
+"""What a run writes into output_dir, for users who keep images in the same folder."""
+
+SETTLED_SECONDS = 10
+NOT_SETTLED = -1
+FolderId = tuple[int, int]
+"""Device and inode of a folder: the same one whatever path or link leads to it."""
+
+CAPTION_SUFFIX = ".txt"
+"""Of the file with an image's caption, beside the image."""
+
+
+class UnreadableFileError(ValueError):
+    """Why a file is not read, as a phrase that follows its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file by name; `version` changes when its content does, `problem` says why it cannot be read."""
+
+    name: str
+    size_bytes: int = 0
+    version: str = ""
+    problem: str = ""
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix.lower()
+
+
+@dataclass
+class Listing:
+    """The files of a store, sorted by the parts of their names, and the names of what is left out because the run
+    itself writes there, which are complete once all files were taken."""
+
+    files: Iterable[StoredFile] = ()
+    left_out: list[str] = field(default_factory=list)
+    folders: dict[str, int] = field(default_factory=dict)
+    """The time of change of each folder that was listed, in ns; NOT_SETTLED where another change may have the same."""
+
+
+class Storage(Protocol):
+    """A place that holds the files of one dataset."""
+
+    @property
+    def concurrent_reads(self) -> int:
+        """How many files are best read at once: more than one where each read waits for a network."""
+        ...
+
+    def list_files(self, suffixes: Collection[str]) -> Listing:
+        """List all files with these lower-case suffixes.
+
+        Raises FileNotFoundError where there is no such place, DataError where it cannot be read.
+        """
+        ...
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for reading and seeking. Raises OSError or UnreadableFileError."""
+        ...
+
+    def open_header(self, name: str) -> BinaryIO:
+        """Open a file of which most often only the beginning is read. Raises as `open` does, also while reading."""
+        ...
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        """Read a small file whole. Raises FileNotFoundError, or UnreadableFileError also for what is larger."""
+        ...
+
+    def describe(self, name: str = "") -> str:
+        """Return the path or address of the store, or of a file in it, for messages."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalStorage:
+    """A folder with all its subfolders; `outputs` are output_dir and the caches, in which nothing is found."""
+
+    folder: Path
+    outputs: tuple[Path, ...] = ()
+    concurrent_reads: int = 1
+
+    def list_files(self, suffixes: Collection[str]) -> Listing:
+        """List files; hidden ones are left out. Links are followed, but never into a folder that contains them."""
+        if not self.folder.is_dir():
+            raise FileNotFoundError(self.folder)
+        listing = Listing()
+        outputs = frozenset(filter(None, map(folder_id, self.outputs)))
+        listing.files = self._walk(self.folder, "", suffixes, frozenset(), outputs, listing)
+        return listing
+
+    def open(self, name: str) -> BinaryIO:
+        return open_regular(self.folder / name)
+
+    def open_header(self, name: str) -> BinaryIO:
+        return self.open(name)
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        try:
+            with open_regular(self.folder / name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > limit_bytes:
+                    raise UnreadableFileError(f"has {size:,} bytes; at most {limit_bytes:,} are read")
+                return file.read(size)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise UnreadableFileError(f"cannot be read: {error.strerror}") from None
+
+    def describe(self, name: str = "") -> str:
+        return str(self.folder / name)
+
+    def _walk(
+        self,
+        folder: Path,
+        prefix: str,
+        suffixes: Collection[str],
+        parents: frozenset[FolderId],
+        outputs: frozenset[FolderId],
+        listing: Listing,
+    ) -> Iterator[StoredFile]:
+        this = folder_id(folder)
+        if this is None or this in parents:  # a link to a folder above would be walked endlessly
+            return
+        if this in outputs and parents:
+            listing.left_out.append(prefix.removesuffix("/"))
+            return
+        listing.folders[prefix] = settled_time(folder)
+        # output_dir may be the image folder itself; then only what a run writes into it is left out.
+        output_names = OUTPUT_NAMES if this in outputs else frozenset()
+        # Folder by folder sorts by parts, not by the whole name: sample indices follow this order, and with it every
+        # batch of a run that resumes. "a/z" comes before "a-b/c" in one and after it in the other.
+        for entry in sorted(scan_folder(folder), key=lambda entry: entry.name):
+            name = prefix + entry.name
+            if entry.name.startswith("."):
+                continue
+            if entry.name in output_names:
+                listing.left_out.append(name)
+            elif is_folder(entry):
+                yield from self._walk(Path(entry.path), f"{name}/", suffixes, parents | {this}, outputs, listing)
+            elif PurePosixPath(name).suffix.lower() in suffixes:
+                yield stored_file(name, entry.stat)
+
+
+def stored_file(name: str, ask: Callable[[], os.stat_result]) -> StoredFile:
+    """Describe a file of a folder. Its version is its size and time of change, as with `make`: hashing the content of
+    every image would read the whole dataset at every start."""
+    try:
+        found = ask()
+    except OSError as error:
+        return StoredFile(name, problem=str(error))
+    if not stat.S_ISREG(found.st_mode):
+        return StoredFile(name, problem="is not a regular file")
+    # Caches and the digests that ranks compare depend on these bytes.
+    return StoredFile(name, found.st_size, f"{found.st_size}-{found.st_mtime_ns}")
+
+
+def settled_time(folder: Path) -> int:
+    """Return a folder's time of change, before it is listed. Times of file systems are as coarse as 2 s, and clocks of
+    servers differ, so of two changes that follow each other the second may not show."""
+    try:
+        changed = folder.stat().st_mtime_ns
+    except OSError:
+        return NOT_SETTLED
+    return changed if time.time_ns() - changed > SETTLED_SECONDS * 1e9 else NOT_SETTLED
+
+
+def folder_id(folder: Path) -> FolderId | None:
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def scan_folder(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a folder. Raises DataError where it cannot be read: training on the rest would go unnoticed."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise DataError(f"cannot read the folder {folder}: {error.strerror}", "check its permissions") from None
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder or links to one; a link that leads to itself is not."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def open_storage(dataset: ImageDataset, outputs: Sequence[Path]) -> Storage:
+    """Return the store of a dataset's files; `outputs` are the folders that the run writes into.
+
+    Raises EnvironmentNotReady where what the store needs is not installed.
+    """
+    if isinstance(dataset, BucketImages):
+        check_obstore(dataset)
+        from simpletuner.data.storage.object_storage import open_bucket
+
+        return open_bucket(dataset)
+    if isinstance(dataset, SnapshotImages):
+        from simpletuner.data.storage.snapshot_storage import SnapshotStorage
+
+        return SnapshotStorage(dataset)
+    assert isinstance(dataset, LocalImages)
+    return LocalStorage(dataset.instance_data_dir, tuple(outputs))
+
+
+def check_obstore(place: BucketPlace) -> None:
+    """Raise EnvironmentNotReady where obstore is not installed."""
+    if find_spec("obstore") is None:
+        where = f"dataset `{place.id}` is in {place.service.name}"
+        raise EnvironmentNotReady(f"{where}, and obstore is not installed", INSTALL)

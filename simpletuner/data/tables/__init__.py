@@ -1,0 +1,1 @@
+"""Parquet and CSV tables of images, and images that are named by URL."""

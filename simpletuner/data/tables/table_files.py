@@ -1,0 +1,316 @@
+"""Read a table of images: its columns, whatever its format, as identifiers, captions and sizes.
+
+Arrow's threads are never used: now and then they abort a process at its exit. Parts of a table are read in our own.
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+import pyarrow.json as pa_json
+import pyarrow.parquet as pq
+
+from simpletuner.data.config.dataset_types import LARGEST_PIXELS, BucketImages, ImageDataset
+from simpletuner.data.config.tables import BLOCK, FORMATS, TABLE_STRATEGIES, TableSettings
+from simpletuner.data.storage.storage import Storage, UnreadableFileError
+from simpletuner.errors import DataError
+from simpletuner.settings.declared.errors import nearest
+from simpletuner.system.files.checksums import stream_checksum, value_checksum
+from simpletuner.system.files.regular_files import check_regular
+from simpletuner.system.processes.threads import map_in_threads
+
+ROWS = 65_536
+JSON_BLOCK_BYTES = 16 << 20
+"""A longer line is refused; pyarrow's own limit is 1 MiB."""
+MAX_LETTERS = 200
+"""Of what pyarrow says."""
+MAX_COLUMNS = 20
+CAPTION_COLUMN = "caption"
+SIZE_COLUMNS = {"width_column": "width", "height_column": "height"}
+"""Columns by these names are read where the dataset names none."""
+
+ROW = pa.schema(
+    {
+        "identifier": pa.large_string(),
+        "captions": pa.large_list(pa.large_string()),
+        "width": pa.int32(),
+        "height": pa.int32(),
+    }
+)
+"""One row of a table; sizes in px, 0 where there is no usable one."""
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """The table of a dataset: a local file, or for images in a bucket, an object there if its path is relative."""
+
+    dataset: ImageDataset
+    storage: Storage
+    settings: TableSettings
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """What settings are called where they are not those of `parquet`."""
+
+    @property
+    def address(self) -> str:
+        return self.storage.describe(self.name) if self.is_stored else str(self.settings.path)
+
+    @property
+    def name(self) -> str:
+        return self.settings.path.as_posix()
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the store of the images holds it."""
+        return isinstance(self.dataset, BucketImages) and not self.settings.path.is_absolute()
+
+    def settings_id(self) -> str:
+        """Return a checksum of all settings that decide what is taken from the table."""
+        values = self.settings.model_dump(mode="json", exclude={"path"})
+        return value_checksum({"columns": values, "metadata_backend": self.dataset.metadata_backend})[-8:]
+
+    def version(self) -> str:
+        """Return a text that changes with the table's content, and with what is taken from it. Raises DataError."""
+        with self._opened() as file:
+            return f"{self.settings_id()}-{stream_checksum(file)[-16:]}"
+
+    def is_file(self, name: str) -> bool:
+        """Whether a file of the dataset's store is the table."""
+        if self.is_stored:
+            return name == self.name
+        return Path(self.storage.describe(name)).resolve() == self.settings.path.resolve()
+
+    def with_own_columns(self) -> TableFile:
+        """Return this table with names of columns where none are given: those that it has. Raises DataError."""
+        settings, chosen = self.settings, dict[str, Any]()
+        if self.dataset.caption_strategy in TABLE_STRATEGIES and not settings.caption_columns:
+            chosen["caption_column"] = [CAPTION_COLUMN]
+        if self.dataset.metadata_backend == BLOCK and not settings.size_columns:
+            with self._opened() as file:
+                schema = SCHEMAS[self.kind](file)
+            if all(name in schema.names and is_number(schema.field(name).type) for name in SIZE_COLUMNS.values()):
+                chosen |= SIZE_COLUMNS
+        return replace(self, settings=settings.model_copy(update=chosen))
+
+    @property
+    def gives_sizes(self) -> bool:
+        """Whether it replaces headers; of a table whose columns are named."""
+        return self.dataset.may_have_sizes_from_table and bool(self.settings.size_columns)
+
+    @property
+    def kind(self) -> str:
+        return FORMATS[self.settings.path.suffix.lower()]
+
+    def rows(self) -> pa.Table:
+        """Read the table (ROW), whose columns are named. Raises DataError."""
+        with self._opened() as file:
+            parts = map_in_threads(
+                lambda part: [self._row_batch(each) for each in part],
+                READERS[self.kind](file, self.settings, self._require),
+            )
+            return pa.Table.from_batches([batch for part in parts for batch in part], ROW)
+
+    def error(self, why: str, hint: str = "") -> DataError:
+        return DataError(
+            f"dataset `{self.dataset.id}`: the table {self.address} {why}", hint or "see `Tables` in docs/data.md"
+        )
+
+    @contextmanager
+    def _opened(self) -> Iterator[pa.NativeFile]:
+        """Open the table; what is raised while it is read becomes a DataError."""
+        try:
+            yield self._open()
+        except FileNotFoundError:
+            where = "below the prefix, or an absolute local one" if self.is_stored else "as it is seen from here"
+            raise self.error(
+                "does not exist", f"set {self.keys.get('path', 'parquet.path')} to its path, {where}"
+            ) from None
+        except UnreadableFileError as error:
+            raise self.error(str(error)) from None
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            why = f"cannot be read as {self.kind}: {plain_reason(error)}"
+            raise self.error(why, HINTS.get(self.kind, "")) from None
+
+    def _open(self) -> pa.NativeFile:
+        if self.is_stored:
+            return pa.BufferReader(self.storage.open(self.name).read())
+        check_regular(self.settings.path)
+        return pa.OSFile(self.address)
+
+    def _require(self, names: Sequence[str]) -> list[str]:
+        """Return the columns that are asked for. Raises DataError where the table lacks one, or has it twice."""
+        asked = wanted_columns(self.settings)
+        for key, name in asked:
+            if name not in names:
+                shown = ", ".join(f"`{each}`" for each in names[:MAX_COLUMNS]) or "none"
+                more = f" and {len(names) - MAX_COLUMNS:,} more" * (len(names) > MAX_COLUMNS)
+                raise self.error(
+                    f"has no column `{name}`{nearest(name, names)}",
+                    f"correct {self.keys.get(key, f'parquet.{key}')}; its columns: {shown}{more}",
+                )
+            if names.count(name) > 1:
+                raise self.error(f"has two columns `{name}`", "rename one of them")
+        return list(dict.fromkeys(name for _, name in asked))
+
+    def _row_batch(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        batch.validate(full=True)  # Parquet's texts may hold anything
+        settings = self.settings
+        identifiers = self._texts(batch, settings.filename_column, or_number=True)
+        captions = [self._captions(batch, name) for name in settings.caption_columns]
+        sizes = [self._sides(batch, name) for name in settings.size_columns] or [np.zeros(len(batch), np.int32)] * 2
+        usable = (sizes[0] > 0) & (sizes[1] > 0) & (sizes[0].astype(np.int64) * sizes[1] <= LARGEST_PIXELS)
+        columns = [identifiers, first_captions(captions, len(batch)), *(np.where(usable, side, 0) for side in sizes)]
+        return pa.record_batch(
+            [pa.array(each, field.type) for each, field in zip(columns, ROW, strict=True)], schema=ROW
+        )
+
+    def _texts(self, batch: pa.RecordBatch, name: str, or_number: bool = False) -> pa.Array:
+        column = plain(batch.column(name))
+        if not is_text(column.type) and not (or_number and pa.types.is_integer(column.type)):
+            raise self.error(f"has {column.type} in column `{name}`, not text")
+        return pc.fill_null(column.cast(pa.large_string()), "")
+
+    def _captions(self, batch: pa.RecordBatch, name: str) -> pa.LargeListArray:
+        """Return the captions of each row in one column: a text, or a list of them."""
+        column = batch.column(name)
+        if is_list(column.type):
+            values, parents = pc.list_flatten(column), pc.list_parent_indices(column).to_numpy()
+            texts = self._texts(pa.record_batch([values], [name]), name)
+        else:
+            texts, parents = self._texts(batch, name), np.arange(len(batch))
+        return captions_by_row(pc.utf8_trim_whitespace(texts), parents, len(batch))
+
+    def _sides(self, batch: pa.RecordBatch, name: str) -> np.ndarray:
+        """Return a side of each image, 0 where it is missing or no size."""
+        column = plain(batch.column(name))
+        kind = column.type
+        if not is_number(kind):
+            raise self.error(f"has {kind} in column `{name}`, not whole numbers")
+        sides = pc.fill_null(column.cast(pa.float64(), safe=False), 0).to_numpy(zero_copy_only=False)
+        return np.where((sides > 0) & (sides <= LARGEST_PIXELS) & (sides == np.floor(sides)), sides, 0).astype(np.int32)
+
+
+def table_of(dataset: ImageDataset, storage: Storage) -> TableFile | None:
+    return TableFile(dataset, storage, dataset.parquet) if dataset.parquet else None
+
+
+def wanted_columns(settings: TableSettings) -> list[tuple[str, str]]:
+    """Return key and name of each column that is asked for."""
+    return [
+        ("filename_column", settings.filename_column),
+        *(("caption_column", name) for name in settings.caption_column),
+        *(("fallback_caption_column", name) for name in settings.caption_columns[len(settings.caption_column) :]),
+        *zip(("width_column", "height_column"), settings.size_columns, strict=False),
+    ]
+
+
+Require = Callable[[Sequence[str]], list[str]]
+
+
+Parts = Iterator[Iterable[pa.RecordBatch]]
+"""The batches of a table, in parts that may be read at the same time."""
+
+
+def read_parquet(file: pa.NativeFile, settings: TableSettings, require: Require) -> Parts:
+    opened = pq.ParquetFile(file, pre_buffer=False)
+    columns = require(opened.schema_arrow.names)
+    for group in range(opened.num_row_groups):
+        reader = pq.ParquetFile(file, metadata=opened.metadata, pre_buffer=False)  # one is for one thread
+        # In batches: memory that is used again costs less than what is new, of which the whole table takes gigabytes.
+        yield reader.iter_batches(ROWS, row_groups=[group], columns=columns, use_threads=False)
+
+
+def read_csv(file: pa.NativeFile, settings: TableSettings, require: Require) -> Parts:
+    """Read texts as they are written: `0001` is a name, not a number."""
+    texts = dict.fromkeys([settings.filename_column, *settings.caption_columns], pa.string())
+    return with_columns(
+        pa_csv.read_csv(
+            file,
+            pa_csv.ReadOptions(use_threads=False),
+            pa_csv.ParseOptions(newlines_in_values=True),
+            pa_csv.ConvertOptions(column_types=texts | dict.fromkeys(settings.size_columns, pa.float64())),
+        ),
+        require,
+    )
+
+
+def read_json(file: pa.NativeFile, settings: TableSettings, require: Require) -> Parts:
+    return with_columns(pa_json.read_json(file, pa_json.ReadOptions(False, JSON_BLOCK_BYTES)), require)
+
+
+def with_columns(table: pa.Table, require: Require) -> Parts:
+    return ([each] for each in table.select(require(table.column_names)).to_batches(ROWS))
+
+
+READERS: Mapping[str, Callable[[pa.NativeFile, TableSettings, Require], Parts]] = {
+    "Parquet": read_parquet,
+    "CSV": read_csv,
+    "JSON lines": read_json,
+}
+SCHEMAS: Mapping[str, Callable[[pa.NativeFile], pa.Schema]] = {
+    "Parquet": pq.read_schema,
+    "CSV": lambda file: (
+        pa_csv.open_csv(
+            file, pa_csv.ReadOptions(use_threads=False), pa_csv.ParseOptions(newlines_in_values=True)
+        ).schema
+    ),
+    "JSON lines": lambda file: pa_json.open_json(file, pa_json.ReadOptions(False, JSON_BLOCK_BYTES)).schema,
+}
+"""The columns of a table by its first rows."""
+HINTS = {
+    "CSV": "commas between columns, a first line with their names, quotes around texts with commas, UTF-8",
+    "JSON lines": "write one JSON object per line, not a list of them",
+}
+
+
+def plain(column: pa.Array) -> pa.Array:
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def is_text(kind: pa.DataType) -> bool:
+    return (
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind) or kind == pa.string_view()
+    )
+
+
+def is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def captions_by_row(texts: pa.Array, parents: np.ndarray, rows: int) -> pa.LargeListArray:
+    """Return those texts that are not empty, as one list per row; `parents` (texts,) are the rows, in order."""
+    filled = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)
+    counts = np.bincount(parents[filled], minlength=rows)
+    texts = texts if filled.all() else texts.filter(pa.array(filled))
+    return pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(counts)]), texts)
+
+
+def first_captions(columns: Sequence[pa.LargeListArray], rows: int) -> pa.LargeListArray:
+    """Return for each row the captions of the first column that has some."""
+    chosen = pa.LargeListArray.from_arrays(np.zeros(rows + 1, np.int64), pa.array([], pa.large_string()))
+    for column in reversed(columns):
+        has_some = pc.greater(pc.list_value_length(column), 0)
+        chosen = column if pc.all(has_some).as_py() else pc.if_else(has_some, column, chosen)
+    return chosen
+
+
+def plain_reason(error: Any) -> str:
+    """Return what pyarrow says in one line of printable characters."""
+    line = " ".join((error.strerror if isinstance(error, OSError) and error.strerror else str(error)).split())
+    shown = line if line.isprintable() else json.dumps(line)
+    return shown if len(shown) <= MAX_LETTERS else f"{shown[:MAX_LETTERS]}..."

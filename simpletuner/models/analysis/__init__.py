@@ -1,0 +1,1 @@
+"""FLOPs, traces of a step, and detection of blocks."""

@@ -1,0 +1,1 @@
+"""Known families by name, their published checkpoints and architectures; no torch."""

@@ -1,0 +1,129 @@
+"""The denoiser that settings name, without building or downloading it: diffusers' class and its config; no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.catalog.parameter_count import DENOISERS
+from simpletuner.models.catalog.registry import (
+    TINY,
+    Architecture,
+    check_model,
+    flavour_of,
+    flavours_of,
+    tiny_architecture,
+)
+from simpletuner.settings.declared.sections import Model
+from simpletuner.system.files.regular_files import read_file
+
+CONFIGS = (*(f"{name}/config.json" for name in DENOISERS), "config.json")
+"""Paths of the denoiser's config in a pipeline's folder, or in the denoiser's own."""
+
+
+def architecture_of(model: Model, warn: Callable[[str], None]) -> Architecture:
+    """The denoiser as the folder has it, else the local hub cache, else as published with the flavour.
+
+    Raises SettingsError for a model that is not known or no folder, EnvironmentNotReady for a folder with no denoiser.
+    """
+    name = model.pretrained_model_name_or_path
+    if name and (folder := Path(name).expanduser()).is_dir():
+        return architecture_in_folder(folder)
+    if is_path(name):
+        raise SettingsError(f"{name} is no folder", "check pretrained_model_name_or_path")
+    if not name:
+        check_named(model)
+    flavour = flavour_of(model)
+    return architecture_in_hub_cache(
+        name or (flavour.hub if flavour else ""), model.revision
+    ) or published_architecture(model, warn)
+
+
+def folder_of(model: Model) -> str:
+    """The absolute path of the folder that the settings name, or what they name if it is none."""
+    name = model.pretrained_model_name_or_path
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if name and folder.is_dir() else name
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a path: hub ids are NAME or OWNER/NAME."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
+
+
+def architecture_in_folder(folder: Path) -> Architecture:
+    """The denoiser in a pipeline's folder, or in its own. Raises EnvironmentNotReady if there is none."""
+    for path in (folder / name for name in CONFIGS):
+        if path.is_file():
+            return architecture_in_config(path)
+    raise EnvironmentNotReady(
+        f"{folder} holds neither {', nor '.join(CONFIGS)}",
+        "pretrained_model_name_or_path must be a pipeline's or a denoiser's folder in diffusers format",
+    )
+
+
+def check_named(model: Model) -> None:
+    """Raise SettingsError if no family is named, or none that is known."""
+    if not model.model_family:
+        raise SettingsError(
+            "which model? model_family says it, or pretrained_model_name_or_path a folder",
+            "`simpletuner models` lists all families",
+        )
+    check_model(model)
+
+
+def architecture_in_hub_cache(name: str, revision: str | None) -> Architecture | None:
+    """The denoiser of an earlier download from the hub; None if there is none, or if it cannot tell."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if not name or not (Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir():
+        return None  # the usual case; the import below takes 0.1 s
+    from huggingface_hub import try_to_load_from_cache
+
+    for config in CONFIGS:
+        path = try_to_load_from_cache(name, config, revision=revision)
+        if isinstance(path, str):
+            with suppress(EnvironmentNotReady):  # such as the config.json of another library
+                return architecture_in_config(Path(path))
+    return None
+
+
+def architecture_in_config(path: Path) -> Architecture:
+    """The denoiser that a config.json describes. Raises EnvironmentNotReady if it describes none."""
+    try:
+        config: Any = json.loads(read_file(path))
+    except OSError as error:
+        raise EnvironmentNotReady(f"cannot read {path}: {error.strerror}", "copy or download the model again") from None
+    except (ValueError, RecursionError) as error:
+        raise EnvironmentNotReady(f"cannot read {path}: {error}", "copy or download the model again") from None
+    class_name = config.get("_class_name") if isinstance(config, dict) else None
+    if not isinstance(class_name, str):
+        raise EnvironmentNotReady(
+            f"{path} names no _class_name: it is no model of diffusers", "check pretrained_model_name_or_path"
+        )
+    return Architecture(class_name, source=str(path), config=config)
+
+
+def published_architecture(model: Model, warn: Callable[[str], None]) -> Architecture:
+    """The denoiser of the flavour that has this hub id, else of the chosen one, else of the family's default.
+
+    Raises SettingsError where nothing is published.
+    """
+    check_named(model)
+    if (tiny := tiny_architecture(model)) is not None:
+        return tiny
+    name, flavours = model.pretrained_model_name_or_path, flavours_of(model.model_family)
+    if not flavours or (model.model_flavour == TINY and not name):
+        raise SettingsError(
+            f"the denoiser of {model.model_family} is not known without a folder: it is a family of your own",
+            "set pretrained_model_name_or_path to a pipeline's folder (a tiny run leaves one in its output_dir)",
+        )
+    same = next((flavour for flavour in flavours.values() if flavour.hub == name), None)
+    chosen = same or flavours.get(model.model_flavour) or next(iter(flavours.values()))
+    if name and same is None:
+        warn(f"{name} is neither a folder nor in the local hub cache: this is {chosen.hub}, as published")
+    return chosen.architecture

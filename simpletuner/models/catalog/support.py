@@ -1,0 +1,209 @@
+"""What `train` refuses or warns about before a rank is started, from the settings and presets alone; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from simpletuner.data.config.validation_prompts import ValidationPrompt
+from simpletuner.errors import SettingsError
+from simpletuner.models.catalog.architecture import architecture_in_folder, is_path
+from simpletuner.models.catalog.registry import (
+    Preset,
+    check_heads,
+    check_pipeline,
+    check_trainable,
+    flavour_of,
+    heads_of,
+    load_preset,
+    presets,
+    published_shift,
+)
+from simpletuner.models.single_file.source import check_single_file, named_file
+from simpletuner.settings import Loaded
+from simpletuner.settings.declared.errors import broken, shorten
+from simpletuner.settings.declared.sections import SECTION_OF, Model, Settings, setting_fields
+from simpletuner.settings.resolving.places import naming_places, with_places
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The families in which a setting has an effect, what they have in common, and whether it does harm in others."""
+
+    includes: Callable[[Preset], bool]
+    what: str
+    harms: bool = False
+
+
+def is_diffusion(preset: Preset) -> bool:
+    return preset.is_diffusion
+
+
+def is_flow(preset: Preset) -> bool:
+    return preset.objective == "flow"
+
+
+SCOPES = {
+    # Harmful: it would be exported with the scheduler of a flow, which would then sample with it.
+    "prediction_type": Scope(is_diffusion, "diffusion", harms=True),
+    "snr_gamma": Scope(is_diffusion, "diffusion"),
+    "flow_schedule_shift": Scope(is_flow, "flow matching"),
+    "flow_schedule_auto_shift": Scope(is_flow, "flow matching"),
+    "flow_sigmoid_scale": Scope(is_flow, "flow matching"),
+    "flow_use_uniform_schedule": Scope(is_flow, "flow matching"),
+    "flux_guidance_value": Scope(lambda preset: preset.embeds_guidance, "models that embed the guidance scale"),
+    "tokenizer_max_length": Scope(lambda preset: not preset.fixed_prompt_length, "text encoders of variable length"),
+}
+"""The settings that do not have an effect in every family."""
+
+
+def check_runnable(loaded: Loaded) -> Loaded:
+    """Add a warning to the settings for each that has no effect in its family.
+
+    Raises SettingsError for what this version cannot run.
+    """
+    settings = loaded.settings
+    with naming_places(loaded.origins, "model_family", "model_flavour"):
+        check_trainable(settings.model)
+        check_lora(settings)
+    with naming_places(loaded.origins, "model_family", "model_flavour", "context_parallel_size"):
+        check_context_parallel(settings)
+    with naming_places(loaded.origins, "pretrained_model_name_or_path", "single_file_config"):
+        check_path(settings.model)
+        check_folder(settings.model)
+        check_sizes(settings)
+    without_effect = list(settings_without_effect(loaded))
+    if harmful := [sentence for sentence, harms in without_effect if harms]:
+        raise SettingsError("\n  ".join(harmful), "leave it out")
+    return replace(loaded, warnings=(*loaded.warnings, *(sentence for sentence, _ in without_effect)))
+
+
+def check_lora(settings: Settings) -> None:
+    """Raise SettingsError for a LoRA that no pipeline could load, or that goes on from a file that is not there."""
+    model, start = settings.model, settings.lora.lora_init
+    preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
+    if model.model_type == "lora" and preset and not preset.loads_lora:
+        able = [name for name, each in presets().items() if each.loads_lora and each.family_class]
+        message = f"model_type=lora: diffusers' pipeline of {model.model_family} cannot load a LoRA"
+        hint = f"set model_type=full, or take another family: {', '.join(able)}"
+        raise SettingsError(mistakes=[broken(message, "model_type", "model_family")], hint=hint)
+    if start is not None and not start.exists():
+        message = f"lora_init = {start}: there is no such file or folder"
+        hint = "name a pytorch_lora_weights.safetensors or its folder; `hf download` fetches published ones"
+        raise SettingsError(mistakes=[broken(message, "lora_init")], hint=hint)
+
+
+def check_context_parallel(settings: Settings) -> None:
+    """Raise SettingsError for a denoiser that cannot be split, or not over so many ranks.
+
+    What only the model's own config can tell is found by `check_engine`, before anything is encoded.
+    """
+    model, parallel = settings.model, settings.parallel
+    preset = load_preset(model.model_family)
+    if parallel.context_parallel_size == 1 or preset is None or model.model_family in (model.model_families or {}):
+        return
+    if preset.unsplittable:
+        splittable = [name for name, each in presets().items() if each.heads]
+        raise SettingsError(
+            f"{model.model_family} cannot be split by context_parallel_size: {preset.unsplittable}",
+            f"leave it out, or train one of {', '.join(splittable)}",
+        )
+    if (folder := Path(model.pretrained_model_name_or_path).expanduser()).is_dir() and folder.name:
+        config = architecture_in_folder(folder).config
+    elif (flavour := flavour_of(model)) and not model.pretrained_model_name_or_path:
+        config = flavour.architecture.config
+    else:
+        return
+    check_heads(model.model_family, heads_of(preset, config), parallel)
+
+
+def check_sizes(settings: Settings) -> None:
+    """Raise SettingsError for sizes of buckets or of validation images that the family cannot train or sample."""
+    size, family = settings.validation.validation_resolution, settings.model.model_family
+    alignment = settings.data.aspect_bucket_alignment
+    multiple = image_multiple(settings.model)
+    if alignment % multiple:
+        message = (
+            f"aspect_bucket_alignment = {alignment}: with model_family={family} both sides of an image must be "
+            f"multiples of {multiple} px"
+        )
+        hint = f"set aspect_bucket_alignment={max(1, round(alignment / multiple)) * multiple}"
+        raise SettingsError(mistakes=[broken(message, "aspect_bucket_alignment")], hint=hint)
+    check_sides("validation_resolution", size, "validation_resolution", family, multiple)
+
+
+def check_prompt_sizes(settings: Settings, prompts: Iterable[ValidationPrompt]) -> None:
+    """Raise SettingsError for sizes in a file of prompts that the family cannot sample."""
+    family = settings.model.model_family
+    for each in prompts:
+        name = f"resolution of the prompt {shorten(each.prompt)}"
+        check_sides(name, each.resolution, "validation_prompt_file", family, image_multiple(settings.model))
+
+
+def check_sides(name: str, size: str, setting: str, family: str, multiple: int) -> None:
+    sides = [int(side) for side in re.findall(r"\d+", size)]
+    if any(side % multiple for side in sides):
+        nearest = re.sub(r"\d+", lambda side: str(max(1, round(int(side[0]) / multiple)) * multiple), size)
+        needed = f"all sides must be multiples of {multiple} px with model_family={family}"
+        raise SettingsError(mistakes=[broken(f"{name} = {size}: {needed}", setting)], hint=f"the nearest is {nearest}")
+
+
+def image_multiple(model: Model) -> int:
+    """Return what the sides of images must be multiples of, in px."""
+    preset = load_preset(model.model_family)
+    # Of a user's own family only what its VAE does is known, which makes 1 of 8 px in all that are published.
+    return preset.image_multiple if preset and model.model_family not in (model.model_families or {}) else 8
+
+
+def settings_without_effect(loaded: Loaded) -> Iterator[tuple[str, bool]]:
+    """Yield a sentence for each setting that was changed and has no effect in its family, and whether it does harm."""
+    settings, family = loaded.settings, loaded.settings.model.model_family
+    preset = load_preset(family)
+    # Of a user's own family nothing is known before it is imported; opening it checks its objective.
+    if preset is None or family in (settings.model.model_families or {}):
+        return
+    for name, scope in SCOPES.items():
+        value = getattr(getattr(settings, SECTION_OF[name]), name)
+        if not scope.includes(preset) and value != setting_fields()[name].default:
+            message = f"{name} = {value} has no effect with model_family={family}: it is for {scope.what}"
+            yield str(with_places(broken(message, name), loaded.origins)), scope.harms
+
+
+def family_defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
+    """Return what the model's family decides of settings that are empty: each one's value, and what it is."""
+    shift = published_shift(settings.model)
+    if settings.objective.flow_schedule_shift is not None or settings.objective.flow_schedule_auto_shift or not shift:
+        return {}
+    name = f"{settings.model.model_family} {settings.model.model_flavour}".strip()
+    return {"flow_schedule_shift": (shift, f"that of {name}'s published scheduler at 1024 px")}
+
+
+def check_path(model: Model) -> None:
+    """Raise SettingsError for a path that does not exist, or that is a file which cannot be read."""
+    name = model.pretrained_model_name_or_path
+    path = Path(name).expanduser()
+    if not name or path.is_dir():
+        return
+    if named_file(model) is not None:
+        check_single_file(model)
+    elif path.is_file() or is_path(name):
+        raise SettingsError(
+            f"{name} is no folder", "pretrained_model_name_or_path is a folder, a .safetensors file or a hub id"
+        )
+
+
+def check_folder(model: Model) -> None:
+    """Raise what `load_family` would raise for a folder without a readable model_index.json, or of another family.
+
+    Of a user's own family only its class knows which pipelines it opens.
+    """
+    folder = Path(model.pretrained_model_name_or_path).expanduser()
+    preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
+    if not model.pretrained_model_name_or_path or not folder.is_dir() or preset is None:
+        return
+    from simpletuner.models.folder.malformed import read_json
+
+    check_pipeline(folder, read_json(folder / "model_index.json").get("_class_name"), model.model_family)

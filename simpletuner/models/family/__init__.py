@@ -1,0 +1,1 @@
+"""The base class of families with its parts: objectives, VAE, text encoding, LoRA."""

@@ -1,0 +1,186 @@
+"""LoRA by peft (Hu et al. 2021, arXiv:2106.09685): which layers are adapted, and the tensors that are trained.
+
+peft adds a pair of matrices to each adapted layer of the denoiser. Checkpoints and exported files name them as peft
+does: `<layer>.lora_A.weight` (rank x in) and `<layer>.lora_B.weight` (out x rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from simpletuner.data.sampler.permutation import hash_key
+from simpletuner.errors import SettingsError
+from simpletuner.settings.declared.errors import nearest
+from simpletuner.settings.declared.sections import Settings
+
+ATTENTION = (
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+    "to_qkv_mlp_proj",
+)
+"""Names of attention projections in diffusers; the last one is FLUX.2's, which also holds the MLP."""
+
+ADAPTER = "default"
+"""peft's name of the adapter in the names of parameters; files leave it out."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA: `targets` are the suffixes that lora_target_modules has, `modules` the full names of the layers."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+    modules: tuple[str, ...]
+    seed: int
+
+    @classmethod
+    def of(cls, model: nn.Module, settings: Settings, unused: tuple[str, ...]) -> Adapter:
+        """Find the layers to adapt. Raises SettingsError for a target that matches no layer of the model.
+
+        Layers whose names begin with one of `unused` get no gradient, so they are left out.
+        """
+        own = settings.lora
+        targets = tuple(sorted({name.strip() for name in own.lora_target_modules.split(",")} - {""}))
+        targets = targets or attention_projections(model)
+        if not targets:
+            raise SettingsError(
+                f"{type(model).__name__} has no attention projection with one of diffusers' usual names",
+                f"name the layers to adapt with lora_target_modules: it has {', '.join(ends_of_layers(model))}",
+            )
+        modules = [name for name in layers_named(model, targets) if not name.startswith(unused)]
+        return cls(
+            rank=own.lora_rank,
+            alpha=own.lora_rank if own.lora_alpha is None else own.lora_alpha,
+            dropout=own.lora_dropout,
+            targets=targets,
+            modules=tuple(modules),
+            seed=settings.training.seed,
+        )
+
+    def as_settings(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint's weights depend on, by name."""
+        targets = ",".join(self.targets)
+        return {"lora_rank": self.rank, "lora_alpha": float(self.alpha), "lora_target_modules": targets}
+
+    def attach(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Insert the matrices, in float32, and return them by name. B is 0, so the output does not change yet.
+
+        Their values depend on the seed alone, so they are the same on all ranks. In a model on the meta device they
+        are on the meta device.
+        """
+        from peft import LoraConfig, inject_adapter_in_model
+
+        config = LoraConfig(
+            r=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=list(self.modules)
+        )
+        is_meta = next(model.parameters()).is_meta
+        # Hashed: on a CPU torch's generator keeps the lower 32 bits of a seed only.
+        torch.default_generator.manual_seed(hash_key(self.seed, "lora"))
+        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=is_meta)
+        trained = {file_name(name): each for name, each in model.named_parameters() if is_adapter(name)}
+        for each in trained.values():
+            each.data = each.data.float()
+        return trained
+
+
+def attention_projections(model: nn.Module) -> tuple[str, ...]:
+    """Return the attention projections of a denoiser, which are the default of lora_target_modules."""
+    return tuple(sorted(name for name in ATTENTION if layers_ending_with(model, name)))
+
+
+def count_targets(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Count, for each attention projection, its layers and the parameters that a LoRA of rank 1 has on them."""
+    counts = {}
+    for target in attention_projections(model):
+        shapes = [model.get_parameter(f"{name}.weight").shape for name in layers_ending_with(model, target)]
+        counts[target] = {"layers": len(shapes), "parameters_per_rank": sum(sum(shape[:2]) for shape in shapes)}
+    return counts
+
+
+def layers_named(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Return the names of all layers that end with a target. Raises SettingsError for a target that matches none."""
+    found: dict[str, None] = {}
+    for target in targets:
+        layers = layers_ending_with(model, target)
+        if not layers:
+            ends = ends_of_layers(model)
+            raise SettingsError(
+                f"lora_target_modules: {type(model).__name__} has no layer `{target}`{nearest(target, ends)}",
+                f"it has {', '.join(ends)}; `simpletuner detect-blocks --lora` shows those of attention",
+            )
+        found |= dict.fromkeys(layers)
+    return list(found)
+
+
+def layers_ending_with(model: nn.Module, target: str) -> list[str]:
+    """Return the names of linear and convolution layers that end with the dotted name `target`; all if it is empty."""
+    kinds = (nn.Linear, nn.Conv2d)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    return [name for name in names if not target or f".{name}".endswith(f".{target}")]
+
+
+def end_of(name: str) -> str:
+    """Return the last part of a layer's name, and the one before it if the last is a number: `to_q`, `to_out.0`."""
+    parts = name.split(".")
+    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+
+
+def ends_of_layers(model: nn.Module) -> list[str]:
+    """Return what lora_target_modules may name."""
+    return sorted({end_of(name) for name in layers_ending_with(model, "")})
+
+
+def is_adapter(name: str) -> bool:
+    return f".{ADAPTER}." in name and ".lora_" in name
+
+
+def file_name(name: str) -> str:
+    """Return a parameter's name in files: `to_q.lora_A.default.weight` -> `to_q.lora_A.weight`."""
+    layer, _, weight = name.rpartition(f".{ADAPTER}.")
+    return f"{layer}.{weight}"
+
+
+def freeze(model: nn.Module, dtype: torch.dtype) -> None:
+    """Freeze all weights of a model on the meta device, and convert its matrices to `dtype`.
+
+    Norms and biases stay float32: they are small, and autocast uses them in float32. So do the modules in diffusers'
+    `_keep_in_fp32_modules`.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        if parameter.ndim > 1 and not is_kept_in_float32(model, name):
+            parameter.data = parameter.data.to(dtype)
+
+
+def is_kept_in_float32(model: nn.Module, name: str) -> bool:
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return any(part in name.split(".") for part in kept)
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Disable the adapters within the block."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)

@@ -1,0 +1,318 @@
+"""The base class of model families: everything the rest of the program asks of a model.
+
+A subclass states what differs: which pipeline of diffusers it is, how captions are encoded, how the denoiser is called.
+Loading, caching, sampling and export are the same for all. `docs/families.md` shows how to add a family.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.data.images.geometry import Geometry, Size
+from simpletuner.errors import SettingsError
+from simpletuner.models.family.adapter import Adapter
+from simpletuner.models.family.objectives import Objective, keep_float32
+from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
+from simpletuner.models.family.vae import Vae, downscale_of
+from simpletuner.models.folder.diffusers_io import (
+    TEXT_PARTS,
+    build_on_meta,
+    cast_inputs,
+    component_class,
+    diffusers_class,
+    refuse_second_denoiser,
+    require_packages,
+)
+from simpletuner.models.folder.malformed import read_config, read_json
+from simpletuner.parallel.context.context_parallel import SequencePlan
+from simpletuner.settings.declared.sections import Settings
+
+CLIP_TOKENS = 77
+"""Length of every prompt that CLIP encodes."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one image: (width, height) in px, number of denoising steps, guidance scale, seed."""
+
+    size: Size
+    steps: int
+    guidance: float
+    seed: int
+
+    def kwargs(self) -> dict[str, Any]:
+        """Arguments that every pipeline of diffusers takes, so that it returns latents."""
+        return {
+            "width": self.size[0],
+            "height": self.size[1],
+            "num_inference_steps": self.steps,
+            "guidance_scale": self.guidance,
+            # A generator on the CPU gives the same noise on every device.
+            "generator": torch.Generator().manual_seed(self.seed),
+            "output_type": "latent",
+        }
+
+
+class ModelFamily(ABC):
+    """A model family, opened from one pipeline folder in diffusers format.
+
+    A subclass defines `pipelines`, `objective`, `encode_prompts` and `predict`, and overrides anything else only where
+    its pipeline differs. `self.config` is the denoiser's config.json, `self.index` the pipeline's model_index.json.
+    """
+
+    pipelines: ClassVar[tuple[str, ...]] = ()
+    """Pipeline classes of diffusers; a folder that names none of them is opened as the first."""
+
+    denoiser_name: ClassVar[str] = "transformer"
+    """The denoiser's component in the pipeline, which is also the name of its folder: `transformer` or `unet`."""
+
+    float32_inputs: ClassVar[tuple[str, ...]] = ("timestep",)
+    """Arguments of the denoiser's `forward` (or keys of a dict among them) that stay float32 while sampling in bf16:
+    times, sizes and positions, which bf16 would round above 256. All other floating-point inputs are cast."""
+
+    host_inputs: ClassVar[tuple[str, ...]] = ()
+    """Conditioning that `predict` reads, such as masks whose lengths become shapes. In training it stays in the host's
+    memory, pinned, since reading it from a GPU would wait for all that is queued there."""
+
+    round_sigmas_in_bf16: ClassVar[Callable[[Tensor], Tensor]] = staticmethod(keep_float32)
+    """Flow matching in bf16: maps the sigmas of a batch to those that the denoiser computes with (objectives.py)."""
+
+    outputs_vae_latents: ClassVar[bool] = False
+    """Whether the pipeline returns latents as its VAE decodes them, not as the denoiser sees them."""
+
+    padding_mask: ClassVar[str] = ""
+    """Name of the mask by which the denoiser ignores padding, so that embeddings are cached without it. Empty where
+    padding is attended to, as in Flux, or is zeros already, which are not stored either."""
+
+    text_width: ClassVar[str] = "joint_attention_dim"
+    """Key of the denoiser's config that holds the width of `prompt_embeds`."""
+
+    packing: ClassVar[int] = 1
+    """The denoiser's input channels for each channel of the latents: 4 where it is given 2x2 patches."""
+
+    tiny_pipeline: ClassVar[str] = ""
+    """Import path, `package.module:function`, of what builds a small pipeline with random weights, for the flavour
+    `tiny`; a built-in family has a table `[tiny]` in its preset."""
+
+    fuses_qkv: ClassVar[bool] = False
+    """Whether diffusers' `fuse_qkv_projections` leaves the denoiser's output as it is: it passes over norms of SD3.5,
+    and many attention classes ignore it."""
+
+    sequence_plan: ClassVar[SequencePlan | None] = None
+    """How context parallelism splits the denoiser's tokens; None where it cannot."""
+
+    @classmethod
+    def variants(cls) -> tuple[type[ModelFamily], ...]:
+        """Further classes of this family, for pipelines that are called differently (FLUX.2: klein and dev)."""
+        return ()
+
+    @classmethod
+    def open(cls, folder: Path, settings: Settings) -> ModelFamily:
+        """Open a pipeline folder with the class, of this family, whose pipeline model_index.json names."""
+        named = read_json(folder / "model_index.json").get("_class_name")
+        variant = next((each for each in cls.variants() if named in each.pipelines), cls)
+        return variant(folder, settings)
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.folder, self.settings = folder, settings
+        self.index = read_json(folder / "model_index.json")
+        refuse_second_denoiser(folder, self.index, self.denoiser_name)
+        self.config = read_config(folder / self.denoiser_name / "config.json")
+        self.vae_config = read_config(folder / "vae" / "config.json")
+        # Both sampling and export use this config, so a prediction type that the settings override must be in it.
+        self.scheduler_config = read_json(folder / "scheduler" / "scheduler_config.json")
+        if settings.model.prediction_type:
+            self.scheduler_config["prediction_type"] = settings.model.prediction_type
+        longest = self.default_max_length()
+        self.max_length = (settings.data.tokenizer_max_length or longest) if longest else None
+
+    # What a family defines.
+
+    @abstractmethod
+    def objective(self, /) -> Objective:
+        """What the denoiser is trained towards: assign `objectives.diffusion` or `objectives.flow_matching`."""
+
+    @abstractmethod
+    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+        """Encode captions by `encode_prompt` of a pipeline that holds only tokenizers and text encoders.
+
+        Must return `prompt_embeds`, and a mask where texts of different length are padded.
+        """
+
+    @abstractmethod
+    def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """Call the denoiser as the pipeline does and return its prediction as BCHW.
+
+        `noised_BCHW` sets the dtype to compute in. `timesteps_B` are the objective's: 0..999 for diffusion, sigmas in
+        0..1 for flow matching. The prediction is compared with the objective's target.
+        """
+
+    # What a family may override.
+
+    def default_max_length(self) -> int | None:
+        """Longest prompt in tokens unless tokenizer_max_length is set; None where text encoders fix the length."""
+        return None
+
+    def unconditional(self, empty: Conditioning) -> Conditioning:
+        """Conditioning for `no caption`, given the encoding of the empty caption."""
+        return empty
+
+    def size_conditioning(self, geometry: Geometry) -> Conditioning:
+        """Conditioning on the size and crop of one image; no batch axis."""
+        return {}
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all conditioning of one sample with the longest caption, by name: what `plan` counts with.
+
+        Raises SettingsError for a denoiser whose config does not have the key `text_width`.
+        """
+        tokens, masks = self.max_length or CLIP_TOKENS, (self.padding_mask, *self.host_inputs)
+        width = self.exported_config().get(self.text_width)
+        if width is None:
+            raise SettingsError(
+                f"how wide {type(self).__name__}'s captions are is not known: its config has no {self.text_width}",
+                "set `text_width` in the family's class, or override `conditioning_shapes` (docs/families.md)",
+            )
+        shapes = {"prompt_embeds": (tokens, width)}
+        return shapes | {name: (tokens,) for name in masks if name}
+
+    def unused_parameters(self) -> tuple[str, ...]:
+        """Prefixes of parameters that no prediction depends on: they get no gradient and stay as published."""
+        return ()
+
+    def pipeline_kwargs(
+        self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
+    ) -> dict[str, Any]:
+        """Arguments of the pipeline's `__call__`; here for classifier-free guidance with negative embeddings."""
+        embeds = {f"negative_{name}": value for name, value in negative.items()}
+        if negative:
+            # Some pipelines have a default negative prompt, which they refuse together with embeddings.
+            embeds["negative_prompt"] = None
+        return {**positive, **embeds, **sampling.kwargs()}
+
+    def unpack_latents(self, latents: Tensor, size: Size) -> Tensor:
+        """Convert what the pipeline returns to BCHW; `size` is (height, width) in latent cells."""
+        return latents
+
+    def image_tokens(self, size: Size) -> int:
+        """Return the tokens of an image of (height, width) in latent cells, as its pipeline counts them."""
+        patch = math.isqrt(self.packing) if self.packing > 1 else self.exported_config().get("patch_size", 1)
+        return (size[0] // patch) * (size[1] // patch)
+
+    def shift_exponent(self, tokens: int, config: Mapping[str, Any]) -> float:
+        """Return `mu`, which the pipeline gives to a scheduler with dynamic shifting: linear in the tokens."""
+        first, last = config["base_image_seq_len"], config["max_image_seq_len"]
+        slope = (config["max_shift"] - config["base_shift"]) / (last - first)
+        return config["base_shift"] + slope * (tokens - first)
+
+    # What is the same for all families.
+
+    def input_shapes(self, size: Size) -> dict[str, tuple[int, ...]]:
+        """Shapes of the latents (C, H, W) and all conditioning of one sample of (width, height) px."""
+        cell_px, (width, height) = downscale_of(self.vae_config), size
+        latents = (self.exported_config()["in_channels"] // self.packing, height // cell_px, width // cell_px)
+        return {"latents": latents, **self.conditioning_shapes()}
+
+    def denoiser(self, include_buffers: bool = False) -> nn.Module:
+        """Build the denoiser with parameters, or buffers too, on the meta device; unused parameters are frozen."""
+        model, unused = build_on_meta(self.config, include_buffers), self.unused_parameters()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(unused))
+        return model
+
+    @cached_property
+    def meta_denoiser(self) -> nn.Module:
+        """The denoiser without any memory, buffers included, for names, shapes and classes. Not to be modified."""
+        return self.denoiser(include_buffers=True)
+
+    @cached_property
+    def adapter(self) -> Adapter | None:
+        """The LoRA that is trained in place of the weights; None with model_type=full.
+
+        Raises SettingsError where the pipeline could not load it, or for layers that the denoiser does not have.
+        """
+        if self.settings.model.model_type != "lora":
+            return None
+        if not hasattr(self.pipeline_class, "load_lora_weights"):
+            raise SettingsError(
+                f"model_type=lora: {self.pipeline_class.__name__} has no load_lora_weights to open the result with",
+                "set model_type=full, or take another family",
+            )
+        return Adapter.of(self.meta_denoiser, self.settings, self.unused_parameters())
+
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of everything that a checkpoint holds of the model, by name."""
+        adapter = self.adapter
+        trained = adapter.attach(self.denoiser(include_buffers=True)) if adapter else self.meta_denoiser.state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in trained.items()}
+
+    def trained_facts(self) -> dict[str, Any]:
+        """What a checkpoint says of its weights."""
+        adapter = self.adapter
+        return {"model_type": "lora", "lora": adapter.as_settings()} if adapter else {"model_type": "full"}
+
+    def exported_config(self) -> dict[str, Any]:
+        """The denoiser's config as diffusers writes it into config.json: with all defaults and its own class."""
+        return json.loads(self.meta_denoiser.to_json_string())
+
+    @property
+    def has_any_text_length(self) -> bool:
+        """Whether batches of texts have any length, up to `max_length`, rather than one."""
+        return bool(self.padding_mask or self.host_inputs)
+
+    @property
+    def pipeline_class(self) -> Any:
+        """Diffusers' class of this pipeline."""
+        named = self.index.get("_class_name")
+        return diffusers_class(named if named in self.pipelines else self.pipelines[0])
+
+    def scheduler(self) -> Any:
+        return component_class(self.index, "scheduler", self.folder).from_config(self.scheduler_config)
+
+    def vae(self, device: torch.device) -> Vae:
+        return Vae(self.folder / "vae", device, self.settings.model)
+
+    def text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+        return TextEncoder(self, device, dtype)
+
+    def sample(
+        self, model: nn.Module, vae: Vae, sampling: SamplingParams, positive: Conditioning, negative: Conditioning
+    ) -> Tensor:
+        """Sample one image with diffusers' own pipeline and scheduler; return its latents (1CHW)."""
+        pipeline = self.load_pipeline(vae=vae.model, model=model)
+        pipeline.set_progress_bar_config(disable=True)
+        kwargs = self.pipeline_kwargs(positive, negative, sampling)
+        with cast_inputs(model, positive["prompt_embeds"].dtype, except_for=self.float32_inputs):
+            latents = pipeline(**kwargs)[0]
+        latents = vae.normalize(latents) if self.outputs_vae_latents else latents
+        size = (sampling.size[1] // vae.downscale, sampling.size[0] // vae.downscale)
+        return self.unpack_latents(latents, size)
+
+    def load_pipeline(
+        self,
+        vae: nn.Module | None,
+        model: nn.Module | None = None,
+        dtype: torch.dtype = torch.float32,
+        with_text: bool = False,
+    ) -> Any:
+        """Assemble diffusers' pipeline from this denoiser and VAE, with or without its text encoders."""
+        # `from_pretrained` loads every component that is not passed, so all that is not wanted is passed as None.
+        parts: dict[str, Any] = {name: None for name, value in self.index.items() if isinstance(value, list)}
+        if with_text:
+            parts = {name: None for name in parts if not name.startswith(TEXT_PARTS)}
+            require_packages(self.index[name] for name in self.index if name.startswith(TEXT_PARTS))
+        parts |= {"vae": vae, self.denoiser_name: model, "scheduler": self.scheduler()}
+        variant = self.settings.model.variant
+        return self.pipeline_class.from_pretrained(
+            self.folder, dtype=dtype, use_safetensors=True, variant=variant, **parts
+        )

@@ -1,0 +1,219 @@
+"""Training objectives: one pure function per equation, and the two objectives that are made of them.
+
+Shapes: latents, noise and targets are BCHW; timesteps, sigmas, weights and losses are B. `u` is uniform in [0, 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.catalog.registry import published_shift
+from simpletuner.models.family.flow_shift import ShiftOfSize, sampling_shift
+
+if TYPE_CHECKING:
+    from simpletuner.models.family.base import ModelFamily
+
+PREDICTIONS = ("epsilon", "v_prediction")
+"""Prediction types of diffusion that can be trained."""
+
+
+@dataclass(frozen=True)
+class NoisedLatents:
+    """Input of the denoiser and target of its prediction; `weights` (B) scale each sample's loss."""
+
+    noised: Tensor
+    timesteps: Tensor
+    target: Tensor
+    weights: Tensor
+
+
+class Objective(Protocol):
+    """How to noise latents, and what to predict from them. Must match the scheduler of the pipeline."""
+
+    def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
+        """Noise latents at timesteps that uniform numbers `u` (B) choose, and return the regression target with it."""
+        ...
+
+
+def per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """Reshape (B,) to (B, 1, ...) so that it broadcasts along the batch of `like`."""
+    return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def diffused(latents: Tensor, noise: Tensor, alphas_cumprod: Tensor) -> Tensor:
+    """x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) eps (Ho et al. 2020, arXiv:2006.11239, eq. 4)."""
+    a = per_sample(alphas_cumprod, latents)
+    return a.sqrt() * latents + (1 - a).sqrt() * noise
+
+
+def velocity(latents: Tensor, noise: Tensor, alphas_cumprod: Tensor) -> Tensor:
+    """v_t = sqrt(a_t) eps - sqrt(1 - a_t) x_0 (Salimans and Ho 2022, arXiv:2202.00512, section 4)."""
+    a = per_sample(alphas_cumprod, latents)
+    return a.sqrt() * noise - (1 - a).sqrt() * latents
+
+
+def signal_to_noise(alphas_cumprod: Tensor) -> Tensor:
+    """SNR(t) = a_t / (1 - a_t) (Kingma et al. 2021, arXiv:2107.00630, eq. 2)."""
+    return alphas_cumprod / (1 - alphas_cumprod)
+
+
+def min_snr_weights(snr: Tensor, gamma: float, prediction: Literal["epsilon", "v_prediction"]) -> Tensor:
+    """min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v (Hang et al. 2023, arXiv:2303.09556, section 3.4)."""
+    if prediction == "v_prediction":
+        return snr.clamp(max=gamma) / (snr + 1)
+    # min(snr, gamma) / snr would be 0 / 0 at zero terminal SNR, where the weight tends to 1.
+    return (gamma / snr).clamp(max=1.0)
+
+
+def logit_normal(u: Tensor, scale: float = 1.0) -> Tensor:
+    """sigmoid(scale * z), z normal by the inverse CDF of u (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
+    # Clamped, since the quantile of 0 is infinite; u is in [0, 1).
+    z = torch.special.ndtri(u.double().clamp(1e-6, 1 - 1e-6))
+    return torch.sigmoid(scale * z).to(u.dtype)
+
+
+def shifted(sigmas: Tensor, shift: float) -> Tensor:
+    """shift * s / (1 + (shift - 1) * s) (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def interpolated(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
+    """x_s = (1 - s) x_0 + s eps (Liu et al. 2022, arXiv:2209.03003, eq. 1)."""
+    s = per_sample(sigmas, latents)
+    return (1 - s) * latents + s * noise
+
+
+def sample_losses(prediction: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean squared error of each sample (B), in float32."""
+    return weights * (prediction.float() - target.float()).square().flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """Discrete-time diffusion towards epsilon or v; `alphas_cumprod` has one value per timestep."""
+
+    alphas_cumprod: Tensor
+    prediction: Literal["epsilon", "v_prediction"]
+    snr_gamma: float | None = None
+    moved: dict[torch.device, Tensor] = field(default_factory=dict)
+    """`alphas_cumprod` by device: copied at each step, it would make each step wait for the one before."""
+
+    def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
+        """Noise latents at timesteps that are uniform over 0..T-1."""
+        count = len(self.alphas_cumprod)
+        return self.at(latents, noise, (u * count).long().clamp(max=count - 1))
+
+    def at(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
+        if latents.device not in self.moved:
+            self.moved[latents.device] = self.alphas_cumprod.to(latents.device)
+        a = self.moved[latents.device][timesteps]
+        target = noise if self.prediction == "epsilon" else velocity(latents, noise, a)
+        weights = torch.ones_like(a)
+        if self.snr_gamma is not None:
+            weights = min_snr_weights(signal_to_noise(a), self.snr_gamma, self.prediction)
+        return NoisedLatents(diffused(latents, noise, a), timesteps, target, weights)
+
+
+def keep_float32(sigmas: Tensor) -> Tensor:
+    """Sigmas as a denoiser computes with them that embeds its timestep in float32."""
+    return sigmas
+
+
+def round_to_bf16(sigmas: Tensor) -> Tensor:
+    """Sigmas as a denoiser computes with them that casts its timestep to bf16."""
+    return sigmas.bfloat16().float()
+
+
+def round_to_bf16_times_1000(sigmas: Tensor) -> Tensor:
+    """Sigmas as a denoiser computes with them that casts its timestep to bf16 and multiplies it by 1000 in bf16."""
+    return (sigmas.bfloat16() * 1000).float() / 1000
+
+
+@dataclass(frozen=True)
+class FlowMatching:
+    """Rectified flow towards eps - x_0; timesteps are sigmas in 0..1.
+
+    `shift` may be a function of the latents' (height, width). `round_sigmas` maps sigmas to those that the denoiser
+    computes with in its dtype.
+    """
+
+    shift: float | ShiftOfSize = 3.0
+    sigmoid_scale: float = 1.0
+    uniform: bool = False
+    round_sigmas: Callable[[Tensor], Tensor] = keep_float32
+
+    def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
+        """Noise latents at logit-normal (or uniform) sigmas, shifted towards noise."""
+        height, width = latents.shape[-2:]
+        shift = self.shift((height, width)) if callable(self.shift) else self.shift
+        return self.at(latents, noise, shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), shift))
+
+    def at(self, latents: Tensor, noise: Tensor, sigmas: Tensor) -> NoisedLatents:
+        # Noised at the sigma that the denoiser computes with: at the exact one, gradients in bf16 are off by 3 to 16 %
+        # instead of 0.4 to 0.6 % (tiny flux, flux2, chroma and qwen_image; tests/models/test_bf16.py).
+        noised = interpolated(latents, noise, self.round_sigmas(sigmas))
+        return NoisedLatents(noised, sigmas, noise - latents, torch.ones_like(sigmas))
+
+
+def diffusion(family: ModelFamily, /) -> Diffusion:
+    """Diffusion with the betas and prediction type of the family's scheduler.
+
+    Raises EnvironmentNotReady for a scheduler that samples from anything but epsilon or v at discrete timesteps.
+    """
+    from diffusers import DDPMScheduler
+
+    own = family.scheduler()
+    prediction = own.config.get("prediction_type", "epsilon")
+    if not hasattr(own, "alphas_cumprod") or own.config.get("use_flow_sigmas") or prediction not in PREDICTIONS:
+        raise wrong_target(family, own, f"only {' or '.join(PREDICTIONS)} over a schedule of betas")
+    # At zero terminal SNR Euler's scheduler overwrites the last of its alphas_cumprod, 0, with 2**-24 to keep sigma
+    # finite; DDPM's keeps the 0 that is to be trained.
+    scheduler: Any = DDPMScheduler.from_config(own.config)
+    return Diffusion(scheduler.alphas_cumprod, prediction, family.settings.objective.snr_gamma)
+
+
+def flow_matching(family: ModelFamily, /) -> FlowMatching:
+    """Flow matching with the distribution of sigmas that the settings choose.
+
+    Raises EnvironmentNotReady for a scheduler that samples by diffusion, and SettingsError for a prediction type: it
+    would be exported with the scheduler, which would then sample with it.
+    """
+    model = family.settings.model
+    if model.prediction_type:
+        raise SettingsError(
+            f"prediction_type={model.prediction_type} has no meaning for the flow of model_family={model.model_family}",
+            "leave prediction_type out",
+        )
+    own = family.scheduler()
+    flows = own.config.get("use_flow_sigmas") or own.config.get("prediction_type") == "flow_prediction"
+    if not flows and (hasattr(own, "alphas_cumprod") or "sigma_data" in own.config):
+        raise wrong_target(family, own, "flow matching")
+    objective = family.settings.objective
+    constant = objective.flow_schedule_shift or published_shift(model)
+    in_bf16 = family.settings.training.mixed_precision == "bf16"
+    return FlowMatching(
+        sampling_shift(family) if objective.flow_schedule_auto_shift or not constant else constant,
+        objective.flow_sigmoid_scale,
+        objective.flow_use_uniform_schedule,
+        family.round_sigmas_in_bf16 if in_bf16 else keep_float32,
+    )
+
+
+def wrong_target(family: ModelFamily, scheduler: Any, trained: str) -> EnvironmentNotReady:
+    name = family.settings.model.model_family
+    return EnvironmentNotReady(
+        f"{family.folder} samples with {describe(scheduler)}, but model_family={name} trains {trained}: "
+        "it would learn the wrong target",
+        f"choose a pipeline whose scheduler fits model_family={name}",
+    )
+
+
+def describe(scheduler: Any) -> str:
+    prediction = scheduler.config.get("prediction_type")
+    return type(scheduler).__name__ + (f" (prediction_type {prediction})" if prediction else "")

@@ -1,0 +1,65 @@
+"""Captions to embeddings and masks, by a pipeline's own `encode_prompt`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.folder.malformed import CHECK_COPY, reason
+
+if TYPE_CHECKING:
+    from simpletuner.models.family.base import ModelFamily
+
+Conditioning = dict[str, Tensor]
+"""Inputs of a denoiser besides latents and time, under the names that its pipeline uses. `prompt_embeds` is always
+there: its dtype is the one to sample in. The first axis is the batch. Texts of different lengths are padded with zeros,
+so a mask must be among the tensors."""
+
+
+class TextEncoder:
+    """Tokenizers and text encoders of a pipeline, loaded onto a device."""
+
+    def __init__(self, family: ModelFamily, device: torch.device, dtype: torch.dtype) -> None:
+        self.family = family
+        self.pipeline = family.load_pipeline(vae=None, dtype=dtype, with_text=True).to(device)
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> Conditioning:
+        """Encode captions; the tensors are on the CPU and their first axis is the caption.
+
+        Raises EnvironmentNotReady for what damaged numbers of a tokenizer lead to, such as a length of 1e20 tokens, and
+        SettingsError for a user's family that returns no `prompt_embeds`.
+        """
+        try:
+            encoded = self.family.encode_prompts(self.pipeline, list(captions))
+        except (ArithmeticError, LookupError, ValueError) as error:
+            why = f"the text encoders of {self.family.folder} cannot encode: {reason(error)}"
+            raise EnvironmentNotReady(why, CHECK_COPY) from error
+        if "prompt_embeds" not in encoded:
+            raise SettingsError(
+                f"{type(self.family).__name__}.encode_prompts returns {', '.join(encoded) or 'nothing'}, but no "
+                "prompt_embeds",
+                "return the text embeddings as `prompt_embeds`: their dtype is the one that images are sampled in",
+            )
+        return {name: value.cpu() for name, value in encoded.items()}
+
+
+def encode_with_mask(family: ModelFamily, pipeline: Any, captions: list[str], **options: Any) -> Conditioning:
+    """Encode to prompt_embeds (B, max_length, D) and prompt_attention_mask (B, max_length).
+
+    `options` go to `encode_prompt`, which must return embeddings, mask, and both of the negative prompt.
+    """
+    length = family.max_length
+    embeds, mask, _, _ = pipeline.encode_prompt(
+        captions, do_classifier_free_guidance=False, max_sequence_length=length, **options
+    )
+    # Sana and Lumina 2 put an instruction before prompts, but not before the negative prompt. The empty caption means
+    # `no caption`, so it must be encoded the way the pipeline encodes its negative prompt.
+    empty = torch.tensor([caption == "" for caption in captions], device=embeds.device)
+    if empty.any():
+        _, _, embeds[empty], mask[empty] = pipeline.encode_prompt("", max_sequence_length=length)
+    return {"prompt_embeds": embeds, "prompt_attention_mask": mask}

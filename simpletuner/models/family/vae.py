@@ -1,0 +1,121 @@
+"""Pixels to latents and back, for every VAE of diffusers that has one latent per image.
+
+Video VAEs get an image as a video of one frame (BCFHW); outside this file latents are BCHW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
+
+from simpletuner.errors import SettingsError
+from simpletuner.models.folder.diffusers_io import build_on_meta, diffusers_class
+from simpletuner.models.folder.malformed import read_json
+from simpletuner.models.folder.weights import any_weights_files, variant_of
+from simpletuner.parallel.gpu import return_memory
+from simpletuner.settings.declared.sections import Model
+
+
+class Vae:
+    """A VAE with the normalization that its config states."""
+
+    def __init__(self, folder: Path, device: torch.device, settings: Model) -> None:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.vae_dtype]
+        variant = variant_of(any_weights_files(folder)[0])
+        cls = diffusers_class(read_json(folder / "config.json")["_class_name"])
+        self.model = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, variant=variant)
+        self.model.requires_grad_(False).eval().to(device)
+        enable_parts(self.model, settings)
+        self.device, self.dtype = device, dtype
+        self.has_frames = any(parameter.ndim == 5 for parameter in self.model.parameters())
+        # AutoencoderKLFlux2 has statistics of 2x2 patches, as a batch norm: its patches are the latents.
+        norm = getattr(self.model, "bn", None)
+        self.patch_norm = norm if isinstance(norm, nn.BatchNorm2d) else None
+        self.patch = self.model.config.patch_size[0] if self.patch_norm else 1
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Keep the model on a device within the block, and in the host's memory after it."""
+        self.device = device
+        self.model.to(device)
+        try:
+            yield
+        finally:
+            self.device = torch.device("cpu")
+            self.model.to(self.device)
+            return_memory(device)
+
+    @property
+    def downscale(self) -> int:
+        """Width of one latent cell in px."""
+        return cell_px(self.model) * self.patch
+
+    @torch.no_grad()
+    def encode(self, pixels_BCHW: Tensor) -> Tensor:
+        """Encode pixels in -1..1 to normalized latents BCHW, float32, on the CPU."""
+        pixels = pixels_BCHW.to(self.device, self.dtype)
+        encoded = self.model.encode(pixels.unsqueeze(2) if self.has_frames else pixels)
+        # The mean of the posterior: its spread is far below the noise of training. An autoencoder without a posterior
+        # (AutoencoderDC) returns the latents themselves.
+        latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
+        return self.normalize(latents.squeeze(2) if self.has_frames else latents).cpu()
+
+    def normalize(self, latents_BCHW: Tensor) -> Tensor:
+        """Convert the VAE's own latents to those that the denoiser sees, float32."""
+        mean, scale = self._statistics()
+        return (pixel_unshuffle(latents_BCHW.to(self.device).float(), self.patch) - mean) * scale
+
+    @torch.no_grad()
+    def decode(self, latents_BCHW: Tensor) -> Tensor:
+        """Decode normalized latents to pixels BCHW in -1..1, float32, on the CPU."""
+        mean, scale = self._statistics()
+        latents = pixel_shuffle(latents_BCHW.to(self.device).float() / scale + mean, self.patch).to(self.dtype)
+        config: Any = self.model.config
+        # The decoder of LTX-Video 0.9.5 also denoises, and takes the noise level of its latents: here none.
+        kwargs = {"temb": latents.new_zeros(len(latents))} if config.get("timestep_conditioning") else {}
+        pixels = self.model.decode(latents.unsqueeze(2) if self.has_frames else latents, **kwargs).sample
+        return (pixels.squeeze(2) if self.has_frames else pixels).float().clamp(-1, 1).cpu()
+
+    def _statistics(self) -> tuple[Any, Any]:
+        """(mean, scale), so that the denoiser sees (latents - mean) * scale."""
+        if self.patch_norm:
+            mean, variance = self.patch_norm.running_mean.float(), self.patch_norm.running_var.float()
+            return mean.view(1, -1, 1, 1), (variance + self.patch_norm.eps).rsqrt().view(1, -1, 1, 1)
+        config: Any = self.model.config
+        scale = getattr(config, "scaling_factor", None) or 1.0
+        # Statistics of each channel: in the config, or in buffers among the weights (AutoencoderKLLTXVideo).
+        known = dict(config) | dict(self.model.named_buffers(recurse=False))
+        mean, std = known.get("latents_mean"), known.get("latents_std")
+        if mean is None or std is None:
+            return getattr(config, "shift_factor", None) or 0.0, scale
+        mean, std = (torch.as_tensor(each, device=self.device).float().view(1, -1, 1, 1) for each in (mean, std))
+        return mean, scale / std
+
+
+def enable_parts(model: nn.Module, settings: Model) -> None:
+    """Let a VAE work on tiles of images, or on one image at a time. Raises SettingsError for one that cannot."""
+    for part, is_on in (("tiling", settings.vae_enable_tiling), ("slicing", settings.vae_enable_slicing)):
+        if is_on and not hasattr(model, f"use_{part}"):
+            raise SettingsError(f"vae_enable_{part}: {type(model).__name__} has no {part}", "leave it out")
+        if is_on:
+            getattr(model, f"enable_{part}")()
+
+
+def cell_px(model: Any) -> int:
+    """Width in px of one cell of a VAE's own latents."""
+    ratio = getattr(model, "spatial_compression_ratio", None)
+    return ratio or 2 ** (len(model.config.block_out_channels) - 1)
+
+
+def downscale_of(config: Mapping[str, Any]) -> int:
+    """Width of one latent cell in px, by the VAE's config alone."""
+    if "_class_name" not in config:
+        return config["spatial_compression_ratio"]
+    model = build_on_meta(config)
+    return cell_px(model) * (config["patch_size"][0] if hasattr(model, "bn") else 1)

@@ -1,0 +1,1 @@
+"""Folders in diffusers format: reading, checking, weights."""

@@ -1,0 +1,159 @@
+"""What we need of diffusers: classes of a pipeline's components, models on the meta device, casting of inputs."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.folder.malformed import CHECK_COPY
+from simpletuner.run_log import take_over
+
+TEXT_PARTS = ("tokenizer", "text_encoder")
+"""Prefixes of the components that turn captions into tensors."""
+
+
+def choose_accelerator() -> None:
+    """Name the device to DeepSpeed, which saving a pipeline imports where it is installed.
+
+    It would print what it detects to stdout otherwise.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def silence_libraries() -> None:
+    """Keep progress bars of libraries off the terminal, and their remarks in the log."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    for library in (diffusers_logging, transformers_logging):
+        library.set_verbosity_warning()
+        library.disable_progress_bar()
+    for name in ("diffusers", "transformers"):
+        take_over(name)
+    # Flux returns a view, which FSDP2 warns about at each forward; nothing here writes into it.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def text_folders(folder: Path) -> list[Path]:
+    """The folders that decide what a caption's embedding is."""
+    return sorted(path for path in folder.iterdir() if path.name.startswith(TEXT_PARTS))
+
+
+def refuse_second_denoiser(folder: Path, index: Mapping[str, Any], name: str) -> None:
+    """Raise SettingsError for a pipeline of two denoisers, each for its own range of noise (Wan 2.2 A14B)."""
+    if any(index.get(f"{name}_2") or ()):
+        raise SettingsError(
+            f"{folder} has two denoisers, {name} and {name}_2, each for its own noise levels",
+            "choose a model with one: `simpletuner models` lists what can be trained",
+        )
+
+
+def diffusers_class(name: str) -> Any:
+    """Raises EnvironmentNotReady when the installed version of diffusers does not have the class."""
+    import diffusers
+
+    try:
+        return getattr(diffusers, name)
+    except AttributeError:
+        raise EnvironmentNotReady(
+            f"diffusers {diffusers.__version__} has no {name}",
+            "pip install --upgrade diffusers, or choose another model",
+        ) from None
+
+
+def component_class(index: Mapping[str, Any], name: str, folder: Path) -> Any:
+    """The class of diffusers or transformers that model_index.json names for a component.
+
+    Raises EnvironmentNotReady for an entry that names none, and for other libraries.
+    """
+    entry = index.get(name)
+    if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)):
+        raise EnvironmentNotReady(
+            f"{folder / 'model_index.json'} names no {name}: it has {entry!r:.60} there, no library and class",
+            CHECK_COPY,
+        )
+    library, cls = entry
+    if library == "diffusers":
+        return diffusers_class(cls)
+    if library != "transformers":
+        # Importing whatever module a downloaded index names would run its code.
+        raise EnvironmentNotReady(
+            f"{folder / 'model_index.json'} takes {name} from {library!r:.60}, which is not read",
+            "only components of diffusers and transformers are",
+        )
+    import transformers
+
+    if not hasattr(transformers, cls):
+        raise EnvironmentNotReady(
+            f"transformers {transformers.__version__} has no {cls}",
+            "pip install --upgrade transformers, or choose another model",
+        )
+    return getattr(transformers, cls)
+
+
+def require_packages(components: Iterable[Sequence[str]]) -> None:
+    """Raise EnvironmentNotReady if a (library, class) of a pipeline needs a package that is not installed."""
+    import transformers
+
+    for library, name in components:
+        try:
+            if library == "transformers":
+                # In place of a class whose package is missing transformers has a dummy, which raises here and names the
+                # package. diffusers, which would load the class later, does not name it.
+                getattr(transformers, name).from_pretrained  # noqa: B018
+        except ImportError as error:
+            sentence = str(error).strip().partition(".")[0]
+            raise EnvironmentNotReady(
+                sentence, "install the build of it that fits your torch, then run again"
+            ) from None
+
+
+def build_on_meta(config: Mapping[str, Any], include_buffers: bool = False) -> nn.Module:
+    """Build a model from its config.json: parameters on the meta device, buffers with their values, or there as well.
+
+    Those of Stable Diffusion 3.5 medium are 864 MiB of positions, which take seconds to compute (16 CPU s, measured by
+    hand once).
+    """
+    from accelerate import init_empty_weights
+    from diffusers import ModelMixin
+
+    name = config["_class_name"]
+    cls = diffusers_class(name)
+    if not (isinstance(cls, type) and issubclass(cls, ModelMixin)):
+        raise EnvironmentNotReady(f"{name} is no model of diffusers", "name a denoiser's folder")
+    with init_empty_weights(include_buffers):
+        return cls.from_config({**config, "_class_name": name})
+
+
+@contextmanager
+def cast_inputs(model: nn.Module, dtype: torch.dtype, except_for: Collection[str]) -> Iterator[None]:
+    """Cast the floating-point inputs of a denoiser's calls, by their names in `forward` or in a dict among them."""
+    # Pipelines cast prompts to `model.dtype`. Of a sharded model that is float32, the dtype of its master weights, but
+    # it computes in `dtype`.
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+
+    def cast(value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {key: cast(each, key) for key, each in value.items()}
+        if isinstance(value, list):
+            return [cast(each, name) for each in value]
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating and name not in except_for else value
+
+    def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(cast(value, name) for name, value in zip(names, args, strict=False)), cast(kwargs)
+
+    hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,101 @@
+"""Weights files in a pipeline folder: safetensors of one variant. A pickle is never read, whatever its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.models.folder.malformed import CHECK_COPY, read_json
+from simpletuner.system.files.regular_files import open_regular
+
+COMPONENT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
+"""Suffixes of configs, weights, vocabularies and chat templates: all that is fetched, read or exported."""
+
+PICKLE_STARTS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
+"""First bytes of what `torch.load` or `pickle.load` would read: torch's zip archives, and pickles since protocol 2."""
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def weights_files(folder: Path, variant: str | None = None) -> list[Path]:
+    """List the safetensors of one component, of one variant. Raises EnvironmentNotReady when there are none."""
+    every = sorted(folder.glob("*.safetensors"))
+    files = [path for path in every if variant_of(path) == variant]
+    if files:
+        return files
+    pickles = [path.name for path in sorted(folder.iterdir()) if is_pickle(path)] if folder.is_dir() else []
+    if pickles:
+        raise EnvironmentNotReady(
+            f"{folder} holds {pickles[0]}, a pickle: loading it can run any code, so it is refused",
+            "convert it once to safetensors with a tool that you trust",
+        )
+    others = sorted({variant_of(path) or "no variant" for path in every})
+    raise EnvironmentNotReady(
+        f"{folder} holds no safetensors" + (f" of variant {variant}" if variant else ""),
+        f"found: {', '.join(others)}; set --variant" if others else "check pretrained_model_name_or_path",
+    )
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether a file is a pickle by its name or by its first bytes."""
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        return True
+    if path.suffix == ".safetensors" or not path.is_file():
+        return False  # a file of that name is read by safetensors alone, which runs no code
+    with open_regular(path) as file:
+        return file.read(4).startswith(PICKLE_STARTS)
+
+
+def belongs_to_component(path: Path) -> bool:
+    """Whether a file may be part of a published component: never a pickle."""
+    return path.suffix in COMPONENT_SUFFIXES and not is_pickle(path)
+
+
+def refuse_special_files(folder: Path) -> None:
+    """Raise EnvironmentNotReady for a FIFO, a device or a broken link in a component: libraries would wait for them."""
+    components = [folder / name for name in read_json(folder / "model_index.json")]
+    for path in sorted(path for component in components if component.is_dir() for path in component.iterdir()):
+        if not (path.is_file() or path.is_dir()):
+            what = "is a link that leads nowhere" if path.is_symlink() else "is not a regular file"
+            raise EnvironmentNotReady(f"{path} {what}", CHECK_COPY)
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raise EnvironmentNotReady if any component of a pipeline has its weights in pickles only, or names one."""
+    # Libraries read whatever file an index, or `transformers_weights` in a config, names.
+    for component in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if any(is_pickle(path) for path in component.iterdir()):
+            any_weights_files(component)
+        for index in sorted(component.rglob("*.index.json")):
+            check_weight_map(index, read_json(index).get("weight_map"))
+        if (component / "adapter_config.json").exists():
+            raise EnvironmentNotReady(f"{component} holds an adapter, which is not read", "merge it into the weights")
+        config = component / "config.json"
+        named = read_json(config).get("transformers_weights") if config.is_file() else None
+        if named is not None and not str(named).endswith(".index.json"):  # that index is among those above
+            check_weight_map(config, {"transformers_weights": named})
+
+
+def check_weight_map(path: Path, weight_map: Any) -> None:
+    """Raise EnvironmentNotReady unless every file that an index names is a safetensors file in the same folder."""
+    if not isinstance(weight_map, dict):
+        raise EnvironmentNotReady(f"{path} has no weight_map: it is no index of weights", CHECK_COPY)
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
+            raise EnvironmentNotReady(
+                f"{path} names {name!r} for {tensor}: weights are read only from safetensors files in its folder",
+                "convert the model once to safetensors with a tool that you trust",
+            )
+
+
+def any_weights_files(folder: Path) -> list[Path]:
+    """List a component's safetensors of no variant, or else of whichever variant there is."""
+    variants = [variant_of(path) for path in sorted(folder.glob("*.safetensors"))]
+    return weights_files(folder, variants[0] if variants and None not in variants else None)
+
+
+def variant_of(path: Path) -> str | None:
+    """The variant in a weights file's name (`model.fp16-00001-of-00002.safetensors` -> fp16), or None."""
+    _, dot, rest = path.name.removesuffix(".safetensors").partition(".")
+    return rest.partition("-")[0] if dot else None

@@ -1,0 +1,1 @@
+"""Opening a base model: the folder of a run, completeness, LoRA files."""

@@ -1,0 +1,149 @@
+"""Find the pipeline to start from: a local folder, a download from the hub, or the tiny one that is built here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_system_errors
+from simpletuner.models.catalog.registry import TINY, check_pipeline, flavour_of
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.lookup import family_class
+from simpletuner.models.folder.malformed import opening, read_json
+from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, refuse_pickles, refuse_special_files
+from simpletuner.models.opening.completeness import check_complete
+from simpletuner.models.single_file.conversion import convert
+from simpletuner.models.single_file.source import check_single_file, is_converted, named_file, source_of
+from simpletuner.models.tiny.build import build_tiny
+from simpletuner.parallel.world import World
+from simpletuner.settings.declared.sections import Model, Settings
+from simpletuner.system.files.atomic import remove, replace_folder, unfinished_path
+
+DOWNLOAD_SECONDS = 12 * 3600
+"""How long the other ranks wait while the first downloads a model."""
+
+INDEX = "model_index.json"
+VARIANT_WEIGHTS = "*/*.*.safetensors"
+"""Weights with a variant's name in theirs, such as model.fp16.safetensors."""
+
+
+def load_family(settings: Settings, world: World, stop: Callable[[], None]) -> ModelFamily:
+    """Collective: open the base model's folder, which the first rank builds or downloads if need be.
+
+    Raises EnvironmentNotReady for a folder that is malformed or lacks anything that would be made up.
+    """
+    model = settings.model
+    cls = family_class(model)
+    if model.model_flavour == TINY and not model.pretrained_model_name_or_path:
+        folder = tiny_folder(settings)
+        if world.is_first and not folder.exists():
+            with explain_system_errors(folder):
+                build_tiny(model, unfinished_path(folder))
+                replace_folder(unfinished_path(folder), folder)
+    elif (path := named_file(model)) is not None:
+        check_single_file(model)
+        folder = settings.training.output_dir / f"base-{path.stem}"
+        if world.is_first:
+            convert_once(path, model, cls, folder)
+    else:
+        folder = local_folder(model) or (download(model) if world.is_first else None)
+    world.store_barrier("base model", stop, DOWNLOAD_SECONDS)
+    if world.size > 1:
+        world.barrier()  # what is wrong with the folder ends all ranks alike, none while another still asks its store
+    folder = folder or download(model)  # on the other ranks: from the hub's cache, if they share it with the first
+    with opening(folder):
+        refuse_special_files(folder)
+        refuse_pickles(folder)
+        refuse_other_family(folder, cls, model)
+        family = cls.open(folder, settings)
+        # Not collective, but on every rank: all find the same within a second, so none begins to encode.
+        check_complete(family)
+    return family
+
+
+def convert_once(path: Path, model: Model, cls: type[ModelFamily], folder: Path) -> None:
+    """Make a pipeline folder of a model in one file, unless an earlier start has done so."""
+    config = model.single_file_config
+    assert config is not None
+    refuse_other_family(config, cls, model)
+    if not is_converted(folder, source_of(path, config)):
+        hidden = unfinished_path(folder)
+        remove(hidden)
+        with explain_system_errors(folder), opening(path):
+            convert(path, config, hidden, cls.denoiser_name)
+        replace_folder(hidden, folder)
+
+
+def folder_at_hand(settings: Settings) -> Path | None:
+    """Return the base model's folder where it is here; nothing is built or downloaded for it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    model, flavour = settings.model, flavour_of(settings.model)
+    if model.model_flavour == TINY and not model.pretrained_model_name_or_path:
+        folder = tiny_folder(settings)
+        return folder if folder.is_dir() else None
+    if folder := local_folder(model):
+        return folder
+    name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
+    try:
+        return Path(snapshot_download(name, revision=model.revision, local_files_only=True)) if name else None
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def tiny_folder(settings: Settings) -> Path:
+    """Return where a run builds the flavour `tiny` of its family."""
+    return settings.training.output_dir / f"base-{settings.model.model_family}-tiny"
+
+
+def refuse_other_family(folder: Path, cls: type[ModelFamily], model: Model) -> None:
+    """Raise SettingsError for a pipeline of another family, EnvironmentNotReady for a folder without a denoiser."""
+    named = read_json(folder / INDEX).get("_class_name")
+    if opens(cls, named):
+        return
+    check_pipeline(folder, named, model.model_family)
+    if not (folder / cls.denoiser_name).is_dir():
+        raise EnvironmentNotReady(
+            f"{folder} has no {cls.denoiser_name}: {INDEX} says that it is a {named}",
+            f"give a pipeline of model_family={model.model_family}, or another family",
+        )
+
+
+def opens(cls: type[ModelFamily], pipeline: object) -> bool:
+    """Whether a family has this pipeline class, in one of its variants."""
+    return any(pipeline in each.pipelines for each in (cls, *cls.variants()))
+
+
+def local_folder(model: Model) -> Path | None:
+    """The pipeline folder that the user named, or None if the model is on the hub."""
+    path = Path(model.pretrained_model_name_or_path).expanduser()
+    return path if model.pretrained_model_name_or_path and path.is_dir() else None
+
+
+def download(model: Model) -> Path:
+    """Fetch what is missing of a published pipeline and return its folder.
+
+    Raises EnvironmentNotReady when the hub does not have it or cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    flavour = flavour_of(model)
+    name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
+    fetch = partial(snapshot_download, name, revision=model.revision)
+    try:
+        index = read_json(Path(fetch(allow_patterns=[INDEX])) / INDEX)
+        components = [part for part, value in index.items() if isinstance(value, list) and value[0]]
+        wanted = [INDEX, *(f"{part}/*{suffix}" for part in components for suffix in COMPONENT_SUFFIXES)]
+        # Many repositories also hold the whole model as a single file and in other precisions.
+        return Path(fetch(allow_patterns=wanted, ignore_patterns=None if model.variant else [VARIANT_WEIGHTS]))
+    except HFValidationError:
+        raise SettingsError(f"{name} is neither a folder nor a hub id", "check pretrained_model_name_or_path") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise EnvironmentNotReady(
+            f"cannot fetch {name} from the hub: {reason}",
+            "give a local folder with --pretrained_model_name_or_path, or try --model_flavour=tiny, built here",
+        ) from None

@@ -1,0 +1,31 @@
+"""Published pipelines without their weights: the configs that a family reads, from the presets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from simpletuner.models.catalog.registry import Architecture, load_preset
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.models.family.lookup import family_class
+from simpletuner.models.folder.diffusers_io import build_on_meta
+from simpletuner.settings.declared.sections import Settings
+
+
+def open_without_weights(architecture: Architecture, settings: Settings, folder: Path) -> ModelFamily:
+    """Write the configs of a denoiser as published into an empty folder, and open it as a family.
+
+    Nothing that needs weights works: no encoders, no VAE, no denoiser off the meta device.
+    """
+    cls, preset = family_class(settings.model), load_preset(settings.model.model_family)
+    denoiser = build_on_meta({**architecture.config, "_class_name": architecture.class_name}, include_buffers=True)
+    files = {
+        "model_index.json": {"_class_name": cls.pipelines[0]},
+        f"{cls.denoiser_name}/config.json": json.loads(denoiser.to_json_string()),
+        "vae/config.json": {"spatial_compression_ratio": architecture.cell_px or (preset.cell_px if preset else 8)},
+        "scheduler/scheduler_config.json": {},
+    }
+    for path, content in files.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(json.dumps(content), encoding="utf-8")
+    return cls.open(folder, settings)

@@ -1,0 +1,1 @@
+"""Models in one file: recognised, converted, and written."""

@@ -1,0 +1,96 @@
+"""A base model in one file, in its original layout: which file it is, and whether it has been converted. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import SettingsError
+from simpletuner.settings.declared.sections import Model
+
+MARKER = "single_file.json"
+"""In the folder that was made of a file: which file that was."""
+LORA_PARTS = (".lora_", "lora_unet_", "lora_te_", "lora_te1_")
+FULL_DTYPES = ("F32", "F16", "BF16")
+"""As safetensors calls them; others were rounded to eight bits or less."""
+
+
+def named_file(model: Model) -> Path | None:
+    """Return the file that the base model is; None for a folder or a hub id. Raises SettingsError for a pickle."""
+    path = Path(model.pretrained_model_name_or_path).expanduser()
+    if not path.is_file():
+        return None
+    from simpletuner.models.folder.weights import PICKLE_SUFFIXES  # which imports the hub's library
+
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        raise SettingsError(
+            f"{path} is a pickle: loading it can run any code, so it is refused",
+            "use the .safetensors of the same model, or convert it once with a tool that you trust",
+        )
+    return path if path.suffix.lower() == ".safetensors" else None
+
+
+def check_single_file(model: Model) -> None:
+    """Raise SettingsError for a file without a folder of configs, a LoRA and rounded weights.
+
+    Raises EnvironmentNotReady for a damaged file.
+    """
+    path, config = named_file(model), model.single_file_config
+    if path is None:
+        return
+    if config is None:
+        raise SettingsError(
+            f"{path} is a model in one file, which holds no configs and no tokenizers",
+            "set single_file_config to a diffusers folder of the same architecture (docs/single-file.md)",
+        )
+    if not (config / "model_index.json").is_file():
+        raise SettingsError(
+            f"single_file_config = {config} has no model_index.json", "name a diffusers folder (docs/single-file.md)"
+        )
+    names, dtype = read_header(path)
+    if any(part in name for name in names for part in LORA_PARTS):
+        raise SettingsError(
+            f"{path} is a LoRA, not a model", "name its base model; --lora_init goes on from a LoRA in diffusers format"
+        )
+    if dtype not in FULL_DTYPES:
+        raise SettingsError(
+            f"{path} holds {dtype} weights, which were rounded for inference", "take the file in bf16, fp16 or fp32"
+        )
+
+
+def read_header(path: Path) -> tuple[list[str], str]:
+    """Return the names of a file's tensors, and the dtype of the largest, as safetensors calls it.
+
+    Raises EnvironmentNotReady for a damaged file.
+    """
+    from safetensors import safe_open
+
+    from simpletuner.models.folder.malformed import opening
+
+    with opening(path), safe_open(path, framework="np") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        if not slices:
+            raise ValueError("it holds no tensors")
+        largest = max(slices.values(), key=lambda each: math.prod(each.get_shape()))
+        return list(slices), largest.get_dtype()
+
+
+def source_of(path: Path, config: Path) -> dict[str, Any]:
+    """Return what a conversion was made from; another file of this name is converted again."""
+    index, status = config / "model_index.json", path.stat()
+    return {
+        "file": str(path.absolute()),
+        "bytes": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "config": str(config.absolute()),
+        "index": json.loads(index.read_text(encoding="utf-8")),
+    }
+
+
+def is_converted(folder: Path, source: Mapping[str, Any]) -> bool:
+    from simpletuner.models.folder.malformed import read_json
+
+    return (folder / MARKER).is_file() and read_json(folder / MARKER) == source

@@ -1,0 +1,1 @@
+"""Context parallelism: sharding a sequence, and attention over its shards."""

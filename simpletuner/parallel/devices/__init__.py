@@ -1,0 +1,1 @@
+"""Devices: memory, GPU facts, copies to and from the host."""

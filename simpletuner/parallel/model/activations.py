@@ -1,0 +1,74 @@
+"""What the forward pass keeps for the backward pass: which activations are recomputed, and where others are held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch.autograd.graph import saved_tensors_hooks
+
+from simpletuner.settings.declared.sections import Settings
+
+
+def memory_budget(settings: Settings) -> float | None:
+    """Return the share of activations that compiled blocks keep; None where gradient_checkpointing decides.
+
+    The one place that chooses between recomputing whole blocks and leaving it to the compiler.
+    """
+    return settings.training.activation_memory_budget if settings.compile.is_on else None
+
+
+def set_recomputation(model: nn.Module, settings: Settings) -> None:
+    """Let whole blocks be recomputed, or the compiler choose what to keep, or keep everything."""
+    budget = memory_budget(settings)
+    # Read when a graph is compiled, at a block's first call. 1.0 is torch's default: operators that are fused with
+    # others are recomputed, products are not.
+    functorch_config.activation_memory_budget = 1.0 if budget is None else budget
+    if budget is None and settings.training.gradient_checkpointing:
+        model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
+
+
+def describe_activations(settings: Settings) -> str:
+    """Describe in a few words what is kept, and where."""
+    budget = memory_budget(settings)
+    if budget is not None:
+        kept = f"compiled blocks keep {budget:.0%}"
+    else:
+        kept = "blocks are recomputed" if settings.training.gradient_checkpointing else "all kept"
+    return kept + ", in the machine's memory" * settings.training.offload_activations
+
+
+class HostMemory(saved_tensors_hooks):
+    """Within this context, what autograd saves is copied to the machine's memory, and back when backward needs it.
+
+    As torch's save_on_cpu, but for parameters, which have a place of their own: of gathered weights it would make
+    copies. With recomputation a block saves its inputs alone. The copies are queued on the stream that computes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self.pack, self.unpack)
+
+    def pack(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
+        owner = tensor if tensor._base is None else tensor._base  # a linear layer saves its weight transposed
+        if isinstance(owner, nn.Parameter):
+            return tensor.device, tensor
+        # With the same strides: compiled graphs read what they saved by address.
+        held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return tensor.device, held.copy_(tensor, non_blocking=True)
+
+    def unpack(self, packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, tensor = packed
+        return tensor.to(device, non_blocking=True)
+
+
+def offload_activations(model: nn.Module) -> None:
+    """Hold what a forward pass saves in the machine's memory, in place."""
+    own_forward = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with HostMemory():
+            return own_forward(*args, **kwargs)
+
+    model.forward = forward

@@ -1,0 +1,164 @@
+"""Choose the units that FSDP gathers and frees, and that are recomputed and compiled as one: the repeated blocks.
+
+A block is a class with submodules that occurs at least twice in one ModuleList. Blocks may be nested (a U-Net's
+CrossAttnUpBlock2D holds Transformer2DModels, which hold BasicTransformerBlocks), units may not. So of all sets of
+blocks in which none contains another, the one that holds most of the model is taken. Only names and shapes are read:
+the model may be on the meta device, and this file needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from simpletuner.parallel.model.module_stats import (
+    CONTAINERS,
+    ClassStats,
+    class_stats,
+    count_parameters,
+    is_block,
+    parameters_outside,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LARGEST_SHARES = (1 / 20, 1 / 10, 1 / 5, 1)
+"""Upper bounds for the share of one unit: the weights of one all-gather need memory in addition to everything else,
+twice when the next unit is prefetched. Published transformers have blocks of 1 to 5 %. The first bound is used under
+which the units hold ENOUGH of the model."""
+
+ENOUGH = 0.95
+"""Share of the model that units should hold; the rest is gathered with the root and kept for the whole pass."""
+
+SMALLEST_SHARE = 1 / 500
+"""Blocks whose largest module is a smaller share of the model stay outside: each all-gather costs its latency."""
+
+PATHS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """All modules of one class in a denoiser, and whether each should be a unit.
+
+    `largest` counts the parameters of the largest module, `lists` are the ModuleLists in which the class repeats (`*`:
+    any number), `is_block` says whether it could be a unit; `no_split` and `repeated` are the hints of diffusers'
+    `_no_split_modules` and `_repeated_blocks`.
+    """
+
+    class_name: str
+    count: int
+    parameters: int
+    share: float
+    largest: int
+    sample_paths: tuple[str, ...]
+    lists: tuple[str, ...]
+    is_block: bool
+    no_split: bool
+    repeated: bool
+    recommended: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A denoiser by classes: the recommended ones first, then by parameters.
+
+    `outside` counts the parameters that no unit holds, by path.
+    """
+
+    total_parameters: int
+    classes: tuple[BlockClass, ...]
+    recommended: tuple[str, ...]
+    outside: Mapping[str, int]
+
+
+def recommended_blocks(model: nn.Module) -> tuple[str, ...]:
+    """The classes that should become sharding units, those with the most parameters first."""
+    return choose(class_stats(model), count_parameters(model))
+
+
+def block_paths(model: nn.Module) -> tuple[str, ...]:
+    """The names of all modules of the recommended classes."""
+    classes = recommended_blocks(model)
+    return tuple(name for name, module in model.named_modules() if type(module).__name__ in classes)
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """The classes that could become sharding units."""
+    return sorted(name for name, own in class_stats(model).items() if is_block(name, own))
+
+
+def detect_blocks(model: nn.Module) -> Blocks:
+    """List the classes of a denoiser, and choose those that should become sharding units."""
+    stats, total = class_stats(model), count_parameters(model)
+    taken = choose(stats, total)
+    hints = [set(getattr(model, name, None) or ()) for name in ("_no_split_modules", "_repeated_blocks")]
+
+    def block_class(name: str) -> BlockClass:
+        own = stats[name]
+        return BlockClass(
+            class_name=name,
+            count=len(own.paths),
+            parameters=own.parameters,
+            share=own.parameters / max(1, total),
+            largest=own.largest,
+            sample_paths=tuple(own.paths[:PATHS_SHOWN]),
+            lists=tuple(own.lists),
+            is_block=is_block(name, own),
+            no_split=name in hints[0],
+            repeated=name in hints[1],
+            recommended=name in taken,
+            reason=reason(name, stats, taken, max(1, total)),
+        )
+
+    classes = sorted(map(block_class, stats), key=lambda it: (not it.recommended, -it.parameters, it.class_name))
+    outside = dict(sorted(parameters_outside(model, taken), key=lambda item: -item[1]))
+    return Blocks(total, tuple(classes), taken, outside)
+
+
+def choose(stats: Mapping[str, ClassStats], total: int) -> tuple[str, ...]:
+    blocks = [name for name, own in stats.items() if is_block(name, own) and own.largest >= SMALLEST_SHARE * total]
+    sets = [
+        fullest([name for name in blocks if stats[name].largest <= share * total], stats) for share in LARGEST_SHARES
+    ]
+    enough = next((names for names in sets if parameters_in(names, stats) >= ENOUGH * total), None)
+    taken = enough if enough is not None else max(sets, key=lambda names: parameters_in(names, stats))
+    return tuple(sorted(taken, key=lambda name: (-stats[name].parameters, name)))
+
+
+def fullest(names: Collection[str], stats: Mapping[str, ClassStats]) -> Collection[str]:
+    """The subset of these classes that holds the most parameters while none contains another."""
+    # Recursively: of the first nested pair, drop either class, and keep the better of both results.
+    clash = next(((inner, outer) for inner in names for outer in names if outer in stats[inner].within), None)
+    if clash is None:
+        return names
+    choices = [fullest([name for name in names if name != dropped], stats) for dropped in clash]
+    return max(choices, key=lambda choice: parameters_in(choice, stats))
+
+
+def parameters_in(names: Collection[str], stats: Mapping[str, ClassStats]) -> int:
+    return sum(stats[name].parameters for name in names)
+
+
+def reason(name: str, stats: Mapping[str, ClassStats], taken: Collection[str], total: int) -> str:
+    own = stats[name]
+    inside = [other for other in taken if other in own.within]
+    holds = [other for other in taken if name in stats[other].within]
+    if name in taken:
+        return f"repeats in {', '.join(own.lists)}"
+    if name in CONTAINERS:
+        return "only a list of other modules"
+    if inside:
+        wholly = sum(own.within[other] for other in inside) == len(own.paths)
+        return f"{'' if wholly else 'partly '}inside {', '.join(inside)}"
+    if holds:
+        return f"holds {', '.join(holds)}; one is up to {own.largest / total:.1%} of the model"
+    if not own.lists:
+        return "repeats in no ModuleList"
+    if not own.has_modules:
+        return "holds no modules"
+    if name in own.within:
+        return "modules of this class contain one another"
+    return f"the largest is only {own.largest / total:.2%} of the model"

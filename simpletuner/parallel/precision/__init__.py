@@ -1,0 +1,1 @@
+"""Low-precision weights, compute and optimizer state: float8, int8, split bfloat16."""

@@ -1,0 +1,1 @@
+"""From settings to data that can be trained on; what ranks share of it."""

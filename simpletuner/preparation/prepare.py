@@ -1,0 +1,275 @@
+"""From settings to data that can be trained on: samples, buckets, the global batch sampler, cached latents and text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from simpletuner.caches.latents import decoding_threads
+from simpletuner.caches.sources import TextSource, encodes_beside, open_sources, used_texts
+from simpletuner.data.batches.prefetch import THREADS, SampleReader, reading_threads
+from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
+from simpletuner.data.config.datasets import load_datasets
+from simpletuner.data.config.folders import default_folder, latents_folder, text_folder
+from simpletuner.data.config.participation import NO_LIMIT, Window
+from simpletuner.data.config.validation_prompts import ValidationPrompt, load_prompts
+from simpletuner.data.images.geometry import Size
+from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
+from simpletuner.data.sampler.bucket_schedule import BucketSchedule
+from simpletuner.data.samples.buckets import Buckets, digest_buckets, fill_buckets, make_buckets
+from simpletuner.data.samples.dataset_warnings import dataset_warnings
+from simpletuner.data.samples.discovery import Discovery, discover, format_names
+from simpletuner.data.samples.held_out import held_out_indices
+from simpletuner.data.samples.samples import Samples
+from simpletuner.data.scan.scan import Scan
+from simpletuner.models.catalog.support import check_prompt_sizes
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.preparation.shared_arrays import share_arrays
+from simpletuner.preparation.shared_download import download_datasets
+from simpletuner.preparation.shared_scan import scan_datasets
+from simpletuner.report import Report
+from simpletuner.session import Session
+from simpletuner.settings import Settings
+from simpletuner.settings.files.formats import read_text
+from simpletuner.system.files.atomic import replace_file
+from simpletuner.system.numbers import count_noun
+
+HUB_RECORD = "hub_datasets.json"
+"""Which commits of the hub's datasets a run trains on, in output_dir."""
+UNCAPTIONED = "uncaptioned.txt"
+"""The list of images without a caption in output_dir."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What there is to train on, before anything is encoded."""
+
+    datasets: list[ImageDataset]
+    texts: list[TextEmbeds]
+    """Caches of text embeddings, the default one first."""
+    samples: Samples
+    buckets: Buckets
+    sampler: GlobalBatchSampler
+    digest: str
+    """Identity of seed, buckets and order: a saved position is valid only for the same ones."""
+    held_out: np.ndarray
+    """Indices of the samples that are not trained on."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that batches are made of; the plan without images that could not be decoded."""
+
+    plan: Plan
+    reader: SampleReader
+    validation: list[ValidationPrompt]
+    prompts: TextSource
+    """Holds the embeddings of validation prompts, negative ones included, and of the empty caption."""
+
+
+@dataclass(frozen=True)
+class ScannedData:
+    """What the files of all datasets say of themselves."""
+
+    datasets: list[ImageDataset]
+    texts: list[TextEmbeds]
+    scans: list[Scan]
+
+
+def scan_data(session: Session, scans_folder: Path | None = None) -> ScannedData:
+    """Collective: find the images and compare them with those of the other ranks.
+
+    `scans_folder` is where scans are kept, by default below output_dir. Raises DataError or SettingsError.
+    """
+    settings = session.settings
+    datasets, texts = load_datasets(settings.data, settings.model.model_type)
+    record = (scans_folder or settings.training.output_dir) / HUB_RECORD
+    world, report, stop, rescan = session.world, session.report, session.stop.check, settings.data.rescan
+    datasets = download_datasets(datasets, world, report, stop, record, rescan)
+    text_folders = [text_folder(each, settings) for each in texts]
+    latents_folders = [latents_folder(dataset, settings) for dataset in datasets]
+    outputs = [settings.training.output_dir, *text_folders, *latents_folders]
+    folder = scans_folder or default_folder(settings, "scan")
+    scans = scan_datasets(datasets, outputs, folder, world, report, stop, rescan, session.background)
+    return ScannedData(datasets, texts, scans)
+
+
+def plan_data(session: Session, scans_folder: Path | None = None) -> Plan:
+    """Collective: find the images, compare them with those of the other ranks, and group them.
+
+    `scans_folder` is where scans are kept: for a run below output_dir, which also gets the list of images without a
+    caption.
+
+    Raises DataError or SettingsError before anything expensive happens.
+    """
+    settings, data = session.settings, scan_data(session, scans_folder)
+    alignment_px = settings.data.aspect_bucket_alignment
+    found = discover(data.scans, alignment_px, settings.training.seed)
+    if scans_folder is None:
+        list_uncaptioned(found, session)
+    found.check()
+    report_left_out(found, session.report)
+    for warning in dataset_warnings(found, alignment_px):
+        session.report.warn(warning)
+    return share_memory(make_plan(settings, data.datasets, data.texts, found.samples), session, "plan")
+
+
+def list_uncaptioned(found: Discovery, session: Session) -> None:
+    """Write the addresses of all images without a caption into output_dir. Collective, if there are some."""
+    path = session.settings.training.output_dir / UNCAPTIONED
+    addresses = [scan.storage.describe(name) for scan in found.scans for name in found.uncaptioned[scan.dataset.id]]
+
+    def write() -> str:
+        content = "".join(f"{address}\n" for address in addresses)
+        replace_file(path, content.encode("utf-8", "surrogateescape"))
+        return str(path)
+
+    if addresses:  # all ranks wait for the file: what follows may end the run
+        session.world.from_first("uncaptioned", write, session.stop.check)
+        if session.world.size > 1:
+            session.world.barrier()  # and none may end it while another still asks its store
+        session.report.say(f"{count_noun(len(addresses), 'image')} without a caption: {path} lists them")
+    elif session.world.is_first:
+        path.unlink(missing_ok=True)
+
+
+def make_plan(settings: Settings, datasets: list[ImageDataset], texts: list[TextEmbeds], samples: Samples) -> Plan:
+    """Group samples into buckets that fill the effective batch, and order them."""
+    seed, held_out = settings.training.seed, held_out_indices(samples, settings.validation.eval_split)
+    trained = [part.dataset for part in samples.parts if part.dataset.dataset_type != "eval"]
+    windows = [dataset.window for dataset in trained]
+
+    def make(active: tuple[bool, ...]) -> Buckets:
+        ids = {dataset.id for dataset, takes_part in zip(trained, active, strict=True) if takes_part}
+        oversubscribe = settings.data.allow_dataset_oversubscription
+        return fill_buckets(make_buckets(samples, held_out, ids), settings.effective_batch_size, oversubscribe)
+
+    schedule = BucketSchedule(windows, make)
+    buckets = schedule.buckets(0, 0)
+    # Ids, not indices: with another image in the place of one, indices would stay the same.
+    if set(windows) <= {Window()}:
+        sampler = GlobalBatchSampler(buckets, seed)
+        digest = digest_buckets(buckets, samples, seed)
+    else:
+        sampler = GlobalBatchSampler(buckets, seed, schedule)
+        check_participation(settings, sampler)
+        digest = digest_buckets(make_buckets(samples, held_out), samples, seed, windows)
+    return Plan(datasets, texts, samples, buckets, sampler, digest, held_out)
+
+
+def share_memory(plan: Plan, session: Session, place: str) -> Plan:
+    """Return the same plan in memory that the ranks of a machine share; `place` is unique in a run. Collective."""
+    own = [array for part in plan.samples.parts for array in part.arrays]
+    own += [array for bucket in plan.buckets.values() for array in bucket.groups.values()]
+    shared = iter(share_arrays(own, place, session.world, session.stop.check))
+    samples = Samples([part.with_arrays(*islice(shared, len(part.arrays))) for part in plan.samples.parts])
+    for bucket in plan.buckets.values():  # in place: the sampler and its schedule hold these buckets, too
+        bucket.groups.update({copies: next(shared) for copies in bucket.groups})
+    return replace(plan, samples=samples)
+
+
+def check_participation(settings: Settings, sampler: GlobalBatchSampler) -> None:
+    """Raise SettingsError for steps without a dataset, and DataError for buckets that do not fill a batch then."""
+    steps, epochs = settings.training.max_train_steps, settings.training.num_train_epochs
+    if steps is not None:
+        sampler.count_steps(NO_LIMIT, settings.effective_batch_size, steps)
+    else:
+        sampler.count_steps(epochs, settings.effective_batch_size)
+
+
+def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStack) -> Prepared:
+    """Collective: encode the captions and images that are not cached yet, on all ranks.
+
+    Caches that grow while training are written until `writers` is closed.
+    """
+    settings, report, stop = session.settings, session.report, session.stop.check
+    validation = shared_prompts(session)
+    prompts = texts_of(validation, settings.validation.validation_negative_prompt)
+    sources = open_sources(settings, plan.samples, plan.texts, prompts, family, session.world, writers)
+    for each in sources.all_texts:
+        each.fill(settings.data.text_encoder_batch_size, report, stop)
+    sources.encoder.free()
+    broken: dict[str, str] = {}
+    for dataset in plan.datasets:
+        broken |= sources.latents[dataset.id].fill(dataset.vae_batch_size, report, stop)
+    sources.vae.free()
+    report_left_out(Discovery(broken=broken), report)
+    if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
+        whole = plan.samples.without(broken)
+        remade = make_plan(settings, plan.datasets, plan.texts, whole)
+        plan = share_memory(remade, session, "plan without broken images")
+    no_caption = family.unconditional({key: value[None] for key, value in sources.prompts.read("").items()})
+    on_demand = [decoding_threads(part, session.world) for part in plan.samples.parts if encodes_beside(part.dataset)]
+    at_once = sources.concurrent_reads
+    reader = SampleReader(
+        samples=plan.samples,
+        dataset=plan.samples.dataset_of,
+        latents=lambda sample: sources.latents[sample.dataset].read(sample),
+        image=lambda sample: family.size_conditioning(sample.geometry),
+        text=lambda sample, caption: sources.texts[sample.dataset].read(caption),
+        no_caption={key: value[0] for key, value in no_caption.items()},
+        threads=max([THREADS, *on_demand]),
+        map_samples=reading_threads(at_once, "samples").map if at_once > 1 else map,
+    )
+    return Prepared(plan, reader, validation, sources.prompts)
+
+
+def shared_prompts(session: Session) -> list[ValidationPrompt]:
+    """Return the prompts of validation, as rank 0 reads them: all ranks must sample the same images. Collective."""
+    world, stop = session.world, session.stop.check
+    prompts = load_prompts(
+        session.settings.validation, lambda path: world.from_first("prompt file", lambda: read_text(path), stop)
+    )
+    check_prompt_sizes(session.settings, prompts)
+    return prompts
+
+
+def texts_of(validation: Sequence[ValidationPrompt], negative: str) -> list[str]:
+    """Return the texts to encode for validation, and the empty caption, by which dropped captions are replaced."""
+    own = [text for each in validation for text in (each.prompt, each.negative_prompt) if text is not None]
+    return [*own, negative, ""]
+
+
+def report_left_out(found: Discovery, report: Report) -> None:
+    """Name images that are left out, with the reason. Their files are never touched."""
+    for address in (address for others in found.others for address in others.written):
+        report.say(f"{address} is left out of the images: this run writes there")
+    if found.unwanted:
+        report.say(f"{count_noun(found.unwanted, 'image')} outside the limits of size or aspect left out")
+    if found.skipped:
+        report.say(f"{count_noun(found.skipped, 'image')} without a caption left out")
+    if found.surplus:
+        report.say(f"{count_noun(found.surplus, 'image')} left out by max_num_samples")
+    if found.broken:
+        named = format_names([f"{name}: {reason}" for name, reason in sorted(found.broken.items())])
+        report.warn(f"{count_noun(len(found.broken), 'broken image')} left out:{named}")
+
+
+def samples_by_size(plan: Plan) -> Counter[Size]:
+    """Count the samples of an epoch by their size in px."""
+    counts: Counter[Size] = Counter()
+    for name, bucket in plan.buckets.items():
+        width, height = map(int, name.split("x"))
+        counts[width, height] += len(bucket)
+    return counts
+
+
+def describe_buckets(plan: Plan) -> str:
+    """Return how many images are in which buckets, and how often an epoch shows those that are repeated."""
+    counts = {name: (bucket.num_samples, len(bucket)) for name, bucket in plan.buckets.items()}
+    each = [f"{name}: {own}{f' shown {shown} times' if shown != own else ''}" for name, (own, shown) in counts.items()]
+    held_out = f"; {len(plan.held_out):,} held out" if len(plan.held_out) else ""
+    trained = len(plan.samples) - len(plan.held_out)
+    return f"{trained:,} in {count_noun(len(counts), 'bucket')} ({', '.join(each)}){held_out}"
+
+
+def folders_of(settings: Settings, plan: Plan) -> list[Path]:
+    """Return the folders that cache what a plan needs."""
+    texts = [text_folder(each, settings) for each in used_texts(plan.texts, plan.datasets, settings)]
+    return [*texts, *(latents_folder(each, settings) for each in plan.datasets if not each.vae_cache_disable)]

@@ -1,0 +1,250 @@
+"""All ranks scan the images together: one list of files, headers and captions read by whoever is free, one result.
+
+Each machine lists its files, since only so it is known whether all have the same. What an earlier start has scanned,
+or a killed one has left, is not read again. The result is an Arrow file in output_dir, which all ranks map.
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false
+# pyarrow comes without types.
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.scan.comparison import DatasetFiles
+from simpletuner.data.scan.dir_mtimes import forget_folder_times, unchanged_files, write_folder_times
+from simpletuner.data.scan.file_list import FileList, OtherFiles, list_images
+from simpletuner.data.scan.scan import SCANNED, Scan, scan_files
+from simpletuner.data.scan.scan_cache import IDENTITY, intact_files, match_rows, open_table, remove_all_but, write_table
+from simpletuner.data.scan.stale_file_watcher import FileCheck
+from simpletuner.data.scan.table_join import Described, describe_files, files_to_read, with_described
+from simpletuner.data.storage.storage import LocalStorage, Storage, open_storage
+from simpletuner.data.tables.table_files import table_of
+from simpletuner.errors import DataError, EnvironmentNotReady
+from simpletuner.parallel.world import World
+from simpletuner.preparation.same_data import Listed, verify_same_data
+from simpletuner.preparation.same_folder import wait_until_visible
+from simpletuner.report import Report
+from simpletuner.system.files.atomic import remove
+from simpletuner.system.numbers import count_noun
+
+CHUNK_FILES = 256
+PART_SECONDS = 20
+"""A rank that is killed loses no more of its work."""
+
+
+NOT_LISTED = FileList(pa.table({}), OtherFiles())
+
+
+def scan_datasets(
+    datasets: Sequence[ImageDataset],
+    outputs: Sequence[Path],
+    folder: Path,
+    world: World,
+    report: Report,
+    stop: Callable[[], None],
+    rescan: bool = False,
+    checks: ExitStack | None = None,
+) -> list[Scan]:
+    """Find the images of all datasets; results are kept below `folder`, and forgotten with `rescan`. Collective.
+
+    Nothing in `outputs`, the folders that the run writes into, is found. Where no folder has changed since a kept scan,
+    its files count; what looks in the background for rewritten ones is stopped by `checks`. Raises DataError on all
+    ranks when a folder is missing, or when machines have other files, and what a store raises that does not answer.
+    """
+    world.activity.begin("finding images")
+    if rescan and world.is_first:
+        remove(folder)
+    scans = [
+        SharedScan(dataset, open_storage(dataset, outputs), folder / dataset.id, f"scan/{number}", world, stop)
+        for number, dataset in enumerate(datasets)
+    ]
+    kept = [scan.preserved() for scan in scans]
+    new = [scan for scan, name in zip(scans, kept, strict=True) if not name]
+    listed = list_all(new, stop, rescan) if world.local_rank == 0 else Listed()
+    verify_same_data(listed, datasets, world, stop)
+    files = (each.list for each in listed.datasets)
+    found = [
+        scan.open(name) if name else scan.run(next(files, NOT_LISTED), report)
+        for scan, name in zip(scans, kept, strict=True)
+    ]
+    if checks is not None and world.local_rank == 0:
+        host = "" if world.is_first else f" on {socket.gethostname()}"
+        for scan, files in zip(new, listed.datasets, strict=True):
+            if isinstance(scan.storage, LocalStorage) and not files.list.folders:
+                scan.check_files(checks, host)
+    world.barrier()  # what is wrong with the data ends all ranks alike, none while another still asks its store
+    return found
+
+
+def list_all(scans: Sequence[SharedScan], stop: Callable[[], None], rescan: bool) -> Listed:
+    """List the files of datasets; an error is kept, so that all ranks can raise it."""
+    listed = Listed()
+    try:
+        for scan in scans:
+            known = None if rescan else scan.unchanged()
+            files = known or list_images(scan.dataset, scan.storage, stop)
+            listed.datasets.append(DatasetFiles(scan.dataset, scan.storage, files))
+    except (DataError, EnvironmentNotReady) as error:
+        listed.error = error
+    return listed
+
+
+@dataclass(frozen=True)
+class SharedScan:
+    """The scan of one dataset by all ranks; `place` is unique among those of a run."""
+
+    dataset: ImageDataset
+    storage: Storage
+    folder: Path
+    place: str
+    world: World
+    stop: Callable[[], None]
+
+    def run(self, files: FileList, report: Report) -> Scan:
+        """Scan what no earlier scan knows. `files` are those of rank 0; the others' are not looked at. Collective."""
+        described = cache(lambda: self._describe(files))
+        task = self._from_first("task", lambda: self._task(files, described))
+        if error := task.get("error"):  # of the table, which only rank 0 reads
+            self.world.barrier()
+            raise DataError(*error)
+        if task["rows"]:
+            self._scan_share(task["name"], task["rows"], report)
+        if not (name := task["kept"]):
+            ranks = self.world.size if task["rows"] else 0
+            name = self._from_first("result", lambda: self._merge(files, described, ranks))
+        if files.folders:
+            write_folder_times(self.folder, self.storage, files, name)
+        return self.open(name)
+
+    def unchanged(self) -> FileList | None:
+        """Return the files of a kept scan where no folder has changed since; None where all files must be listed."""
+        table = table_of(self.dataset, self.storage)
+        for path in self._kept():
+            files = unchanged_files(self.folder, self.storage, path)
+            if files and files.others.table == (table.version() if table else ""):
+                return files
+        return None
+
+    def check_files(self, checks: ExitStack, host: str) -> None:
+        """Look in the background for files that were rewritten since the kept scan, and warn of them."""
+        assert isinstance(self.storage, LocalStorage)
+        for path in self._kept()[:1]:
+            captions = self.dataset.caption_strategy == "textfile"
+            checks.callback(FileCheck(path, self.storage.folder, captions, partial(self._warn, host)).stop)
+
+    def _warn(self, host: str, changed: int, first: str) -> None:
+        forget_folder_times(self.folder, self.storage)
+        # Its own report: that of a rank above 0 is quiet, and other machines may have other files.
+        Report().warn(
+            f"dataset `{self.dataset.id}`: {count_noun(changed, 'file')}{host} changed in place since the scan that "
+            f"this run uses, the first is {self.storage.describe(first)}",
+            "stop and start again to train on what is there now: the next start finds them; --rescan reads all files",
+        )
+
+    def preserved(self) -> str:
+        """Return the name of a kept scan that is to be used without a look at the files; empty for none. Collective."""
+        if not self.dataset.preserve_data_backend_cache:
+            return ""
+        return self._from_first("preserved", lambda: next((path.name for path in self._kept() if self._fits(path)), ""))
+
+    def open(self, name: str) -> Scan:
+        """Return a kept scan."""
+        table, others = self._open(name)
+        return Scan(self.dataset, self.storage, table, OtherFiles(**others))
+
+    def _fits(self, path: Path) -> bool:
+        """Whether a kept scan has taken from the table what is asked for now."""
+        table = table_of(self.dataset, self.storage)
+        return not table or self._open(path.name)[1].get("table", "").startswith(table.settings_id())
+
+    def _describe(self, files: FileList) -> Described | None:
+        """Read the table, if there is one. Raises DataError where it cannot be read."""
+        if table := table_of(self.dataset, self.storage):
+            table = table.with_own_columns()
+            return describe_files(table, table.rows(), files.table["name"])
+        return None
+
+    def _kept(self) -> list[Path]:
+        return intact_files(self.folder, self._kind("scan"))
+
+    def _task(self, files: FileList, described: Callable[[], Described | None]) -> dict[str, Any]:
+        """Write down which files are to be read, unless a kept scan is that of the same files."""
+        for path in self._kept():
+            table, others = open_table(path)
+            if table.select(IDENTITY).equals(files.table.select(IDENTITY)) and OtherFiles(**others) == files.others:
+                return {"kept": path.name, "rows": 0}
+        try:
+            needed = files_to_read(files.table, described())
+        except DataError as error:
+            return {"error": [error.message, error.hint]}
+        new = needed.filter(pc.is_null(match_rows(needed, self._known())))
+        return {"kept": "", "rows": len(new), "name": write_table(self.folder, "task", new)}
+
+    def _known(self) -> pa.Table:
+        """Return what this scan and earlier ones have found."""
+        paths = [path for kind in ("scan", "part") for path in intact_files(self.folder, self._kind(kind))]
+        tables = [open_table(path)[0] for path in paths]
+        return pa.concat_tables([SCANNED.empty_table(), *(each for each in tables if each.schema == SCANNED)])
+
+    def _kind(self, name: str) -> str:
+        encoding = self.dataset.caption_encoding
+        return f"{name}-{self.dataset.caption_strategy}{f'-{encoding}' if encoding else ''}"
+
+    def _scan_share(self, name: str, rows: int, report: Report) -> None:
+        """Read files until none is left, and write what they say. Collective."""
+        files, _ = self._open(name)
+        with report.progress("reading image headers", rows) as progress:
+            parts = [write_table(self.folder, self._kind("part"), part) for part in self._parts(files, progress.update)]
+            self.world.wait_for_count(f"{self.place}/rows", rows, self.stop, progress.update)
+        self.world.store.set(f"{self.place}/parts/{self.world.rank}", json.dumps(parts))
+        self.world.store_barrier(f"{self.place}/scanned", self.stop)
+
+    def _parts(self, files: pa.Table, show: Callable[[int], object]) -> Iterator[pa.Table]:
+        batches: list[pa.RecordBatch] = []
+        begun = time.monotonic()
+        while (start := self.world.next_chunk(self.place) * CHUNK_FILES) < len(files):
+            self.stop()
+            chunk = files.slice(start, CHUNK_FILES).to_pylist()
+            batches.append(scan_files(self.dataset, self.storage, chunk))
+            show(self.world.add_progress(f"{self.place}/rows", len(chunk)))
+            if time.monotonic() - begun > PART_SECONDS:
+                yield pa.Table.from_batches(batches)
+                batches, begun = [], time.monotonic()
+        if batches:
+            yield pa.Table.from_batches(batches)
+
+    def _merge(self, files: FileList, described: Callable[[], Described | None], ranks: int) -> str:
+        """Put what the first `ranks` have scanned, and what was known, into the order of the files; return its name."""
+        for rank in range(ranks):
+            for name in json.loads(self.world.store.get(f"{self.place}/parts/{rank}")):
+                wait_until_visible(self.folder, name, self.stop)
+        known, others = self._known(), files.others
+        table = known.take(match_rows(files.table, known))
+        if found := described():
+            table, remarks = with_described(self.dataset, files.table, table, found)
+            others = replace(
+                others, table_remarks=remarks, unmatched_rows=found.unmatched, first_unmatched=found.first_unmatched
+            )
+        name = write_table(self.folder, self._kind("scan"), table, asdict(others))
+        remove_all_but(self.folder, name)
+        return name
+
+    def _open(self, name: str) -> tuple[pa.Table, dict[str, Any]]:
+        wait_until_visible(self.folder, name, self.stop)
+        return open_table(self.folder / name)
+
+    def _from_first(self, key: str, make: Callable[[], Any]) -> Any:
+        return json.loads(self.world.from_first(f"{self.place}/{key}", lambda: json.dumps(make()), self.stop))

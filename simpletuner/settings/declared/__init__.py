@@ -1,0 +1,1 @@
+"""Every setting: sections, defaults, and mistakes in them."""

@@ -1,0 +1,140 @@
+"""Say what is wrong with a value: where it was written, what is allowed, and the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+
+from simpletuner.credentials import MASK, mask_credentials
+from simpletuner.errors import BrokenRule, Mistake, SettingsError
+from simpletuner.settings.declared.knob import bounds_of, kind_of
+from simpletuner.settings.declared.secret_names import is_secret, without_secrets
+from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.files.secret_values import is_reference
+from simpletuner.settings.values.spelling import choices_of, normalize_name
+
+if TYPE_CHECKING:
+    from simpletuner.settings.files.raw_values import Origin
+
+TYPES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text in quotes",
+    SecretStr: "text in quotes",
+    Path: "a path in quotes",
+    list: "text or a list of texts",
+    dict: "a JSON object",
+}
+BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+REASONS = {
+    ("lr_scheduler", "sine"): "no schedule rises again",
+    ("lr_scheduler", "cosine_with_restarts"): "no schedule rises again: cosine falls once",
+}
+"""Values that users of other tools have in their files, and why they are refused."""
+
+UNKNOWN = "unknown setting"
+"""The mistake that a list of settings helps with; what is wrong with a value says what to write instead."""
+MAX_LENGTH = 80
+"""Characters of a value that are shown."""
+
+
+class InvalidSettings(SettingsError):
+    """All mistakes of the settings, and the settings as far as they are valid, for checks that can still be made."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        invalid: frozenset[str],
+        origins: Mapping[str, Origin],
+        mistakes: Sequence[Mistake],
+        hint: str = "",
+    ) -> None:
+        hints = (
+            "`--help` lists every setting" if each.message == UNKNOWN else each.hint * isinstance(each, BrokenRule)
+            for each in mistakes
+        )
+        super().__init__(hint=hint or next(filter(None, hints), ""), mistakes=mistakes)
+        self.settings = settings
+        self.invalid = invalid
+        """Names of settings that are at their default instead."""
+        self.origins = origins
+
+
+def to_mistake(item: Any, field: FieldInfo, origin: Origin) -> Mistake:
+    """Convert one of pydantic's errors about what was given for a setting."""
+    name, given, file = str(item["loc"][0]), origin.given, origin.file
+    if is_secret(name) and not is_reference(item["input"]):
+        given = None  # the mistake is in what was written, which the reference does not show
+    message, hint = f"use {allowed(field)}", ""
+    if item["type"] == "value_error":
+        message = str(item["ctx"]["error"])
+    elif item["type"] == "finite_number" and len(item["loc"]) > 1:
+        path = ".".join(map(str, item["loc"][1::2]))  # every other part is the type that pydantic tried
+        return Mistake(
+            path if file else f"{name}.{path}", "use a finite number", file or origin.place, shorten(item["input"])
+        )
+    elif reason := REASONS.get((name, normalize_name(str(given)))):
+        message = f"{reason}; {message}"
+    elif given is not None:
+        hint = did_you_mean(str(given), map(str, choices_of(field.annotation)))
+    return Mistake(name, message, origin.place, MASK if is_secret(name) and given is None else shorten(given), hint)
+
+
+def shown_value(name: str, value: Any) -> str:
+    """Return a value as it was written, shortened, or dots in the place of a secret."""
+    return MASK if is_secret(name) and not is_reference(value) else shorten(value)
+
+
+def shorten(value: Any) -> str:
+    """Return a value as it was written, without secrets inside it, and without its middle where it is long."""
+    is_json = isinstance(value, dict | list | bool | int | float | None)
+    text = (
+        repr(value)
+        if isinstance(value, str)
+        else json.dumps(without_secrets(value), default=str)
+        if is_json
+        else str(value)
+    )
+    text = mask_credentials(text)  # as a whole: a half of an address is not recognized
+    return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]}...{text[-MAX_LENGTH // 4 :]}"
+
+
+def allowed(field: FieldInfo) -> str:
+    """Say what a setting accepts: its choices, or its type and bounds."""
+    if field.annotation == bool | None:
+        return "true, false or auto"
+    optional = ", or none" if type(None) in get_args(field.annotation) else ""
+    if choices := choices_of(field.annotation):
+        return f"one of {', '.join(map(str, choices))}{optional}"
+    bounds = bounds_of(field, BOUNDS)
+    return TYPES[kind_of(field.annotation)] + (f" {' and '.join(bounds)}" if bounds else "") + optional
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Ask for the closest known word, if there is one."""
+    close = closest(word, known)
+    return f"did you mean `{close}`?" if close else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The same question as the end of a sentence: `; did you mean ...?`, or nothing."""
+    question = did_you_mean(word, known)
+    return f"; {question}" if question else ""
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that a word is most like, or nothing."""
+    close = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), list(known), n=1, cutoff=0.6)
+    return close[0] if close else ""
+
+
+def broken(message: str, setting: str, *others: str, hint: str = "") -> BrokenRule:
+    """A broken rule about some settings; a page shows it beside the first of them."""
+    return BrokenRule(setting, message, hint=hint, others=others)

@@ -1,0 +1,124 @@
+"""Declare a setting in one line: flag, file key, validation, help and `settings.json` all come from it."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from simpletuner.settings.values.spelling import choices_of
+from simpletuner.system.files.paths import expand_path
+
+NUMBERS = (int, float, int | None, float | None)
+
+
+def knob(default: Any, sentence: str, *, unit: str = "", aliases: tuple[str, ...] = (), **bounds: float) -> Any:
+    """Declare a setting: its default, what it does, its unit, older names, and bounds (`ge`, `gt`, `le`, `lt`)."""
+    return Field(default, description=sentence, json_schema_extra={"unit": unit, "aliases": list(aliases)}, **bounds)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def extra_of(field: FieldInfo, name: Literal["unit", "aliases"]) -> Any:
+    """What `knob` adds to pydantic's declaration: the unit, or older names."""
+    return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
+
+
+def shown_default(field: FieldInfo) -> str:
+    """Format a default for people; empty where there is none."""
+    if field.annotation == bool | None and field.default is None:
+        return "auto"
+    value = str(field.default).lower() if isinstance(field.default, bool) else field.default
+    return "" if value in (None, "", []) else str(value)
+
+
+def kind_of(annotation: Any) -> Any:
+    """The plain type behind an annotation, looking through Optional."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return kind_of(next(part for part in get_args(annotation) if part is not type(None)))
+    return get_origin(annotation) or annotation
+
+
+def bounds_of(field: FieldInfo, words: Mapping[str, str]) -> list[str]:
+    """Format the bounds of a setting, each with the word for `ge`, `gt`, `le` or `lt` before it."""
+    return [
+        f"{word} {getattr(part, bound)}"
+        for part in field.metadata
+        for bound, word in words.items()
+        if hasattr(part, bound)
+    ]
+
+
+def type_name(annotation: Any) -> str:
+    if annotation == bool | None:
+        return "true|false|auto"
+    names = {
+        bool: "true|false",
+        int: "INTEGER",
+        float: "NUMBER",
+        str: "TEXT",
+        SecretStr: "TEXT",
+        Path: "PATH",
+        list: "TEXT",
+        dict: "JSON",
+    }
+    return names[kind_of(annotation)]
+
+
+class Section(BaseModel):
+    """A group of settings that one part of the program is given; frozen, and strict about unknown names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is expected; pydantic would take them as 1 and 0."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        is_number = annotation in NUMBERS or any(isinstance(choice, int) for choice in choices_of(annotation))
+        if isinstance(value, bool) and is_number:
+            raise PydanticCustomError("word", "a number is expected")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def expand_path(cls, value: Any, info: ValidationInfo) -> Any:
+        """Expand `~` and `{env:NAME}` wherever a path comes from: flag, file, variable."""
+        is_path = kind_of(cls.model_fields[str(info.field_name)].annotation) is Path
+        return expand_path(value) if is_path and isinstance(value, str | Path) else value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def refuse_huge_number(cls, value: Any) -> Any:
+        """Refuse a number that neither torch nor TOML can hold."""
+        if isinstance(value, int) and value >= 1 << 63:
+            raise ValueError("use a whole number below 2^63")
+        return value
+
+    # Defined last, so that it runs first: pydantic cannot hold the message of a validator that quotes such a text.
+    @field_validator("*", mode="before")
+    @classmethod
+    def refuse_unwritable_text(cls, value: Any) -> Any:
+        """Refuse characters that no file and no command line can hold."""
+        for leaf in leaves(value):
+            if isinstance(leaf, str | Path) and UNWRITABLE.search(str(leaf)):
+                raise ValueError("text must be UTF-8 without NUL characters")
+        return value
+
+
+UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield all values at any depth, and the names in tables."""
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)
+    else:
+        yield value

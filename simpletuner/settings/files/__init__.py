@@ -1,0 +1,1 @@
+"""Config files: TOML, YAML, JSON and environment files, and the values in them."""

@@ -1,0 +1,228 @@
+"""Read a config file as names, values and lines: JSON, TOML, YAML, or shell-like pairs.
+
+Every format keeps duplicate names (TOML refuses them itself, with the line), so that a mistake can name both lines.
+tomlkit carries no lines; PyYAML is what accelerate reads its own files with, so both take them for the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import SettingsError
+from simpletuner.settings.files.env_format import env_entries
+from simpletuner.settings.files.file_entries import (
+    FileEntry,
+    NotParsed,
+    NotSettings,
+    check_depth,
+    explain_parsing,
+    json_mistake,
+)
+from simpletuner.system.files.paths import descriptor_of
+from simpletuner.system.files.regular_files import read_file
+
+Format = Callable[[str], Iterator[FileEntry]]
+YAML_HEAD = re.compile(r"""---|[\w"'-]+[ \t]*:(\s|$)|%YAML""")
+ENV_HEAD = re.compile(r"export[ \t]|[A-Za-z_]\w*=")
+
+
+MAX_FILE_BYTES = 4 << 20
+"""60,000 settings take 1.5 MiB."""
+
+
+def read_text(path: Path) -> str:
+    """Read a file that a user has written. Raises OSError, and NotParsed for what is not UTF-8."""
+    content = read_file(path, MAX_FILE_BYTES)  # bytes: newlines inside values stay as they are
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise NotParsed(line, "it is not UTF-8: save the file as UTF-8") from None
+
+
+def read_entries(path: Path, environment: Mapping[str, str] = os.environ) -> list[FileEntry]:
+    """Read a file of settings; `environment` has the variables that a .env file may name.
+
+    Raises SettingsError where it cannot be read or does not parse.
+    """
+    with explain_parsing(path, "check the path", "correct that value"):
+        return parse_entries(path, read_text(path), environment)
+
+
+def parse_entries(path: Path, text: str, environment: Mapping[str, str] = os.environ) -> list[FileEntry]:
+    """Parse the text of the file at `path`, which may not be there yet, or not any more.
+
+    Raises SettingsError where it does not parse.
+    """
+    with explain_parsing(path, "check the path", "correct that value"):
+        entries = list(format_of(path, environment)(text))
+        for entry in entries:
+            check_depth(entry.value)
+        return entries
+
+
+def format_of(path: Path, environment: Mapping[str, str]) -> Format:
+    """Return the reader of a file. Raises SettingsError."""
+    suffix = suffix_of(path)
+    if suffix not in FORMATS:
+        raise SettingsError(f"{path}: settings are read from {', '.join(FORMATS)} files", "give the file such a name")
+    return partial(env_entries, environment=environment) if suffix == ".env" else FORMATS[suffix]
+
+
+def suffix_of(path: Path) -> str:
+    """A file's suffix; `.env` is a whole name, too. For a pipe, the one that suits its text. Raises OSError."""
+    if descriptor_of(path) is None and str(path) != os.devnull:
+        suffix = path.suffix.lower() or path.name.lower()
+        return ".env" if suffix == ".envrc" else suffix  # direnv's
+    text = read_text(path)
+    head = re.sub(r"\A(\s|#.*\n)+", "", text)
+    if head.startswith("{"):
+        return ".json"
+    if YAML_HEAD.match(head):
+        return ".yaml"
+    # `SEED=1` is TOML, too; `MODEL_FAMILY=sdxl` is not.
+    return ".env" if ENV_HEAD.match(head) and not is_toml(text) else ".toml"
+
+
+class Pairs(dict[str, Any]):
+    """A JSON object that remembers all its pairs, those of one name included."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.pairs = pairs
+
+
+JSON_TOKEN = re.compile(r'(?P<text>"(?:\\.|[^"\\])*")(?P<colon>\s*:)?|[\[{]|[\]}]|\n')
+
+
+def json_entries(text: str) -> Iterator[FileEntry]:
+    """Read a JSON object. The names of the outermost object, in order, are the strings before a colon at depth 1."""
+    try:
+        value = json.loads(text, object_pairs_hook=Pairs)
+    except json.JSONDecodeError as error:
+        raise json_mistake(error) from None
+    if not isinstance(value, Pairs):
+        raise NotSettings("a list" if isinstance(value, list) else "one value")
+    for (key, item), (line, inner_lines) in zip(value.pairs, json_lines(text), strict=True):
+        yield FileEntry(key, item, line, inner_lines)
+
+
+def json_lines(text: str) -> list[tuple[int, dict[str, int]]]:
+    """Return the line of each name, or of each object of a list, at depth 1, with those of the names at depth 2.
+
+    The text must parse.
+    json has no positions, so this is a second pass over the tokens. Raises NotParsed for a duplicate key at any depth
+    but the first, of which json would silently take the last.
+    """
+    lines: list[tuple[int, dict[str, int]]] = []
+    open_names: list[dict[str, int]] = []
+    is_list = text.lstrip().startswith("[")
+    line = 1
+    for token in JSON_TOKEN.finditer(text):
+        if token[0] in ("{", "["):
+            if len(open_names) == 1 and is_list:
+                lines.append((line, {}))
+            open_names.append({})
+        elif token[0] in ("}", "]"):
+            open_names.pop()
+        elif token["colon"] and len(open_names) == 1:
+            lines.append((line, {}))
+        elif token["colon"]:
+            name = json.loads(token["text"])
+            names = lines[-1][1] if len(open_names) == 2 else open_names[-1]
+            if name in names:
+                raise NotParsed(line, f"duplicate key `{name}`")
+            names[name] = line
+        line += token[0].count("\n")
+    return lines
+
+
+def toml_entries(text: str) -> Iterator[FileEntry]:
+    import tomllib
+
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise toml_error(str(error), text.count("\n") + 1) from None
+    lines = toml_lines(text)
+    for key, value in values.items():
+        yield FileEntry(key, value, lines.get(key, 0))
+
+
+TOML_TOKEN = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?\"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|\#[^\n]*|[\[{]|[\]}]|\n""", re.DOTALL
+)
+TOML_NAME = re.compile(
+    r"""[ \t]*(?P<table>\[*)[ \t]*(?:"(?P<double>(?:\\.|[^"\\\n])*)"|'(?P<single>[^'\n]*)'|(?P<bare>[\w-]+))"""
+)
+
+
+def toml_lines(text: str) -> dict[str, int]:
+    """Return the line of each outermost name of a text that parses; tomllib has no positions.
+
+    A line begins a statement unless it stands within brackets or a long string.
+    """
+    lines: dict[str, int] = {}
+    depth, in_table = 0, False
+    starts = [(0, 1)]
+    line = 1
+    for token in TOML_TOKEN.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
+        line += token[0].count("\n")
+        if token[0] == "\n" and depth == 0:
+            starts.append((token.end(), line))
+    for position, number in starts:
+        name = TOML_NAME.match(text, position)
+        if name is None or (in_table and not name["table"]):
+            continue
+        in_table = bool(name["table"])
+        lines.setdefault(toml_name(name), number)
+    return lines
+
+
+def toml_name(found: re.Match[str]) -> str:
+    import tomllib
+
+    if found["double"] and "\\" in found["double"]:
+        return next(iter(tomllib.loads(f'"{found["double"]}" = 0')))
+    return found["double"] or found["single"] or found["bare"] or ""
+
+
+def toml_error(message: str, last_line: int) -> NotParsed:
+    """Split the message of TOML's reader into line and reason."""
+    # tomllib's words for a duplicate key are about its own tables.
+    message = message.replace("Cannot overwrite a value", "a name is set twice")
+    found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
+    reason, line, column = found.groups() if found else (message, last_line, "")
+    return NotParsed(int(line), reason[0].lower() + reason[1:] + (f", column {column}" if column else ""))
+
+
+def is_toml(text: str) -> bool:
+    import tomllib
+
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
+
+
+def yaml_entries(text: str) -> Iterator[FileEntry]:
+    from simpletuner.settings.files.yaml_format import read_yaml  # PyYAML takes 15 ms to import
+
+    return read_yaml(text)
+
+
+FORMATS: dict[str, Format] = {
+    ".json": json_entries,
+    ".toml": toml_entries,
+    ".yaml": yaml_entries,
+    ".yml": yaml_entries,
+    ".env": env_entries,
+}

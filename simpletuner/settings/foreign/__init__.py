@@ -1,0 +1,1 @@
+"""Files of other programs that a run reads: accelerate's YAML and DeepSpeed's JSON."""

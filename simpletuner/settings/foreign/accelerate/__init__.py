@@ -1,0 +1,1 @@
+"""accelerate's config file and the arguments of accelerate launch."""

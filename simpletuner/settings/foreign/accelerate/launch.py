@@ -1,0 +1,73 @@
+"""What `accelerate launch` resolved and hands to its ranks in the environment, as the fields of its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from simpletuner.settings.files.file_entries import FileEntry
+from simpletuner.settings.foreign.accelerate.fields import SECTIONS_OF_ENGINE
+from simpletuner.settings.values.spelling import normalize_name
+
+LAUNCHED = {
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_DEBUG_MODE": "debug",
+    "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo_config.dynamo_backend",
+    "ACCELERATE_DYNAMO_MODE": "dynamo_config.dynamo_mode",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "dynamo_config.dynamo_use_fullgraph",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "dynamo_config.dynamo_use_dynamic",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "dynamo_config.dynamo_use_regional_compilation",
+    "FSDP_VERSION": "fsdp_config.fsdp_version",
+    "FSDP_SHARDING_STRATEGY": "fsdp_config.fsdp_sharding_strategy",
+    "FSDP_RESHARD_AFTER_FORWARD": "fsdp_config.fsdp_reshard_after_forward",
+    "FSDP_OFFLOAD_PARAMS": "fsdp_config.fsdp_offload_params",
+    "FSDP_MIN_NUM_PARAMS": "fsdp_config.fsdp_min_num_params",
+    "FSDP_AUTO_WRAP_POLICY": "fsdp_config.fsdp_auto_wrap_policy",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+    "FSDP_STATE_DICT_TYPE": "fsdp_config.fsdp_state_dict_type",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "fsdp_config.fsdp_cpu_ram_efficient_loading",
+    "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_config.fsdp_activation_checkpointing",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "fsdp_config.fsdp_activation_checkpointing_offload",
+    "FSDP_IGNORED_MODULES": "fsdp_config.fsdp_ignored_modules",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "parallelism_config.parallelism_config_dp_replicate_size",
+    "PARALLELISM_CONFIG_TP_SIZE": "parallelism_config.parallelism_config_tp_size",
+    "PARALLELISM_CONFIG_SP_SIZE": "parallelism_config.parallelism_config_sp_size",
+    "PARALLELISM_CONFIG_CP_SIZE": "parallelism_config.parallelism_config_cp_size",
+    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "parallelism_config.parallelism_config_cp_comm_strategy",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "deepspeed_config.zero_stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "deepspeed_config.offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "deepspeed_config.offload_param_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "deepspeed_config.offload_optimizer_nvme_path",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "deepspeed_config.offload_param_nvme_path",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config.deepspeed_config_file",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "deepspeed_config.gradient_accumulation_steps",
+    "ACCELERATE_GRADIENT_CLIPPING": "deepspeed_config.gradient_clipping",
+}
+"""Variables that `accelerate launch` gives its ranks, and the fields of the file that they repeat."""
+
+
+def launched_entries(environment: Mapping[str, str]) -> list[FileEntry]:
+    """Return what `accelerate launch` resolved and passed to this process; nothing if it did not start it."""
+    if "ACCELERATE_MIXED_PRECISION" not in environment:
+        return []
+    engine = next((name for name in ("fsdp", "deepspeed") if f"ACCELERATE_USE_{name.upper()}" in environment), "no")
+    entries: dict[str, Any] = {"distributed_type": engine.upper()}
+    for variable, field in LAUNCHED.items():
+        value = environment.get(variable)
+        section, dot, name = field.rpartition(".")
+        other_engine = SECTIONS_OF_ENGINE.get(section) not in (None, engine)
+        if value is None or other_engine or variable in irrelevant_variables(environment):
+            continue
+        target = entries.setdefault(section, {}) if dot else entries
+        target[name] = value
+    return [FileEntry(key, value) for key, value in entries.items()]
+
+
+def irrelevant_variables(environment: Mapping[str, str]) -> set[str]:
+    """Variables that accelerate sets to its own defaults, although they count only with another choice."""
+    compiles = normalize_name(environment.get("ACCELERATE_DYNAMO_BACKEND", "no")) != "no"
+    other = "FSDP_RESHARD_AFTER_FORWARD" if environment.get("FSDP_VERSION") == "1" else "FSDP_SHARDING_STRATEGY"
+    dynamo = {name for name in LAUNCHED if name.startswith("ACCELERATE_DYNAMO_")} - {"ACCELERATE_DYNAMO_BACKEND"}
+    return {other} | (set() if compiles else dynamo)

@@ -1,0 +1,1 @@
+"""The original SimpleTuner's files: names, values, and what becomes of them."""

@@ -1,0 +1,345 @@
+"""Sort the values of the original's files: those that become settings, and those that are left out, with the reason.
+
+Reading a file for a run is strict (`loading.py`); an import leaves out what it cannot take, with a remark, and knows
+which of it decides what is trained.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from simpletuner.errors import Mistake, SettingsError
+from simpletuner.settings.declared.errors import did_you_mean, is_secret, shorten, shown_value, to_mistake
+from simpletuner.settings.declared.knob import kind_of
+from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
+from simpletuner.settings.files.formats import read_entries, suffix_of
+from simpletuner.settings.files.raw_values import Origin, RawValue, Source, raw_value
+from simpletuner.settings.foreign.key_table import Maps, Refuses, inner_entries
+from simpletuner.settings.original.names import TABLE, is_off, map_name
+from simpletuner.settings.original.other_trainers import TranslatedFile
+from simpletuner.settings.original.refusals import DECIDES
+from simpletuner.settings.original.translation import (
+    OVERRIDES,
+    There,
+    only_there,
+    own_values,
+    split_optimizer_config,
+    translate,
+    unread,
+)
+from simpletuner.settings.resolving.loading import canonical_name, plain_name, read_table
+from simpletuner.settings.resolving.sources import (
+    ACCELERATE_CONFIG,
+    is_accelerate_config,
+    is_equal,
+    to_setting_type,
+    validate_value,
+)
+from simpletuner.settings.resolving.variables import NOT_SETTINGS, is_variable, with_arguments
+from simpletuner.system.files.paths import expand_path
+
+FILES = ("config.json", "config.toml", "config.env")
+"""What the original looks for in a config folder, in this order."""
+BACKEND = ("config_backend", "config_type")
+LAUNCHERS = ("mixed_precision", "dynamo_backend", ACCELERATE_CONFIG)
+"""Settings that the original reads from config.env even beside a config.json, as it does those of section `launch`."""
+DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")
+"""Names without whose value nothing is left to train, in part either."""
+NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args")}
+ASIDE = ("checkpoints", "compile", "hub", "launch", "logging", "validation")
+"""Sections that do not change what is trained."""
+ALSO_ASIDE = (
+    *("attention_backend", "gradient_checkpointing", "offload_activations", "fuse_qkv_projections", "allow_tf32"),
+    *("vae_dtype", "vae_enable_tiling", "vae_enable_slicing", "vae_batch_size", "text_encoder_batch_size"),
+    *("cache_dir_vae", "cache_dir_text", "compress_disk_cache", "max_workers", "dataloader_prefetch_qlen"),
+    *("preserve_data_backend_cache", "rescan", "ema_device", "optimizer_release_gradients"),
+)
+"""Other settings that only change time, memory or the last bits."""
+NOTE_OF_THEIRS = re.compile(r"[_$#]|//")
+"""How names begin that people use for comments."""
+
+
+Effect = Literal["none", "look", "lost"]
+"""What leaving a value out changes: nothing, something besides the training, or what is trained."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """One value of the original's file that the new file does not have."""
+
+    name: str
+    value: Any
+    place: str
+    reason: str
+    effect: Effect = "look"
+
+    @property
+    def given(self) -> str:
+        return f"{self.name.lstrip('-')} = {shown_value(self.name, self.value)}"
+
+    def __str__(self) -> str:
+        return f"{self.given} ({self.place}): {self.reason}"
+
+
+class NotTaken(Exception):
+    """Raised with the reason why a value that asks for something is left out."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One value that becomes a setting: as the original has it, and as the new file has it."""
+
+    given: RawValue
+    value: RawValue
+    note: str = ""
+
+
+@dataclass
+class Original:
+    """The values of the original's files. `variables` are names of other programs' variables; values may be secrets."""
+
+    file: Path
+    values: list[RawValue]
+    left_out: list[LeftOut] = field(default_factory=list)
+    variables: list[str] = field(default_factory=list)
+    taken: dict[str, Taken] = field(default_factory=dict)
+    own: list[RawValue] = field(default_factory=list)
+    """Values that the original trains with where its file says nothing."""
+    is_simpletuner: bool = True
+    """Whether it is a file of the original SimpleTuner, not of another trainer."""
+
+    def leave_out(self, given: RawValue, reason: str, effect: Effect = "look") -> None:
+        self.left_out.append(LeftOut(given.name, given.as_written, given.place, without_advice(reason), effect))
+
+    def drop(self, setting: str, reason: str, effect: Effect = "look") -> None:
+        """Leave out a setting that was taken."""
+        self.leave_out(self.taken.pop(setting).given, reason, effect)
+
+
+def read_original(path: Path) -> Original:
+    """Read a file of the original, or the one that the original would read in a config folder. Raises SettingsError."""
+    if not path.is_dir():
+        return read_one(path)
+    found = [path / name for name in FILES if (path / name).is_file()]
+    if not found:
+        raise SettingsError(f"{path} holds none of {', '.join(FILES)}", "name the file of settings itself")
+    beside = read_one(path / FILES[-1]) if path / FILES[-1] in found else None
+    backend = next((given.value for given in beside.values if given.name.lower() in BACKEND), "") if beside else ""
+    original = read_one(next((file for file in found if file.suffix == f".{backend}"), found[0]))
+    if beside is not None and beside.file != original.file:
+        original.variables = beside.variables
+        add_launch_values(original, beside)
+    return original
+
+
+def read_one(path: Path) -> Original:
+    entries = [entry for entry in read_entries(path) if entry.key != "$schema"]
+    is_env = suffix_of(path) == ".env"
+    variables = [entry.key for entry in entries if is_env and is_variable(entry.key)]
+    wrapper = next((entry for entry in entries if entry.key == "config" and isinstance(entry.value, Mapping)), None)
+    around = [entry for entry in entries if wrapper and entry is not wrapper]
+    inside = list(inner_entries(wrapper)) if wrapper else [entry for entry in entries if entry.key not in variables]
+    original = Original(path, [raw_value(path, entry) for entry in inside], variables=variables)
+    for entry in around:
+        original.leave_out(raw_value(path, entry), "the WebUI's own notes", "none")
+    return original
+
+
+def add_launch_values(original: Original, beside: Original) -> None:
+    """Add the launcher's settings of a config.env; beside config.json the original reads no others from it."""
+    known = {setting_of(given) for given in original.values}
+    for given in beside.values:
+        setting = setting_of(given)
+        if (SECTION_OF.get(setting) == "launch" or setting in LAUNCHERS) and setting not in known:
+            original.values.append(given)
+        else:
+            original.leave_out(given, f"{original.file.name} is read in its place", "none")
+
+
+def setting_of(given: RawValue) -> str:
+    if is_accelerate_config(given.name):
+        return ACCELERATE_CONFIG
+    found = map_name(given.name, canonical_name(given.name) or plain_name(given.name), given.value, True)
+    return found.setting or found.key
+
+
+def without_advice(reason: str) -> str:
+    """Return why a name is refused without what a reader of the original's file should do: it is left out already."""
+    return reason.replace("; leave it out", "")
+
+
+def effect_of(name: str) -> Effect:
+    """Return what leaving out a name of the original's, with a value that asks for something, changes."""
+    rule = TABLE.rules.get(name)
+    setting = rule.setting if isinstance(rule, Maps) else name
+    if isinstance(rule, Refuses):
+        return "lost" if rule.reason in DECIDES else "look"
+    if setting in SECTION_OF:
+        return "look" if SECTION_OF[setting] in ASIDE or setting in ALSO_ASIDE else "lost"
+    if is_secret(name):
+        return "look"
+    return "none" if NOTE_OF_THEIRS.match(name) else "lost"
+
+
+def split_variables(original: Original) -> None:
+    """Replace the variables that hold arguments by the arguments."""
+    mistakes: list[Mistake] = []
+    given = original.values
+    original.values = [value for variable in given for value in with_arguments(variable, mistakes)]
+    for mistake in mistakes:
+        variable = next(each for each in given if each.place == mistake.place and each.name == mistake.setting)
+        original.leave_out(variable, mistake.message, "lost")
+
+
+def read_there(original: Original, accelerate: Iterable[Source]) -> There:
+    """Return the file as the original's program reads it. `accelerate` is what the file that it names says."""
+    given = {}
+    for each in original.values:
+        name = plain_name(each.name)
+        given[name if name in OVERRIDES else setting_of(each)] = each.value
+    given |= {each.name: each.value for source in accelerate for each in source.values}
+    json = read_table("deepspeed_config", RawValue("deepspeed_config", given.get("deepspeed_config"), ""), []).value
+    has_deepspeed = isinstance(json, Mapping) or given.get("zero_stage") is not None
+    has_fsdp = "fsdp_enable" in given and not is_off(given["fsdp_enable"])
+    return There(given, has_fsdp, has_deepspeed, isinstance(json, Mapping) and "optimizer" in json)
+
+
+def take_values(original: Original, there: There, root: Path) -> None:
+    """Take every value or leave it out. Raises SettingsError for one without which nothing is left to train."""
+    original.own = list(own_values(there))
+    ignored = dict(unread(there))
+    for given in original.values:
+        name = plain_name(given.name)
+        name = name if name in OVERRIDES else setting_of(given)
+        if name in ignored:
+            original.leave_out(given, ignored[name], "none")
+            continue
+        for each in split_optimizer_config(given):
+            take_or_leave(each, there, original, root)
+    places = {setting_of(each): each.place for each in reversed(original.values)}
+    for name, value, reason in only_there(there):
+        place = places.get(name) or f"{places['model_family']}, by default"
+        original.left_out.append(LeftOut(name, value, place, reason, "lost"))
+
+
+def take_or_leave(given: RawValue, there: There, original: Original, root: Path) -> None:
+    translated, note = translate(given, there)
+    try:
+        taken = take_value(translated, original, root)
+    except NotTaken as reason:
+        if plain_name(given.name) in DECISIVE:
+            mistake = Mistake(given.name, str(reason), given.place, shorten(given.as_written))
+            raise SettingsError(mistakes=[mistake], hint="it decides what is trained") from None
+        original.leave_out(given, str(reason), effect_of(canonical_name(given.name) or plain_name(given.name)))
+        return
+    if taken is None:
+        return
+    taken = replace(taken, given=given, note="; ".join(filter(None, [note, taken.note])))
+    name = taken.value.name
+    if name not in original.taken:
+        original.taken[name] = taken
+        return
+    before = original.taken[name]
+    is_same = same_value(name, before.value.value, taken.value.value)
+    said = "the same" if is_same else shorten(before.given.as_written)
+    original.leave_out(given, f"{before.given.name} ({before.given.place}) says {said}", "none" if is_same else "look")
+
+
+def take_translated(original: Original, found: TranslatedFile, trainer: str) -> None:
+    """Take what another trainer's file means here; what has another value there is left out, as lost."""
+    place = str(original.file)
+    original.own = [
+        RawValue(name, value, f"{trainer} has it") for name, value in found.own.items() if value is not None
+    ]
+    original.left_out += [LeftOut(name, value, place, reason, "lost") for name, value, reason in found.lost]
+    original.left_out += [LeftOut(name, value, place, reason, "none") for name, value, reason in found.idle]
+    for setting, name, written, value in found.settings:
+        given = RawValue(name, written, place)
+        try:
+            original.taken[setting] = Taken(given, check_value(setting, RawValue(setting, value, place)))
+        except NotTaken as reason:
+            original.leave_out(given, str(reason), effect_of(setting))
+
+
+def same_value(setting: str, one: Any, other: Any) -> bool:
+    """Return whether two values of a setting mean the same, however they are written."""
+    if setting in SECTION_OF:
+        one, other = (to_setting_type(setting, value) for value in (one, other))
+    return is_equal(one, other)
+
+
+def take_value(given: RawValue, original: Original, root: Path) -> Taken | None:
+    """Return the setting that a value becomes, or None where it asks for nothing. Raises NotTaken."""
+    name = canonical_name(given.name) or plain_name(given.name)
+    if name in NOT_SETTINGS:
+        effect = "look" if NOT_SETTINGS[name] in NEEDS_LOOK else "none"
+        original.leave_out(given, NOT_SETTINGS[name] or "it is no setting", effect)
+        return None
+    # An empty text is not set in the original.
+    written = None if given.value == "" else given.value
+    if is_accelerate_config(name) and not written:
+        original.leave_out(given, "not set", "none")
+        return None
+    if is_accelerate_config(name):
+        return Taken(given, replace(given, name=ACCELERATE_CONFIG, value=relocated(written, root)))
+    found = map_name(given.name, name, written, True)
+    if found.outcome in ("neutral", "unused"):
+        original.leave_out(given, found.note, "none")
+        return None
+    if found.outcome != "set":
+        like = did_you_mean(given.name, setting_fields())
+        raise NotTaken(found.note or f"not a name that is known here{'; ' if like else ''}{like}")
+    moved = relocate(found.setting, found.value, root)
+    note = "" if moved == found.value else f"relative to {root} there"
+    return Taken(given, check_value(found.setting, replace(given, name=found.setting, value=moved)), note)
+
+
+def check_value(setting: str, given: RawValue) -> RawValue:
+    """Check a value by itself, after reading the JSON file that it may name. Raises NotTaken."""
+    mistakes: list[Mistake] = []
+    given = read_table(setting, given, mistakes)
+    try:
+        validate_value(setting, given.value)
+    except ValidationError as error:
+        mistakes += [to_mistake(error.errors()[0], setting_fields()[setting], Origin(given.place, given.as_written))]
+    if mistakes:
+        raise NotTaken(f"{mistakes[0].message}{'; ' if mistakes[0].hint else ''}{mistakes[0].hint}")
+    return given
+
+
+def relocate(setting: str, value: Any, root: Path) -> Any:
+    """Return a path that means the same from the folder in which this command runs; any other value as it is."""
+    field = setting_fields()[setting]
+    may_be_path = setting in ("pretrained_model_name_or_path", "resume_from_checkpoint")
+    is_folder = may_be_path and os.path.exists(root / str(value))  # noqa: PTH110 - pathlib raises for a long name
+    is_table = kind_of(field.annotation) is dict and not str(value).lstrip().startswith("{")
+    return relocated(value, root) if kind_of(field.annotation) is Path or is_folder or is_table else value
+
+
+def relocated(value: Any, root: Path) -> Any:
+    """Return a path that means the same from the folder in which this command runs."""
+    if not isinstance(value, str) or root == Path() or not value:
+        return value
+    try:
+        return str(root / expand_path(value))
+    except ValueError:
+        return value  # validation has the sentence
+
+
+def working_folder(file: Path) -> Path:
+    """Return the folder that the original's paths are relative to: where it is started, the one that holds config/."""
+    here = Path.cwd()
+    found = next((folder.parent for folder in file.resolve().parents if folder.name == "config"), here)
+    return Path() if found == here else found
+
+
+def first_existing(name: str, folders: Iterable[Path]) -> Path | None:
+    paths = (folder / expand_path(name) for folder in folders)
+    return next((path for path in paths if os.path.isfile(path)), None)  # noqa: PTH113 - as above

@@ -1,0 +1,194 @@
+"""What the original's program makes of a file: what it does not read, values of its own, and what only it can do.
+
+`config import` writes these values out, and counts as lost what has no place here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from simpletuner.settings.files.raw_values import RawValue
+from simpletuner.settings.original.names import is_off
+from simpletuner.settings.original.trained_values import (
+    ASSISTED,
+    DEFAULT_OPTIMIZER,
+    FAMILIES_THERE,
+    FAMILY_NAMES,
+    FLUX_LORA_TARGETS,
+    IMAGE_STREAM,
+    LORA_TARGETS,
+    NOT_WITH_FSDP2,
+    OPTIMIZERS_THERE,
+    FamilyThere,
+)
+from simpletuner.settings.original.warnings import DEFAULTS
+from simpletuner.settings.values.spelling import normalize_name
+
+ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay")
+OVERRIDES = ("optimizer_beta1", "optimizer_beta2", "optimizer_config")
+CONFIG_KEYS = {"eps": "adam_epsilon", "weight_decay": "adam_weight_decay"}
+INT8 = ("int8_quanto", "int8_sdnq", "int8_torchao")
+LIMITS = {"max_grad_norm": 2.0, "aspect_bucket_alignment": 64.0}
+"""Defaults of the original's that a family limits."""
+
+
+@dataclass(frozen=True)
+class There:
+    """A file of the original as its program reads it. `given` has values by the names that settings have here."""
+
+    given: Mapping[str, Any]
+    has_fsdp: bool = False
+    has_deepspeed: bool = False
+    deepspeed_optimizes: bool = False
+    """Whether DeepSpeed's JSON has an optimizer, which takes the place of the file's."""
+
+    def word(self, name: str) -> str:
+        """Return a value as spellings are compared; that of a default here where the file has none."""
+        value = self.given.get(name)
+        return normalize_name(DEFAULTS.get(name, "") if value is None else value)
+
+    def number(self, name: str, default: float) -> float:
+        value = self.given.get(name)
+        try:
+            return default if value is None else float(value)
+        except (TypeError, ValueError):
+            return default  # whoever checks the value has the sentence
+
+    def has(self, name: str, value: Any) -> bool:
+        return self.number(name, value + 1) == value if isinstance(value, float | int) else self.word(name) == value
+
+    def asks_for(self, name: str) -> bool:
+        return not is_off(self.given.get(name, ""))
+
+    @property
+    def family_name(self) -> str:
+        name = self.word("model_family")
+        return FAMILY_NAMES.get(name, name)
+
+    @property
+    def family(self) -> FamilyThere:
+        found = FAMILIES_THERE.get(self.family_name, FamilyThere())
+        if self.family_name == "auraflow" and self.word("model_flavour") == "pony":
+            found = replace(found, limits={"tokenizer_max_length": 768})
+        return replace(found, limits={}) if self.asks_for("i_know_what_i_am_doing") else found
+
+    @property
+    def optimizer(self) -> str:
+        return self.word("optimizer") or DEFAULT_OPTIMIZER
+
+    @property
+    def scheduler(self) -> str:
+        return self.word("lr_scheduler") or "constant_with_warmup"
+
+
+def unread(there: There) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) of what the original does not read, or replaces by a value of its own."""
+    yield from unread_by_optimizer(there)
+    if there.scheduler == "constant":
+        yield "lr_warmup_steps", "lr_scheduler=constant does not warm up there"
+    if there.scheduler == "linear":
+        yield "lr_end", "lr_scheduler=linear ends at 0 there"
+    if there.number("flow_schedule_shift", 3.0) > 0:
+        yield "flow_schedule_auto_shift", "flow_schedule_shift takes precedence there"
+    if clips_nothing(there):
+        yield "max_grad_norm", "the original does not clip values with FSDP"
+    if there.has_deepspeed:
+        yield "grad_clip_method", "DeepSpeed clips by the norm"
+    family = there.family
+    for name, value in family.forces.items():
+        if not there.has(name, value):
+            yield name, f"the original always has {value} for {there.family_name}"
+    for name, most in family.limits.items():
+        if there.number(name, LIMITS.get(name, 0)) > most:
+            yield name, f"the original has at most {most} for {there.family_name}"
+
+
+def unread_by_optimizer(there: There) -> Iterator[tuple[str, str]]:
+    if there.deepspeed_optimizes:
+        yield from ((name, "DeepSpeed has adam_beta1 and the like there") for name in OVERRIDES)
+        return
+    yield from ((name, "the original reads it with DeepSpeed's optimizers alone") for name in ADAM)
+    betas = [name for name in OVERRIDES[:2] if there.asks_for(name)]
+    if there.asks_for("optimizer_config"):
+        yield from ((name, "the original reads optimizer_config in its place") for name in betas)
+    elif len(betas) == 1:
+        yield betas[0], "the original reads both optimizer_beta1 and optimizer_beta2, or none"
+
+
+def own_values(there: There) -> Iterator[RawValue]:
+    """Yield the values that the original trains with where its file says nothing, or is not read."""
+    optimizer = OPTIMIZERS_THERE.get(there.optimizer)
+    if optimizer and not there.deepspeed_optimizes:
+        values = optimizer.settings
+        yield from (RawValue(name, value, f"{there.optimizer} has it there") for name, value in values.items())
+    family = {**there.family.limits, **there.family.forces}
+    yield from (RawValue(name, value, f"{there.family_name} has it there") for name, value in family.items())
+    if there.scheduler == "linear":
+        yield RawValue("lr_end", 0.0, "lr_scheduler=linear ends there")
+    if clips_nothing(there):
+        yield RawValue("max_grad_norm", 0.0, "the original does not clip values with FSDP")
+    if there.word("model_type") == "lora":
+        targets = LORA_TARGETS.get(there.family_name, IMAGE_STREAM)
+        yield RawValue("lora_target_modules", targets, "the layers that the original adapts")
+
+
+def only_there(there: There) -> Iterator[tuple[str, Any, str]]:
+    """Yield (name, value, reason) of what the original would do with this file and this version does not."""
+    is_own = there.family_name == "chroma" and there.asks_for("flow_use_uniform_schedule")  # the way of both programs
+    if (reason := there.family.lost) and not is_own:
+        yield "model_family", there.given.get("model_family"), reason
+    if there.number("aspect_bucket_rounding", 2) != 2:
+        reason = "buckets have the sizes of aspects with two decimals"
+        yield "aspect_bucket_rounding", there.given["aspect_bucket_rounding"], reason
+    if there.scheduler == "cosine":
+        reason = "there lr_warmup_steps is its period; here it is half a cosine over the whole run, to lr_end"
+        yield "lr_scheduler", there.given["lr_scheduler"], reason
+    if there.optimizer == "muon":
+        yield (
+            "optimizer",
+            there.given["optimizer"],
+            "the original's Muon also clips queries and keys, and decays by 0.1",
+        )
+    if there.has_fsdp and there.optimizer.startswith(NOT_WITH_FSDP2):
+        reason = "with FSDP2 the original trains with adamw_schedulefree in its place: name the one that you mean"
+        yield "optimizer", there.given["optimizer"], reason
+    is_distilled = there.word("model_flavour") in ASSISTED.get(there.family_name, ())
+    is_named = any(map(there.asks_for, ("disable_assistant_lora", "assistant_lora_path")))  # the path is refused itself
+    if is_distilled and there.word("model_type") == "lora" and not is_named:
+        reason = "the original trains a LoRA of a distilled model on top of an assistant LoRA, which is not loaded here"
+        yield "disable_assistant_lora", False, reason
+
+
+def clips_nothing(there: There) -> bool:
+    return there.has_fsdp and there.word("grad_clip_method") != "norm"
+
+
+def translate(given: RawValue, there: There) -> tuple[RawValue, str]:
+    """Return a value in the words of this version, and a note on the difference."""
+    name, word = normalize_name(given.name.lstrip("-")), normalize_name(given.value)
+    if name == "optimizer" and (found := OPTIMIZERS_THERE.get(word)):
+        return replace(given, value=found.ours), found.note
+    if name == "base_model_precision" and word in INT8:
+        return replace(given, value="int8"), "the weights are quantized by torchao"
+    if name == "model_family" and word in FAMILY_NAMES:
+        return replace(given, value=FAMILY_NAMES[word]), ""
+    if name == "flux_lora_target" and there.family_name == "flux" and word in FLUX_LORA_TARGETS:
+        return replace(given, name="lora_target_modules", value=FLUX_LORA_TARGETS[word]), ""
+    return given, ""
+
+
+def split_optimizer_config(given: RawValue) -> list[RawValue]:
+    """Return the values of optimizer_config, `eps=1e-6,weight_decay=0`; those without a setting keep its name."""
+    if normalize_name(given.name.lstrip("-")) != "optimizer_config" or not isinstance(given.value, str):
+        return [given]
+    pairs = [pair.strip().partition("=") for pair in given.value.split(",") if pair.strip()]
+    return [
+        replace(
+            given, name=CONFIG_KEYS[key], value=value, written=f"{key}={value}", place=f"{given.place} optimizer_config"
+        )
+        if key in CONFIG_KEYS
+        else replace(given, value=f"{key}={value}")
+        for key, _, value in pairs
+    ]

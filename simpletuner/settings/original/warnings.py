@@ -1,0 +1,134 @@
+"""What the user should know of a file of the original: what has no effect here, and what means something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from simpletuner.settings.declared.errors import shorten
+from simpletuner.settings.declared.knob import shown_default
+from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
+from simpletuner.settings.files.raw_values import RawValue, Source
+from simpletuner.settings.foreign.key_table import MappedField
+from simpletuner.settings.original.names import OPTIMIZERS, has_own_names
+from simpletuner.settings.values.spelling import normalize_name
+
+PAGE = "docs/from-the-original.md"
+Fields = Sequence[tuple[RawValue, MappedField]]
+"""What a source holds, and what becomes of each value."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a setting means here and not in the original, said where it is set and `holds` is true of the file."""
+
+    setting: str
+    text: str
+    holds: Callable[[Mapping[str, Any]], bool]
+
+
+def says(name: str, *words: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda values: normalize_name(values.get(name)) in words
+
+
+MEANINGS = (
+    Meaning(
+        "lr_warmup_steps",
+        "lr_scheduler=constant warms up, too; in the original it does not",
+        says("lr_scheduler", "constant"),
+    ),
+    Meaning(
+        "lr_scheduler",
+        "half a cosine from the peak to lr_end over the whole run; in the original lr_warmup_steps is its period",
+        says("lr_scheduler", "cosine"),
+    ),
+)
+DIFFUSION = ("sd1x", "sd2x", "sdxl", "kolors", "pixart_sigma")
+"""Families whose noise levels are no flow's."""
+DEFAULTS: dict[str, str] = {
+    "learning_rate": "4e-07",
+    "grad_clip_method": "value",
+    "aspect_bucket_sizes": "nearest",
+    "lr_end": "4e-07",
+    "lr_power": "0.8",
+    "flow_schedule_shift": "3.0",
+    "lora_dropout": "0.1",
+    "seed": "none",
+    "caption_strategy": "filename",
+    "crop_style": "random",
+    "vae_dtype": "bf16",
+    "compress_disk_cache": "true",
+    "eval_timesteps": "28",
+    "validation_negative_prompt": "blurry, cropped, ugly",
+    "validation_resolution": "256",
+}
+"""The original's defaults where ours differ and the result depends on them."""
+SAME_RESULT: dict[str, str] = {
+    **dict.fromkeys(("output_dir", "logging_dir", "tracker_run_name", "tracker_project_name"), "names of results"),
+    **dict.fromkeys(("cache_dir_text", "main_process_ip"), "an address or a folder of this run"),
+    **dict.fromkeys(("dataloader_prefetch_qlen", "text_encoder_batch_size", "max_workers"), "time and memory alone"),
+    **dict.fromkeys(("dynamo_backend", "dynamo_use_regional_compilation"), "time alone"),
+    "fsdp_cpu_ram_efficient_loading": "memory alone",
+    "lr_scheduler": "constant and constant_with_warmup are the same here",
+    "sana_complex_human_instruction": "the pipeline's own text",
+}
+"""Names whose defaults differ without changing what is trained, and why."""
+COUNT_WITH = {
+    "lr_end": says("lr_scheduler", "polynomial"),
+    "lr_power": says("lr_scheduler", "polynomial"),
+    "flow_schedule_shift": lambda values: not says("model_family", *DIFFUSION)(values),
+    # Datasets of a file crop by themselves.
+    "crop_style": lambda values: says("crop", "true")(values) or bool(values.get("data_backend_config")),
+    "lora_dropout": says("model_type", "lora"),
+    # DeepSpeed clips by the norm there, too.
+    "grad_clip_method": lambda values: values.get("zero_stage") is None,
+}
+"""The settings with which some of these defaults count."""
+
+
+def is_original(source: Source, fields: Fields) -> bool:
+    """Whether a source is a file that has names that only the original's files have."""
+    return source.is_file and has_own_names(found.key for _, found in fields)
+
+
+def about_source(source: Source, fields: Fields) -> Iterator[str]:
+    """Yield what has no effect here, and what means something else than in the original."""
+    idle = [found for _, found in fields if found.outcome in ("neutral", "unused") and found.key not in SECTION_OF]
+    if idle:
+        what = "1 setting has" if len(idle) == 1 else f"{len(idle)} settings have"
+        yield f"{source.name}: {what} no effect here; {PAGE} has the reasons"
+    for given, found in fields:
+        ours, cost = OPTIMIZERS.get(normalize_name(given.value), ("", ""))
+        if found.setting == "optimizer" and cost:
+            yield f"optimizer = {given.as_written} ({given.place}): {ours} takes its place: {cost}"
+    if is_original(source, fields):
+        yield from other_meanings(fields)
+
+
+def other_meanings(fields: Fields) -> Iterator[str]:
+    """Yield a sentence for each value of the original's file that means something else here."""
+    values = {found.setting or found.key: found.value for _, found in fields}
+    for given, found in fields:
+        for meaning in MEANINGS:
+            if found.setting == meaning.setting and meaning.holds(values):
+                yield f"{given.name} = {shorten(given.as_written)} ({given.place}): {meaning.text}"
+
+
+def defaults_there(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the original's defaults that are others here and count with these values, which take their place."""
+    return {
+        name: theirs
+        for name, theirs in DEFAULTS.items()
+        if name not in values and COUNT_WITH.get(name, lambda _: True)(values)
+    }
+
+
+def other_defaults(files: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Return one sentence about defaults that are not the original's, where one of its files leaves settings out."""
+    names = [
+        f"{name} is {shown_default(setting_fields()[name]) or 'empty'} (there {theirs})"
+        for name, theirs in defaults_there(values).items()
+    ]
+    sentence = f"{', '.join(files)}: not set, with another default here: {', '.join(names)}"
+    return [sentence] if files and names else []

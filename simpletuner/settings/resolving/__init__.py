@@ -1,0 +1,1 @@
+"""Merging sources into settings, with the origin of each value."""

@@ -1,0 +1,304 @@
+"""Merge sources, weakest first, into frozen settings: strict, with an origin for every value."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import ValidationError
+
+from simpletuner.errors import MAX_MISTAKES, Mistake
+from simpletuner.run_log import LOG
+from simpletuner.settings.declared.errors import (
+    UNKNOWN,
+    InvalidSettings,
+    did_you_mean,
+    shorten,
+    shown_value,
+    to_mistake,
+)
+from simpletuner.settings.declared.knob import extra_of
+from simpletuner.settings.declared.secret_names import is_secret
+from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, Settings, setting_fields
+from simpletuner.settings.files.file_entries import TOO_DEEP, check_depth, reason_of
+from simpletuner.settings.files.formats import read_text
+from simpletuner.settings.files.raw_values import Origin, RawValue, Source
+from simpletuner.settings.foreign.accelerate.messages import missing_ranks
+from simpletuner.settings.foreign.key_table import Maps
+from simpletuner.settings.original.names import TABLE, has_own_names, map_name
+from simpletuner.settings.original.warnings import Fields, about_source, is_original, other_defaults
+from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config
+from simpletuner.settings.resolving.places import with_places
+from simpletuner.settings.resolving.sources import RANKS, MergedValues, collect_sources, is_equal, to_setting_type
+from simpletuner.settings.rules.rules import find_contradictions, find_missing, normalize, warnings_about
+from simpletuner.settings.values.spelling import OTHER_NAMES, WORDS_FOR_NOTHING, normalize_name
+from simpletuner.system.files.paths import expand_path
+
+PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
+"""A short table of texts as it is typed: name=text,name=text."""
+IMPORT = (
+    "`simpletuner config import {} --output=run.toml` translates a file of the original, or says what would be lost"
+)
+NO_ORIGIN = Origin("default", None)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Frozen settings, for each that a source gave its origin, and what the user should know."""
+
+    settings: Settings
+    origins: Mapping[str, Origin]
+    warnings: tuple[str, ...] = ()
+    sources: Mapping[str, bool] = field(default_factory=dict)
+    """Every source by name, weakest first, and whether it was found rather than named by the user."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables of other programs that config.env holds."""
+
+    def pass_on_variables(self, environment: MutableMapping[str, str]) -> None:
+        """Add them to the environment, which takes precedence, as it does for settings; ranks inherit it."""
+        environment.update({name: value for name, value in self.variables.items() if name not in environment})
+
+
+def load(
+    flags: Mapping[str, Any],
+    config: Path | None = None,
+    complete: bool = True,
+    environment: Mapping[str, str] = os.environ,
+) -> Loaded:
+    """Return the settings of a run; unless `complete`, what a run cannot do without may be missing.
+
+    Raises SettingsError that lists every mistake at once.
+    """
+    return resolve(collect_sources(flags, config, environment), complete)
+
+
+def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
+    """Merge sources, weakest first, into settings. Raises SettingsError that lists every mistake at once."""
+    sources = list(sources)
+    merged = MergedValues()
+    warnings = [warning for source in sources for warning in source.warnings]
+    originals: list[str] = []
+    outranked: list[Mistake] = []
+    for source in sources:
+        fields = map_source(source)
+        found = outranked if source.is_outranked else merged.mistakes
+        for given in canonical_values(fields, found):
+            merged.set(given, source.name)
+        found += source.mistakes
+        warnings += about_source(source, fields)
+        originals += [source.name] if is_original(source, fields) and not source.is_outranked else []
+    warnings += sort_outranked(outranked, merged)
+    warnings += [*other_defaults(originals, merged.values), *apply_deepspeed_config(merged)]
+    mistakes, origins = merged.mistakes, merged.origins
+    settings, invalid = validate(merged.values, origins, mistakes)
+    if complete and RANKS not in merged.origins:
+        mistakes += [missing_ranks(source.needs_ranks) for source in sources if source.needs_ranks]
+    found = [*(find_missing(settings) if complete else ()), *find_contradictions(settings)]
+    # Rules compare typed values: of a setting that is not valid by itself they know nothing.
+    mistakes += [with_places(rule, origins) for rule in found if invalid.isdisjoint((rule.setting, *rule.others))]
+    if mistakes:
+        theirs = next((name for name in originals if any(name in mistake.place for mistake in mistakes)), "")
+        raise InvalidSettings(settings, invalid, origins, mistakes, IMPORT.format(theirs) if theirs else "")
+    about = [str(with_places(warning, origins)) for warning in warnings_about(settings)]
+    settings, reasons = normalize(settings)
+    # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
+    changed = {name: replace(origins.get(name, NO_ORIGIN), reason=why) for name, why in reasons.items()}
+    implicit = {source.name: source.implicit for source in sources}
+    variables = {name: value for source in sources for name, value in source.variables.items()}
+    return Loaded(settings, origins | changed, (*warnings, *about), implicit, variables)
+
+
+def sort_outranked(found: Iterable[Mistake], merged: MergedValues) -> Iterator[str]:
+    """Yield a warning for each mistake of config/config.env beside a named config file that cannot change the run.
+
+    The others, about settings that nothing else sets, are added to the mistakes.
+    """
+    for mistake in found:
+        rule = TABLE.rules.get(plain_name(mistake.setting))
+        name = rule.setting if isinstance(rule, Maps) else canonical_name(mistake.setting)
+        if name and (name not in merged.origins or merged.origins[name].place in mistake.place):
+            merged.mistakes.append(mistake)
+        else:
+            yield f"{mistake}; it is not used, since a config file is named"
+
+
+def map_source(source: Source) -> Fields:
+    """Say what becomes of each value, by the names that the original and this version have."""
+    names = [canonical_name(given.name) or plain_name(given.name) for given in source.values]
+    theirs = source.is_file and has_own_names(names)
+    return [
+        (given, map_name(given.name, name, given.value, theirs))
+        for given, name in zip(source.values, names, strict=True)
+    ]
+
+
+def canonical_values(fields: Fields, mistakes: list[Mistake]) -> Iterable[RawValue]:
+    """Return what a source gives by the names of settings, after adding a mistake for each that cannot be meant."""
+    taken: dict[str, RawValue] = {}
+    for given, found in fields:
+        name = found.setting
+        if found.outcome == "unknown":
+            # Looking for a like name takes a millisecond, which tens of thousands of mistakes must not cost.
+            mistakes.append(unknown_setting(given, may_guess=len(mistakes) < MAX_MISTAKES))
+        elif found.outcome == "refused":
+            mistakes.append(Mistake(given.name, found.note, given.place, shown_value(given.name, given.as_written)))
+        elif found.outcome == "set" and name in taken:
+            if not says_the_same(name, taken[name], replace(given, value=found.value)):
+                place = f"{taken[name].place} and {given.place}"
+                mistakes.append(Mistake(name, "it is set twice", place, hint="keep one of them"))
+        elif found.outcome == "set":
+            written = given.written if found.value is given.value else given.as_written
+            taken[name] = replace(given, value=found.value, written=written)
+    return [read_table(name, given, mistakes) for name, given in taken.items()]
+
+
+def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
+    if isinstance(given.value, Mapping) and given.name == "config":
+        message = (
+            "settings stand side by side, not in it: `simpletuner config import` reads files of the original's WebUI"
+        )
+        return Mistake(given.name, message, given.place)
+    if isinstance(given.value, Mapping):
+        message = "settings stand side by side, not in sections: move what is in it to the top of the file"
+        return Mistake(given.name, message, given.place)
+    if given.place == "flag" and given.value == "" and not given.name.startswith("-"):
+        return Mistake(given.name, "is neither a flag nor the value of one", given.place, hint=flag_for(given.name))
+    is_variable = re.search(r"\.env:\d+$", given.place, re.IGNORECASE)
+    otherwise = "set it in the shell if it is a variable of another program" if is_variable else ""
+    like = did_you_mean(name_elsewhere(given.name) or given.name, setting_fields()) if may_guess else ""
+    return Mistake(given.name, UNKNOWN, given.place, hint=like or otherwise)
+
+
+def name_elsewhere(name: str) -> str:
+    """Return the setting that other tools call by a name; empty for a name that is not known."""
+    return next((ours for ours, theirs in OTHER_NAMES.items() if plain_name(name) in theirs.split()), "")
+
+
+def flag_for(word: str) -> str:
+    """Return how a folder or a file that stands alone on a command line may be meant."""
+    path = Path(word)
+    if (path / LOG).is_file():
+        return f"the folder of a run is named by --output_dir={word}"
+    if path.is_dir():
+        return f"a folder of images is named by --instance_data_dir={word}"
+    return f"a config file is named by --config={word}" if path.is_file() else "values are written as --name=value"
+
+
+def says_the_same(name: str, one: RawValue, other: RawValue) -> bool:
+    """Whether two names of a setting have the same value; one name that stands twice is a slip even so."""
+    same_name = plain_name(one.name) == plain_name(other.name)
+    return not same_name and is_equal(to_setting_type(name, one.value), to_setting_type(name, other.value))
+
+
+def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:
+    """For a setting that holds a table and was given text, read the JSON in the text or in the file that it names."""
+    text, kind = given.value, next(filter(is_table, get_args(setting_fields()[name].annotation)), None)
+    if kind is None or not isinstance(text, str) or normalize_name(text) in WORDS_FOR_NOTHING:
+        return replace(given, name=name)
+    # Only tables of text have the short form: in `a=1` a JSON table would need to know that 1 is a number.
+    if get_args(kind) == (str, str) and PAIRS.fullmatch(text):
+        return replace(given, name=name, value=dict(pair.split("=", 1) for pair in text.split(",")))
+    file = "" if text.lstrip().startswith("{") else text
+    try:
+        value = parse_json(read_text(expand_path(file)) if file else text)
+        if value is None:
+            raise ValueError("it holds null")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else reason_of(error)
+        message = f"use JSON or the path of a JSON file: {reason}"
+        mistakes.append(Mistake(name, message, given.place, shorten(given.as_written)))
+        value = None
+    return replace(given, name=name, value=value, file=file)
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON. Raises ValueError where it does not parse, is nested deeply, or has a duplicate key in an object."""
+    try:
+        value = json.loads(text, object_pairs_hook=without_duplicates)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    check_depth(value)
+    return value
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a duplicate key, of which json would silently take the last."""
+    counts = Counter(name for name, _ in pairs)
+    if len(counts) < len(pairs):
+        raise ValueError(f"duplicate key `{min(name for name, count in counts.items() if count > 1)}`")
+    return dict(pairs)
+
+
+def is_table(annotation: Any) -> bool:
+    return get_origin(annotation) is dict
+
+
+def canonical_name(key: str) -> str | None:
+    """Return the setting that a key means: leading dashes, dashes for underscores, any case, older names."""
+    name = plain_name(key)
+    return name if name in SECTION_OF else older_names().get(name)
+
+
+@cache
+def older_names() -> Mapping[str, str]:
+    return {alias: name for name, field in setting_fields().items() for alias in extra_of(field, "aliases") or []}
+
+
+def plain_name(key: str) -> str:
+    return normalize_name(key.lstrip("-"))
+
+
+def validate(
+    values: Mapping[str, Any], origins: Mapping[str, Origin], mistakes: list[Mistake]
+) -> tuple[Settings, frozenset[str]]:
+    """Return typed settings, and the names of those that are at their default, after adding a mistake for each."""
+    sections: dict[str, Any] = {}
+    invalid: set[str] = set()
+    for section_name, section in SECTIONS.items():
+        own = {name: value for name, value in values.items() if SECTION_OF[name] == section_name}
+        try:
+            sections[section_name] = section(**own)
+        except ValidationError as error:
+            # pydantic reports each branch of a union; one mistake per setting is enough.
+            by_setting = {str(item["loc"][0]): item for item in error.errors()}
+            fields = section.model_fields
+            mistakes += [to_mistake(item, fields[name], origins[name]) for name, item in by_setting.items()]
+            invalid |= by_setting.keys()
+            sections[section_name] = section(**{name: value for name, value in own.items() if name not in by_setting})
+    return Settings(**sections), frozenset(invalid)
+
+
+def provenance(loaded: Loaded) -> str:
+    """Return how many settings each source decided, weakest first; of sources found rather than named, say which."""
+    decided = {
+        source: [name for name, origin in loaded.origins.items() if origin.source == source]
+        for source in loaded.sources
+    }
+    parts = [
+        f"{source}: {', '.join(names) if loaded.sources[source] else len(names)}"
+        for source, names in decided.items()
+        if names
+    ]
+    return "; ".join(parts) or "all at their defaults"
+
+
+def settings_as_json(loaded: Loaded) -> dict[str, Any]:
+    """Return every setting by name, as `settings.json` holds them: a file that `--config` reads again.
+
+    A reference stands for a secret, so whoever reads the file learns only where it is, and a replay finds it there.
+    """
+    dumped = loaded.settings.model_dump(mode="json")
+    values = {name: without_point(dumped[section][name]) for name, section in SECTION_OF.items()}
+    return values | {name: loaded.origins[name].given for name in loaded.origins if values[name] and is_secret(name)}
+
+
+def without_point(value: Any) -> Any:
+    """Return 64 for 64.0, as people write it; TOML cannot hold whole numbers that are very large."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53 else value

@@ -1,0 +1,210 @@
+"""Sources of settings, weakest first: config.env, accelerate, a config file, the environment, flags.
+
+A source is a list of what was written where. Merging keeps for every value its place and what it outranks, so that
+`config show` and every mistake can name file and line.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from simpletuner.errors import Mistake, SettingsError
+from simpletuner.settings.declared.errors import shorten
+from simpletuner.settings.declared.secret_names import is_secret
+from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
+from simpletuner.settings.files.config_files import CONFIG_CANDIDATES, CONFIG_ENV, PREFIX, find_config, named_path
+from simpletuner.settings.files.file_entries import FileEntry, file_place
+from simpletuner.settings.files.formats import read_entries, suffix_of
+from simpletuner.settings.files.raw_values import Origin, RawValue, Source, raw_value
+from simpletuner.settings.files.secret_values import is_reference
+from simpletuner.settings.foreign.accelerate.fields import default_file, map_file, read_file
+from simpletuner.settings.foreign.accelerate.launch import launched_entries
+from simpletuner.settings.foreign.accelerate.messages import mistakes_of, place_of_ranks, warnings_of
+from simpletuner.settings.foreign.key_table import MappedField
+from simpletuner.settings.original.other_trainers import trainer_of
+from simpletuner.settings.original.tables import RENAMED
+from simpletuner.settings.resolving.variables import folder_variables, from_env_file, from_environment
+from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, normalize_name, normalize_value
+from simpletuner.system.files.paths import shown_path
+
+RANKS = "num_processes"
+ACCELERATE_CONFIG = "accelerate_config"
+"""Names a source rather than a setting; may stand wherever settings do. `none` turns the default file off."""
+
+
+@dataclass
+class MergedValues:
+    """What all sources say together, by setting."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+
+    def set(self, given: RawValue, source: str) -> None:
+        """Take a value from a source that outranks those before it."""
+        before = self.origins.get(given.name)
+        outranks = (replace(before, outranks=()), *before.outranks) if before else ()
+        self.values[given.name] = normalize_value(given.name, setting_fields()[given.name], given.value)
+        as_written = reference_to(given) if is_secret(given.name) else given.as_written
+        self.origins[given.name] = Origin(given.place, as_written, source, outranks, file=given.file)
+
+    def require_equal(self, given: RawValue, source: str, reason: str = "") -> None:
+        """Take a value that another setting implies; a source that says otherwise is a mistake, not outranked."""
+        before = self.origins.get(given.name)
+        if before is None:
+            self.set(given, source)
+            self.origins[given.name] = replace(self.origins[given.name], reason=reason)
+        elif not is_equal(self.value(given.name), to_setting_type(given.name, given.value)):
+            message = f"{given.place} says {shorten(given.value)}"
+            self.mistakes.append(
+                Mistake(given.name, message, str(before), shorten(before.given), hint="keep one of them")
+            )
+
+    def value(self, name: str) -> Any:
+        """A setting's value in its type, or its default; as it was written if it is none of its type."""
+        return to_setting_type(name, self.values[name]) if name in self.values else setting_fields()[name].default
+
+
+def reference_to(given: RawValue) -> str:
+    """Return what a file can hold for a secret. One that was typed has to be in the environment of a replay."""
+    if is_reference(given.value):
+        return given.value
+    return given.reference or f"{{env:{PREFIX}{given.name.upper()}}}"
+
+
+def to_setting_type(name: str, value: Any) -> Any:
+    """Convert a value to the type of a setting; return it as it came if the setting refuses it."""
+    try:
+        return validate_value(name, value)
+    except ValidationError:
+        return value
+
+
+def validate_value(name: str, value: Any) -> Any:
+    """Convert a value to the type of a setting. Raises pydantic's ValidationError if the setting refuses it."""
+    section = SECTIONS[SECTION_OF[name]]
+    return getattr(section(**{name: normalize_value(name, setting_fields()[name], value)}), name)
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Compare two values, numbers up to rounding: a learning rate may be the product of two others."""
+    both_numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return math.isclose(one, other, rel_tol=1e-9) if both_numbers else one == other
+
+
+def collect_sources(flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]) -> list[Source]:
+    """Return all sources, weakest first. Raises SettingsError for a file that is missing or does not parse."""
+    flag_source = from_flags(flags)
+    base = Path(CONFIG_ENV) if Path(CONFIG_ENV).is_file() else None
+    in_base = folder_variables(base, environment) if base else {}
+    found = find_config(environment, in_base, config)
+    variables = from_environment({name: value for name, value in environment.items() if name != found.variable})
+    variables.warnings.extend(found.warnings)
+    path = found.path
+    files = [from_file(path, environment)] if path else []
+    env_files = [file for file in (base, found.env_file) if file and file != path]
+    used = found.variable if in_base.get(found.variable) == found.folder else ""
+    pairs = [
+        replace(
+            from_env_file(file, environment, used if file == base else ""), implicit=True, is_outranked=found.is_named
+        )
+        for file in env_files
+    ]
+    chosen = pop_accelerate_config([*pairs, *files, variables, flag_source])
+    accelerate = from_accelerate(chosen, environment)
+    return [*from_launcher(environment), *pairs, *accelerate, *files, variables, flag_source]
+
+
+def usual_config(environment: Mapping[str, str]) -> Path:
+    """Return the config file that a run would read if no flag named one. Raises SettingsError where there is none."""
+    base = Path(CONFIG_ENV) if Path(CONFIG_ENV).is_file() else None
+    found = find_config(environment, folder_variables(base, environment) if base else {})
+    if path := found.path or found.env_file or base:
+        return path
+    raise SettingsError(
+        f"there is no {', '.join(CONFIG_CANDIDATES)} or {CONFIG_ENV}",
+        "name the file; `simpletuner config init` writes one to start from",
+    )
+
+
+def collect_from_file(path: Path) -> list[Source]:
+    """Return what a config file says, and the accelerate file if it names one, whatever other sources there are."""
+    source = from_file(path)
+    chosen = pop_accelerate_config([source])
+    return [*(from_accelerate(chosen, {}) if chosen else []), source]
+
+
+def from_flags(flags: Mapping[str, Any]) -> Source:
+    # On the command line only `[]` can empty a list: an empty text is an item of it, the empty prompt.
+    return Source("flag", [RawValue(name, [] if value == ["[]"] else value, "flag") for name, value in flags.items()])
+
+
+def from_launcher(environment: Mapping[str, str]) -> list[Source]:
+    """How many ranks a launcher has started, if this is one of them: the weakest source, since nobody wrote it."""
+    if not {"RANK", "WORLD_SIZE"} <= set(environment):
+        return []
+    return [Source("launcher", [RawValue("num_processes", environment["WORLD_SIZE"], "launcher WORLD_SIZE")])]
+
+
+def pop_accelerate_config(sources: list[Source]) -> Any:
+    """Take the name of the accelerate file out of the sources and return it; the strongest wins."""
+    chosen = None
+    for source in sources:
+        for given in [given for given in source.values if is_accelerate_config(given.name)]:
+            source.values.remove(given)
+            chosen = given.value
+    return chosen
+
+
+def is_accelerate_config(name: str) -> bool:
+    name = normalize_name(name.lstrip("-")).removeprefix(PREFIX.lower())
+    return name in (ACCELERATE_CONFIG, *RENAMED[ACCELERATE_CONFIG].split())
+
+
+def from_file(path: Path, environment: Mapping[str, str] = os.environ) -> Source:
+    entries = [entry for entry in read_entries(path, environment) if entry.key != "$schema"]  # for editors, not for us
+    if suffix_of(path) == ".env":
+        return from_env_file(path, environment)
+    if trainer := trainer_of({entry.key: entry.value for entry in entries}):
+        message = f"{shown_path(path)} is a file of {trainer}"
+        raise SettingsError(message, f"`simpletuner config import {path} --output=run.toml` translates it")
+    return Source(shown_path(path), [raw_value(path, entry) for entry in entries], is_file=True)
+
+
+def from_accelerate(chosen: Any, environment: Mapping[str, str]) -> list[Source]:
+    """What accelerate is configured to do: by `accelerate launch`, in the chosen file, or in its default one."""
+    # What `accelerate launch` resolved includes its file and its own flags: the file must not be read again.
+    if entries := launched_entries(environment):
+        return [accelerate_source("accelerate launch", entries, implicit=False)]
+    chosen = chosen or environment.get("ACCELERATE_CONFIG_FILE")
+    if chosen is not None and normalize_name(chosen) in WORDS_FOR_NOTHING:
+        return []
+    path = named_path(chosen, ACCELERATE_CONFIG) if chosen else default_file(environment)
+    if path is None:
+        return []
+    entries = read_file(path)
+    if not any(entry.key == "distributed_type" for entry in entries):
+        raise SettingsError(
+            f"{shown_path(path)} is no accelerate file: it has no distributed_type", "`accelerate config` writes one"
+        )
+    return [accelerate_source(shown_path(path), entries, implicit=chosen is None)]
+
+
+def accelerate_source(name: str, entries: list[FileEntry], implicit: bool) -> Source:
+    """accelerate's fields as settings; those that are not used as warnings, those that cannot be meant as mistakes."""
+    fields = map_file(entries)
+    values = [RawValue(found.setting, found.value, accelerate_place(name, found)) for found in fields if found.setting]
+    needs_ranks = "" if any(value.name == RANKS for value in values) else place_of_ranks(name, entries)
+    return Source(name, values, warnings_of(name, fields), mistakes_of(name, fields), needs_ranks, implicit)
+
+
+def accelerate_place(name: str, found: MappedField) -> str:
+    """Where a field stands, with its own name where the setting has another."""
+    return file_place(name, found.line) + (f" {found.path}" if found.path != found.setting else "")

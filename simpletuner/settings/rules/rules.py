@@ -1,0 +1,225 @@
+"""Rules between settings, checked before torch is imported: contradictions, what is missing, what has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from simpletuner.errors import BrokenRule
+from simpletuner.settings.declared.errors import broken
+from simpletuner.settings.declared.sections import Lora, Settings
+from simpletuner.settings.foreign.deepspeed.config import extra_deepspeed_settings
+from simpletuner.settings.rules.engine_rules import (
+    compiler_chooses_activations,
+    compiler_supports_settings,
+    context_parallelism_has_fsdp2,
+    copies_are_sharded_equally,
+    machines_are_equal,
+    offloading_is_possible,
+    one_engine_shards,
+    only_fsdp2_offloads_params,
+    projections_can_be_fused,
+    wrap_policy_is_known,
+)
+from simpletuner.settings.rules.optimizer_rules import (
+    float8_has_bf16_around_it,
+    gradients_can_be_released,
+    optimizer_fits_the_engine,
+    schedule_free_replaces_schedule_and_average,
+    split_state_is_possible,
+    warmup_ends,
+)
+from simpletuner.settings.values.step_ranges import parse_step_range
+
+Rule = Callable[[Settings], Iterator[BrokenRule]]
+
+SINGLE_FILE_FAMILIES = ("sd1x", "sd2x", "sdxl")
+"""Whose original layout is written (`models/single_file/ldm_layout.py`)."""
+
+
+def find_contradictions(settings: Settings) -> list[BrokenRule]:
+    return [mistake for rule in RULES for mistake in rule(settings)]
+
+
+def find_missing(settings: Settings) -> list[BrokenRule]:
+    """What a run cannot do without, although `config show` can."""
+    return [mistake for rule in COMPLETENESS_RULES for mistake in rule(settings)]
+
+
+def normalize(settings: Settings) -> tuple[Settings, dict[str, str]]:
+    """Reset choices that have no effect, so that saved files stay the same; return by name why each was reset."""
+    parallel = settings.parallel
+    changes: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    if parallel.fsdp_version == 1:
+        changes["fsdp_version"] = 2
+        reasons["fsdp_version"] = "1 is deprecated: FSDP2 runs instead"
+    if parallel.context_parallel_size == 1 and parallel.context_parallel_comm_strategy != "allgather":
+        changes["context_parallel_comm_strategy"] = "allgather"
+        reasons["context_parallel_comm_strategy"] = "reset, since context_parallel_size = 1 turns it off"
+    if parallel.deepspeed_config and parallel.zero_stage:
+        changes["deepspeed_config"] = rest = extra_deepspeed_settings(settings)
+        if rest != parallel.deepspeed_config:
+            reasons["deepspeed_config"] = "values that follow from other settings are left out"
+    if not changes:
+        return settings, {}
+    return settings.model_copy(update={"parallel": parallel.model_copy(update=changes)}), reasons
+
+
+def warnings_about(settings: Settings) -> Iterator[BrokenRule]:
+    """Yield one sentence for each choice that is accepted, but deprecated or without effect."""
+    parallel = settings.parallel
+    if parallel.fsdp_enable and parallel.fsdp_version == 1:
+        yield broken("fsdp_version=1 is deprecated: FSDP2 runs instead, with the same checkpoints", "fsdp_version")
+    if parallel.fsdp_enable and not parallel.fsdp_cpu_ram_efficient_loading:
+        message = "fsdp_cpu_ram_efficient_loading=false has no effect: each rank always reads only its own slices"
+        yield broken(message, "fsdp_cpu_ram_efficient_loading")
+    if settings.training.float8 and settings.compile.dynamo_backend == "no":
+        message = "float8 without torch.compile casts in passes of its own, which may cost more than it saves: set "
+        yield broken(f"{message}dynamo_backend=inductor", "float8", "dynamo_backend")
+    yield from lora_without_effect(settings)
+    yield from bf16_accumulation(settings)
+
+
+def lora_without_effect(settings: Settings) -> Iterator[BrokenRule]:
+    if settings.model.model_type == "full":
+        for name in Lora.model_fields:
+            if (value := getattr(settings.lora, name)) != Lora.model_fields[name].default:
+                yield broken(f"{name} = {value} has no effect with model_type=full: it is for LoRA", name)
+
+
+def bf16_accumulation(settings: Settings) -> Iterator[BrokenRule]:
+    training, types = settings.training, (settings.parallel.deepspeed_config or {}).get("data_types")
+    accumulates = training.gradient_accumulation_steps > 1 and training.mixed_precision == "bf16"
+    parallel = settings.parallel
+    in_float32 = parallel.fsdp_enable and not parallel.fsdp_sync_each_batch
+    if accumulates and settings.optimizer.state_layout == "split" and not in_float32:
+        message = (
+            "state_layout=split adds up the gradients of gradient_accumulation_steps in bf16; FSDP2 does so in "
+            "float32, with fsdp_sync_each_batch=false"
+        )
+        yield broken(message, "state_layout")
+    if accumulates and parallel.zero_stage == 1 and not types:
+        message = (
+            "zero_stage=1 adds up gradients in bf16; zero_stage=2 does so in float32, as the other engines do, and "
+            "takes less memory"
+        )
+        yield broken(message, "zero_stage")
+
+
+def one_shift_is_meant(settings: Settings) -> Iterator[BrokenRule]:
+    own = settings.objective
+    # 1 leaves noise levels as they are, and is what the original's 0 becomes, with which its files ask for the other.
+    if own.flow_schedule_auto_shift and own.flow_schedule_shift not in (None, 1):
+        message = (
+            "flow_schedule_auto_shift shifts by image size, but flow_schedule_shift = "
+            f"{own.flow_schedule_shift} is for all sizes: leave one of them out"
+        )
+        yield broken(message, "flow_schedule_auto_shift", "flow_schedule_shift")
+
+
+def needs_model_family(settings: Settings) -> Iterator[BrokenRule]:
+    if not settings.model.model_family:
+        message = "model_family is missing: say what to train, such as --model_family=sdxl"
+        yield broken(message, "model_family", hint="`simpletuner models` lists all families")
+
+
+def needs_images(settings: Settings) -> Iterator[BrokenRule]:
+    names = ("instance_data_dir", "data_backend_config")
+    if settings.data.instance_data_dir is None and settings.data.data_backend_config is None:
+        message = "no images: give --instance_data_dir=FOLDER or --data_backend_config=FILE"
+        yield broken(message, *names, hint="`simpletuner dataset check` shows what a run would make of a folder")
+
+
+def needs_length(settings: Settings) -> Iterator[BrokenRule]:
+    if settings.training.num_train_epochs == 0 and settings.training.max_train_steps is None:
+        message = "num_train_epochs = 0 and no max_train_steps: say how long to train, by one of them"
+        yield broken(message, "max_train_steps", "num_train_epochs")
+
+
+def needs_address_of_machine_0(settings: Settings) -> Iterator[BrokenRule]:
+    launch = settings.launch
+    if launch.num_machines > 1 and not launch.main_process_ip:
+        message = f"num_machines = {launch.num_machines} needs --main_process_ip: the address of machine 0"
+        yield broken(message, "main_process_ip", "num_machines")
+
+
+def images_have_one_source(settings: Settings) -> Iterator[BrokenRule]:
+    data = settings.data
+    if data.instance_data_dir is not None and data.data_backend_config is not None:
+        message = "instance_data_dir and data_backend_config both name images: keep one of them"
+        yield broken(message, "instance_data_dir", "data_backend_config")
+    if data.caption_strategy == "instanceprompt" and not data.instance_prompt and data.data_backend_config is None:
+        message = "caption_strategy=instanceprompt needs --instance_prompt='a phrase'"
+        yield broken(message, "instance_prompt", "caption_strategy")
+
+
+def lora_is_for_whole_denoisers(settings: Settings) -> Iterator[BrokenRule]:
+    """Refuse what shares out all weights, or reads them, together with an adapter; and what only an adapter can use."""
+    if settings.model.model_type != "lora":
+        if settings.lora.base_model_precision != "no_change":
+            message = (
+                f"base_model_precision = {settings.lora.base_model_precision}, but model_type = full trains all "
+                "weights, in float32; a quantized base is for LoRA: set model_type=lora, or leave it out and share "
+                "weights out over the ranks with fsdp_enable"
+            )
+            yield broken(message, "base_model_precision", "model_type")
+        return
+    if settings.parallel.fsdp_enable:
+        message = "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable"
+        hint = "on several GPUs, --num_processes alone trains it on all of them"
+        yield broken(message, "model_type", "fsdp_enable", hint=hint)
+    if settings.parallel.zero_stage is not None:
+        message = (
+            "model_type=lora cannot run with DeepSpeed: it shares out the state of all weights, of which an adapter "
+            "has few, and saves them whole; drop zero_stage and deepspeed_config"
+        )
+        yield broken(message, "model_type", "zero_stage", "deepspeed_config")
+
+
+def single_files_have_a_known_layout(settings: Settings) -> Iterator[BrokenRule]:
+    model, name = settings.model, "export_single_file"
+    if not settings.checkpoints.export_single_file:
+        return
+    if model.model_type == "lora":
+        message = "export_single_file is for whole models: a LoRA is one file already; leave it out"
+        yield broken(message, name, "model_type")
+    elif model.model_family and model.model_family not in SINGLE_FILE_FAMILIES:
+        message = (
+            f"export_single_file is for model_family={', '.join(SINGLE_FILE_FAMILIES)}: the original layout of "
+            f"{model.model_family} is not written"
+        )
+        yield broken(message, name, "model_family")
+
+
+def profile_begins_in_time(settings: Settings) -> Iterator[BrokenRule]:
+    steps, traced = settings.training.max_train_steps, settings.logging.profile_steps
+    if traced and steps is not None and parse_step_range(traced)[1] > steps:
+        message = f"profile_steps = {traced} goes beyond max_train_steps = {steps}: end it at {steps} or before"
+        yield broken(message, "profile_steps", "max_train_steps")
+
+
+COMPLETENESS_RULES: tuple[Rule, ...] = (needs_model_family, needs_images, needs_length, needs_address_of_machine_0)
+RULES: tuple[Rule, ...] = (
+    one_shift_is_meant,
+    images_have_one_source,
+    lora_is_for_whole_denoisers,
+    one_engine_shards,
+    split_state_is_possible,
+    schedule_free_replaces_schedule_and_average,
+    optimizer_fits_the_engine,
+    gradients_can_be_released,
+    float8_has_bf16_around_it,
+    offloading_is_possible,
+    copies_are_sharded_equally,
+    only_fsdp2_offloads_params,
+    context_parallelism_has_fsdp2,
+    machines_are_equal,
+    compiler_supports_settings,
+    compiler_chooses_activations,
+    projections_can_be_fused,
+    wrap_policy_is_known,
+    warmup_ends,
+    single_files_have_a_known_layout,
+    profile_begins_in_time,
+)

@@ -1,0 +1,1 @@
+"""Settings as text: explained, exported, as a schema."""

@@ -1,0 +1,148 @@
+"""Describe every setting: a JSON Schema for editors and pages, docs/options.md, and a config file to start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from simpletuner.settings.declared.knob import bounds_of, extra_of, shown_default, type_name
+from simpletuner.settings.declared.sections import SECTIONS, Settings, setting_fields
+from simpletuner.settings.files.config_files import PREFIX
+from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
+from simpletuner.settings.values.spelling import choices_of
+
+
+def json_schema(families: Iterable[str]) -> dict[str, Any]:
+    """Return the JSON Schema of a config file, by which an editor completes and checks JSON, YAML and TOML.
+
+    Bounds and choices are in JSON Schema's own words; `x-section` and `x-unit` hold what it has none for.
+    """
+    properties: dict[str, Any] = {"$schema": {"type": "string"}}
+    shared: dict[str, Any] = {}
+    for section in SECTIONS.values():
+        described = section.model_json_schema()
+        shared |= described.get("$defs", {})
+        for name, value in described["properties"].items():
+            properties[name] = value = property_of(value) | {"x-section": section.__doc__}
+            older = {"description": f"Older name of {name}.", "deprecated": True}
+            properties |= dict.fromkeys(extra_of(section.model_fields[name], "aliases"), value | older)
+    properties["model_family"]["examples"] = list(families)
+    properties[ACCELERATE_CONFIG] = {"type": "string", "description": "An accelerate file to read; `none`: no file."}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "simpletuner settings",
+        "type": "object",
+        "properties": properties,
+        "patternProperties": {"^--": {}},  # leading dashes are accepted, too
+        "additionalProperties": False,
+        "$defs": shared,
+    }
+
+
+def property_of(described: dict[str, Any]) -> dict[str, Any]:
+    """Convert pydantic's description of a setting; lists and JSON may be text, too, and some switches `auto`."""
+    kept = {key: value for key, value in described.items() if key not in ("unit", "aliases", "title")}
+    unit = described["unit"]
+    text = {"type": "string"}
+    if described.get("type") == "array":
+        kept["anyOf"] = [{key: kept.pop(key) for key in ("type", "items")}, text]
+    elif any(option.get("type") == "object" for option in described.get("anyOf", ())):
+        kept["anyOf"] = [*kept["anyOf"], text]
+    elif described.get("anyOf") == [{"type": "boolean"}, {"type": "null"}]:
+        kept["anyOf"] = [*kept["anyOf"], {"const": "auto"}]
+    if unit:
+        kept |= {"x-unit": unit, "description": f"{described['description']} [{unit}]"}
+    return kept
+
+
+HEAD = f"""\
+# Settings
+
+Every setting is a flag (`--seed=1`), an environment variable (`{PREFIX}SEED=1`) and a key of a config file
+(`seed = 1`). Weakest first: default, `config/config.env`, accelerate's file, config file, environment, flag.
+Spelling is tolerant (any case, dashes for underscores, `yes`/`on`/`true`); everything else is strict.
+`simpletuner config show` says where each value came from. This page is written by `simpletuner config docs`.
+"""
+
+
+def options_page() -> str:
+    """docs/options.md: one table per section."""
+    return HEAD + "".join(part for section in SECTIONS.values() for part in table_of(section.__doc__ or "", section))
+
+
+def table_of(title: str, section: Any) -> Iterator[str]:
+    yield f"\n## {title}\n\n| setting | default | values | what |\n|---|---|---|---|\n"
+    for name, field in section.model_fields.items():
+        aliases = ", ".join(f"`{alias}`" for alias in extra_of(field, "aliases") or [])
+        also = f" Also: {aliases}." if aliases else ""
+        default = shown_default(field)
+        yield (f"| `{name}` | {f'`{default}`' if default else ''} | {values_of(field)} | {field.description}{also} |\n")
+
+
+def values_of(field: FieldInfo) -> str:
+    """Format a setting's type or choices, its bounds and its unit."""
+    choices = choices_of(field.annotation)
+    kind = ", ".join(f"`{choice}`" for choice in choices) or type_name(field.annotation).lower().replace("|", ", ")
+    bounds = bounds_of(field, {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"})
+    unit = extra_of(field, "unit")
+    return ", ".join([kind, *bounds]) + (f" [{unit}]" if unit else "")
+
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "What to train": ("model_family", "model_flavour", "pretrained_model_name_or_path"),
+    "On what": ("instance_data_dir", "caption_strategy", "resolution", "output_dir"),
+    "How long, how large, how fast": (
+        "max_train_steps",
+        "train_batch_size",
+        "gradient_accumulation_steps",
+        "learning_rate",
+        "lr_scheduler",
+        "lr_warmup_steps",
+        "mixed_precision",
+        "gradient_checkpointing",
+        "use_ema",
+    ),
+    "On how many GPUs": ("num_processes", "fsdp_enable", "fsdp_reshard_after_forward"),
+    "What to save and to look at": ("checkpoint_step_interval", "validation_step_interval", "validation_prompt"),
+}
+
+
+def scaffold_toml(settings: Settings) -> str:
+    """Write a TOML file for a family, a flavour and a number of GPUs: every line says what it does and may be."""
+    num_processes = settings.launch.num_processes
+    values = {
+        "model_family": settings.model.model_family,
+        "model_flavour": settings.model.model_flavour,
+        "instance_data_dir": "pictures",
+        "max_train_steps": 1000,
+        "lr_warmup_steps": 0.05,
+        "num_processes": num_processes,
+        "fsdp_enable": num_processes > 1,
+        "validation_prompt": ["a photo of a lighthouse at dusk"],
+    }
+    groups = [f"# {title}\n\n{lines_of(names, values)}" for title, names in GROUPS.items()]
+    return CONFIG_HEAD + "\n".join(groups)
+
+
+CONFIG_HEAD = """\
+#:schema simpletuner.schema.json
+# Start with `simpletuner train`; the same command resumes where it stopped. All settings: docs/options.md.
+# An editor completes and checks this file after `simpletuner config schema > config/simpletuner.schema.json`.
+
+"""
+
+
+def lines_of(names: tuple[str, ...], values: Mapping[str, Any]) -> str:
+    """Settings with their descriptions; those with an empty default as comments."""
+    import tomli_w
+
+    text = ""
+    for name in names:
+        field = setting_fields()[name]
+        value = values.get(name, field.default)
+        plain = value if isinstance(value, str | int | float | list) else str(value)
+        line = tomli_w.dumps({name: plain}, multiline_strings=False)
+        text += f"# {field.description} ({values_of(field).replace('`', '')})\n{'# ' * (plain == '')}{line}\n"
+    return text

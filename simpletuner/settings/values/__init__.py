@@ -1,0 +1,1 @@
+"""Values that are text with a form: hosts, sizes, ranges, trackers."""

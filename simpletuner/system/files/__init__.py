@@ -1,0 +1,1 @@
+"""Atomic writes, opening regular files, locks, checksums, paths."""

@@ -1,0 +1,128 @@
+"""Atomic file and directory writes: write to a temporary name, fsync, rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from simpletuner.errors import EnvironmentNotReady, naming
+from simpletuner.system.files.regular_files import open_regular
+
+READ_AHEAD_BYTES = 128 << 10
+"""Linux reads no more than its read-ahead window for one request, by default 128 KiB (mm/readahead.c)."""
+
+
+def unfinished_path(folder: Path) -> Path:
+    """Return the hidden sibling to which a file or folder is written before it is renamed to its final name."""
+    return folder.with_name(f".{folder.name}.unfinished")
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Sync `new` and rename it to `folder`. The previous folder is removed only once the new one is in place."""
+    old = folder.with_name(f".{folder.name}.old")
+    flush_tree(new)
+    remove(old)
+    if os.path.lexists(folder):
+        folder.rename(old)
+    new.rename(folder)
+    flush_to_disk(folder.parent)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with its contents; what cannot be removed from a folder stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Finish an interrupted `replace_folder`, or undo it if the new folder was not in place yet."""
+    old = folder.with_name(f".{folder.name}.old")
+    if old.is_dir() and not old.is_symlink() and not folder.exists():
+        old.rename(folder)
+    remove(old)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a user's file atomically. Symbolic links are followed and the mode is kept. Raises OSError."""
+    if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout, cannot be renamed over
+        path.write_bytes(content)
+        return
+    path = path.resolve()
+    new = unfinished_path(path)
+    new.write_bytes(content)
+    if path.exists():
+        shutil.copymode(path, new)
+    flush_to_disk(new)
+    new.replace(path)
+    flush_to_disk(path.parent)
+
+
+def write_json(path: Path, value: object) -> None:
+    write_file(path, (json.dumps(value, indent=2) + "\n").encode("utf-8"))
+
+
+def write_file(path: Path, *content: bytes | memoryview) -> None:
+    """Write one of a run's own files, atomically and durably. A symbolic link is replaced, not followed."""
+    hidden = unfinished_path(path)
+    hidden.unlink(missing_ok=True)
+    descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        with naming(path), os.fdopen(descriptor, "wb") as file:
+            file.writelines(content)
+            file.flush()
+            os.fsync(descriptor)
+        hidden.replace(path)
+    except OSError:
+        hidden.unlink(missing_ok=True)
+        raise
+    flush_to_disk(path.parent)
+
+
+def read_ahead(paths: Sequence[Path]) -> None:
+    """Have the kernel bring regular files into the page cache, in the background; what cannot be read is left out."""
+
+    def advise() -> None:
+        for path in paths:
+            with suppress(OSError), open_regular(path) as file:
+                for start in range(0, os.fstat(file.fileno()).st_size, READ_AHEAD_BYTES):
+                    os.posix_fadvise(file.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        threading.Thread(target=advise, name="read ahead", daemon=True).start()
+
+
+def refuse_special(path: Path) -> None:
+    """Raise EnvironmentNotReady where one of a run's own files is a link, a folder, a FIFO or a device."""
+    if path.is_symlink():
+        raise EnvironmentNotReady(f"{path} is a link, which is not followed", "remove it")
+    if path.exists() and not path.is_file():
+        raise EnvironmentNotReady(f"{path} is not a regular file", "remove it, or move it away")
+
+
+def flush_tree(folder: Path) -> None:
+    """Sync all regular files and folders in a folder, and itself last. Raises OSError."""
+    for name, _, files in os.walk(folder, topdown=False):
+        for file in files:
+            path = Path(name, file)
+            if stat.S_ISREG(path.lstat().st_mode):
+                with suppress(PermissionError):  # a user's own file, which was moved and not written
+                    flush_to_disk(path)
+        flush_to_disk(Path(name))
+
+
+def flush_to_disk(path: Path) -> None:
+    """Sync a file's content, or a folder's entries (without which a rename may be lost in a power failure)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

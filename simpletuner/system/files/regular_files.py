@@ -1,0 +1,112 @@
+"""Opening regular files and nothing else.
+
+Opening a FIFO blocks until there is a writer, reading a device may never end, and a sparse file of a few bytes may
+claim a terabyte. Any name in a folder may be one of these, so whatever is opened by name is opened here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from io import BufferedReader
+from pathlib import Path
+from typing import BinaryIO
+
+from simpletuner.system.files.paths import descriptor_of
+
+MAX_BYTES = 256 << 20
+"""The largest file that is read whole where the caller names no other limit; state.json of 12B weights takes 2 MiB."""
+
+
+def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
+    """Open a regular file for reading; links are followed.
+
+    Raises OSError also for a folder, a FIFO, a socket, a device, and a file above `max_bytes`.
+    """
+    file = open_any(path)
+    try:
+        refuse_other(file, path, max_bytes)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def check_regular(path: Path, max_bytes: int | None = None) -> None:
+    """Raise OSError as `open_regular` does, for a file that a library opens by its name."""
+    open_regular(path, max_bytes).close()
+
+
+def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return a file's content, or what a pipe at /dev/stdin or /dev/fd/N holds (`--config=<(...)`).
+
+    Raises OSError as `open_regular` does, also for a pipe that gives more than `max_bytes`.
+    """
+    with open_any(path) as file:
+        status = os.fstat(file.fileno())
+        pipe = descriptor_of(path) if stat.S_ISFIFO(status.st_mode) else None
+        if pipe is None and str(path) != os.devnull:
+            refuse_other(file, path, max_bytes)
+        content = file.read((status.st_size or max_bytes) + 1)  # pipes and the files of /proc claim to be empty
+    if len(content) > max_bytes:
+        raise too_large(path, max_bytes)
+    if pipe is not None:
+        replace_pipe(pipe, content)
+    return content
+
+
+def read_end(path: Path, size: int) -> bytes:
+    """Return the last `size` bytes of a file; none where it is missing. Raises OSError as `open_regular` does."""
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return b""
+    with file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+        return file.read(size)
+
+
+def replace_pipe(descriptor: int, content: bytes) -> None:
+    """Put a file with its content in the place of a pipe, which gives it only once: ranks must read it, too."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        os.dup2(file.fileno(), descriptor)
+
+
+def open_any(path: Path) -> BufferedReader:
+    """Open whatever has this name, without waiting for a FIFO's writer. Raises OSError."""
+    try:
+        file = open(path, "rb", opener=open_at_once)
+    except IsADirectoryError as error:
+        raise IsADirectoryError(error.errno, "is a directory", str(path)) from None
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # of a socket, or of a device that is not there
+            raise
+        raise not_regular(path) from None
+    os.set_blocking(file.fileno(), True)
+    return file
+
+
+def open_at_once(path: str, flags: int) -> int:
+    # O_NOCTTY: a terminal does not become the one of this process by being opened.
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def refuse_other(file: BinaryIO, path: Path, max_bytes: int | None) -> None:
+    """Raise OSError for what is not a regular file, or is larger than `max_bytes`."""
+    status = os.fstat(file.fileno())  # of the open file: the path may be replaced meanwhile
+    if not stat.S_ISREG(status.st_mode):
+        raise not_regular(path)
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise too_large(path, max_bytes)
+
+
+def not_regular(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def too_large(path: Path, max_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"it is larger than {max_bytes >> 20} MiB", str(path))

@@ -1,0 +1,1 @@
+"""Processes and threads: starting Python, signals, activity, the status of a run."""

@@ -1,0 +1,273 @@
+"""`output_dir/status.json`: what a run is doing and how it ended, as the run itself says it.
+
+Rank 0 writes it while it holds the lock of the folder. The process that prints why a run ends writes the end: a rank,
+or the launcher for ranks that were killed. A status without an end, in a folder that no process holds, is that of a run
+that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletuner.errors import SIGNAL_CODES, SimpleTunerError, describe_bug
+from simpletuner.system.files.atomic import flush_to_disk
+from simpletuner.system.files.locks import launcher_pid
+from simpletuner.system.files.regular_files import read_file
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+STATUS = "status.json"
+MAX_BYTES = 1 << 20
+WRITE_SECONDS = 2.0
+"""Between writes that only tell progress. Changes of the state are written at once."""
+LOCK_SECONDS = 2.0
+"""How long the end waits for a write that hangs, as on a file system that does not answer."""
+
+
+class RunState(StrEnum):
+    """What a run is doing, or how it ended."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+ENDS = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The content of `status.json`; a reader ignores names that it does not know."""
+
+    state: RunState
+    reason: str = ""
+    """How the run stops or has ended, as a sentence."""
+    hint: str = ""
+    doing: str = ""
+    """The phase, such as `training`, and how much of it is done where `total` is above 0."""
+    done: int = 0
+    total: int = 0
+    step: int = 0
+    """Optimizer steps taken."""
+    max_steps: int = 0
+    """0 while it is not known."""
+    loss: float | None = None
+    seconds_left: float | None = None
+    host: str = ""
+    pid: int = 0
+    """Of the process to signal: the launcher, or the only process."""
+    rank_pid: int = 0
+    """Of rank 0."""
+    config: str = ""
+    """The file of settings, where the command line names that alone."""
+    started: str = ""
+    time: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDS
+
+    def is_of_same_start(self, other: RunStatus) -> bool:
+        return (self.host, self.rank_pid, self.started) == (other.host, other.rank_pid, other.started)
+
+
+@cache
+def adapter() -> TypeAdapter[RunStatus]:
+    from pydantic import ConfigDict, TypeAdapter, with_config
+
+    return TypeAdapter(with_config(ConfigDict(allow_inf_nan=False))(RunStatus))
+
+
+def read_status(path: Path) -> RunStatus | None:
+    """Return what a file says; None where it is missing, damaged or no regular file."""
+    try:
+        return adapter().validate_json(read_file(path, MAX_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+class StatusWriter:
+    """Writes the status of one run from one of its processes; nothing before it is told which folder that is.
+
+    A status that cannot be written never ends a run.
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self.status = RunStatus(RunState.STARTING)
+        self.is_own: Callable[[RunStatus], bool] = lambda found: False
+        """Whether a status is of the start that this process belongs to."""
+        self.holds_lock = False
+        self.counted: tuple[int, float | None, float | None] | None = None
+        """Step, loss, and when training ends by the last estimate, in seconds of time.monotonic()."""
+        self.written, self.written_at = b"", 0.0
+        self.lock = threading.RLock()
+
+    def begin(self, folder: Path, config: str) -> None:
+        """Begin the status of a start; only rank 0, which holds the lock of the folder."""
+        with self.lock:
+            self.path, self.holds_lock = folder / STATUS, True
+            before = read_status(self.path) or self.status
+            self.status = replace(
+                self.status,
+                step=before.step,
+                max_steps=before.max_steps,
+                loss=before.loss,
+                host=socket.gethostname(),
+                pid=launcher_pid(),
+                rank_pid=os.getpid(),
+                config=config,
+                started=now(),
+            )
+            self.is_own = self.status.is_of_same_start
+            self._write()
+
+    def follow(self, folder: Path) -> None:
+        """Let another rank write how the run ended, once rank 0 has begun."""
+        self.path = folder / STATUS
+        if (found := read_status(self.path)) is not None:
+            self.is_own = found.is_of_same_start
+
+    def supervise(self, folder: Path) -> None:
+        """Let the launcher write how the run of its rank 0 ended."""
+        host, pid = socket.gethostname(), os.getpid()
+        self.path = folder / STATUS
+        self.is_own = lambda found: (found.host, found.pid) == (host, pid)
+
+    def train(self, step: int, max_steps: int) -> None:
+        """Say that training begins or goes on."""
+        state = RunState.RUNNING if self.status.state is RunState.STARTING else self.status.state
+        self._change(state=state, step=step, max_steps=max_steps)
+
+    def count(self, step: int, loss: float, ends: float | None) -> None:
+        """Keep what a step has measured for the next write."""
+        # Without the lock: training must not wait for a slow disk.
+        self.counted = step, loss if math.isfinite(loss) else None, ends
+
+    def stopping(self, reason: str) -> None:
+        """Say that a signal has asked for a stop, and what is done before."""
+        self._change(state=RunState.STOPPING, reason=reason)
+
+    def show(self, doing: str, done: int, total: int) -> None:
+        """Write a phase, every two seconds at most and if it has changed; called by the thread of the status line."""
+        with self.lock:
+            self.status = replace(self.status, doing=doing, done=done, total=total)
+            if self.holds_lock and time.monotonic() - self.written_at >= WRITE_SECONDS:
+                self._write(durably=False)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Write the end of the run: finished on rank 0, or an error that this process is about to print."""
+        try:
+            yield
+        except SimpleTunerError as error:
+            self.fail(error)
+            raise
+        except Exception as error:
+            self.fail(describe_bug(error))
+            raise
+        if self.holds_lock:
+            self.end(RunState.FINISHED)
+
+    def fail(self, error: SimpleTunerError) -> None:
+        """Write the end that an error means; a requested stop is no failure."""
+        state = RunState.STOPPED if error.exit_code in SIGNAL_CODES else RunState.FAILED
+        self.end(state, error.message, error.hint)
+
+    def end(self, state: RunState, reason: str = "", hint: str = "") -> None:
+        """Write how the run ended, unless another process of this start has."""
+        if self.path is None or not self.lock.acquire(timeout=LOCK_SECONDS):
+            return
+        try:
+            found = read_status(self.path)
+            if found is not None and (found.has_ended or not self.is_own(found)):
+                return
+            if found is None and not self.holds_lock:
+                return
+            base = self.status if self.holds_lock else found
+            assert base is not None
+            self.status = replace(base, state=state, reason=reason, hint=hint, doing="", done=0, total=0)
+            self._write()
+            self.holds_lock = False  # the thread of the status line may still run
+        finally:
+            self.lock.release()
+
+    def _change(self, **values: object) -> None:
+        with self.lock:
+            self.status = replace(self.status, **values)
+            if self.holds_lock:
+                self._write()
+
+    def _write(self, durably: bool = True) -> None:
+        assert self.path is not None
+        shown = self._with_counted()
+        found = read_status(self.path) if self.written else None
+        if found is not None and found.has_ended and self.is_own(found):
+            self.holds_lock = False  # another rank has failed, and has said so
+            return
+        content = json.dumps(asdict(shown), indent=2).encode()
+        self.written_at = time.monotonic()
+        if content == self.written:
+            return
+        self.written = content
+        stamped = json.dumps({**asdict(shown), "time": now()}, indent=2).encode() + b"\n"
+        with suppress(OSError):
+            replace_status(self.path, stamped, durably)
+
+    def _with_counted(self) -> RunStatus:
+        if self.counted is None:
+            return self.status
+        step, loss, ends = self.counted
+        left = max(0.0, ends - time.monotonic()) if ends is not None and not self.status.has_ended else None
+        return replace(self.status, step=step, loss=loss, seconds_left=left)
+
+
+def replace_status(path: Path, content: bytes, durably: bool) -> None:
+    """Replace the file at once, so that no reader sees half of it. Raises OSError."""
+    # Named by the process: a rank and the launcher may write at the same time.
+    hidden = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        hidden.unlink(missing_ok=True)
+        descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            if durably:
+                os.fsync(descriptor)
+        hidden.replace(path)
+    except OSError:
+        hidden.unlink(missing_ok=True)
+        # On a full disk, why the run ended must still be readable: what the file takes now can be written again.
+        overwrite(path, content)
+    if durably:
+        flush_to_disk(path.parent)
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        os.pwrite(descriptor, content, 0)
+        os.ftruncate(descriptor, len(content))
+    finally:
+        os.close(descriptor)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

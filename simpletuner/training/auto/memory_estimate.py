@@ -1,0 +1,82 @@
+"""Memory of the training phase, on each GPU and in the host's memory, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simpletuner.checkpoints.disk_usage import checkpoint_bytes
+from simpletuner.deepspeed.estimate import estimate_memory
+from simpletuner.models.analysis.step_trace import StepTrace
+from simpletuner.parallel.devices.memory import (
+    FLOAT32_BYTES,
+    MemoryEstimate,
+    MemoryInputs,
+    MemoryRow,
+    estimate_torch,
+    gradient_bytes,
+    shard_ranks,
+)
+from simpletuner.parallel.fsdp2 import is_synced_each_batch
+from simpletuner.parallel.model.activations import describe_activations
+from simpletuner.settings import Settings
+from simpletuner.settings.foreign.deepspeed.config import deepspeed_config
+from simpletuner.system.numbers import format_gib
+from simpletuner.training.auto.workload import Workload
+
+CONTEXT_BYTES = 550 * 2**20
+"""Of CUDA and its libraries in each process; not measured."""
+
+
+def estimate_training(settings: Settings, workload: Workload) -> MemoryEstimate:
+    """Estimate what training takes while the backward pass runs, where a step takes most."""
+    on_gpu = not settings.launch.use_cpu
+    trace = workload.trace(settings, settings.training.train_batch_size, on_gpu)
+    inputs, checkpoint = memory_inputs(settings, workload), checkpoint_bytes(settings, workload.weights)
+    return MemoryEstimate(inputs, tuple(training_rows(settings, inputs, checkpoint, trace, on_gpu)))
+
+
+def memory_inputs(settings: Settings, workload: Workload) -> MemoryInputs:
+    units = workload.units(settings) if settings.parallel.fsdp_enable else (0, 0)
+    return MemoryInputs.of(settings, workload.weights, workload.frozen_parameters, units)
+
+
+def training_rows(
+    settings: Settings, inputs: MemoryInputs, checkpoint: int, trace: StepTrace, on_gpu: bool
+) -> Iterator[MemoryRow]:
+    """Yield what is there at the worst moment of a backward pass."""
+    if settings.parallel.zero_stage is not None:
+        # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
+        yield from estimate_memory(deepspeed_config(settings, inputs.num_ranks), inputs).rows
+        yield activations_row(settings, trace.peak_bytes(0), trace.kept_bytes)
+    else:
+        yield from estimate_torch(settings, inputs).rows
+        is_synced = is_synced_each_batch(settings.parallel, inputs.num_parameters)
+        whole = gradient_bytes(settings, inputs, is_synced)
+        on_host = settings.parallel.fsdp_enable and settings.parallel.fsdp_offload_params
+        # DDP's gradients are views of buckets that are there from the start.
+        is_ddp = inputs.num_ranks > 1 and not settings.parallel.fsdp_enable
+        are_kept = settings.training.gradient_accumulation_steps > 1 or is_ddp
+        activations, gradients = trace.peak(0 if on_host else whole, are_kept)
+        formula = f"at the peak of the backward pass; {format_gib(whole)} at its end"
+        yield MemoryRow("gradients", gpu=gradients, host=whole * on_host, formula=formula if whole else "released")
+        yield activations_row(settings, activations, trace.kept_bytes)
+    yield from host_rows(settings, inputs, checkpoint, on_gpu)
+    if on_gpu:
+        yield MemoryRow("CUDA", gpu=CONTEXT_BYTES, formula="context and libraries, assumed")
+
+
+def host_rows(settings: Settings, inputs: MemoryInputs, checkpoint: int, on_gpu: bool) -> Iterator[MemoryRow]:
+    """Yield what is held of weights a second time in the host's memory, to copy it without waiting."""
+    share = inputs.num_parameters / (inputs.num_ranks if settings.parallel.zero_stage else shard_ranks(settings))
+    if on_gpu and inputs.ema_device == "cpu":
+        yield MemoryRow("EMA's copy", host=FLOAT32_BYTES * share, formula="of the weights, page-locked")
+    if settings.checkpoints.async_checkpointing:  # where it is not asked for, it depends on the memory that is free
+        yield MemoryRow("checkpoint", host=checkpoint / inputs.num_ranks, formula="while it is written")
+
+
+def activations_row(settings: Settings, peak: float, kept: int) -> MemoryRow:
+    """Return the row of activations; those that autograd keeps are in the host's memory if they are offloaded."""
+    cp, training = settings.parallel.context_parallel_size, settings.training
+    count, away = training.train_batch_size, kept * training.offload_activations
+    formula = f"{count} sample{'s' * (count > 1)}, {describe_activations(settings)}"
+    return MemoryRow("activations", gpu=max(0, peak - away) / cp, host=away / cp, formula=formula)

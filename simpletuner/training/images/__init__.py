@@ -1,0 +1,1 @@
+"""Image files that a run writes, and grids of them."""

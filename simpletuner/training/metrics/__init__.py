@@ -1,0 +1,1 @@
+"""Metrics: recording, reading, curves, throughput, trackers."""

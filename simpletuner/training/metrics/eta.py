@@ -1,0 +1,117 @@
+"""How fast a run has been lately, and how long the rest of it takes, saving and validation included."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from simpletuner.system.files.atomic import write_json
+from simpletuner.system.files.regular_files import read_file
+
+RECENT_STEPS = 50
+SAVING, WRITING, EXPORTING = "saving", "writing a checkpoint", "writing the pipeline"
+"""What training waits for: for a checkpoint or its copy; at the end until a copy is written; then for the export."""
+DURATIONS = "durations.json"
+MAX_SECONDS = 7 * 24 * 3600.0
+"""The longest that anything between steps is believed to take."""
+
+
+class Durations:
+    """Mean seconds of all that is not a step; of what has not run in this start yet, those of earlier starts."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path` is a file that keeps them; ranks without one start with nothing."""
+        self.path, self.earlier = path, read_durations(path) if path is not None else {}
+        self.measured: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.measured[name].append(time.monotonic() - began)
+
+    def estimate(self, name: str, seconds: float) -> None:
+        """Take this for something that has never run."""
+        self.earlier.setdefault(name, seconds)
+
+    def mean(self, name: str) -> float:
+        """Return the seconds that something takes; 0 where that is not known."""
+        measured = self.measured.get(name)
+        return sum(measured) / len(measured) if measured else self.earlier.get(name, 0.0)
+
+    def write(self) -> None:
+        """Keep what is known for later starts."""
+        if self.path is not None:
+            with suppress(OSError):  # an estimate is no reason to end a run
+                write_json(self.path, {name: self.mean(name) for name in sorted({*self.earlier, *self.measured})})
+
+
+def read_durations(path: Path) -> dict[str, float]:
+    try:
+        content = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    known = content if isinstance(content, dict) else {}
+    # JSON as Python reads it has Infinity and NaN, and one damaged digit makes a century.
+    return {name: value for name, value in known.items() if isinstance(value, float) and 0 <= value <= MAX_SECONDS}
+
+
+class Pace:
+    """Measures steps; `intervals` are the steps between runs of what comes between them, 0: after the last."""
+
+    def __init__(self, max_steps: int, intervals: Mapping[str, int], durations: Durations) -> None:
+        self.max_steps, self.intervals, self.durations = max_steps, intervals, durations
+        self.steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
+        """Seconds of a step, and the part of them that was spent waiting for its batch."""
+        self.measured = 0
+        self.pending: list[str] = []
+        """What is due at the present step and has not run yet."""
+
+    def add_step(self, seconds: float, data_seconds: float) -> None:
+        self.measured += 1
+        if self.measured == 2:
+            self.steps.clear()  # the first step compiles kernels and fills caches
+        self.steps.append((seconds, data_seconds))
+
+    @property
+    def step_seconds(self) -> float:
+        """The mean of the last steps; at least one must have been added."""
+        return sum(seconds for seconds, _ in self.steps) / len(self.steps)
+
+    @property
+    def data_share(self) -> float:
+        """The part of the last steps that was spent waiting for batches, from 0 to 1."""
+        waited, all_seconds = sum(data for _, data in self.steps), sum(seconds for seconds, _ in self.steps)
+        return min(1.0, waited / all_seconds) if all_seconds else 0.0
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Count what is due at the present step as still to come."""
+        self.pending = list(names)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Measure what runs between two steps."""
+        with self.durations.timed(name):
+            yield
+        self.pending = [each for each in self.pending if each != name]
+
+    def seconds_left(self, step: int) -> float | None:
+        """Return how long the rest takes after a step, the export included; None before the first one."""
+        if not self.steps:
+            return None
+        runs = {
+            name: self._runs_after(step, every) + self.pending.count(name) for name, every in self.intervals.items()
+        }
+        between = sum(count * self.durations.mean(name) for name, count in runs.items())
+        after = self.durations.mean(WRITING) + self.durations.mean(EXPORTING)
+        return (self.max_steps - step) * self.step_seconds + between + after
+
+    def _runs_after(self, step: int, every: int) -> int:
+        """How often something still runs that is due at each multiple of `every` and after the last step."""
+        if step >= self.max_steps:
+            return 0
+        return self.max_steps // every - step // every + bool(self.max_steps % every) if every else 1

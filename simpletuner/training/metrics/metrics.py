@@ -1,0 +1,128 @@
+"""Metrics of a run: `metrics.jsonl`, a loss curve, and trackers. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from simpletuner.errors import naming
+from simpletuner.run_log import APPEND
+from simpletuner.system.files.atomic import refuse_special, write_file
+from simpletuner.system.files.regular_files import read_file
+from simpletuner.training.metrics.curves import running_mean, window_of
+from simpletuner.training.metrics.metrics_reader import MAX_BYTES, METRICS, MetricColumns, read_columns, rows_in
+
+if TYPE_CHECKING:
+    from simpletuner.parallel.world import World
+    from simpletuner.settings import Settings
+
+CURVE = "loss.png"
+
+HELD_OUT_LINES = {"eval_loss": ("held-out images", "#d94801"), "eval_loss_ema": ("held-out images, EMA", "#238b45")}
+
+
+class Tracker(Protocol):
+    """Where metrics and images are shown; values are named `group/name`. A tracker that fails must not raise."""
+
+    def write(self, row: Mapping[str, Any], group: str) -> None: ...
+
+    def add_image(self, path: Path, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+OpenTrackers = Callable[[int], Sequence[Tracker]]
+"""Opens trackers for a run that goes on after a step."""
+
+
+class Metrics:
+    """Append a JSON object per optimizer step and per evaluation; rows after the checkpoint that a run resumes from are
+    dropped."""
+
+    def __init__(self, folder: Path, step: int, open_trackers: OpenTrackers | None = None) -> None:
+        self.path, self.curve = folder / METRICS, folder / CURVE
+        drop_rows_after(self.path, step)
+        self.file = os.fdopen(os.open(self.path, APPEND, 0o666), "a", encoding="utf-8")
+        self.trackers = open_trackers(step) if open_trackers is not None else ()
+
+    def write(self, row: Mapping[str, Any], group: str = "train") -> None:
+        """Add a row; trackers show its values as `group/name`."""
+        with naming(self.path):
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+        for tracker in self.trackers:
+            tracker.write(row, group)
+
+    def add_image(self, path: Path, step: int) -> None:
+        """Show a validation grid in the trackers."""
+        for tracker in self.trackers:
+            tracker.add_image(path, step)
+
+    def last_step(self, name: str) -> int:
+        """Return the last step for which a value was written; -1 for none."""
+        return int(max(read_columns(self.path).points(name)[0], default=-1))
+
+    def close(self) -> None:
+        """Plot the loss and close the files."""
+        self.file.close()
+        plot_loss(read_columns(self.path), self.curve)
+        for tracker in self.trackers:
+            tracker.close()
+
+
+def drop_rows_after(path: Path, step: int) -> None:
+    """Drop the rows after a step, atomically; all of them for a run that begins, which measures step 0 again.
+
+    A file without such rows is not rewritten.
+    """
+    refuse_special(path)
+    content = read_file(path, MAX_BYTES) if path.exists() else b""
+    kept = [row for row in rows_in(content) if row["step"] <= step and step > 0]
+    if len(kept) < content.count(b"\n") or content[-1:] not in (b"", b"\n"):
+        write_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+
+
+def plot_loss(columns: MetricColumns, path: Path) -> None:
+    """Plot the loss by step: each value pale, and a running mean over it; and the held-out losses."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps, losses = columns.finite("loss")
+    if not len(steps):
+        return
+    window = window_of(len(steps))
+    figure = Figure(figsize=(8, 4.5), dpi=110)
+    axes = figure.add_axes((0.09, 0.12, 0.89, 0.8))  # `layout="constrained"` draws everything twice
+    axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="each step")
+    if len(steps) >= window:
+        label = f"mean of {window:,} steps around each"
+        axes.plot(steps, running_mean(losses, window), color="#08519c", linewidth=1.8, label=label)
+    for name, (label, colour) in HELD_OUT_LINES.items():
+        if len((measured := columns.points(name))[0]):
+            axes.plot(*measured, color=colour, marker="o", markersize=3.5, label=label)
+    axes.set(xlabel="optimizer step", ylabel="loss", title="Loss")
+    axes.grid(alpha=0.25)
+    axes.legend(loc="upper right", edgecolor="none")  # "best" compares with every point
+    content = BytesIO()
+    FigureCanvasAgg(figure).print_png(content)
+    write_file(path, content.getvalue())
+
+
+@contextmanager
+def open_metrics(
+    settings: Settings, step: int, world: World, open_trackers: OpenTrackers | None = None
+) -> Iterator[Metrics | None]:
+    """Open the files and trackers on rank 0, and close them however the run ends; None on other ranks."""
+    if not world.is_first:
+        yield None
+        return
+    metrics = Metrics(settings.training.output_dir, step, open_trackers)
+    try:
+        yield metrics
+    finally:
+        metrics.close()

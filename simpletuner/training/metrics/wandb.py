@@ -1,0 +1,129 @@
+"""Weights & Biases: start and end the process that sends a run's metrics (`wandb_process.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from simpletuner.run_log import LOGGER
+from simpletuner.session import Session
+from simpletuner.settings import settings_as_json
+from simpletuner.system.files.atomic import write_json
+from simpletuner.system.processes.python_process import module_command
+from simpletuner.training.metrics.wandb_process import STATE, read_state
+
+RETRY_SECONDS = 60.0
+"""Before the process is started again after it failed; doubles each time."""
+CLOSE_SECONDS = 120.0
+"""How long what is left may take to be sent when the run ends."""
+
+
+class WeightsAndBiases:
+    """The process that sends metrics.jsonl and validation images; only starts, restarts and ends it."""
+
+    def __init__(self, session: Session, folder: Path, step: int) -> None:
+        self.report, logging, output = session.report, session.settings.logging, session.settings.training.output_dir
+        state = read_state(output)
+        state["id"] = state.get("id") or secrets.token_hex(4)
+        # Steps that are trained again, since the run went back, are sent again.
+        state["sent"] = {group: min(sent, step) for group, sent in state.get("sent", {}).items()}
+        write_json(output / STATE, state)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.output, self.folder = output, folder
+        self.options = {
+            "output": str(output),
+            "folder": str(folder),
+            "project": logging.tracker_project_name or os.environ.get("WANDB_PROJECT") or "simpletuner",
+            "name": logging.tracker_run_name or output.resolve().name,
+            "settings": settings_as_json(session.loaded),
+        }
+        self.closing, self.has_warned, self.is_sent = threading.Event(), False, False
+        self.process: subprocess.Popen[str] | None = None
+        self.thread = threading.Thread(target=self._supervise, name="wandb", daemon=True)
+        self.thread.start()
+
+    def write(self, row: Mapping[str, Any], group: str) -> None:
+        """Do nothing: the process reads metrics.jsonl."""
+
+    def add_image(self, path: Path, step: int) -> None:
+        """Do nothing: the process finds the images."""
+
+    def close(self) -> None:
+        """Wait until all is sent, as long as that is possible."""
+        self.report.status.begin("sending metrics to wandb")
+        self.closing.set()
+        self._end_input()
+        self.thread.join(CLOSE_SECONDS)
+        if self.thread.is_alive() and self.process is not None:
+            self.process.kill()
+            self.thread.join()
+        if not self.is_sent:
+            self.report.say("wandb has not received all of this run: the same command, run again, sends the rest")
+
+    def _end_input(self) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            with suppress(OSError):
+                self.process.stdin.close()
+
+    def _supervise(self) -> None:
+        pause = RETRY_SECONDS
+        while True:
+            self._run_process()
+            if self.closing.wait(0 if self.is_sent else pause):
+                return
+            pause *= 2
+
+    def _run_process(self) -> None:
+        """Run the process to its end, and report what it says."""
+        command = module_command("simpletuner.training.metrics.wandb_process")
+        pipe = subprocess.PIPE
+        # A session of its own: Ctrl-C is for the run, which ends the process by its input.
+        with subprocess.Popen(
+            command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            noise = threading.Thread(target=log_lines, args=(process.stderr,), name="wandb log", daemon=True)
+            noise.start()
+            with suppress(OSError):
+                process.stdin.write(json.dumps(self.options) + "\n")
+                process.stdin.flush()
+            self.process = process  # only now may `close` end its input
+            if self.closing.is_set():
+                self._end_input()
+            for line in process.stdout:
+                self._handle(json.loads(line))
+            noise.join(1)  # with a limit, since a process that wandb started may have inherited the pipe
+        if not self.is_sent and not self.closing.is_set():
+            self._warn("wandb ended unexpectedly")
+
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        match message:
+            case {"url": str(url)}:
+                self.report.say(f"wandb: {url}")
+            case {"failed": str(why)}:
+                self._warn(f"wandb does not take the metrics of this run: {why}")
+            case {"sent": True}:
+                self.is_sent = True
+            case _:
+                pass
+
+    def _warn(self, text: str) -> None:
+        """Warn once; later failures go to the log alone."""
+        if not self.has_warned:
+            self.has_warned = True
+            self.report.warn(text, "training goes on; what wandb misses is sent once it answers")
+        else:
+            LOGGER.info(text)
+
+
+def log_lines(stream: IO[str] | None) -> None:
+    with suppress(ValueError):  # it was closed meanwhile
+        for line in stream or ():
+            LOGGER.info(f"wandb: {line.rstrip().removeprefix('wandb: ')}")

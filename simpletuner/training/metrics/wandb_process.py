@@ -1,0 +1,153 @@
+"""The process that sends a run's metrics and validation images to Weights & Biases.
+
+Not in the process that trains: wandb 0.27 waits without end for a server that does not answer, whatever `init_timeout`
+says, and neither its threads nor its exit handlers may delay a run. It reads what the run writes anyway, so what was
+missed while it could not send is just what it reads next. It ends when its input does: when the run closes it, or dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from simpletuner.system.files.atomic import write_json
+from simpletuner.system.files.regular_files import read_file
+from simpletuner.training.metrics.metrics_reader import METRICS, MetricsReader
+
+STATE = "wandb.json"
+"""In output_dir: the run's id, and the last step of each group that was handed to the library."""
+POLL_SECONDS = 1.0
+CONNECT_SECONDS = 30.0
+"""How long connecting may take before it is reported, and before a run that ends gives up; WANDB_INIT_TIMEOUT, which is
+the library's own, takes precedence."""
+FINISH_SECONDS = 110.0
+"""How long sending what is left may take once the run has ended."""
+GRID = re.compile(r"grid-(\d+)\.png")
+
+
+class Channel:
+    """Reports to the run, one JSON object per line."""
+
+    def __init__(self) -> None:
+        self.file = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # what wandb prints goes to the log
+
+    def send(self, **message: Any) -> None:
+        self.file.write(json.dumps(message) + "\n")
+
+
+class Deadline:
+    """Ends this process when connecting or finishing takes too long after the run has ended."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.began, self.is_connected = channel, time.monotonic(), False
+        self.closing = threading.Event()
+        self.connect_seconds = float(os.environ.get("WANDB_INIT_TIMEOUT") or CONNECT_SECONDS)
+        threading.Thread(target=self._watch_input, daemon=True).start()
+        threading.Thread(target=self._watch_connecting, daemon=True).start()
+
+    def _watch_input(self) -> None:
+        sys.stdin.read()
+        self.closing.set()
+        while not self.is_connected:
+            if time.monotonic() - self.began > self.connect_seconds:
+                os._exit(1)
+            time.sleep(0.1)
+        time.sleep(FINISH_SECONDS)
+        os._exit(1)
+
+    def _watch_connecting(self) -> None:
+        time.sleep(self.connect_seconds)
+        if not self.is_connected:
+            self.channel.send(failed=f"no answer from the server for {self.connect_seconds:.0f} s")
+
+
+class Follower:
+    """Logs new rows of metrics.jsonl and new grids of images, and keeps in a file how far it has come."""
+
+    def __init__(self, output: Path, run: Any) -> None:
+        self.output, self.run, self.last_step = output, run, 0
+        self.reader = MetricsReader(output / METRICS)
+        self.state = read_state(output)
+        self.sent: dict[str, int] = self.state.setdefault("sent", {})
+
+    def poll(self) -> None:
+        """Log what is new."""
+        before = dict(self.sent)
+        for row in self.reader.read()[0]:
+            self.last_step = max(self.last_step, row["step"])
+            group = "train" if "loss" in row else "eval"
+            self._log(group, row["step"], {f"{group}/{name}": value for name, value in row.items()})
+        for step, path in self._grids():
+            import wandb
+
+            self._log("validation", step, {"validation": wandb.Image(str(path)), "validation/step": step})
+        if self.sent != before:
+            write_json(self.output / STATE, self.state)
+
+    def _log(self, group: str, step: int, values: dict[str, Any]) -> None:
+        if step > self.sent.get(group, -1):
+            self.run.log(values)
+            self.sent[group] = step
+
+    def _grids(self) -> list[tuple[int, Path]]:
+        found = [(GRID.fullmatch(path.name), path) for path in (self.output / "validation").glob("grid-*.png")]
+        grids = sorted((int(name[1]), path) for name, path in found if name)
+        # Later grids are from before the run went back to an earlier checkpoint.
+        return [(step, path) for step, path in grids if self.sent.get("validation", -1) < step <= self.last_step]
+
+
+def read_state(output: Path) -> dict[str, Any]:
+    try:
+        state = json.loads(read_file(output / STATE))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(state, dict):
+        return {}
+    sent = state.get("sent")
+    known = sent.items() if isinstance(sent, dict) else ()
+    return {**state, "sent": {name: step for name, step in known if isinstance(step, int)}}
+
+
+def main() -> None:
+    """Follow a run until it ends. The first line of the input holds the options, as JSON."""
+    channel, options = Channel(), json.loads(sys.stdin.readline())
+    deadline = Deadline(channel)
+    output = Path(options["output"])
+    import wandb
+
+    settings = wandb.Settings(console="off", disable_code=True, disable_git=True)
+    try:
+        run = wandb.init(
+            project=options["project"],
+            name=options["name"],
+            id=read_state(output)["id"],
+            resume=None if os.environ.get("WANDB_MODE") in ("offline", "dryrun") else "allow",
+            dir=options["folder"],
+            config=options["settings"],
+            settings=settings,
+        )
+    except wandb.Error as error:
+        channel.send(failed=str(error).partition("\n")[0] or type(error).__name__)
+        raise SystemExit(1) from None
+    deadline.is_connected = True
+    channel.send(url=run.url or f"offline; `wandb sync {Path(run.dir).parent}` sends it")
+    for group in ("train", "eval"):
+        run.define_metric(f"{group}/*", step_metric=f"{group}/step")
+    run.define_metric("validation", step_metric="validation/step")
+    follower = Follower(output, run)
+    while not deadline.closing.wait(POLL_SECONDS):
+        follower.poll()
+    follower.poll()
+    run.finish()
+    channel.send(sent=True)
+
+
+if __name__ == "__main__":
+    main()

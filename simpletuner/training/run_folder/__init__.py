@@ -1,0 +1,1 @@
+"""The output folder: resuming, settings, facts of a run."""

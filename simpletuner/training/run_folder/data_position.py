@@ -1,0 +1,60 @@
+"""Where in the data and in the schedule a run begins or resumes."""
+
+from __future__ import annotations
+
+from simpletuner.checkpoints.layout import Checkpoint, PositionFields
+from simpletuner.data.sampler.batch_sampler import DATA_VERSION, SamplerState
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.preparation.prepare import Plan
+from simpletuner.session import Session
+from simpletuner.settings import Settings
+from simpletuner.training.schedule import Schedule, new_schedule, resumed_schedule
+
+
+def resume_point(settings: Settings, plan: Plan, checkpoint: Checkpoint | None) -> tuple[Schedule, SamplerState]:
+    """Return the schedule, and where in the data the run starts: at the beginning, or where a checkpoint stopped.
+
+    With other data than the checkpoint's, that is the start of the next epoch.
+    """
+    sampler, batch_size = plan.sampler, settings.effective_batch_size
+    if checkpoint is None:
+        return new_schedule(settings, sampler), sampler.start(batch_size)
+    position = resumed_position(plan, checkpoint, batch_size)
+    return resumed_schedule(settings, sampler, checkpoint.state, position), position
+
+
+def refuse_other_order(checkpoint: Checkpoint | None) -> None:
+    """Raise EnvironmentNotReady for a checkpoint whose position counts in an order that this version does not have."""
+    if checkpoint is not None and checkpoint.state["data_version"] != DATA_VERSION:
+        raise EnvironmentNotReady(
+            f"{checkpoint.folder} counts in another order of images than this version of simpletuner takes",
+            f"go on with simpletuner {checkpoint.state.get('simpletuner', '')}, or begin with another output_dir",
+        )
+
+
+def has_same_data(plan: Plan, checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint's sampler state refers to the data of this plan."""
+    return checkpoint.state["data"] == plan.digest
+
+
+def warn_of_changed_data(session: Session, plan: Plan, checkpoint: Checkpoint) -> None:
+    """Warn where a run does not go on at the position that the checkpoint holds."""
+    if not has_same_data(plan, checkpoint):
+        session.report.warn("images or seed changed since the checkpoint: going on at the start of the next epoch")
+
+
+def resumed_position(plan: Plan, checkpoint: Checkpoint, batch_size: int) -> SamplerState:
+    """Return the state to continue with: the saved one, or for other data the start of the next epoch.
+
+    Raises EnvironmentNotReady for a position that is not in the data, which only damage explains.
+    """
+    saved, step = PositionFields.model_validate(checkpoint.state["position"]), int(checkpoint.state["step"])
+    position = SamplerState(**saved.model_dump(), step=step)
+    if not has_same_data(plan, checkpoint):
+        return plan.sampler.start(batch_size, position.epoch + 1, step)
+    if not plan.sampler.contains(position):
+        raise EnvironmentNotReady(
+            f"{checkpoint.folder} is damaged: there is no batch {position.batch} in epoch {position.epoch}",
+            "take an earlier one with --resume_from_checkpoint",
+        )
+    return plan.sampler.with_batch_size(position, batch_size)

@@ -1,0 +1,144 @@
+"""The output folder of a run: locked while it trains, cleaned of what a killed run left, and the exported pipelines."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from simpletuner import __version__
+from simpletuner.checkpoints.export import FINISHED, check_targets, export_lora, export_pipeline, finished_steps
+from simpletuner.checkpoints.layout import clear_unfinished
+from simpletuner.checkpoints.single_file import export_single_file
+from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.run_log import LOG, LOGGER, write_log_to
+from simpletuner.session import Session
+from simpletuner.settings import Settings
+from simpletuner.settings.declared.secret_names import mask_arguments
+from simpletuner.system.files.atomic import refuse_special, remove, restore_replaced
+from simpletuner.system.files.locks import lock_output_dir
+from simpletuner.training.state import TrainingState
+
+EXPORTS = {"full": "pipeline", "lora": "pipeline_lora_weights"}
+"""The folder that a run exports to, by model_type; that of the average has `-ema` at its end."""
+
+PAGE = "report.html"
+
+
+def open_output_dir(session: Session, stack: ExitStack) -> None:
+    """Lock output_dir and clean it up, on rank 0. Collective: all ranks raise what rank 0 raises."""
+    output, error = session.settings.training.output_dir, None
+    if session.world.is_first:
+        try:
+            with explain_system_errors():
+                stack.enter_context(lock_output_dir(output, session.stop.check, session.report.say))
+                session.status.begin(output, config_alone(sys.argv[1:]))
+                open_log(output, create=True)
+                remove_leftovers(output)
+                check_targets(pipelines_of(session.settings))
+        except SimpleTunerError as caught:
+            error = caught
+    failure = session.world.gather_texts(json.dumps([error.exit_code, error.message, error.hint]) if error else "")[0]
+    if error is not None:
+        raise error
+    if failure:
+        raise RemoteFailure(*json.loads(failure))
+    if not session.world.is_first:
+        open_log(output, create=False)  # once it is known to be the folder of this run
+        session.status.follow(output)
+
+
+def config_alone(arguments: Sequence[str]) -> str:
+    """Return the file of settings of a command line that names nothing else, such as that of the page."""
+    match [part for argument in arguments for part in argument.split("=", 1)]:
+        case ["train", "--config", name]:
+            return str(Path(name).resolve())
+    return ""
+
+
+def open_log(output: Path, create: bool) -> None:
+    """Keep what is said in this process in a run's log. Raises EnvironmentNotReady where it cannot be written."""
+    path = output / LOG
+    refuse_special(path)
+    write_log_to(path, create)
+    if create:
+        command = shlex.join(["simpletuner", *mask_arguments(sys.argv[1:])])
+        LOGGER.info(f"started: {command} (simpletuner {__version__}, {socket.gethostname()}, pid {os.getpid()})")
+
+
+def remove_leftovers(output: Path) -> None:
+    """Remove what a killed run left unfinished, and finish or undo its renames."""
+    clear_unfinished(output / "checkpoints")
+    for name in EXPORTS.values():
+        restore_replaced(output / name)
+        restore_replaced(output / f"{name}-ema")
+    for path in [*output.glob(".*.unfinished"), *output.glob("validation/**/.*.unfinished")]:
+        remove(path)
+
+
+def pipelines_of(settings: Settings) -> list[Path]:
+    """Return the folders that a run exports to: for the trained weights, and with EMA for the average, too."""
+    name = EXPORTS[settings.model.model_type]
+    names = (name, f"{name}-ema") if settings.ema.use_ema else (name,)
+    return [settings.training.output_dir / name for name in names]
+
+
+def exported_steps(session: Session) -> int:
+    """Return the steps behind the exported pipeline that this run would continue; 0 where there is none. Collective.
+
+    A run that goes back to an earlier checkpoint, or to the start, trains even though a pipeline is there.
+    """
+    if session.settings.checkpoints.resume_from_checkpoint != "latest":
+        return 0
+    return finished_steps(pipelines_of(session.settings)[0], session.world)
+
+
+def export_single_files(session: Session) -> None:
+    """Write each exported pipeline as one file, too, if it is wanted and not there yet; on rank 0."""
+    if not (session.settings.checkpoints.export_single_file and session.world.is_first):
+        return
+    session.world.activity.begin("writing one file in the original layout", watched=False)
+    for pipeline in pipelines_of(session.settings):
+        path, written = single_file_of(pipeline), (pipeline / FINISHED).stat().st_mtime_ns
+        if not path.exists() or path.stat().st_mtime_ns < written:
+            session.report.say(f"writing {path}")
+            export_single_file(pipeline, path, session.settings.model.model_family)
+
+
+def single_file_of(pipeline: Path) -> Path:
+    return pipeline.with_name(f"{pipeline.name}.safetensors")
+
+
+def export(
+    session: Session, family: ModelFamily, state: TrainingState, write_card: Callable[[Path, Path], None]
+) -> None:
+    """Write the trained pipelines, or LoRAs. Collective.
+
+    `write_card` is called on rank 0 with each of `pipelines_of` and the folder in which it is written.
+    """
+    session.world.activity.begin("writing the pipeline", watched=False)
+    steps, world = state.schedule.max_steps, session.world
+    weights = [state.weights, *([state.ema.tensors] if state.ema is not None else [])]
+    changed: set[str] = set()
+    # The trained weights last, since `exported_steps` takes them as the sign that all is done.
+    for target, tensors in reversed([*zip(pipelines_of(session.settings), weights, strict=True)]):
+        session.report.say(f"writing {target}")
+        card = partial(write_card, target)
+        if family.adapter is not None:
+            export_lora(family, family.adapter, target, tensors(), world, steps, card)
+            continue
+        sums = export_pipeline(family, target, state.config, tensors(), world, steps, card)
+        changed |= {file for file, value in state.base_checksums.items() if sums.get(file, value) != value}
+    if changed:
+        names = ", ".join(sorted(changed))
+        session.report.warn(
+            f"{family.folder} changed since the run began, and the pipeline has it as it is now: {names}",
+            "compare it with another copy of the base model",
+        )

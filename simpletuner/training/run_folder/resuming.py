@@ -1,0 +1,124 @@
+"""Which checkpoint a run resumes from, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from simpletuner.caches.store.keys import file_fingerprint
+from simpletuner.checkpoints.layout import SET_ASIDE, Checkpoint, set_aside
+from simpletuner.checkpoints.tensors import read_shapes
+from simpletuner.checkpoints.verification import Verification, find_newest
+from simpletuner.errors import EnvironmentNotReady, SettingsError
+from simpletuner.models.family.adapter import Adapter
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.parallel.world import World
+from simpletuner.session import Session
+from simpletuner.settings import Settings
+
+SHOWN = 3
+
+
+def checkpoint_to_resume(session: Session, damaged: Mapping[Path, str]) -> Checkpoint | None:
+    """Return the checkpoint that the settings ask for, or the newest that is complete and not `damaged`. Collective.
+
+    Raises SettingsError when it is of another model family.
+    """
+    settings = session.settings
+    root, wish = checkpoints_of(settings), settings.checkpoints.resume_from_checkpoint
+    checkpoint, passed_over = find_newest(root, wish, session.world, damaged)
+    for why in passed_over.values():
+        session.report.warn(f"passed over: {why}")
+    if checkpoint is None:
+        return None
+    family, wanted = checkpoint.state.get("model_family"), settings.model.model_family
+    if family not in (None, "", wanted):
+        raise SettingsError(
+            f"{checkpoint.folder} is of model_family {family}, but model_family = {wanted}",
+            "give this run another --output_dir, or --resume_from_checkpoint=none",
+        )
+    held, wanted = checkpoint.state.get("model_type", "full"), settings.model.model_type
+    if held != wanted:
+        what = {"full": "all weights", "lora": "a LoRA"}
+        raise SettingsError(
+            f"{checkpoint.folder} holds {what[held]}, but model_type = {wanted}",
+            f"set model_type={held}, or give this run another --output_dir, or --resume_from_checkpoint=none",
+        )
+    session.report.say(f"resuming from {checkpoint.folder}")
+    return checkpoint
+
+
+def checkpoints_of(settings: Settings) -> Path:
+    return settings.training.output_dir / "checkpoints"
+
+
+def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verification: Verification | None) -> None:
+    """Compare the shapes of a checkpoint's weights with the denoiser's; reads headers only. Collective.
+
+    Raises EnvironmentNotReady on all ranks, CheckpointDamaged where a damaged header looks like another model, and
+    SettingsError for an adapter of another kind.
+    """
+    if family.adapter is not None:
+        refuse_other_adapter(checkpoint, family.adapter)
+    if problem := next(filter(None, world.gather_texts(find_misfit(checkpoint, family))), ""):
+        if verification is not None:
+            verification.wait()
+        hint = "check pretrained_model_name_or_path, give another --output_dir, or --resume_from_checkpoint=none"
+        raise EnvironmentNotReady(problem, hint)
+
+
+def refuse_other_adapter(checkpoint: Checkpoint, adapter: Adapter) -> None:
+    """Raise SettingsError unless a checkpoint's adapter has the rank, alpha and layers that the settings ask for."""
+    held = checkpoint.state["lora"]
+    for name, wanted in adapter.as_settings().items():
+        if (value := held.get(name)) != wanted:
+            raise SettingsError(
+                f"{checkpoint.folder} has {name} = {value}, but now it is {wanted}",
+                f"set {name}={value}, or give this run another --output_dir, or --resume_from_checkpoint=none",
+            )
+
+
+def find_misfit(checkpoint: Checkpoint, family: ModelFamily) -> str:
+    """Return which weights of a checkpoint are not those of the denoiser; empty if all are."""
+    wanted = family.trained_shapes()
+    try:
+        found = read_shapes(checkpoint.files("model"), str(checkpoint.folder))
+    except EnvironmentNotReady as error:
+        return error.message
+    wrong = [
+        f"{name} is {found.get(name, 'missing')} in the checkpoint, {wanted.get(name, 'missing')} in the model"
+        for name in sorted(wanted.keys() | found.keys())
+        if wanted.get(name) != found.get(name)
+    ]
+    more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    return f"{checkpoint.folder} is of another model: {'; '.join(wrong[:SHOWN])}{more}" if wrong else ""
+
+
+def base_fingerprints(family: ModelFamily) -> dict[str, str]:
+    """Return fingerprints of the base model's files by name, except weights that a resumed run reads from the
+    checkpoint: the denoiser's, unless a LoRA is trained."""
+    files = [path for path in sorted(family.folder.glob("*/*")) if path.is_file()]
+    weights = f"{family.denoiser_name}/"
+    names = {path.relative_to(family.folder).as_posix(): path for path in files if path.parent.name in family.index}
+    return {
+        name: file_fingerprint(path)
+        for name, path in names.items()
+        if family.adapter or not (name.startswith(weights) and path.suffix == ".safetensors")
+    }
+
+
+def warn_of_changed_base(session: Session, checkpoint: Checkpoint, base: Mapping[str, str]) -> None:
+    """Warn of files of the base model that changed since the checkpoint was saved."""
+    before = checkpoint.state.get("base")
+    if not before or before == base:
+        return
+    names = sorted(name for name in before.keys() | base.keys() if before.get(name) != base.get(name))
+    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    session.report.warn(f"the base model changed since the checkpoint: {', '.join(names[:SHOWN])}{more}")
+
+
+def set_later_aside(session: Session, step: int) -> None:
+    """Move checkpoints after `step` aside, on rank 0: a run that goes back must not mix with them."""
+    root = checkpoints_of(session.settings)
+    if session.world.is_first and (moved := set_aside(root, step)):
+        session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")

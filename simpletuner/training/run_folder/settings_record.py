@@ -1,0 +1,108 @@
+"""`settings.json`, the settings of a run, and `settings_history.jsonl`, its starts and what changed between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simpletuner import __version__
+from simpletuner.checkpoints.layout import Checkpoint
+from simpletuner.errors import naming
+from simpletuner.run_log import APPEND
+from simpletuner.settings import Settings, settings_as_json
+from simpletuner.system.files.atomic import refuse_special, write_json
+from simpletuner.system.files.regular_files import read_file
+
+if TYPE_CHECKING:  # the page reads these files without torch
+    from simpletuner.session import Session
+
+SETTINGS, HISTORY = "settings.json", "settings_history.jsonl"
+
+Changes = dict[str, list[Any]]
+"""Setting -> [before, now]."""
+
+
+def report_changes(session: Session, checkpoint: Checkpoint | None) -> None:
+    """Print which settings differ from those of the last start, and what that does to the state of the run."""
+    output = session.settings.training.output_dir
+    before = read_settings(output / SETTINGS) if session.world.is_first else None
+    changes = changed(before, settings_as_json(session.loaded)) if before is not None else {}
+    if not changes:
+        return
+    effects = effects_on(checkpoint.state, session.settings, changes) if checkpoint is not None else {}
+    rows = [(name, shown(old), shown(new), effects.get(name, "")) for name, (old, new) in changes.items()]
+    columns = ("setting", "before", "now", "what happens")
+    width = len(columns) if any(row[-1] for row in rows) else len(columns) - 1
+    title = f"settings changed since the last start{last_start(output / HISTORY)}"
+    session.report.table(title, [row[:width] for row in rows], columns[:width])
+
+
+def effects_on(state: Mapping[str, Any], settings: Settings, changes: Changes) -> dict[str, str]:
+    """Return what a checkpoint's state loses by changed settings, as `TrainingState.restore` does it."""
+    effects: dict[str, str] = {}
+    if state["optimizer"]["steps"] and {*changes.get("optimizer", ())} != {"adam", "adamw"}:  # which have equal moments
+        effects["optimizer"] = "starts without state; weights, EMA and data go on"
+    if settings.ema.use_ema and state["ema_updates"] is None:
+        effects["use_ema"] = f"the EMA starts from the weights of step {state['step']}"
+    elif not settings.ema.use_ema and state["ema_updates"] is not None:
+        effects["use_ema"] = "the EMA is not continued in later checkpoints; those that have it keep it"
+    return effects
+
+
+def record_settings(session: Session, step: int) -> None:
+    """Write the settings of a run that starts to train at `step`, and a line of history. Only rank 0 writes.
+
+    A start that ends before training leaves the files as they are.
+    """
+    if not session.world.is_first:
+        return
+    output, settings = session.settings.training.output_dir, settings_as_json(session.loaded)
+    before = read_settings(output / SETTINGS)
+    changes = changed(before, settings) if before is not None else {}
+    if before is None or changes:
+        write_json(output / SETTINGS, settings)
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    start = {"time": time, "step": step, "simpletuner": __version__, "host": socket.gethostname()}
+    append(output / HISTORY, {**start, "changed": changes})
+
+
+def last_start(path: Path) -> str:
+    """Return when a run was last started and at which step, in brackets; empty where that is not known."""
+    try:
+        row = json.loads(read_file(path).splitlines()[-1])
+        time = datetime.fromisoformat(row["time"]).astimezone()
+        return f" ({time:%Y-%m-%d %H:%M}, at step {row['step']})"
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return ""
+
+
+def read_settings(path: Path) -> dict[str, Any] | None:
+    """Return the settings of the last start; None if there are none or they are damaged."""
+    try:
+        settings = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """Return the settings that differ; one that a version did not have yet counts as unchanged."""
+    return {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
+
+
+def shown(value: Any) -> str:
+    """Format a value for the table; texts without quotes."""
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+def append(path: Path, row: Mapping[str, Any]) -> None:
+    """Append one line; a link of that name is not followed. Raises EnvironmentNotReady for one."""
+    refuse_special(path)
+    descriptor = os.open(path, APPEND, 0o666)
+    with naming(path), os.fdopen(descriptor, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")

@@ -1,0 +1,111 @@
+"""Tables before and after a run: what will run, and what came of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simpletuner.checkpoints.layout import list_checkpoints
+from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, summarize
+from simpletuner.models.family.base import ModelFamily
+from simpletuner.parallel.fsdp2 import format_units
+from simpletuner.parallel.gpu import describe_device
+from simpletuner.parallel.model.activations import describe_activations
+from simpletuner.parallel.model.module_stats import count_parameters
+from simpletuner.preparation.prepare import Plan, describe_buckets
+from simpletuner.report import Report
+from simpletuner.session import Session
+from simpletuner.settings import Settings, provenance
+from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
+from simpletuner.training.metrics.metrics import CURVE
+from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
+from simpletuner.training.run_folder.output_dir import PAGE, single_file_of
+from simpletuner.training.run_folder.run_summary import Rows, describe_result
+from simpletuner.training.state import TrainingState
+
+
+def describe_run(
+    session: Session, family: ModelFamily, state: TrainingState, plan: Plan, compiled: str, counted: str
+) -> Rows:
+    """Return what is about to run, as names and values."""
+    settings, world = session.settings, session.world
+    parallel, training = settings.parallel, settings.training
+    engine = format_engine(settings, world.size)
+    count = format_trained(family, state.engine.num_parameters)
+    ranks = "ranks" if session.mesh.cp == 1 else f"ranks / context_parallel_size = {session.mesh.cp}"
+    batch = f"{training.train_batch_size} x {session.mesh.data_size} x {training.gradient_accumulation_steps}"
+    float8 = ", linear layers of blocks in float8" if training.float8 else ""
+    return [
+        ("model", f"{settings.model.model_family}, {count}, mixed precision: {training.mixed_precision}{float8}"),
+        ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)}"),
+        ("device", describe_device(world.device)),
+        *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),
+        *([("compiled", compiled)] if compiled else []),
+        ("activations", describe_activations(settings) + f"; {counted}" * bool(counted)),
+        ("images", describe_buckets(plan)),
+        ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x {ranks} x accumulation)"),
+        ("steps", f"{state.step} to {state.schedule.max_steps}"),
+        ("output", training.output_dir),
+        ("settings", provenance(session.loaded)),
+    ]
+
+
+def print_datasets(plan: Plan, report: Report) -> None:
+    """Print what becomes of the images of each dataset, before hours are spent on encoding them."""
+    if report.quiet:  # another rank prints it
+        return
+    rows = [
+        (
+            each.id,
+            f"{each.total.images:,}",
+            f"{each.total.samples:,.0f}",
+            f"{each.total.held_out:,}",
+            len(each.buckets),
+            f"{each.total.mean_cropped:.1%}, at most {each.total.most_cropped:.1%}",
+            f"{each.total.enlarged:,}",
+        )
+        for each in summarize(plan.samples, plan.buckets, plan.held_out)
+    ]
+    enlarged = f"enlarged > {MUCH_ENLARGED:g}x"
+    report.table("datasets", rows, ("", "images", "per epoch", "held out", "buckets", "cropped", enlarged))
+    report.say("hint: `simpletuner dataset check` with the same settings shows more", style="dim")
+
+
+def format_trained(family: ModelFamily, parameters: int) -> str:
+    """Describe what is trained, and over what."""
+    if (adapter := family.adapter) is None:
+        return f"{parameters:,} parameters"
+    base, precision = count_parameters(family.meta_denoiser), family.settings.lora.base_model_precision
+    frozen = f"{base:,} frozen{' in int8' if precision == 'int8' else ''}"
+    return f"LoRA of rank {adapter.rank} on {len(adapter.modules)} layers: {parameters:,} parameters over {frozen}"
+
+
+def format_engine(settings: Settings, world_size: int) -> str:
+    """Describe the engine in a few words, and what it offloads."""
+    if (zero := deepspeed_options(settings)) is not None:
+        places = {"cpu": "in the machine's memory", "nvme": "in files"}
+        away = (("optimizer", zero.offload_optimizer), ("weights", zero.offload_param))
+        return ", ".join(
+            [f"ZeRO-{zero.stage}", *(f"{what} {places[place]}" for what, place in away if place in places)]
+        )
+    if settings.parallel.fsdp_enable:
+        copies = settings.parallel.dp_replicate_size
+        return f"FSDP2, {copies} copies over {world_size // copies} ranks each" if copies > 1 else "FSDP2"
+    return "data-parallel" if world_size > 1 else "plain"
+
+
+def print_result(output: Path, exported: Path, report: Report) -> None:
+    """Print how the run went and where everything is."""
+    numbers = describe_result(read_columns(output / METRICS)) if not report.quiet else []
+    if not numbers:
+        return
+    grids = sorted((output / "validation").glob("grid-*.png"))
+    checkpoints = list_checkpoints(output / "checkpoints")
+    places = [
+        ("checkpoint", checkpoints[0] if checkpoints else "-"),
+        ("images", grids[-1] if grids else "none: give --validation_prompt"),
+        ("report", output / PAGE),
+        ("loss curve", output / CURVE),
+        ("pipeline" if exported.name == "pipeline" else "LoRA", exported),
+        *([("one file", single_file)] if (single_file := single_file_of(exported)).is_file() else []),
+    ]
+    report.table("finished", [*numbers, *places])

@@ -1,0 +1,1 @@
+"""Validation images and held-out loss."""

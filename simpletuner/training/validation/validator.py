@@ -1,0 +1,244 @@
+"""Generate validation images with the denoiser that trains, sharded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from simpletuner.models.family.adapter import without_adapter
+from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.models.family.vae import Vae
+from simpletuner.parallel.engine import Engine, compute_dtype, evaluation
+from simpletuner.parallel.mesh import Mesh
+from simpletuner.preparation.prepare import Prepared
+from simpletuner.session import Session
+from simpletuner.settings import Settings
+from simpletuner.settings.values.image_sizes import parse_sizes
+from simpletuner.training.ema import EMA, evaluated_variants, weights_of
+from simpletuner.training.images.image_files import ImageInfo, to_image, write_image, write_png
+from simpletuner.training.images.image_grid import Cell, grid
+from simpletuner.training.metrics.metrics import Metrics
+from simpletuner.training.state import TrainingState
+
+BASE = "base"
+"""The base model without its LoRA, which comes before the others."""
+
+
+@dataclass(frozen=True)
+class PlannedImage:
+    """One image of each round: its encoded prompts, and how it is sampled."""
+
+    name: str
+    """Tells the images of one round and set of weights apart: by name, those of a prompt follow one another."""
+    number: int
+    """Of its prompt."""
+    prompt: str
+    negative_prompt: str
+    positive: Conditioning
+    negative: Conditioning
+    sampling: SamplingParams
+
+    def info(self, variant: str, step: int) -> ImageInfo:
+        params, (width, height) = self.sampling, self.sampling.size
+        return ImageInfo(
+            self.prompt,
+            self.negative_prompt,
+            params.seed,
+            params.steps,
+            params.guidance,
+            width,
+            height,
+            step,
+            variant,
+        )
+
+
+@dataclass(frozen=True)
+class Validator:
+    """Generate the planned images with each set of weights.
+
+    Sharded weights are gathered by all ranks together, so every rank calls the denoiser equally often.
+    """
+
+    family: ModelFamily
+    engine: Engine
+    mesh: Mesh
+    vae: Vae
+    ema: EMA | None
+    variants: tuple[str, ...]
+    images: Sequence[PlannedImage]
+    dtype: torch.dtype
+    folder: Path
+    metrics: Metrics | None
+    """Where the grid is shown to a tracker; None on ranks that do not write."""
+    interval: int
+    title: str = "generating validation images"
+    kept: dict[str, list[tuple[PlannedImage, Tensor]]] = field(default_factory=dict)
+    """This rank's samples of the base model, by its name: they never change, so it samples once.
+
+    Not a list alone: that of a rank without an image is empty afterwards, too, and it would sample again, by itself.
+    """
+
+    @property
+    def count(self) -> int:
+        """How many images the next round samples."""
+        variants = [variant for variant in self.variants if variant not in self.kept]
+        return len(variants) * len(self.images)
+
+    def run(self, step: int, advance: Callable[[int], None]) -> None:
+        """Write every image, and on rank 0 a grid of them. Collective."""
+        folder = round_folder(self.folder, step)
+        folder.mkdir(parents=True, exist_ok=True)
+        for variant in self.variants:
+            with self._weights(variant), self.vae.on(self.mesh.world.device):
+                for planned, latents_1CHW in self._samples_of(variant, advance):
+                    path, image = self._path(folder, variant, planned), to_image(self.vae.decode(latents_1CHW))
+                    write_image(path, image, planned.info(variant, step))
+        self.mesh.world.barrier()
+        if self.mesh.world.is_first:
+            write_png(self._grid(step), grid(self._columns(step)), {})
+            if self.metrics is not None:
+                self.metrics.add_image(self._grid(step), step)
+
+    def is_complete(self, step: int) -> bool:
+        """Return whether the images of a step are all there: their grid is written last. Collective."""
+        return bool(self.mesh.world.gather_texts("1" if self._grid(step).is_file() else "")[0])
+
+    def _grid(self, step: int) -> Path:
+        return self.folder / f"grid-{step:06d}.png"
+
+    def _path(self, folder: Path, variant: str, planned: PlannedImage) -> Path:
+        return folder / f"{variant}-{planned.name}.png"
+
+    def _columns(self, step: int) -> list[list[Cell]]:
+        """Return the images of each prompt, those of each set of weights together."""
+        columns: dict[int, list[Cell]] = {}
+        for variant in self.variants:
+            for planned in self.images:
+                path = self._path(round_folder(self.folder, step), variant, planned)
+                columns.setdefault(planned.number, []).append((path, planned.info(variant, step)))
+        return list(columns.values())
+
+    def _weights(self, variant: str) -> AbstractContextManager[None]:
+        if variant == BASE:
+            return without_adapter(self.engine.module)
+        return weights_of(self.ema, variant)
+
+    def _samples_of(self, variant: str, advance: Callable[[int], None]) -> Iterable[tuple[PlannedImage, Tensor]]:
+        if variant != BASE:
+            return self._samples(advance)
+        if variant not in self.kept:
+            self.kept[variant] = list(self._samples(advance))
+        return self.kept[variant]
+
+    def _samples(self, advance: Callable[[int], None]) -> Iterator[tuple[PlannedImage, Tensor]]:
+        """Yield this rank's images with their latents (1CHW)."""
+        for images in in_lockstep(self.images):
+            for first in range(0, len(images), self.mesh.data_size):
+                index = first + self.mesh.data_rank
+                # A rank without an image left repeats the last one: the others need its shards.
+                planned = images[min(index, len(images) - 1)]
+                with evaluation(self.engine):
+                    latents = self._sample(planned)
+                if index < len(images) and self.mesh.cp_rank == 0:  # the others of its group have sampled the same
+                    yield planned, latents
+                advance(min(self.mesh.data_size, len(images) - first))
+
+    def _sample(self, planned: PlannedImage) -> Tensor:
+        """Run the pipeline for one image."""
+        positive, negative = (
+            {name: self._as_batch(value) for name, value in conditioning.items()}
+            for conditioning in (planned.positive, planned.negative)
+        )
+        return self.family.sample(self.engine.module, self.vae, planned.sampling, positive, negative)
+
+    def _as_batch(self, value: Tensor) -> Tensor:
+        """Return one prompt's tensor as a batch of one on the device; masks keep their dtype."""
+        return value[None].to(self.mesh.world.device, self.dtype if value.is_floating_point() else None)
+
+
+def in_lockstep(images: Sequence[PlannedImage]) -> list[list[PlannedImage]]:
+    """Group images that ranks may sample at the same time: their pipelines call the denoiser equally often.
+
+    Many pipelines call it twice per step above some guidance, and ranks that wait for others' shards would hang.
+    """
+    groups: dict[tuple[int, float], list[PlannedImage]] = {}
+    for image in images:
+        groups.setdefault((image.sampling.steps, image.sampling.guidance), []).append(image)
+    # Prompts are the inner loop: so ranks mostly work on images of one size, and wait little for one another.
+    sizes = list(dict.fromkeys(image.sampling.size for image in images))
+    return [sorted(group, key=lambda image: sizes.index(image.sampling.size)) for group in groups.values()]
+
+
+def round_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def open_validator(
+    session: Session, family: ModelFamily, state: TrainingState, prepared: Prepared, metrics: Metrics | None
+) -> Validator | None:
+    """Build what generates validation images; None without prompts."""
+    settings, validation = session.settings, session.settings.validation
+    if not prepared.validation:
+        return None
+    variants = evaluated_variants(state.ema, validation)
+    return Validator(
+        family=family,
+        engine=state.engine,
+        mesh=session.mesh,
+        vae=family.vae(torch.device("cpu")),  # on the GPU only while images are made
+        ema=state.ema,
+        variants=(BASE, *variants) if family.adapter else variants,
+        images=plan_images(settings, prepared),
+        dtype=compute_dtype(settings),
+        folder=settings.training.output_dir / "validation",
+        metrics=metrics,
+        interval=validation.validation_step_interval,
+    )
+
+
+def plan_images(settings: Settings, prepared: Prepared) -> list[PlannedImage]:
+    """Return the images of each round. Each prompt has a seed of its own, whichever rank it falls to."""
+    validation, read = settings.validation, cache(prepared.prompts.read)  # one negative prompt serves many images
+    seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
+    planned: list[PlannedImage] = []
+    for number, each in enumerate(prepared.validation):
+        sizes = parse_sizes(each.resolution) or image_sizes(settings)
+        given = each.negative_prompt
+        negative = validation.validation_negative_prompt if given is None else given
+        for size in sizes:
+            sampling = SamplingParams(
+                size=size,
+                steps=each.num_inference_steps or validation.validation_num_inference_steps,
+                guidance=validation.validation_guidance if each.guidance is None else each.guidance,
+                seed=seed + number if each.seed is None else each.seed,
+            )
+            planned.append(
+                PlannedImage(
+                    name=f"{number:02d}" + ("-{}x{}".format(*size) if len(sizes) > 1 else ""),
+                    number=number,
+                    prompt=each.prompt,
+                    negative_prompt=negative,
+                    positive=read(each.prompt),
+                    negative=read(negative) if negative else prepared.reader.no_caption,
+                    sampling=sampling,
+                )
+            )
+    return planned
+
+
+def image_sizes(settings: Settings) -> list[tuple[int, int]]:
+    """Return (width, height) in px: validation_resolution, or a square of the training resolution, aligned."""
+    if settings.validation.validation_resolution:
+        return parse_sizes(settings.validation.validation_resolution)
+    data = settings.data
+    edge = data.resolution if data.resolution_type != "area" else (data.resolution * 1_000_000) ** 0.5
+    side = max(1, round(edge / data.aspect_bucket_alignment)) * data.aspect_bucket_alignment
+    return [(side, side)]

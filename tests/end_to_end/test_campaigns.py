@@ -1,0 +1,62 @@
+"""Small samples of the campaigns in `tests/campaigns/`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "campaigns"))
+
+from damage import SCENES, Damage
+from fuzz import Fuzz
+from kills import KINDS as RUNS
+from kills import Campaign, fixtures
+from mutants import ROOT, read_mutants
+from settings_files import KINDS
+from tables import SUFFIXES, TableFuzz
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["fsdp2", "split", "lora", "one"])
+def test_five_kills_at_random_moments_leave_what_an_undisturbed_run_leaves(kind, starter, tmp_path):
+    # Launchers and their ranks would import torch first, for 15 CPU seconds: one of the twenty kills has them.
+    victims = {"group": 1.0} if kind != "fsdp2" else {}
+    campaign = Campaign(starter, fixtures(tmp_path, starter), tmp_path, RUNS[kind], seed=4, steps=4, victims=victims)
+    campaign.run(5)
+    assert campaign.problems == [] and campaign.killed.total() == 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scene", SCENES)
+def test_fifty_damaged_files_are_answered_rightly_or_by_a_sentence(scene, starter, sdxl, shapes, tmp_path):
+    damage = Damage(starter, tmp_path)
+    damage.prepare(scene, sdxl, shapes)
+    damage.run(range(50))
+    assert damage.problems == [] and damage.answers.total() == 50
+
+
+def test_mutants_change_a_text_that_stands_in_its_file_once_and_name_tests_that_are_there():
+    mutants = read_mutants()
+    assert len({each.name for each in mutants}) == len(mutants)
+    for mutant in mutants:
+        assert mutant.applied(ROOT) != (ROOT / "simpletuner" / mutant.file).read_text(), mutant.name
+        named = [word for word in mutant.tests.split() if word.startswith("tests/")]
+        assert named and all((ROOT / word).is_file() for word in named), mutant.name
+
+
+def test_mutated_settings_files_are_answered_in_sentences_with_a_place_and_exported_unchanged():
+    fuzz = Fuzz(seed=13)
+    fuzz.run(range(200))
+    assert fuzz.problems == []
+    assert {kind for kind, _ in fuzz.codes} == set(KINDS)
+    assert sum(count for (_, code), count in fuzz.codes.items() if code == 0) > 40
+
+
+def test_damaged_tables_give_samples_with_captions_or_a_sentence():
+    fuzz = TableFuzz(seed=14)
+    fuzz.run(range(60))
+    assert fuzz.problems == []
+    assert {kind for kind, code in fuzz.codes if code == 0} == set(SUFFIXES)
+    assert sum(count for (_, code), count in fuzz.codes.items() if code == 4) > 10

@@ -1,0 +1,325 @@
+"""Ends badly, ends well: signals, a rank that dies, a full disk, a loss that is not a number."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ranks
+from conftest import SMALL
+from flags import last_wins
+
+from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
+from simpletuner.system.processes.run_status import STATUS, read_status
+
+LAUNCHED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """Kill what a failed test has left running: it would slow all that follow."""
+    yield
+    while LAUNCHED:
+        launcher = LAUNCHED.pop()
+        for process in psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else ():
+            process.kill()
+        launcher.kill()
+        launcher.wait()
+
+
+def launched(program: str, output: Path, *flags: str, log: int | None = None) -> subprocess.Popen:
+    """Start the real command, which starts its ranks."""
+    command = [str(Path(sys.executable).with_name(program)), *(["train"] if program == "simpletuner" else [])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = [*command, *last_wins((f"--output_dir={output}", *SMALL, *flags))]
+    with (output.parent / f"{output.name}.log").open("ab") as file:
+        shown = file if log is None else log
+        process = subprocess.Popen(arguments, stdout=shown, stderr=shown, env=environment, start_new_session=True)
+    LAUNCHED.append(process)
+    return process
+
+
+def said(output: Path) -> str:
+    return (output.parent / f"{output.name}.log").read_text(errors="replace")
+
+
+def wait_for_step(output: Path, process: subprocess.Popen, step: int) -> None:
+    metrics, end = output / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < end, said(output)
+        time.sleep(0.02)
+
+
+def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
+    return [rank for rank in psutil.Process(process.pid).children() if "RANK" in rank.environ()]
+
+
+def ended(output: Path) -> tuple[str, str]:
+    """Return how a run says that it ended: its state and the reason."""
+    status = read_status(output / STATUS)
+    assert status is not None
+    return status.state.value, status.reason
+
+
+def is_free(output: Path) -> bool:
+    """Return whether nobody holds a run's folder."""
+    with (output / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def expect_nothing_left(output: Path, ranks: list[psutil.Process], within_seconds: float) -> None:
+    assert psutil.wait_procs(ranks, timeout=within_seconds)[1] == [], said(output)
+    assert is_free(output)
+
+
+@pytest.mark.long
+def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_flags, tmp_path):
+    output = tmp_path / "run"
+    flags = (*sdxl_flags, "--num_processes=2", "--train_batch_size=2", "--fsdp_enable", "--max_train_steps=100000")
+
+    def trained(steps: int, *more: str, program: str = "simpletuner", log: int | None = None) -> subprocess.Popen:
+        """Start or resume the run, and return once it has trained some steps."""
+        (output.parent / f"{output.name}.log").unlink(missing_ok=True)
+        checkpoints = list_checkpoints(output / "checkpoints")
+        (output / "metrics.jsonl").unlink(missing_ok=True)  # it may tell of steps that were not saved
+        process = launched(program, output, *flags, *more, log=log)
+        wait_for_step(output, process, (load_checkpoint(checkpoints[0]).step if checkpoints else 0) + steps)
+        return process
+
+    # a terminal is closed: nothing can be shown any more, and then SIGHUP says why
+    ours, theirs = pty.openpty()
+    process = trained(3, log=theirs)
+    os.close(theirs)
+    os.close(ours)
+    time.sleep(1)  # progress is shown meanwhile
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 129
+    assert re.fullmatch(r"stopped by SIGHUP at step \d+; its checkpoint is saved", ended(output)[1])
+    assert len(list_checkpoints(output / "checkpoints")) == 1
+
+    # Ctrl-C reaches the whole group, as in a terminal
+    process = trained(3, program="simpletuner-train")
+    os.killpg(process.pid, signal.SIGINT)
+    confirmed = "stopping: finishing this step, then saving a checkpoint; press Ctrl-C again to leave without saving"
+    while confirmed not in said(output):
+        assert process.poll() is None, said(output)
+        time.sleep(0.01)
+    assert process.wait(60) == 130, said(output)
+    assert said(output).count(confirmed) == 1
+    assert len(list_checkpoints(output / "checkpoints")) == 2
+    assert said(output).count("stopped by SIGINT at step") == 1
+    assert ended(output)[0] == "stopped" and ended(output)[1].startswith("stopped by SIGINT at step")
+    assert "error:" not in said(output), "it is what was asked for"
+    log = (output / "log.txt").read_text()
+    assert re.search(r"\d \[launcher 0\] stopping: finishing this step", log) and "\n     engine " in log
+
+    # a rank that is killed, while checkpoints are written in the background
+    process = trained(2, "--checkpoint_step_interval=1")
+    assert "resuming from" in said(output)
+    victim, ranks = ranks_of(process)[1], ranks_of(process)
+    status = read_status(output / STATUS)
+    assert status is not None and status.pid == process.pid and status.rank_pid == ranks[0].pid
+    victim.kill()
+    assert process.wait(30) == 5, said(output)
+    assert "lost contact" not in said(output), "only the launcher knows what happened"
+    assert re.search(rf"rank \d \(pid {victim.pid}\) was killed by SIGKILL", said(output))
+    assert "Traceback" not in said(output)
+    assert re.fullmatch(rf"rank \d \(pid {victim.pid}\) was killed by SIGKILL", ended(output)[1])
+    assert ended(output)[0] == "failed", "the launcher has written it"
+    expect_nothing_left(output, ranks, 1)
+
+    # a rank that is stopped: Ctrl-C has no effect, as nothing can be saved, and a second one ends all
+    process = trained(2)
+    victim, ranks = ranks_of(process)[1], ranks_of(process)
+    victim.suspend()
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
+    expect_nothing_left(output, ranks, 1)
+    assert said(output).rstrip().endswith("stopped without saving")
+    assert ended(output) == ("stopped", "stopped without saving, by a second SIGINT")
+
+    # a rank that is stopped, and no one there
+    process = trained(2, "--stall_timeout=3")
+    victim, ranks = ranks_of(process)[1], ranks_of(process)
+    victim.suspend()
+    assert process.wait(15) == 5
+    expect_nothing_left(output, ranks, 1)
+    sentence = (
+        rf"error: rank \d \(pid {victim.pid}\) has made no progress for [3-6] s \(since [\d:]+\), at .*step \d+: "
+    )
+    assert re.search(sentence + r"the process is stopped \(SIGSTOP\)", said(output)), said(output)
+    assert said(output).count("error:") == 1
+    for text in (said(output), (output / "log.txt").read_text()):
+        assert text.count(f"`kill -CONT {victim.pid}` lets it go on; the run ends when that lasts 3 s") == 1, text
+    assert ended(output)[0] == "failed" and "the process is stopped (SIGSTOP)" in ended(output)[1]
+
+    # a launcher that is killed: no time to ask its ranks, which save; while they start they have nothing to save
+    newest = load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step
+    process = trained(2)
+    ranks = ranks_of(process)
+    process.kill()
+    process.wait()
+    expect_nothing_left(output, ranks, 30)  # saving takes its time on a loaded machine
+    assert load_checkpoint(list_checkpoints(output / "checkpoints")[0]).step >= newest + 2
+    assert ended(output)[0] == "stopped" and "its checkpoint is saved" in ended(output)[1]
+    process = launched("simpletuner", output, *flags)
+    while len(psutil.Process(process.pid).children()) < 2:
+        time.sleep(0.01)
+    ranks = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    assert psutil.wait_procs(ranks, timeout=30)[1] == []
+
+
+OWN_FAMILY = """
+import os, time
+from simpletuner.models.families.sdxl import SDXL
+
+class Own(SDXL):
+    def encode_prompts(self, pipeline, captions):
+        if os.environ.get("RANK") == "1" and os.environ.get("HANG"):
+            time.sleep(1000)
+        return super().encode_prompts(pipeline, captions)
+"""
+
+
+def test_a_rank_that_hangs_while_caching_is_named_and_nothing_is_imported_by_accident(sdxl, shapes, tmp_path):
+    """The module that a setting names is found in the current folder, by one rank and by many; others are not."""
+    (tmp_path / "own.py").write_text(OWN_FAMILY)
+    for library in ("queue", "imagesize"):
+        (tmp_path / f"{library}.py").write_text("raise SystemExit('imported by accident')")
+    family = ("--model_families=own=own:Own", "--model_family=own", f"--pretrained_model_name_or_path={sdxl}")
+    flags = (*family, f"--instance_data_dir={shapes}", "--text_encoder_batch_size=2", "--max_train_steps=1")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HANG": "1", "OMP_NUM_THREADS": "1"}
+    command = [str(Path(sys.executable).with_name("simpletuner")), "train", *SMALL, *flags]
+    for world, code in ((2, 5), (1, 0)):
+        arguments = [*command, f"--num_processes={world}", f"--output_dir={world}", "--stall_timeout=3"]
+        options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
+        done = subprocess.run(arguments, timeout=90, **options)
+        assert done.returncode == code, done.stderr
+        assert "imported by accident" not in done.stderr
+        if world == 2:
+            assert re.search(
+                r"error: rank 1 \(pid \d+\) has made no progress for [3-6] s \(.*\), at encoding captions", done.stderr
+            )
+            assert done.stderr.count("error:") == 1 and is_free(tmp_path / "2")
+
+
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    [caught] = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def test_a_rank_can_be_ended_while_it_joins(starter, sdxl_flags, tmp_path):
+    log = tmp_path / "log"
+    flags = ["train", f"--output_dir={tmp_path / 'run'}", *SMALL, *sdxl_flags]
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        arguments = (ranks.command_line, 1, 2, closed.getsockname()[1], str(log), flags)
+        rank = starter.context.Process(target=ranks.as_rank, args=arguments)
+        rank.start()
+        end = time.monotonic() + 30
+        while not catches(rank.pid, signal.SIGTERM):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(0.5)
+        began = time.monotonic()
+        os.kill(rank.pid, signal.SIGTERM)
+        rank.join(10)
+    assert (rank.exitcode, time.monotonic() - began < 3) == (143, True)
+    assert "error:" not in log.read_text()
+
+
+def test_one_rank_saves_and_leaves_too(sdxl_flags, starter, tmp_path):
+    flags = (*sdxl_flags, "--max_train_steps=100000", "--checkpoint_step_interval=1")  # one is being written, too
+    run = starter.train(1, f"--output_dir={tmp_path / 'run'}", *SMALL, *flags)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    end = time.monotonic() + 60
+    while not (metrics.exists() and '"step": 2,' in metrics.read_text()):
+        assert time.monotonic() < end, run.said
+        time.sleep(0.02)
+    run.kill(signal.SIGTERM)
+    assert run.wait() == [143]
+    newest = load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[0])
+    assert f"stopped by SIGTERM at step {newest.step}; its checkpoint is saved" in run.said.replace("\n", " ")
+    assert ended(tmp_path / "run") == ("stopped", f"stopped by SIGTERM at step {newest.step}; its checkpoint is saved")
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+def test_a_second_run_in_the_same_folder_is_refused(sdxl_flags, starter, train, tmp_path):
+    output = tmp_path / "run"
+    first = starter.train(1, f"--output_dir={output}", *SMALL, *sdxl_flags, "--max_train_steps=100000")
+    end = time.monotonic() + 60
+    while not (output / "metrics.jsonl").exists():
+        assert time.monotonic() < end, first.said
+        time.sleep(0.05)
+    assert f"another run is using {output}" in train(output, *sdxl_flags, "--max_train_steps=1", code=3).said
+    first.kill()
+
+
+@pytest.fixture
+def small_disk(tmpfs):
+    return tmpfs("size=80m")
+
+
+@pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_a_full_disk_leaves_the_older_checkpoint_and_a_sentence(form, sdxl_flags, train, small_disk, tmp_path):
+    output = small_disk / "run"
+    flags = (*sdxl_flags, "--train_batch_size=2", "--fsdp_enable", f"--fsdp_state_dict_type={form}")
+    flags = (*flags, "--checkpoint_step_interval=2", "--max_train_steps=6")
+    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 22_000_000))
+    # one checkpoint of the small U-Net with its moments takes 13 MB: the first fits, the second does not
+    run = train(output, *flags, world=2, code=3)
+    assert "cannot save to" in run.said and "No space left" in run.said
+    assert run.said.count("\nerror: ") == 1
+    assert ended(output)[0] == "failed" and "No space left" in ended(output)[1], "it is written on a full disk, too"
+    checkpoints = list_checkpoints(output / "checkpoints")
+    assert [folder.name for folder in checkpoints] == ["checkpoint-000002"]
+    load_checkpoint(checkpoints[0])
+    assert not list((output / "checkpoints").glob(".*"))
+    (small_disk / "ballast").unlink()
+    again = train(
+        output, *flags, "--checkpoints_total_limit=1", "--checkpoint_step_interval=100", "--max_train_steps=3", world=2
+    )
+    assert "resuming from" in again.said and len(again.rows) == 3
+
+
+def test_a_full_disk_while_caching_is_one_sentence_and_caching_goes_on(sdxl_flags, train, small_disk, tmp_path):
+    cache = small_disk / "latents"
+    cache.mkdir()
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - 100_000))
+    flags = (*sdxl_flags, "--train_batch_size=4", f"--cache_dir_vae={cache}", "--max_train_steps=1")
+    run = train(tmp_path / "run", *flags, code=3)
+    assert "cannot write to the cache" in run.said and "No space left" in run.said
+    ballast.unlink()
+    assert re.search(r"encoding (\d+ of )?36 images", train(tmp_path / "run", *flags).said)
+
+
+def test_a_loss_that_is_not_a_number_stops_with_step_and_samples(sdxl_flags, train, tmp_path):
+    flags = (*sdxl_flags, "--train_batch_size=4", "--learning_rate=1e30", "--max_grad_norm=0", "--max_train_steps=9")
+    run = train(tmp_path / "run", *flags, "--checkpoint_step_interval=1", code=5)
+    assert re.search(r"step \d: loss is (nan|inf)", run.said)
+    assert ".png" in run.said
+    assert ended(tmp_path / "run")[0] == "failed" and ".png" in ended(tmp_path / "run")[1]
+    for folder in list_checkpoints(tmp_path / "run" / "checkpoints"):
+        assert load_checkpoint(folder).step < int(re.search(r"step (\d): loss is", run.said)[1])

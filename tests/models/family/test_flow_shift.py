@@ -1,0 +1,123 @@
+"""The shift of noise levels: that of the preset, of the settings, or what diffusers' own pipeline samples with."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simpletuner.models.catalog.registry import TINY, presets, published_shift
+from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.flow_shift import sampling_shift
+from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.objectives import FlowMatching, logit_normal, shifted
+from simpletuner.settings import load
+from simpletuner.settings.declared.errors import InvalidSettings
+from simpletuner.settings.declared.sections import Model, ObjectiveSettings, Settings
+from simpletuner.settings.original.warnings import DIFFUSION
+
+FLOWS = [key for key, preset in presets().items() if preset.family_class and preset.objective == "flow"]
+DYNAMIC = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 64}
+DYNAMIC |= {"base_shift": 0.3, "max_shift": 1.3, "shift_terminal": None}
+
+
+def opened(key: str, folder: Path, **objective: Any) -> ModelFamily:
+    model = Model(model_family=key, pretrained_model_name_or_path=str(folder))
+    settings = Settings(model=model, objective=ObjectiveSettings(**objective))
+    return family_class(model).open(folder, settings)
+
+
+def flow_of(family: ModelFamily) -> FlowMatching:
+    objective = family.objective()
+    assert isinstance(objective, FlowMatching)
+    return objective
+
+
+@pytest.mark.parametrize("key", FLOWS)
+def test_the_preset_has_the_shift_with_which_the_scheduler_samples_1024_px(key, pipelines):
+    family = opened(key, pipelines(key))
+    preset = presets()[key]
+    assert published_shift(Model(model_family=key, model_flavour=TINY)) == preset.flow_shift
+    if key == "ltxvideo":  # 0.9.5's scheduler, which the tiny one is like, shifts nothing; 0.9.0's is dynamic
+        family.scheduler_config |= {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05}
+        family.scheduler_config["base_image_seq_len"] = 1024
+    # By the width of the published model's latent cells; those of tiny VAEs are smaller.
+    cells = 1024 // preset.cell_px
+    assert sampling_shift(family)((cells, cells)) == pytest.approx(preset.flow_shift, rel=2e-4)
+    assert flow_of(family).shift == preset.flow_shift
+    assert flow_of(opened(key, pipelines(key), flow_schedule_shift=2.5)).shift == 2.5
+
+
+def test_flavours_whose_schedulers_differ_have_their_own():
+    found = {
+        (family, flavour): published_shift(Model(model_family=family, model_flavour=flavour))
+        for family, flavour in (("flux", "schnell"), ("flux", "dev"), ("z_image", "base"), ("wan", "ti2v-5b-2.2"))
+    }
+    assert list(found.values()) == [1.0, 3.158, 6.0, 5.0]
+    own = Model(model_family="flux", model_families={"flux": "package.module:Flux"})
+    assert published_shift(own) == 0
+    assert all((presets()[key].flow_shift > 0) == (key in FLOWS) for key in presets() if presets()[key].family_class)
+
+
+# Lumina2Pipeline counts the latents' channels in place of tokens, and SanaPipeline, WanPipeline, AuraFlowPipeline and
+# LTXConditionPipeline give their schedulers no `mu`.
+@pytest.mark.parametrize("key", ["flux", "flux2", "chroma", "qwen_image", "sd3", "z_image"])
+def test_the_shift_by_size_is_what_diffusers_own_pipeline_gives_to_its_scheduler(key, pipelines):
+    family = opened(key, pipelines(key), flow_schedule_auto_shift=True)
+    family.scheduler_config |= DYNAMIC
+    pipeline, shift = family.pipeline_class.from_pretrained(family.folder), flow_of(family).shift
+    pipeline.scheduler = family.scheduler()
+    pipeline.set_progress_bar_config(disable=True)
+    assert callable(shift)
+    given: list[float] = []
+    set_timesteps = pipeline.scheduler.set_timesteps
+
+    @functools.wraps(set_timesteps)  # pipelines look at its parameters
+    def recorded(*values: Any, **named: Any) -> None:
+        given.append(named["mu"])
+        set_timesteps(*values, **named)
+
+    pipeline.scheduler.set_timesteps = recorded
+    vae = family.vae(torch.device("cpu"))
+    # FLUX.2's `mu` depends on the number of steps, too, of which 50 are the default.
+    steps = 50 if key == "flux2" else 2
+    for size in ((96, 64), (128, 128), (64, 160)):
+        arguments = family.pipeline_kwargs({}, {}, SamplingParams(size, steps, 1.0, seed=7))
+        pipeline(prompt="a red circle", **arguments)
+        assert shift((size[1] // vae.downscale, size[0] // vae.downscale)) == pytest.approx(math.exp(given[-1]))
+    assert len(set(given)) == 3
+    sigmas = torch.linspace(1, 0.02, 50)
+    set_timesteps(sigmas=sigmas.tolist(), mu=given[-1])
+    torch.testing.assert_close(pipeline.scheduler.sigmas[:-1], shifted(sigmas, math.exp(given[-1])))
+
+
+def test_noise_levels_are_shifted_by_the_size_of_each_batch(pipelines):
+    family = opened("flux", pipelines("flux"), flow_schedule_auto_shift=True)
+    objective, u = flow_of(family), torch.tensor([0.2, 0.7])
+    for height, width in ((32, 32), (128, 128)):
+        latents = torch.zeros(2, 4, height, width)
+        tokens = height * width // 4
+        mu = 0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256)
+        expected = shifted(logit_normal(u), math.exp(mu))
+        torch.testing.assert_close(objective.add_noise(latents, latents, u).timesteps, expected)
+
+
+def test_a_linear_shift_and_a_scheduler_without_one(pipelines):
+    family = opened("flux", pipelines("flux"))
+    family.scheduler_config |= DYNAMIC | {"time_shift_type": "linear"}
+    assert sampling_shift(family)((16, 16)) == pytest.approx(1.3)
+    family = opened("sana", pipelines("sana"))
+    del family.scheduler_config["flow_shift"]
+    assert sampling_shift(family)((16, 16)) == 1
+
+
+def test_two_shifts_are_refused_and_the_shift_of_the_family_is_explained():
+    with pytest.raises(InvalidSettings, match=r"flow_schedule_shift = 3.0 is for all sizes"):
+        load({"flow_schedule_auto_shift": True, "flow_schedule_shift": 3}, complete=False)
+    assert set(DIFFUSION) == {key for key, preset in presets().items() if preset.is_diffusion}
+    neutral = load({"flow_schedule_auto_shift": True, "flow_schedule_shift": 1}, complete=False)
+    assert neutral.settings.objective.flow_schedule_auto_shift

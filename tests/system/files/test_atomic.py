@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from disk_calls import recorded_calls
+
+from simpletuner.system.files.atomic import (
+    read_ahead,
+    replace_file,
+    replace_folder,
+    unfinished_path,
+    write_file,
+    write_json,
+)
+from simpletuner.system.files.checksums import write_with_checksum
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_what_a_file_is_replaced_with_is_whole_and_a_pipe_stays_one(tmp_path):
+    (tmp_path / "a").write_text("old")
+    replace_file(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new" and names(tmp_path) == ["a"]
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    replace_file(tmp_path / "pipe", b"new")
+    assert os.read(reader, 9) == b"new" and (tmp_path / "pipe").is_fifo()
+    replace_file(Path(f"/proc/self/fd/{os.open(tmp_path / 'pipe', os.O_WRONLY)}"), b"more")
+    assert os.read(reader, 9) == b"more", "a name such as /dev/stdout leads to it"
+    os.close(reader)
+
+
+def test_an_unfinished_folder_is_hidden_beside_the_finished_one(tmp_path):
+    assert unfinished_path(tmp_path / "checkpoint-000100") == tmp_path / ".checkpoint-000100.unfinished"
+
+
+def test_replace_folder_puts_the_new_one_in_the_place_of_the_old(tmp_path):
+    new, old = tmp_path / "new", tmp_path / "pipeline"
+    new.mkdir()
+    (new / "a").write_text("new")
+    replace_folder(new, old)
+    assert names(tmp_path) == ["pipeline"]
+    newer = tmp_path / "new"
+    newer.mkdir()
+    (newer / "b").write_text("newer")
+    replace_folder(newer, old)
+    assert names(tmp_path) == ["pipeline"]
+    assert names(old) == ["b"]
+
+
+def test_replace_folder_survives_what_a_killed_one_left(tmp_path):
+    for name in ("new", "pipeline", ".pipeline.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    replace_folder(tmp_path / "new", tmp_path / "pipeline")
+    assert names(tmp_path) == ["pipeline"]
+    assert names(tmp_path / "pipeline") == ["new"]
+
+
+def test_json_is_written_readable(tmp_path):
+    write_json(tmp_path / "x.json", {"a": [1]})
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == {"a": [1]}
+    assert text.endswith("}\n")
+
+
+def test_replace_folder_loses_nothing_when_the_new_one_cannot_be_renamed(tmp_path):
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "weights").write_text("trained")
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "never written", tmp_path / "pipeline")
+    assert [path.read_text() for path in tmp_path.rglob("weights")] == ["trained"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_content_is_on_the_disk_before_the_name_and_the_name_before_anything_else(tmp_path):
+    path, folder = tmp_path / "a", str(tmp_path)
+    for write in (write_file, replace_file):
+        with recorded_calls() as calls:
+            write(path, b"new")
+        renamed = calls.index(("rename", str(path), -1))
+        assert calls[:renamed] == [("sync", f"{folder}/.a.unfinished", 3)]
+        assert [call[:2] for call in calls[renamed + 1 :]] == [("sync", folder)]
+    with recorded_calls() as calls:
+        write_with_checksum(path, [np.zeros(300_000, np.uint8).data], b"head")
+    assert calls == [("sync", str(path), 300_004)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_folder_and_all_that_is_in_it_is_on_the_disk_before_its_name(tmp_path):
+    (tmp_path / "new" / "inner").mkdir(parents=True)
+    (tmp_path / "new" / "inner" / "weights").write_bytes(b"12345")
+    (tmp_path / "new" / "index").write_bytes(b"123")
+    os.mkfifo(tmp_path / "new" / "fifo")
+    (tmp_path / "new" / "link").symlink_to("/dev/tty")
+    (tmp_path / "pipeline").mkdir()
+    with recorded_calls() as calls:
+        replace_folder(tmp_path / "new", tmp_path / "pipeline")
+    renamed = calls.index(("rename", str(tmp_path / "pipeline"), -1))
+    synced = [path.removeprefix(f"{tmp_path}/") for call, path, _ in calls[:renamed] if call == "sync"]
+    assert sorted(synced) == ["new", "new/index", "new/inner", "new/inner/weights"]
+    assert synced.index("new/inner/weights") < synced.index("new/inner") < synced.index("new") == 3
+    assert ("sync", f"{tmp_path}/new/inner/weights", 5) in calls
+    assert [call[:2] for call in calls[renamed + 1 :]] == [("sync", str(tmp_path))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs posix_fadvise and mincore")
+def test_files_are_read_ahead_and_what_cannot_be_read_is_left_out(tmp_path):
+    path, fifo = tmp_path / "weights", tmp_path / "fifo"
+    path.write_bytes(os.urandom(16 << 20))
+    os.mkfifo(fifo)
+    with path.open("rb", buffering=0) as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert cached_share(path) == 0
+    read_ahead([fifo, tmp_path / "missing", path])
+    end = time.monotonic() + 10
+    while cached_share(path) < 1:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def cached_share(path: Path) -> float:
+    """Return which share of a file's pages is in the page cache."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        first = ctypes.c_char.from_buffer(mapped)
+        pages = (ctypes.c_ubyte * (len(mapped) // mmap.PAGESIZE))()
+        assert ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(len(mapped)), pages) == 0
+        del first
+    return sum(page & 1 for page in pages) / len(pages)

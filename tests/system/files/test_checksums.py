@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from simpletuner.system.files.checksums import is_intact, with_checksum
+
+VALUES = {"steps": 3, "files": {"a": 1}}
+
+
+def test_values_with_a_checksum_of_their_own_are_intact_until_any_of_them_changes():
+    whole = with_checksum(VALUES)
+    assert is_intact(whole) and is_intact(dict(reversed(whole.items()))), "the order of keys is nothing"
+    for change in ({"steps": 4}, {"files": {}}, {"more": 0}):
+        assert not is_intact(whole | change)
+    assert not is_intact({name: value for name, value in whole.items() if name != "steps"})
+
+
+@pytest.mark.parametrize("checksum", [None, "", 0, "xxh3:"])
+def test_a_checksum_that_is_none_does_not_pass_as_missing(checksum):
+    assert not is_intact(VALUES | {"checksum": checksum})
