@@ -69,7 +69,7 @@ def fill_caches(folder: Path) -> None:
     from simpletuner.app import main
     from simpletuner.caches.fill import fill as filling
     from simpletuner.data.samples.samples import Samples
-    from simpletuner.preparation.prepare import prepare as preparation
+    from simpletuner.preparation import prepare as preparation
 
     def prepare(session: Any, plan: preparation.Plan, *more: Any) -> None:
         sampler = plan.sampler
