@@ -7,6 +7,7 @@ from pathlib import Path
 
 import diffusers
 import pytest
+from accelerate import init_empty_weights
 
 from simpletuner.models.catalog.architecture import architecture_in_folder, architecture_of
 from simpletuner.models.catalog.parameter_count import parameters_of
@@ -22,7 +23,7 @@ def test_a_tiny_model_is_known_without_building_it(family: str, tmp_path: Path):
     known, built = architecture_of(model, pytest.fail), architecture_in_folder(tmp_path)
     assert known.class_name == built.class_name
     cls = getattr(diffusers, known.class_name)
-    with diffusers.models.model_loading_utils.init_empty_weights():
+    with init_empty_weights():
         whole = json.loads(cls(**known.config).to_json_string())
     assert whole == {name: value for name, value in built.config.items() if name != "_name_or_path"}
     count = parameters_of(Model(pretrained_model_name_or_path=str(tmp_path)))
