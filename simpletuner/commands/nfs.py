@@ -14,7 +14,8 @@ from simpletuner.commands.paths import path_option
 from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
-from simpletuner.tools.nfs.results import CHECKS, Finding, Status, format_ranks, plural
+from simpletuner.system.numbers import count_noun
+from simpletuner.tools.nfs.results import CHECKS, Finding, Status, format_ranks
 
 if TYPE_CHECKING:
     from simpletuner.tools.nfs.check import CheckOutcome
@@ -142,7 +143,7 @@ def verdict(outcome: CheckOutcome) -> str:
     silent = [f"no report from node {rank}" for rank in outcome.silent if outcome.others]
     failures, warnings = [*problems(outcome, Status.FAIL), *silent], problems(outcome, Status.WARN)
     parts = [f"failed: {', '.join(failures)}"] * bool(failures) + [f"warnings: {', '.join(warnings)}"] * bool(warnings)
-    return "; ".join(parts) or f"all is well on {plural(outcome.node.nodes, 'node')}"
+    return "; ".join(parts) or f"all is well on {count_noun(outcome.node.nodes, 'node')}"
 
 
 def problems(outcome: CheckOutcome, status: Status) -> list[str]:

@@ -67,9 +67,9 @@ def test_one_node_gets_a_table_on_stdout_and_0(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--model_flavour=tiny"], "6 x 0.03 GB of checkpoints, 1 x 0.01 GB exported (2,114,148 parameters"),
-        (["--optimizer=adamw_schedulefree"], "6 x 41 GB of checkpoints, 1 x 10 GB exported"),
-        ([], "needs about 195 GB: 6 x 31 GB of checkpoints"),
+        (["--model_flavour=tiny"], "6 x 25.4 MB of checkpoints, 1 x 8.5 MB exported (2,114,148 parameters"),
+        (["--optimizer=adamw_schedulefree"], "6 x 41.1 GB of checkpoints, 1 x 10.3 GB exported"),
+        ([], "needs about 195.1 GB: 6 x 30.8 GB of checkpoints"),
     ],
 )
 def test_the_model_that_is_named_says_how_much_is_needed_without_torch(flags, said, tmp_path):

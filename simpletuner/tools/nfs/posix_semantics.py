@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from simpletuner.system.numbers import count_noun
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
 from simpletuner.tools.nfs.results import (
     OTHER_FILESYSTEM,
@@ -21,7 +22,6 @@ from simpletuner.tools.nfs.results import (
     format_duration,
     format_ranks,
     passed,
-    plural,
     skipped,
     warned,
 )
@@ -104,7 +104,7 @@ def read_state(path: Path) -> str:
 
 def judge_rename(seen: Counter[str], replaced: int) -> Finding:
     values = {word: seen[word] for word in ("whole", "missing", "half", "stale")}
-    counts = f"{plural(seen.total(), 'read')} while this node's file was replaced {replaced} times"
+    counts = f"{count_noun(seen.total(), 'read')} while this node's file was replaced {replaced} times"
     if seen["missing"] or seen["half"]:
         sentence = f"{counts}: {seen['missing']} found no file, {seen['half']} half of one"
         return failed("rename", sentence, OTHER_FILESYSTEM, **values)
@@ -128,7 +128,7 @@ def check_exclusive(peers: Rendezvous) -> Finding:
     winners = Counter(name for won in everyone.values() for name in won)
     wrong = {name: winners[name] for name in names if winners[name] != 1}
     peers.gather("end")
-    contest = f"{plural(node.nodes, 'node')} raced to create {len(names)} files with O_EXCL"
+    contest = f"{count_noun(node.nodes, 'node')} raced to create {len(names)} files with O_EXCL"
     if wrong:
         counts = " or ".join(map(str, sorted(set(wrong.values()))))
         sentence = f"{contest}: {len(wrong)} of them had {counts} winners"

@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from simpletuner.system.network import listen_on_all_addresses
-from simpletuner.system.numbers import format_gb
+from simpletuner.system.numbers import count_noun
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
-from simpletuner.tools.nfs.results import Finding, failed, format_ranks, passed, plural, skipped, warned
+from simpletuner.tools.nfs.results import Finding, failed, format_ranks, passed, skipped, warned
 
 MIB, GB = 2**20, 10**9
 MARGIN = 1.2
@@ -46,7 +48,7 @@ def check_space(node: Node) -> Finding:
     need = max(0, node.disk_usage.total_bytes - bytes_present(node.path)) if node.disk_usage else None
     values: dict[str, Any] = {"free_bytes": free, "need_bytes": need}
     values["free_inodes"] = inodes if state.f_files else None  # some filesystems, such as btrfs, have no such limit
-    sentence = f"{format_gb(free)} free" + (f", {inodes:,} inodes" if state.f_files else "")
+    sentence = f"{decimal(free)} free" + (f", {inodes:,} inodes" if state.f_files else "")
     sentence += f"; the run needs {describe_need(node, need)}"
     more_room = f"df -h {node.path}   # make room, or lower --checkpoints_total_limit"
     if need is not None and free < need:
@@ -63,8 +65,8 @@ def describe_need(node: Node, need: int | None) -> str:
     usage = node.disk_usage
     if usage is None or need is None:
         return f"an unknown amount: {node.disk_unknown}"
-    present = f", {format_gb(usage.total_bytes - need)} of it there already" if need < usage.total_bytes else ""
-    return f"about {format_gb(need)}: {usage.parts}{present} ({usage.parameters:,} parameters, {usage.origin})"
+    present = f", {decimal(usage.total_bytes - need)} of it there already" if need < usage.total_bytes else ""
+    return f"about {decimal(need)}: {usage.parts}{present} ({usage.parameters:,} parameters, {usage.origin})"
 
 
 def check_speed(peers: Rendezvous) -> Finding:
@@ -122,7 +124,7 @@ def judge_speed(node: Node, written: int, write_seconds: float, read_rate: float
     if written < MIB:
         fix = f"df -h {node.path}   # make room"
         return warned("speed", "not measured: writing 1 MiB for each node could fill the filesystem", fix, **values)
-    together = "" if node.is_alone else f", {plural(node.nodes, 'node')} at once"
+    together = "" if node.is_alone else f", {count_noun(node.nodes, 'node')} at once"
     sentence = f"wrote {rate / MIB:,.0f} MiB/s and read {read_rate / MIB:,.0f} MiB/s ({written // MIB} MiB{together})"
     if node.disk_usage:
         seconds = node.disk_usage.checkpoint_bytes / (rate * node.nodes)

@@ -62,10 +62,6 @@ failed = partial(make_finding, Status.FAIL)
 """This stops or damages a run."""
 
 
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def format_duration(seconds: float) -> str:
     if seconds < 0.001:
         return "under 1 ms"

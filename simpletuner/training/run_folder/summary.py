@@ -16,6 +16,7 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings, provenance
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
+from simpletuner.system.numbers import count_noun
 from simpletuner.training.metrics.metrics import CURVE
 from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
 from simpletuner.training.run_folder.output_dir import PAGE, single_file_of
@@ -36,7 +37,7 @@ def describe_run(
     float8 = ", linear layers of blocks in float8" if training.float8 else ""
     return [
         ("model", f"{settings.model.model_family}, {count}, mixed precision: {training.mixed_precision}{float8}"),
-        ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)}"),
+        ("engine", f"{engine}, {count_noun(world.size, 'rank')}"),
         ("device", describe_device(world.device)),
         *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),
         *([("compiled", compiled)] if compiled else []),
