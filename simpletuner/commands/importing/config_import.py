@@ -43,7 +43,7 @@ from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_
 from simpletuner.settings.resolving.places import naming_places
 from simpletuner.settings.resolving.sources import from_accelerate, is_accelerate_config
 from simpletuner.settings.resolving.variables import from_env_file
-from simpletuner.system.files.output_file import refuse_overwriting
+from simpletuner.system.files.atomic import refuse_overwriting
 
 MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path")
 OPTIONAL = ("validation", "logging", "compile")
