@@ -47,7 +47,6 @@ class Node:
     rank: int = 0
     nodes: int = 1
     timeout_seconds: float = 60.0
-    size_mib: int | None = None
     address: str = ""
     port: int = 29500
     disk_usage: DiskUsage | None = None
