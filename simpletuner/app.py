@@ -23,8 +23,7 @@ from simpletuner.commands.nfs import build_nfs
 from simpletuner.commands.options import UNKNOWN_FLAGS, normalize_argv, outranked_flags, with_settings
 from simpletuner.commands.page import page
 from simpletuner.commands.plan import plan
-from simpletuner.commands.shell.completion import completion, print_completions
-from simpletuner.commands.shell.completions import words_of
+from simpletuner.commands.shell.completions import completion, print_completions, words_of
 from simpletuner.commands.shell.scripts import LINE, PROGRAMS
 from simpletuner.commands.train import train
 from simpletuner.errors import (

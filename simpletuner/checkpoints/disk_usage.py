@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rich.filesize import decimal
+
 from simpletuner.parallel.devices.memory import FLOAT32_BYTES
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings.declared.sections import Settings
-from simpletuner.system.numbers import format_gb
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class DiskUsage:
 
     @property
     def parts(self) -> str:
-        checkpoints = f"{self.checkpoints} x {format_gb(self.checkpoint_bytes)} of checkpoints"
-        return f"{checkpoints}, {self.pipelines} x {format_gb(self.pipeline_bytes)} exported"
+        checkpoints = f"{self.checkpoints} x {decimal(self.checkpoint_bytes)} of checkpoints"
+        return f"{checkpoints}, {self.pipelines} x {decimal(self.pipeline_bytes)} exported"
 
 
 def estimate_disk_usage(

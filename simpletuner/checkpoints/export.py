@@ -16,14 +16,16 @@ from simpletuner.checkpoints.layout import file_sizes
 from simpletuner.checkpoints.saving import make_empty_folder, run_on_all_ranks, run_on_first_rank, write_group
 from simpletuner.checkpoints.shards import plan_group
 from simpletuner.checkpoints.verification import compute_checksums
+from simpletuner.checkpoints.writing import as_bytes, write_safetensors
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, belongs_to_component
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, write_lora
+from simpletuner.models.single_file.ldm_layout import original_reads
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.world import World
-from simpletuner.system.files.atomic import replace_folder, unfinished_path, write_json
+from simpletuner.system.files.atomic import flush_to_disk, replace_folder, unfinished_path, write_json
 from simpletuner.system.files.checksums import is_intact, with_checksum
 from simpletuner.system.files.regular_files import read_file
 
@@ -235,3 +237,18 @@ def finished_steps(pipeline: Path, world: World) -> int:
 def has_all_files(pipeline: Path, files: Mapping[str, int]) -> bool:
     found = file_sizes(pipeline)
     return all(found.get(name) == size for name, size in files.items())
+
+
+def export_single_file(pipeline: Path, path: Path, family: str) -> None:
+    """Write an exported pipeline as one file in its original layout, which other tools open; one tensor in memory."""
+    reads, hidden = original_reads(pipeline, family), unfinished_path(path)
+    contents = {}
+    for name, read in reads.items():
+        tensor = read()
+        contents[name] = (tensor.dtype, tuple(tensor.shape))
+    # Larger elements first: so all data are aligned.
+    contents = dict(sorted(contents.items(), key=lambda item: -item[1][0].itemsize))
+    parts = (as_bytes(reads[name]()) for name in contents)
+    write_safetensors(hidden, contents, {"format": "pt"}, parts)
+    hidden.replace(path)
+    flush_to_disk(path.parent)

@@ -18,23 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simpletuner.checkpoints.shards import TensorGroup, WrittenShard, WrittenTensor
+from simpletuner.models.folder.safetensors_dtypes import DTYPES
 from simpletuner.parallel.world import World
 from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.checksums import write_with_checksum
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The names that safetensors headers have for them."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Content = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and shape of a tensor in a file."""
@@ -154,7 +143,7 @@ def make_header(contents: Mapping[str, Content], metadata: Mapping[str, str]) ->
     end = 0
     for name, (dtype, shape) in contents.items():
         begin, end = end, end + dtype.itemsize * prod(shape)
-        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
     return struct.pack("<Q", len(text)) + text

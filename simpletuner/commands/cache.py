@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from simpletuner.commands.help import SettingsCommand
 from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
@@ -51,7 +52,7 @@ def show(flags: Mapping[str, Any], config: Path | None, as_json: AsJson = False)
                 item.kind.value,
                 item.path,
                 f"{item.entries:,}",
-                size(item.bytes),
+                decimal(item.bytes),
                 use[item.in_use],
                 ", ".join(item.datasets),
             )
@@ -123,7 +124,7 @@ def clear_unused(
     if as_json:
         report.json([each.as_json() for each in found])
     elif found:
-        rows = [(each.item.kind.value, each.item.path, f"{each.records:,}", size(each.bytes)) for each in found]
+        rows = [(each.item.kind.value, each.item.path, f"{each.records:,}", decimal(each.bytes)) for each in found]
         report.data_table("", rows, ("kind", "where", "unused", "size"))
     records, freed = sum(each.records for each in found), sum(each.bytes for each in found)
     total = f"{count_noun(records, 'unused record')}, {format_bytes(freed)}"
@@ -150,7 +151,7 @@ def show_removable(report: Report, items: Sequence[CacheItem], as_json: bool) ->
     if as_json:
         report.json([item.as_json() for item in items])
     elif items:
-        rows = [(item.kind.value, item.path, f"{item.entries:,}", size(item.bytes)) for item in items]
+        rows = [(item.kind.value, item.path, f"{item.entries:,}", decimal(item.bytes)) for item in items]
         report.data_table("", rows, ("kind", "where", "entries", "size"))
 
 
@@ -175,10 +176,3 @@ def report_foreign(report: Report, paths: Sequence[Path]) -> None:
 
 def format_total(items: Sequence[CacheItem]) -> str:
     return f"{count_noun(len(items), 'cache')}, {format_bytes(sum(item.bytes for item in items))}"
-
-
-def size(count: int) -> str:
-    """Return a readable size, for a table."""
-    from rich.filesize import decimal
-
-    return decimal(count)

@@ -17,7 +17,7 @@ from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.report import Report
 from simpletuner.settings import load, settings_as_json
 from simpletuner.settings.declared.sections import setting_fields
-from simpletuner.system.files.output_file import refuse_overwriting, save
+from simpletuner.system.files.atomic import refuse_overwriting, save
 from simpletuner.system.numbers import count_noun
 
 
@@ -122,7 +122,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented config file to start from."""
-    from simpletuner.tools.new_config import new_config
+    from simpletuner.tools.config_files import new_config
 
     text = new_config(model_family, model_flavour, num_processes)
     refuse_overwriting(output, force)
@@ -156,7 +156,7 @@ def export(
 ) -> None:
     """Write settings in a format that replays them 1:1. The replay command goes to stderr."""
     from simpletuner.settings.declared.secret_names import is_secret
-    from simpletuner.tools.exporting import export_checked
+    from simpletuner.tools.config_files import export_checked
 
     report = Report()
     loaded = load(flags, config, complete=False)

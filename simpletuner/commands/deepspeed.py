@@ -17,7 +17,7 @@ from simpletuner.commands.options import UNKNOWN_FLAGS, with_settings
 from simpletuner.commands.paths import path_argument, path_option
 from simpletuner.errors import SettingsError
 from simpletuner.report import Report
-from simpletuner.system.files.output_file import refuse_overwriting, save
+from simpletuner.system.files.atomic import refuse_overwriting, save
 
 if TYPE_CHECKING:
     from simpletuner.deepspeed.builder import DeepSpeedBuilder

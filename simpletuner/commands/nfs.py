@@ -14,7 +14,8 @@ from simpletuner.commands.paths import path_option
 from simpletuner.errors import ExitCode, SettingsError, SimpleTunerError
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
-from simpletuner.tools.nfs.results import CHECKS, Finding, Status, format_ranks, plural
+from simpletuner.system.numbers import count_noun
+from simpletuner.tools.nfs.results import CHECKS, Finding, Status, format_ranks
 
 if TYPE_CHECKING:
     from simpletuner.tools.nfs.check import CheckOutcome
@@ -48,9 +49,6 @@ def nfs_check(
         typer.Option("--node-rank", "--node_rank", min=0, help="Which node this is, from 0; empty: machine_rank."),
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for the other nodes.")] = 60,
-    size: Annotated[
-        int | None, typer.Option("--size", min=1, help="MiB that the speed test writes; empty: 32, or 0.4 s of them.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Check that all nodes can share a run's folder: start this on every node at about the same time.
@@ -61,7 +59,7 @@ def nfs_check(
     from simpletuner.tools.nfs.check import check
 
     settings, report = load(flags, config, complete=False).settings, Report()
-    node = node_of(settings, path, nodes, node_rank, timeout, size)
+    node = node_of(settings, path, nodes, node_rank, timeout)
     with handle_stop_signals() as stop:
         outcome = check(node, stop, report.say)
     code = ExitCode.ENVIRONMENT if outcome.status is Status.FAIL else ExitCode.OK
@@ -72,9 +70,7 @@ def nfs_check(
     raise typer.Exit(int(code))
 
 
-def node_of(
-    settings: Settings, path: Path | None, nodes: int | None, rank: int | None, timeout: float, size: int | None
-) -> Node:
+def node_of(settings: Settings, path: Path | None, nodes: int | None, rank: int | None, timeout: float) -> Node:
     """Combine the command's options with the settings, which are the defaults."""
     from simpletuner.tools.nfs.rendezvous import Node
 
@@ -91,7 +87,6 @@ def node_of(
         rank=number,
         nodes=count,
         timeout_seconds=timeout,
-        size_mib=size,
         address=launch.main_process_ip,
         port=launch.main_process_port,
         **written_by(settings),
@@ -142,7 +137,7 @@ def verdict(outcome: CheckOutcome) -> str:
     silent = [f"no report from node {rank}" for rank in outcome.silent if outcome.others]
     failures, warnings = [*problems(outcome, Status.FAIL), *silent], problems(outcome, Status.WARN)
     parts = [f"failed: {', '.join(failures)}"] * bool(failures) + [f"warnings: {', '.join(warnings)}"] * bool(warnings)
-    return "; ".join(parts) or f"all is well on {plural(outcome.node.nodes, 'node')}"
+    return "; ".join(parts) or f"all is well on {count_noun(outcome.node.nodes, 'node')}"
 
 
 def problems(outcome: CheckOutcome, status: Status) -> list[str]:

@@ -11,7 +11,7 @@ import typer
 from simpletuner.commands.paths import path_option
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 
-PACKAGES = ("starlette", "uvicorn", "jinja2", "psutil")
+PACKAGES = ("starlette", "uvicorn", "jinja2")
 INSTALL = "pip install 'simpletuner[page]'"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from simpletuner.commands.paths import path_option
 from simpletuner.errors import EnvironmentNotReady, SettingsError
@@ -18,7 +19,7 @@ from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
 from simpletuner.settings.values.spelling import as_text
-from simpletuner.system.numbers import format_count, format_flops, format_gb, format_gib, parse_bytes
+from simpletuner.system.numbers import format_count, format_flops, format_gib, parse_bytes
 
 if TYPE_CHECKING:
     from simpletuner.tools.plan.estimate import RunPlan
@@ -153,7 +154,7 @@ def summary(plan: RunPlan, budget: MemoryBudget, device: Device | None) -> Itera
             yield "of which", ", ".join(f"{name} {seconds:.2g} s" for name, seconds in parts.items())
         if plan.steps is not None:
             yield "run", f"{timedelta(seconds=round(plan.steps * plan.step_seconds))} for {plan.steps:,} steps"
-    yield "disk", f"{format_gb(plan.disk.total_bytes)} at most: {plan.disk.parts}"
+    yield "disk", f"{decimal(plan.disk.total_bytes)} at most: {plan.disk.parts}"
 
 
 def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from simpletuner.settings.resolving.deepspeed_source import NAME, as_source
 from simpletuner.settings.resolving.loading import Loaded, canonical_name, resolve, settings_as_json
 from simpletuner.settings.resolving.sources import RANKS, collect_from_file, collect_sources, from_flags
 from simpletuner.settings.values.spelling import as_text
-from simpletuner.system.numbers import format_gib, parse_bytes, parse_count
+from simpletuner.system.numbers import count_noun, format_gib, parse_bytes, parse_count
 
 OFFLOADS = ("offload_optimizer", "offload_param")
 LEGEND = "P parameters, N ranks; buffers at their largest; `simpletuner plan` also counts activations"
@@ -176,7 +176,7 @@ class BuildResult:
         estimate = estimate_for_settings(self.loaded.settings, self.num_parameters)
         choice = {name: parallel_setting(self.loaded, name) for name in ("zero_stage", *OFFLOADS)}
         ranks = self.loaded.settings.launch.num_processes
-        title = f"{describe_stage(choice)}: {self.num_parameters:,} parameters, {ranks} rank{'s' * (ranks > 1)}"
+        title = f"{describe_stage(choice)}: {self.num_parameters:,} parameters, {count_noun(ranks, 'rank')}"
         report.table(title, memory_table(estimate), ("", "per GPU", "per machine", "on its disk", "per rank"))
         report.say(LEGEND, style="dim")
         if self.budget is not None and self.budget.gpu_bytes is not None and not self.shortfall:

@@ -17,11 +17,12 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from simpletuner.deepspeed.estimate import estimate_for_settings
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.settings import Settings
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
-from simpletuner.system.numbers import format_gb
 
 INSTALL = "pip install 'simpletuner[deepspeed]'"
 UNSUPPORTED_PLATFORMS = {"darwin": "macOS", "win32": "Windows"}
@@ -103,8 +104,8 @@ def check_disk(folder: Path, needed_bytes: int | None) -> None:
     free_bytes = filesystem.f_bavail * filesystem.f_frsize
     if needed_bytes is not None and free_bytes < needed_bytes:
         raise EnvironmentNotReady(
-            f"offload_param_path = {folder} has {format_gb(free_bytes)} free; "
-            f"DeepSpeed needs about {format_gb(needed_bytes)} there",
+            f"offload_param_path = {folder} has {decimal(free_bytes)} free; "
+            f"DeepSpeed needs about {decimal(needed_bytes)} there",
             f"df -h {nearest}   # free space, offload less, or name a larger disk",
         )
 

@@ -7,29 +7,29 @@ container), or if other ranks are further on and wait for it. Ranks that wait ar
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     from simpletuner.launch.ranks import Ranks
 
-PROC = Path("/proc")
 BUSY_SHARE = 0.05
 """A process that waits in a hung call uses less CPU than this: its threads only poll."""
 SAMPLE_SECONDS = 5.0
 PAUSE_SECONDS = 10.0
 """If nobody asked for this long, this process was stopped itself, as by Ctrl-Z, probably together with the others."""
-STATES = {
-    "T": "the process is stopped (SIGSTOP)",
-    "t": "the process is held by a debugger",
-    "D": "it waits for a disk or a driver",
+STATES: dict[str, str] = {
+    psutil.STATUS_STOPPED: "the process is stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "the process is held by a debugger",
+    psutil.STATUS_DISK_SLEEP: "it waits for a disk or a driver",
 }
-"""By the letter of /proc/PID/stat."""
-PAUSED_STATES = ("T", "t")
+PAUSED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 WARN_SECONDS = 10.0
 """How long a rank may be stopped before that is said."""
 BEGIN_SECONDS = 600.0
@@ -46,51 +46,36 @@ class Usage:
     """Bytes read from and written to disks, plus major page faults."""
 
 
-def all_processes() -> dict[int, tuple[int, list[str]]]:
-    """Return parent and stat fields by pid; empty where there is no /proc."""
-    found: dict[int, tuple[int, list[str]]] = {}
-    for folder in PROC.glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        found[int(folder.name)] = int(fields[1]), fields
-    return found
-
-
-def usage_of(pid: int, processes: Mapping[int, tuple[int, list[str]]]) -> Usage | None:
-    """Sum the usage of a process and its descendants; None where that is unknown."""
-    if pid not in processes:
-        return None
-    children: dict[int, list[int]] = {}
-    for child, (parent, _) in processes.items():
-        children.setdefault(parent, []).append(child)
-    ticks = disk = 0
-    pending = [pid]
-    while pending:
-        one = pending.pop()
-        fields = processes[one][1]
-        ticks += int(fields[11]) + int(fields[12])  # utime and stime; the fields begin at state, the third of proc(5)
-        disk += int(fields[9]) + disk_bytes(one)
-        pending += children.get(one, [])
-    return Usage(ticks / os.sysconf("SC_CLK_TCK"), disk)
-
-
-def disk_bytes(pid: int) -> int:
-    """Return the bytes that a process has read from and written to disks; 0 where that is unknown."""
+def usage_of(pid: int) -> Usage | None:
+    """Sum the usage of a process and its descendants; None where it has ended."""
     try:
-        lines = (PROC / str(pid) / "io").read_text().splitlines()
-    except OSError:
-        return 0
-    counts = dict(line.split(": ") for line in lines)
-    return int(counts.get("read_bytes", 0)) + int(counts.get("write_bytes", 0))
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return None
+    cpu_seconds, disk = 0.0, 0
+    for each in family:
+        # Errors: it has ended, it belongs to another user (AccessDenied), or macOS, which counts no disks.
+        with suppress(psutil.Error, OSError, RuntimeError, AttributeError):
+            times = each.cpu_times()
+            cpu_seconds += times.user + times.system
+            disk += major_faults(each.pid)
+            counters = each.io_counters()
+            disk += counters.read_bytes + counters.write_bytes
+    return Usage(cpu_seconds, disk)
+
+
+def major_faults(pid: int) -> int:
+    """Return how many pages a process has read from mapped files: all that is counted of such reads on FUSE."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from state on, the third of proc(5)
+    return int(fields[9])  # which psutil leaves out
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process, such as T for stopped; empty if unknown."""
+    """Return psutil's word for the state of a process; empty if unknown."""
     try:
-        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+        return psutil.Process(pid).status()
+    except psutil.Error:
         return ""
 
 
@@ -108,9 +93,9 @@ class ProgressMeter:
         if phase != self.phase or paused:
             self.phase, self.active = phase, now
         elapsed = now - self.sampled
-        # while phases advance there is nothing to find out: scanning /proc takes up to 20 ms
+        # while phases advance there is nothing to find out: a look at all processes takes some 5 ms
         if min(elapsed, now - self.active) >= self.sample_seconds:
-            usage = usage_of(pid, all_processes()) or self.usage
+            usage = usage_of(pid) or self.usage
             busy = usage.cpu_seconds - self.usage.cpu_seconds > BUSY_SHARE * elapsed
             if busy or usage.disk != self.usage.disk:
                 self.active = now

@@ -27,7 +27,7 @@ from simpletuner.settings.resolving.deepspeed_source import NAME
 from simpletuner.settings.resolving.loading import Loaded
 from simpletuner.settings.showing.export import field_value
 from simpletuner.settings.values.spelling import choices_of
-from simpletuner.system.files.output_file import save
+from simpletuner.system.files.atomic import save
 
 PREFIX = "build_"
 """How the dialog's fields begin, which are sent with those of the form below it."""

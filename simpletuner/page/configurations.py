@@ -18,8 +18,8 @@ from simpletuner.page.folders import Folders
 from simpletuner.page.rendering import editor_address, field, folders_of, render, respond
 from simpletuner.settings.editors.editing import setting_of
 from simpletuner.settings.files.formats import FORMATS, read_entries, suffix_of
-from simpletuner.system.files.output_file import save
-from simpletuner.tools.new_config import new_config
+from simpletuner.system.files.atomic import save
+from simpletuner.tools.config_files import new_config
 
 MAX_DEPTH = 4
 MAX_FILES = 300

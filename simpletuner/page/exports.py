@@ -15,7 +15,7 @@ from simpletuner.page.configurations import list_files
 from simpletuner.page.documents import Document, load_document
 from simpletuner.page.rendering import field, folders_of, respond
 from simpletuner.settings.showing.export import FORMATS, Exported
-from simpletuner.tools.exporting import export_checked
+from simpletuner.tools.config_files import export_checked
 
 TITLES = {"cli": "Command line", "accelerate": "Accelerate", "deepspeed": "DeepSpeed", "slurm": "SLURM", "env": ".env"}
 """Names of formats that are not their own in capitals."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -16,11 +18,11 @@ from simpletuner.page.configurations import list_files
 from simpletuner.page.documents import Document, load_document
 from simpletuner.page.rendering import field, folders_of, render, respond, toast
 from simpletuner.settings import Settings
+from simpletuner.system.files.locks import RUN_LOCK, describe_holder, is_locked
 from simpletuner.system.numbers import count_noun, format_bytes
 from simpletuner.tools.cache.clearing import clear, refuse_in_use
 from simpletuner.tools.cache.contents import CacheItem, CacheKind
 from simpletuner.tools.cache.finding import find_caches
-from simpletuner.tools.cache.owner import describe_owner
 
 TITLES = {
     CacheKind.BLOCKS: ("FSDP Detection Cache", "Blocks that were detected in denoisers, of all configurations."),
@@ -104,3 +106,14 @@ def clear_cache(request: Request) -> Response:
 
 
 ROUTES = [Route("/preferences", show), Route("/preferences/clear", clear_cache, methods=["POST"])]
+
+
+def describe_owner(item: CacheItem, output: Path) -> str:
+    """Name the run that uses a cache: by the swap folder's owner, else by who holds the output folder."""
+    if item.kept:
+        return f"{item.path}: {item.kept}"
+    holder = ""
+    if is_locked(output / RUN_LOCK):
+        with suppress(OSError):
+            holder = describe_holder((output / RUN_LOCK).read_text(encoding="utf-8", errors="replace"))
+    return f"{item.path} is in use by a run{holder}: stop it, or wait for it"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from rich.filesize import decimal
+
 from simpletuner.errors import SettingsError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -35,15 +37,8 @@ def format_gib(count: float) -> str:
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
 
 
-def format_gb(count: float) -> str:
-    """Format bytes in decimal units, as `df -H` does."""
-    return f"{count / 10**9:,.0f} GB" if count >= 10**10 else f"{count / 10**9:.2f} GB"
-
-
 def format_bytes(count: int) -> str:
     """Return a readable size with the exact number of bytes."""
-    from rich.filesize import decimal
-
     return f"{count:,} bytes" if count < 1000 else f"{decimal(count)} ({count:,} bytes)"
 
 

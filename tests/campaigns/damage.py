@@ -35,7 +35,7 @@ from conftest import SMALL, Starter, fork_server_context  # noqa: E402
 from kills import HELD_OUT, TIMINGS, VALIDATION, fixtures, tensors  # noqa: E402
 from results import add_result, read_results  # noqa: E402
 
-from simpletuner.checkpoints.single_file import export_single_file  # noqa: E402
+from simpletuner.checkpoints.export import export_single_file  # noqa: E402
 
 HANG_SECONDS = 300
 """On a machine that may be busy: a run takes a second or two."""

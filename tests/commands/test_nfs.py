@@ -67,9 +67,9 @@ def test_one_node_gets_a_table_on_stdout_and_0(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--model_flavour=tiny"], "6 x 0.03 GB of checkpoints, 1 x 0.01 GB exported (2,114,148 parameters"),
-        (["--optimizer=adamw_schedulefree"], "6 x 41 GB of checkpoints, 1 x 10 GB exported"),
-        ([], "needs about 195 GB: 6 x 31 GB of checkpoints"),
+        (["--model_flavour=tiny"], "6 x 25.4 MB of checkpoints, 1 x 8.5 MB exported (2,114,148 parameters"),
+        (["--optimizer=adamw_schedulefree"], "6 x 41.1 GB of checkpoints, 1 x 10.3 GB exported"),
+        ([], "needs about 195.1 GB: 6 x 30.8 GB of checkpoints"),
     ],
 )
 def test_the_model_that_is_named_says_how_much_is_needed_without_torch(flags, said, tmp_path):
@@ -101,7 +101,7 @@ def test_a_failure_ends_with_3_and_says_on_lines_of_their_own_what_to_type(tmp_p
 def test_sentences_are_wrapped_to_the_terminal_and_what_is_to_be_typed_is_not(capsys, columns):
     report, fix = Report(), "sudo " + "x" * 150
     report.data.width = columns
-    show(CheckOutcome(Node(Path("/x")), (failed("exclusive", "a sentence of many words " * 9, fix),)), report)
+    show(CheckOutcome(Node(Path("/x")), (failed("rename", "a sentence of many words " * 9, fix),)), report)
     lines = capsys.readouterr().out.splitlines()
     assert f"      fix: {fix}" in lines
     assert 40 < max(len(line) for line in lines if fix not in line) <= columns
@@ -200,5 +200,5 @@ def test_a_signal_ends_the_check_with_its_code_and_nothing_left(tmp_path, number
 def test_help_explains_every_option_of_the_check():
     code, out, _ = ended(start("--help", COLUMNS="100"))
     assert code == 0
-    for option in ("--path", "--nodes", "--node-rank", "--timeout", "--size", "--json", "--config", "--output_dir"):
+    for option in ("--path", "--nodes", "--node-rank", "--timeout", "--json", "--config", "--output_dir"):
         assert f"  {option} " in out or f"  {option}," in out

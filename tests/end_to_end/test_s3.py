@@ -155,9 +155,11 @@ def test_no_command_shows_a_secret(sdxl, proxy, tmp_path, capsys, monkeypatch):
     assert "aws_session_token = ..." in said and "a secret is not copied" in said
     assert json.loads((tmp_path / "written" / "new.json").read_text())[0]["aws_bucket_name"] == BUCKET
     assert_nothing_hidden(tmp_path / "written", said)
-    monkeypatch.setitem(sys.modules, "obstore", None)  # what Python has for a package that cannot be imported
-    with pytest.raises(SystemExit) as caught:
-        main(["train", f"--config={config}"])
-    assert caught.value.code == 3
-    shown = capsys.readouterr().err
-    assert "dataset `d` is in S3, and obstore is not installed" in shown and "pip install 'simpletuner[s3]'" in shown
+    for package in ("boto3", "obstore"):
+        monkeypatch.setitem(sys.modules, package, None)  # what Python has for a package that cannot be imported
+        with pytest.raises(SystemExit) as caught:
+            main(["train", f"--config={config}"])
+        assert caught.value.code == 3
+        shown = capsys.readouterr().err
+        sentence = f"dataset `d` is in S3, and {package} is not installed"
+        assert sentence in shown and "pip install 'simpletuner[s3]'" in shown

@@ -76,10 +76,10 @@ def test_a_rank_may_be_slow_to_begin_unless_it_is_stopped_which_is_said_early(tm
         end = time.monotonic() + 20
         while not (paused := list(detector.find_paused())):
             assert time.monotonic() < end
-        assert [(stall.rank, stall.state) for stall in paused] == [(1, "T")]
+        assert [(stall.rank, stall.state) for stall in paused] == [(1, "stopped")]
         assert "before it began: the process is stopped (SIGSTOP)" in str(paused[0])
         assert list(detector.find_paused()) == [], "it is said once"
-        assert found(ranks, 4) == {(1, "T")}
+        assert found(ranks, 4) == {(1, "stopped")}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -94,13 +94,13 @@ def test_what_hangs_is_told_from_what_works_and_what_waits(tmp_path, monkeypatch
             assert time.monotonic() < end
             time.sleep(0.1)
         children = psutil.Process(ranks.processes[1].pid).children()
-        assert found(ranks, 3) == {(4, "S")}
+        assert found(ranks, 3) == {(4, "sleeping")}
         ranks.processes[4].kill()
         began = time.monotonic()
         for rank in (0, 2):
             ranks.sockets[rank].close()  # as when the launcher dies
         ranks.processes[3].send_signal(signal.SIGSTOP)  # the one that is ahead
-        assert found(ranks, 4) == {(3, "T")}
+        assert found(ranks, 4) == {(3, "stopped")}
         assert [ranks.processes[rank].wait(12) for rank in (0, 2)] == [143, 143]
         assert time.monotonic() - began < 10, "there was nothing to save"
     for child in children:

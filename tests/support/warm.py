@@ -19,11 +19,11 @@ warnings.filterwarnings("ignore")
 
 import diffusers
 import diffusers.guiders
-import fontTools.ttLib
 import huggingface_hub.repocard
 import jinja2
 import matplotlib.backends.backend_agg
 import matplotlib.figure
+import matplotlib.ft2font
 import matplotlib.ticker
 import PIL.Image
 import rich.console

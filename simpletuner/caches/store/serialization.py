@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
-}
-"""What a record may hold, by the names of safetensors."""
+from simpletuner.models.folder.safetensors_dtypes import DTYPES
 
 
 def serialize(tensors: Mapping[str, Tensor]) -> bytes:

@@ -14,7 +14,7 @@ from simpletuner.commands.importing.import_writing import (
     write_datasets,
     write_run,
 )
-from simpletuner.data.config.dataset_file import read_entries
+from simpletuner.data.config.dataset_file import dataset_entries
 from simpletuner.data.config.original_datasets import ImportedDatasets, import_datasets
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.models.catalog.registry import check_trainable
@@ -44,7 +44,7 @@ from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_
 from simpletuner.settings.resolving.places import naming_places
 from simpletuner.settings.resolving.sources import from_accelerate
 from simpletuner.settings.resolving.variables import from_env_file
-from simpletuner.system.files.output_file import refuse_overwriting
+from simpletuner.system.files.atomic import refuse_overwriting
 
 MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path")
 OPTIONAL = ("validation", "logging", "compile")
@@ -86,7 +86,9 @@ def first_text(path: Path) -> str:
 
 
 def import_dataset_file(path: Path, output: Path | None, force: bool, partial: bool) -> None:
-    write_datasets(path, import_datasets(read_entries(path), path, Data(), working_folder(path), {}), output, partial)
+    write_datasets(
+        path, import_datasets(dataset_entries(path), path, Data(), working_folder(path), {}), output, partial
+    )
 
 
 def import_run(path: Path, output: Path | None, force: bool, partial: bool) -> None:
@@ -167,7 +169,7 @@ def take_datasets(original: Original, loaded: Loaded, root: Path, new: Path | No
         message = f"{DATASETS} = {taken.given.value} ({taken.given.place}): there is no such file in {places}"
         raise SettingsError(message, "the original's own examples come with it: copy the file here")
     names = {name: str(value) for name, value in settings_as_json(loaded).items()}
-    datasets = import_datasets(read_entries(file), file, loaded.settings.data, root, names)
+    datasets = import_datasets(dataset_entries(file), file, loaded.settings.data, root, names)
     original.left_out += datasets.left_out
     if datasets.is_changed and new is None:
         reason = "this version refuses parts of it: --output writes a copy without them, too"

@@ -15,7 +15,7 @@ from simpletuner.settings.declared.errors import shown_value
 from simpletuner.settings.importing.sorting import LeftOut, Original
 from simpletuner.settings.importing.toml import write_toml
 from simpletuner.settings.resolving.loading import Loaded
-from simpletuner.system.files.output_file import refuse_overwriting, save
+from simpletuner.system.files.atomic import refuse_overwriting, save
 from simpletuner.system.numbers import count_noun
 
 DATASETS = "data_backend_config"

@@ -1,4 +1,4 @@
-"""Completions of a command line, read from the commands themselves.
+"""`simpletuner completion`: completions of a command line, read from the commands themselves.
 
 Typer's own completer takes help for rich markup (`[default: 4]` vanishes, long lines break into further candidates),
 and knows neither our tolerant spelling nor values that depend on earlier ones. So only its list of commands is used.
@@ -7,15 +7,20 @@ and knows neither our tolerant spelling nor values that depend on earlier ones. 
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from simpletuner.commands.shell.parse_state import ParseState, is_switch, names_of, takes_value
+from simpletuner.commands.shell.scripts import INSTALL, PROGRAMS, script_for
 from simpletuner.models.catalog.registry import TINY, flavours_of, load_preset, presets
+from simpletuner.report import Report
 from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.settings.resolving.loading import canonical_name
 from simpletuner.settings.values.spelling import SYNONYMS, choices_of, normalize_name
@@ -146,3 +151,25 @@ def matching(word: str, found: Sequence[Completion]) -> list[Completion]:
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+class Shell(StrEnum):
+    """Shells with completion."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell to print the script for.")]) -> None:
+    """Print the script that completes commands, flags and values with the tab key."""
+    report = Report()
+    report.text(script_for(shell))
+    if sys.stdout.isatty():
+        report.say(f"hint: to install it: {INSTALL[shell]}", style="dim")
+
+
+def print_completions(command: TyperGroup | TyperCommand, line: str) -> None:
+    """Print completions for a shell's script: a word, a tab, and its meaning, one per line."""
+    for candidate in completions_for(command, line, PROGRAMS):
+        sys.stdout.write(f"{candidate.word}\t{candidate.help}\n")

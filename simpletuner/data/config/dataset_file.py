@@ -75,7 +75,7 @@ def name_of_key(key: str) -> str:
     return OTHER_NAMES.get(name, name)
 
 
-def read_entries(path: Path) -> list[DatasetEntry]:
+def dataset_entries(path: Path) -> list[DatasetEntry]:
     """Read the list of datasets. Raises SettingsError with the place where it does not parse."""
     with explain_parsing(path, "check data_backend_config", "docs/data.md shows such a file"):
         return list(parse_entries(path, read_text(path)))

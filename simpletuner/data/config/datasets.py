@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletuner.data.config.dataset_file import DatasetEntry, read_entries
+from simpletuner.data.config.dataset_file import DatasetEntry, dataset_entries
 from simpletuner.data.config.dataset_keys import RULES, VALUES
 from simpletuner.data.config.dataset_types import (
     EMBEDS,
@@ -115,7 +115,7 @@ class DatasetFile:
 
 def parse_file(path: Path, data: Data) -> DatasetFile:
     """Read a dataset file with all its mistakes. Raises SettingsError where it does not parse."""
-    return parse_datasets(read_entries(path), path, data)
+    return parse_datasets(dataset_entries(path), path, data)
 
 
 def parse_datasets(entries: Iterable[DatasetEntry], path: Path, data: Data) -> DatasetFile:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,10 +21,10 @@ import xxhash
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FILE, FileList, OtherFiles
 from simpletuner.data.scan.scan_cache import intact_files, open_table, write_table
 from simpletuner.data.storage.storage import LocalStorage, Storage
+from simpletuner.system.files.mounts import read_mounts
 
 FEW_FILES = 100_000
 """So many files are listed in less than a second, and then a rewritten one is noticed before training."""
-MOUNTS = Path("/proc/self/mountinfo")
 KEEP_TIMES = frozenset(
     {"bcachefs", "beegfs", "btrfs", "ceph", "ext2", "ext3", "ext4", "f2fs", "gfs2", "gpfs", "lustre", "nfs", "nfs4"}
     | {"ocfs2", "overlay", "tmpfs", "xfs", "zfs"}
@@ -66,7 +65,7 @@ def unchanged_files(folder: Path, storage: Storage, scan: Path) -> FileList | No
 
 
 def are_unchanged(root: Path, times: pa.Table) -> bool:
-    kept_on = {device for device, kind in mounted().items() if kind in KEEP_TIMES}
+    kept_on = {mount.device for mount in read_mounts() if mount.fstype in KEEP_TIMES}
     for batch in times.to_batches():
         for name, time in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             try:
@@ -77,12 +76,6 @@ def are_unchanged(root: Path, times: pa.Table) -> bool:
             if found.st_mtime_ns != time or device not in kept_on:
                 return False
     return True
-
-
-def mounted() -> Mapping[str, str]:
-    """Return the type of each mounted file system by the numbers of its device; see proc(5)."""
-    lines = [line.split() for line in MOUNTS.read_text(errors="replace").splitlines()] if MOUNTS.exists() else []
-    return {fields[2]: fields[fields.index("-") + 1] for fields in lines if "-" in fields[:-1]}
 
 
 def listed_files(scan: Path) -> FileList:

@@ -19,6 +19,7 @@ from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN
 from simpletuner.data.scan.scan import NO_ROW, SCANNED
 from simpletuner.data.storage.storage import MAX_BYTES
 from simpletuner.data.tables.table_files import TableFile
+from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.threads import map_in_threads
 
 MAX_NAMES = 20
@@ -152,7 +153,7 @@ def remark(dataset: ImageDataset, names: pa.ChunkedArray, sentence: str, noun: s
     if (count := len(names)) and dataset.parquet:
         more = [f"and {count - MAX_NAMES:,} more"] * (count > MAX_NAMES)
         lines = [name if name.isprintable() else repr(name) for name in names.slice(0, MAX_NAMES).to_pylist()]
-        said = sentence.format(f"{count:,} {noun}{'s' * (count != 1)}", f"the table {dataset.parquet.path}")
+        said = sentence.format(count_noun(count, noun), f"the table {dataset.parquet.path}")
         yield f"dataset `{dataset.id}`: {said}:" + "".join(f"\n  {line}" for line in (*lines, *more))
 
 

@@ -1,15 +1,8 @@
-"""Which credentials a bucket is opened with: those of the dataset, of the environment, or of a profile in ~/.aws.
-
-obstore itself knows the environment, web identities, containers and instance metadata, but not the files of a profile.
-"""
+"""Credentials for S3: those of the dataset, else what boto3 finds in the environment and in the profiles of ~/.aws."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from configparser import ConfigParser
-from configparser import Error as ConfigError
-from pathlib import Path
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from simpletuner.data.config.object_store_keys import S3Place
@@ -19,38 +12,38 @@ if TYPE_CHECKING:
     from obstore.store import S3Credential, S3CredentialProvider
 
 
-def credential_provider(place: S3Place, profile: Mapping[str, str]) -> S3CredentialProvider | None:
-    """Return what gives obstore its credentials, or None where it looks for them itself."""
-    if place.aws_access_key_id and place.aws_secret_access_key:
-        token = place.aws_session_token.get_secret_value() if place.aws_session_token else None
-        key, secret = (each.get_secret_value() for each in (place.aws_access_key_id, place.aws_secret_access_key))
-        return fixed_credential(key, secret, token)
-    key, secret = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
-    if key and secret and "AWS_ACCESS_KEY_ID" not in os.environ:
-        return fixed_credential(key, secret, profile.get("aws_session_token"))
-    return None
+def region_and_credentials(place: S3Place) -> tuple[str | None, S3CredentialProvider | None]:
+    """Return what the profile adds to the dataset; None is what obstore finds itself. Raises EnvironmentNotReady."""
+    from boto3 import Session  # takes 0.2 s
+    from botocore.exceptions import BotoCoreError
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        session = Session()
+        region, fixed = session.region_name, fixed_credentials(place)
+        # Without a profile boto3 would ask an instance for its role, as obstore does again.
+        if fixed or session.profile_name not in session.available_profiles or session.get_credentials() is None:
+            return region, fixed
+        # boto3 renews what expires within 10 minutes, if it is asked.
+        provider = Boto3CredentialProvider(session, ttl=timedelta(minutes=5))
+    except (BotoCoreError, OSError, ValueError) as error:  # the last two by `credential_process`
+        reason, hint = (
+            " ".join(str(error).split()),
+            "correct the files in ~/.aws, or name another profile in AWS_PROFILE",
+        )
+        raise EnvironmentNotReady(f"dataset `{place.id}`: its AWS profile cannot be used: {reason}", hint) from None
+    return region, lambda: provider()  # obstore would take its region before that of AWS_REGION
 
 
-def fixed_credential(key: str, secret: str, token: str | None) -> S3CredentialProvider:
+def fixed_credentials(place: S3Place) -> S3CredentialProvider | None:
+    key, secret, token = place.aws_access_key_id, place.aws_secret_access_key, place.aws_session_token
+    if not (key and secret):
+        return None
     # A provider instead of obstore's config, which would add the environment's session token to the dataset's key.
-    credential: S3Credential = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+    credential: S3Credential = {
+        "access_key_id": key.get_secret_value(),
+        "secret_access_key": secret.get_secret_value(),
+        "token": token.get_secret_value() if token else None,
+        "expires_at": None,
+    }
     return lambda: credential
-
-
-def read_profile(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what ~/.aws says of the profile that AWS_PROFILE names. Raises EnvironmentNotReady for a damaged file."""
-    name = environment.get("AWS_PROFILE", "default")
-    values: dict[str, str] = {}
-    for variable, file, section in (
-        ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
-        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
-    ):
-        path = Path(environment.get(variable) or f"~/.aws/{file}").expanduser()
-        parser = ConfigParser(interpolation=None)
-        try:
-            parser.read(path, encoding="utf-8")
-        except (ConfigError, UnicodeDecodeError):  # their messages quote the line, which may be the secret
-            hint = f"correct it, or name another file in {variable}"
-            raise EnvironmentNotReady(f"{path} does not parse", hint) from None
-        values |= parser[section] if parser.has_section(section) else {}
-    return values

@@ -62,8 +62,8 @@ def run_error(text: str, owner: str, service: Service) -> SimpleTunerError:
         code = "PermanentRedirect"
     if "Signature not valid in the specified time frame" in text:  # Azure has no code of its own for it
         code = "ExpiredToken"
-    if "credential provider" in text:  # obstore could not read those of the dataset
-        code = "401"
+    if "credential provider" in text:  # boto3 gave none, as after the hours that `aws sso login` lasts
+        code = "ExpiredToken" if "SSO" in text else "401"
     endpoint = f"check {service.keys}_endpoint_url"
     if not code and not re.search("error sending request|timed out|body error", text):
         return EnvironmentNotReady(f"{owner}: it does not answer as {service.name} would", endpoint)

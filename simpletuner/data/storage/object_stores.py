@@ -16,7 +16,7 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from simpletuner.data.config.object_store_keys import AzurePlace, BucketPlace, GcsPlace, S3Place
-from simpletuner.data.storage.aws_credentials import credential_provider, read_profile
+from simpletuner.data.storage.aws_credentials import region_and_credentials
 from simpletuner.errors import EnvironmentNotReady
 
 if TYPE_CHECKING:
@@ -54,13 +54,12 @@ def open_store(place: BucketPlace) -> tuple[Store, str]:
 
 
 def open_s3(place: S3Place) -> tuple[Store, str]:
-    profile = read_profile()
+    profile_region, provider = region_and_credentials(place)
     given = endpoint_of(place.aws_endpoint_url, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     # obstore's `endpoint` would lose against AWS_ENDPOINT_URL_S3 of the environment.
     config: S3Config = {"aws_endpoint_url_s3": given} if given else {}
-    if region := place.aws_region_name or (profile.get("region") if not NAMES_REGION & {*os.environ} else None):
+    if region := place.aws_region_name or (profile_region if not NAMES_REGION & {*os.environ} else None):
         config["region"] = region
-    provider = credential_provider(place, profile)
     return build(S3Store, place, given, config=config, credential_provider=provider), host_of(given, "AWS")
 
 

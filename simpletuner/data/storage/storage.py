@@ -234,7 +234,8 @@ def open_storage(dataset: ImageDataset, outputs: Sequence[Path]) -> Storage:
 
 
 def check_obstore(place: BucketPlace) -> None:
-    """Raise EnvironmentNotReady where obstore is not installed."""
-    if find_spec("obstore") is None:
-        where = f"dataset `{place.id}` is in {place.service.name}"
-        raise EnvironmentNotReady(f"{where}, and obstore is not installed", INSTALL)
+    """Raise EnvironmentNotReady where obstore, or boto3 for its credentials, is not installed."""
+    for name in ("obstore", "boto3"):
+        if find_spec(name) is None:
+            where = f"dataset `{place.id}` is in {place.service.name}"
+            raise EnvironmentNotReady(f"{where}, and {name} is not installed", INSTALL)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from simpletuner.errors import EnvironmentNotReady, naming
+from simpletuner.errors import EnvironmentNotReady, SettingsError, naming
 from simpletuner.system.files.regular_files import open_regular
 
 READ_AHEAD_BYTES = 128 << 10
@@ -126,3 +126,18 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def refuse_overwriting(path: Path, force: bool) -> None:
+    """Raise SettingsError for a file that a command would write for the user, if it exists."""
+    if path.is_file() and not force:
+        raise SettingsError(f"{path} exists already", "give another name, or --force to overwrite it")
+
+
+def save(path: Path, text: str) -> None:
+    """Write a file and the folders above it. Raises SettingsError where that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode("utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot write {path}: {error.strerror}", "give another name") from None

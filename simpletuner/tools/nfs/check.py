@@ -26,12 +26,9 @@ IN_ORDER: dict[str, Check] = {
     "write": posix_semantics.check_write,
     "see": visibility.check_see,
     "rename": posix_semantics.check_rename,
-    "exclusive": posix_semantics.check_exclusive,
     "lock": posix_semantics.check_lock,
-    "delete": posix_semantics.check_delete,
     "identity": visibility.check_identity,
     "clock": visibility.check_clock,
-    "speed": resources.check_speed,
     "port": resources.check_port,
     # last: a local filesystem is right on one node, if the others see its files through a shared one
     "mount": lambda peers: mounts.check_mount(peers.node, mounts.mount_of_node(peers.node), peers.reaches),

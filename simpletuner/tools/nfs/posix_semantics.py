@@ -1,4 +1,4 @@
-"""What saving and resuming rely on: atomic rename, exclusive create, locks, and deletes that other nodes see."""
+"""What saving and resuming rely on: files that can be written, atomic rename, and locks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from simpletuner.system.numbers import count_noun
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
 from simpletuner.tools.nfs.results import (
     OTHER_FILESYSTEM,
@@ -21,18 +22,13 @@ from simpletuner.tools.nfs.results import (
     format_duration,
     format_ranks,
     passed,
-    plural,
-    skipped,
     warned,
 )
-from simpletuner.tools.nfs.visibility import LATE_SECONDS, SLOW_CACHE_FIX, ping_folder
-from simpletuner.tools.nfs.workspace import invalidate_dir_cache, read_bytes, write_atomically
+from simpletuner.tools.nfs.workspace import write_atomically
 
 RENAMING_SECONDS = 0.25
 LINES = 512
-RACES_PER_NODE = 4
 RELEASE_SECONDS = 5.0
-DELETE_SECONDS = 15.0
 LOCKS_FIX = (
     "NFS: mount without `nolock` and `local_lock` (NFS 3 also needs: sudo systemctl start rpc-statd)",
     "Lustre: mount with `flock`. Others: use NFS 4, Lustre or CephFS for output_dir",
@@ -104,7 +100,7 @@ def read_state(path: Path) -> str:
 
 def judge_rename(seen: Counter[str], replaced: int) -> Finding:
     values = {word: seen[word] for word in ("whole", "missing", "half", "stale")}
-    counts = f"{plural(seen.total(), 'read')} while this node's file was replaced {replaced} times"
+    counts = f"{count_noun(seen.total(), 'read')} while this node's file was replaced {replaced} times"
     if seen["missing"] or seen["half"]:
         sentence = f"{counts}: {seen['missing']} found no file, {seen['half']} half of one"
         return failed("rename", sentence, OTHER_FILESYSTEM, **values)
@@ -112,28 +108,6 @@ def judge_rename(seen: Counter[str], replaced: int) -> Finding:
         fix = "harmless for runs, which read again; NFS 4.1 or newer is better at this: vers=4.2 in /etc/fstab"
         return warned("rename", f"{counts}: {seen['stale']} met a stale file handle (ESTALE)", fix, **values)
     return passed("rename", f"{counts}: never missing, never half", **values)
-
-
-def check_exclusive(peers: Rendezvous) -> Finding:
-    """Check `exclusive`: all nodes create the same files with O_EXCL at once, and each file must have one winner."""
-    node = peers.node
-    names = [f"{owner}-race-{number}" for owner in range(node.nodes) for number in range(RACES_PER_NODE)]
-    peers.gather("start")
-    wins = []
-    for name in names * 2:
-        with contextlib.suppress(FileExistsError):
-            (peers.workspace.folder / name).touch(exist_ok=False)
-            wins.append(name)
-    everyone = peers.gather("wins", wins)
-    winners = Counter(name for won in everyone.values() for name in won)
-    wrong = {name: winners[name] for name in names if winners[name] != 1}
-    peers.gather("end")
-    contest = f"{plural(node.nodes, 'node')} raced to create {len(names)} files with O_EXCL"
-    if wrong:
-        counts = " or ".join(map(str, sorted(set(wrong.values()))))
-        sentence = f"{contest}: {len(wrong)} of them had {counts} winners"
-        return failed("exclusive", sentence, OTHER_FILESYSTEM, wrong=len(wrong))
-    return passed("exclusive", f"{contest}: one winner each, {len(wins)} here", won=len(wins))
 
 
 def check_lock(peers: Rendezvous) -> Finding:
@@ -195,43 +169,3 @@ def judge_lock(node: Node, path: Path, tried: Mapping[int, int], seconds: Mappin
         return failed("lock", sentence, *LOCKS_FIX, **values)
     who = "a second opener was" if node.is_alone else "the others were"
     return passed("lock", f"flock held by node 0: {who} refused, and obtained it after its release", **values)
-
-
-def check_delete(peers: Rendezvous) -> Finding:
-    """Check `delete`: how soon the others see that a file is gone."""
-    node = peers.node
-    if node.is_alone:
-        return skipped("delete", "one node: nobody else has to see that a file is gone")
-    files = {rank: ping_folder(peers, rank) / "doomed" for rank in range(node.nodes)}
-    own = files.pop(node.rank)
-    own.write_text("x", encoding="utf-8")
-    peers.gather("written")
-    for path in files.values():
-        read_bytes(path)  # so that it is in this client's cache
-    peers.gather("read")
-    began = time.monotonic()  # all nodes delete now; the clock starts before, so the next `gather` counts as well
-    own.unlink()
-    peers.gather("deleted")
-    still_visible = wait_until_gone(files, peers)
-    seconds = time.monotonic() - began
-    peers.gather("end")
-    if still_visible:
-        sentence = f"{len(still_visible)} of {len(files)} deleted files still show after {DELETE_SECONDS:g} s"
-        return failed("delete", sentence, SLOW_CACHE_FIX, seconds=seconds)
-    sentence = f"what other nodes deleted was gone here in {format_duration(seconds)}"
-    if seconds > LATE_SECONDS:
-        return warned("delete", f"{sentence}: above {LATE_SECONDS:g} s", SLOW_CACHE_FIX, seconds=seconds)
-    return passed("delete", sentence, seconds=seconds)
-
-
-def wait_until_gone(files: Mapping[int, Path], peers: Rendezvous) -> set[int]:
-    """Wait until no file is visible any more; return those that still are at the timeout."""
-    left = set(files)
-    for waited in peers.polls(DELETE_SECONDS):
-        left = {rank for rank in left if read_bytes(files[rank]) is not None}
-        if not left:
-            break
-        if waited > LATE_SECONDS:
-            for rank in left:
-                invalidate_dir_cache(files[rank].parent)
-    return left

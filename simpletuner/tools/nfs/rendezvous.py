@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from simpletuner.launch.heartbeat import Heartbeat, parse_heartbeat
 from simpletuner.launch.node_info import NodeInfo, identify, parse_node_info
 from simpletuner.launch.store import MessageStore
+from simpletuner.system.files.mounts import MOUNTINFO
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.tools.nfs.mounts import MOUNTINFO
 from simpletuner.tools.nfs.results import format_ranks
 from simpletuner.tools.nfs.workspace import FolderStore, Workspace, card_key, invalidate_dir_cache
 
@@ -47,7 +47,6 @@ class Node:
     rank: int = 0
     nodes: int = 1
     timeout_seconds: float = 60.0
-    size_mib: int | None = None
     address: str = ""
     port: int = 29500
     disk_usage: DiskUsage | None = None

@@ -1,34 +1,27 @@
-"""Checks `space`, `speed` and `port`: are the disk and the address that the run will use large, fast and reachable?"""
+"""Checks `space` and `port`: is the disk large enough that the run will use, and is its address reachable?"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import shutil
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from simpletuner.system.network import listen_on_all_addresses
-from simpletuner.system.numbers import format_gb
-from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
-from simpletuner.tools.nfs.results import Finding, failed, format_ranks, passed, plural, skipped, warned
+from rich.filesize import decimal
 
-MIB, GB = 2**20, 10**9
+from simpletuner.system.network import listen_on_all_addresses
+from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
+from simpletuner.tools.nfs.results import Finding, failed, format_ranks, passed, skipped, warned
+
 MARGIN = 1.2
 """Caches, images and metrics come on top of checkpoints: below this many times the estimate is a warning."""
-LEAST_FREE_BYTES = GB
+LEAST_FREE_BYTES = 10**9
 LEAST_FREE_INODES = 10_000
-DEFAULT_SIZE_MIB = 32
-BUDGET_SECONDS = 0.4
-"""Without --size, writing stops after this long, so that the whole check stays short on a slow disk."""
-CHUNK_BYTES = 4 * MIB
-SLOW_MIB_PER_SECOND = 20.0
 CONNECT_SECONDS = 3.0
 
 
@@ -46,7 +39,7 @@ def check_space(node: Node) -> Finding:
     need = max(0, node.disk_usage.total_bytes - bytes_present(node.path)) if node.disk_usage else None
     values: dict[str, Any] = {"free_bytes": free, "need_bytes": need}
     values["free_inodes"] = inodes if state.f_files else None  # some filesystems, such as btrfs, have no such limit
-    sentence = f"{format_gb(free)} free" + (f", {inodes:,} inodes" if state.f_files else "")
+    sentence = f"{decimal(free)} free" + (f", {inodes:,} inodes" if state.f_files else "")
     sentence += f"; the run needs {describe_need(node, need)}"
     more_room = f"df -h {node.path}   # make room, or lower --checkpoints_total_limit"
     if need is not None and free < need:
@@ -63,75 +56,8 @@ def describe_need(node: Node, need: int | None) -> str:
     usage = node.disk_usage
     if usage is None or need is None:
         return f"an unknown amount: {node.disk_unknown}"
-    present = f", {format_gb(usage.total_bytes - need)} of it there already" if need < usage.total_bytes else ""
-    return f"about {format_gb(need)}: {usage.parts}{present} ({usage.parameters:,} parameters, {usage.origin})"
-
-
-def check_speed(peers: Rendezvous) -> Finding:
-    """Check `speed`: write and sync a file, read another node's; all nodes at once."""
-    node = peers.node
-    own = peers.workspace.file(node.rank, "speed")
-    peers.gather("start")
-    try:
-        written, write_seconds = write_file(own, peers)
-        neighbour = peers.workspace.file((node.rank + 1) % node.nodes, "speed")
-        peers.gather("written")
-        read, read_seconds = read_file(neighbour, peers)
-        peers.gather("read")
-    finally:
-        own.unlink(missing_ok=True)
-    return judge_speed(node, written, write_seconds, read / max(read_seconds, 1e-9))
-
-
-def write_file(path: Path, peers: Rendezvous) -> tuple[int, float]:
-    """Write until the size or the time budget is reached; return bytes, and seconds with the syncs."""
-    node, chunk = peers.node, os.urandom(CHUNK_BYTES)  # random: some filesystems compress
-    room = shutil.disk_usage(node.path).free // (4 * node.nodes)  # all nodes together: a quarter of what is free
-    wanted, written, began = min((node.size_mib or DEFAULT_SIZE_MIB) * MIB, room), 0, time.monotonic()
-    with path.open("wb", buffering=0) as file:
-        while written < wanted:
-            written += file.write(chunk[: wanted - written])
-            os.fsync(file.fileno())
-            if node.size_mib is None and time.monotonic() - began > BUDGET_SECONDS:
-                break
-            peers.pause(0)
-        seconds = time.monotonic() - began
-        drop_from_page_cache(file.fileno())
-    return written, seconds
-
-
-def drop_from_page_cache(descriptor: int) -> None:
-    """Make the next read of a file read the disk, not memory."""
-    with contextlib.suppress(OSError):  # only advice: some filesystems refuse it
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read_file(path: Path, peers: Rendezvous) -> tuple[int, float]:
-    read, began = 0, time.monotonic()
-    with path.open("rb", buffering=0) as file:
-        drop_from_page_cache(file.fileno())
-        while block := file.read(CHUNK_BYTES):
-            read += len(block)
-            peers.pause(0)
-    return read, time.monotonic() - began
-
-
-def judge_speed(node: Node, written: int, write_seconds: float, read_rate: float) -> Finding:
-    rate = written / max(write_seconds, 1e-9)
-    values = {"write_mib_per_second": rate / MIB, "read_mib_per_second": read_rate / MIB, "written_bytes": written}
-    if written < MIB:
-        fix = f"df -h {node.path}   # make room"
-        return warned("speed", "not measured: writing 1 MiB for each node could fill the filesystem", fix, **values)
-    together = "" if node.is_alone else f", {plural(node.nodes, 'node')} at once"
-    sentence = f"wrote {rate / MIB:,.0f} MiB/s and read {read_rate / MIB:,.0f} MiB/s ({written // MIB} MiB{together})"
-    if node.disk_usage:
-        seconds = node.disk_usage.checkpoint_bytes / (rate * node.nodes)
-        checkpoint = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-        sentence += f"; one checkpoint would take {checkpoint}"
-    if rate / MIB < SLOW_MIB_PER_SECOND:
-        fix = "NFS: mount with nconnect=8,rsize=1048576,wsize=1048576; look at the network and the server's disks"
-        return warned("speed", f"{sentence}: below {SLOW_MIB_PER_SECOND:g} MiB/s", fix, **values)
-    return passed("speed", sentence, **values)
+    present = f", {decimal(usage.total_bytes - need)} of it there already" if need < usage.total_bytes else ""
+    return f"about {decimal(need)}: {usage.parts}{present} ({usage.parameters:,} parameters, {usage.origin})"
 
 
 def check_port(peers: Rendezvous) -> Finding:

@@ -11,10 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-CHECKS = (
-    *("mount", "write", "see", "rename", "exclusive", "lock"),
-    *("delete", "identity", "clock", "space", "speed", "port"),
-)
+CHECKS = ("mount", "write", "see", "rename", "lock", "identity", "clock", "space", "port")
 """Every check, in the order of the table."""
 
 
@@ -60,10 +57,6 @@ warned = partial(make_finding, Status.WARN)
 """A run works with this, but not as well as it could."""
 failed = partial(make_finding, Status.FAIL)
 """This stops or damages a run."""
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def format_duration(seconds: float) -> str:

@@ -17,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from simpletuner.system.numbers import count_noun
 from simpletuner.tools.nfs.mounts import mount_of_node, reach_of
 from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError
 from simpletuner.tools.nfs.results import (
@@ -25,7 +26,6 @@ from simpletuner.tools.nfs.results import (
     format_duration,
     format_ranks,
     passed,
-    plural,
     skipped,
     warned,
 )
@@ -131,7 +131,7 @@ def judge_see(node: Node, rounds: Sequence[Sequence[Pong]]) -> Finding:
     slowest = max(rounds[0], key=lambda pong: pong.round_trip_seconds)
     seconds = slowest.round_trip_seconds
     sentence = (
-        f"{plural(len(node.others), 'other node')} saw this node's file and answered; "
+        f"{count_noun(len(node.others), 'other node')} saw this node's file and answered; "
         f"the slowest round trip took {format_duration(seconds)} (node {slowest.rank})"
     )
     if seconds > LATE_SECONDS:

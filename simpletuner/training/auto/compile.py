@@ -14,6 +14,7 @@ from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.preparation.prepare import Plan
 from simpletuner.session import Session
 from simpletuner.settings.declared.sections import Settings
+from simpletuner.system.numbers import count_noun
 
 SECONDS_PER_GRAPH = 45
 """What inductor takes for one kind of block and one shape, forward and backward: 1 to 2 minutes are reported for the
@@ -37,8 +38,8 @@ class Graphs:
         return self.shapes * self.kinds * SECONDS_PER_GRAPH
 
     def __str__(self) -> str:
-        kinds = f"{self.kinds} kind{'s' * (self.kinds > 1)} of blocks"
-        shapes = f"{'up to ' * self.is_limit}{self.shapes:,} shape{'s' * (self.shapes > 1)} of inputs"
+        kinds = f"{count_noun(self.kinds, 'kind')} of blocks"
+        shapes = f"{'up to ' * self.is_limit}{count_noun(self.shapes, 'shape')} of inputs"
         return f"{shapes}: each compiles {kinds} once, about {max(1, round(self.seconds / 60)):,} min in all"
 
 

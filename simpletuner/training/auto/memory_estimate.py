@@ -20,7 +20,7 @@ from simpletuner.parallel.fsdp2 import is_synced_each_batch
 from simpletuner.parallel.model.activations import describe_activations
 from simpletuner.settings import Settings
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_config
-from simpletuner.system.numbers import format_gib
+from simpletuner.system.numbers import count_noun, format_gib
 from simpletuner.training.auto.workload import Workload
 
 CONTEXT_BYTES = 550 * 2**20
@@ -78,5 +78,5 @@ def activations_row(settings: Settings, peak: float, kept: int) -> MemoryRow:
     """Return the row of activations; those that autograd keeps are in the host's memory if they are offloaded."""
     cp, training = settings.parallel.context_parallel_size, settings.training
     count, away = training.train_batch_size, kept * training.offload_activations
-    formula = f"{count} sample{'s' * (count > 1)}, {describe_activations(settings)}"
+    formula = f"{count_noun(count, 'sample')}, {describe_activations(settings)}"
     return MemoryRow("activations", gpu=max(0, peak - away) / cp, host=away / cp, formula=formula)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from simpletuner.checkpoints.layout import file_sizes, list_checkpoints, parse_step
-from simpletuner.system.numbers import format_gb
 
 TIME = "%Y-%m-%d %H:%M UTC"
 
@@ -35,5 +36,4 @@ def checkpoint_rows(output: Path) -> Iterator[CheckpointRow]:
             size, written = sum(file_sizes(folder).values()), folder.stat().st_mtime
         except OSError:
             continue
-        shown = format_gb(size) if size >= 10**9 else f"{size / 10**6:,.1f} MB"
-        yield CheckpointRow(folder.name, parse_step(folder), shown, written)
+        yield CheckpointRow(folder.name, parse_step(folder), decimal(size), written)

@@ -128,10 +128,9 @@ def installed_fonts() -> list[Path]:
 @cache
 def glyphs_of(path: Path) -> frozenset[int]:
     """Return the characters that a font has; of a collection its first font; none where it cannot be read."""
-    from fontTools.ttLib import TTFont, TTLibError
+    from matplotlib.ft2font import FT2Font
 
     try:
-        with TTFont(path, fontNumber=0, lazy=True) as font:
-            return frozenset(font.getBestCmap() or ())
-    except (OSError, TTLibError):
+        return frozenset(FT2Font(str(path)).get_charmap())
+    except (OSError, RuntimeError):  # RuntimeError: FreeType's, of a damaged file
         return frozenset()

@@ -13,9 +13,15 @@ from functools import partial
 from pathlib import Path
 
 from simpletuner import __version__
-from simpletuner.checkpoints.export import FINISHED, check_targets, export_lora, export_pipeline, finished_steps
+from simpletuner.checkpoints.export import (
+    FINISHED,
+    check_targets,
+    export_lora,
+    export_pipeline,
+    export_single_file,
+    finished_steps,
+)
 from simpletuner.checkpoints.layout import clear_unfinished
-from simpletuner.checkpoints.single_file import export_single_file
 from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.run_log import LOG, LOGGER, write_log_to

@@ -15,6 +15,7 @@ from simpletuner.preparation.prepare import Plan, describe_buckets
 from simpletuner.report import Report
 from simpletuner.settings import Settings, provenance
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
+from simpletuner.system.numbers import count_noun
 from simpletuner.training.auto.resolve import Resolved
 from simpletuner.training.metrics.metrics import CURVE
 from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
@@ -34,7 +35,7 @@ def describe_run(resolved: Resolved, family: ModelFamily, state: TrainingState, 
     float8 = ", linear layers of blocks in float8" if training.float8 else ""
     return [
         ("model", f"{settings.model.model_family}, {count}, mixed precision: {training.mixed_precision}{float8}"),
-        ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)}"),
+        ("engine", f"{engine}, {count_noun(world.size, 'rank')}"),
         ("device", describe_device(world.device)),
         *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),
         *([("compiled", resolved.compiler)] if resolved.compiler else []),

@@ -265,9 +265,32 @@ def test_credentials_are_those_of_the_dataset_then_of_the_environment_then_of_a_
     assert signature(**KEYS) == ("AKIAOWN", "")
     assert signature(**KEYS, aws_session_token="T3") == ("AKIAOWN", "T3")
     (home / "credentials").write_text("[two]\naws_secret_access_key hidden\n")
-    with pytest.raises(EnvironmentNotReady, match="credentials does not parse") as caught:
+    with pytest.raises(EnvironmentNotReady, match="Unable to parse config file: .*credentials") as caught:
         signature()
     assert "hidden" not in caught.value.message + repr(images_at(proxy)) + repr(bucket_at) + caught.value.hint
+
+
+def test_a_profile_may_have_its_credentials_from_a_process_or_a_login(proxy, tmp_path, monkeypatch):
+    none = dict.fromkeys(KEYS)
+    home = tmp_path / "home" / ".aws"
+    home.mkdir(parents=True)
+    given = '{"Version": 1, "AccessKeyId": "PROCESS", "SecretAccessKey": "hidden", "SessionToken": "T5"}'
+    (tmp_path / "given.json").write_text(given)
+    process = f"[profile process]\ncredential_process = cat {tmp_path}/given.json\n"
+    missing = "[profile no_process]\ncredential_process = /nowhere/aws-keys\n"
+    login = "sso_start_url = https://a.invalid\nsso_region = us-east-1\nsso_account_id = 1\nsso_role_name = r\n"
+    (home / "config").write_text(f"{process}{missing}[profile login]\n{login}")
+    monkeypatch.setenv("AWS_PROFILE", "process")
+    list(bucket_at(proxy, "none", **none).list_files({".png"}).files)
+    assert proxy.signatures == [("PROCESS", "T5")]
+    for name, sentence in (
+        ("gone", r"its AWS profile cannot be used: The config profile \(gone\) could not be found"),
+        ("no_process", "its AWS profile cannot be used: .*/nowhere/aws-keys"),
+        ("login", "its credentials have expired"),
+    ):
+        monkeypatch.setenv("AWS_PROFILE", name)
+        with pytest.raises(EnvironmentNotReady, match=f"dataset `d`: .*{sentence}"):
+            list(bucket_at(proxy, "none", **none).list_files({".png"}).files)
 
 
 def test_a_table_is_an_object_below_the_prefix_or_a_local_file(server, proxy, tmp_path):

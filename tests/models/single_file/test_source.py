@@ -11,7 +11,7 @@ from conftest import base
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from simpletuner.checkpoints.single_file import export_single_file
+from simpletuner.checkpoints.export import export_single_file
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.single_file.conversion import convert

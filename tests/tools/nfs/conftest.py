@@ -43,7 +43,7 @@ class Nodes:
     running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, rank: int = 0, nodes: int = 2, before: tuple[str, ...] = (), **wish: Any) -> subprocess.Popen[str]:
-        given = {"path": str(self.path), "rank": rank, "nodes": nodes, "timeout_seconds": 20, "size_mib": 1}
+        given = {"path": str(self.path), "rank": rank, "nodes": nodes, "timeout_seconds": 20}
         given |= {"mountinfo": str(self.mountinfo), **wish}
         command = [*before, sys.executable, str(NODE), json.dumps(given)]
         process = subprocess.Popen(

@@ -8,22 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simpletuner.system.files.mounts import MOUNTINFO, Mount, find_mount, parse_mount, parse_mountinfo, unescape
 from simpletuner.tools.nfs.mounts import (
-    MOUNTINFO,
-    Mount,
     Reach,
     cautions,
     check_mount,
-    find_mount,
     fstab_line,
     mount_of_node,
     name_of,
-    parse_mount,
-    parse_mountinfo,
     reach_of,
     recipe,
     server_of,
-    unescape,
 )
 from simpletuner.tools.nfs.rendezvous import Node
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,10 +13,9 @@ import pytest
 from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.settings.declared.sections import Checkpoints, Ema, Settings, Training
-from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.nfs import posix_semantics, visibility
-from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
-from simpletuner.tools.nfs.resources import bytes_present, check_space, judge_speed
+from simpletuner.tools.nfs.rendezvous import Node
+from simpletuner.tools.nfs.resources import bytes_present, check_space
 from simpletuner.tools.nfs.results import (
     ERRNO_MESSAGES,
     Finding,
@@ -30,8 +28,6 @@ from simpletuner.tools.nfs.results import (
     warned,
     worst,
 )
-
-MIB = 2**20
 
 
 def test_the_worst_status_is_that_of_all():
@@ -86,17 +82,6 @@ def test_half_a_file_is_told_from_a_whole_one(tmp_path):
     assert posix_semantics.read_state(path) == "half"
     path.write_text(text[: len(text) // 2] + text[len(text) // 2 :].replace("7", "8"))
     assert posix_semantics.read_state(path) == "half"
-
-
-def test_a_deleted_file_that_still_shows_is_waited_for_only_so_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(posix_semantics, "DELETE_SECONDS", 0.1)
-    stays, goes = tmp_path / "stays", tmp_path / "goes"
-    stays.touch()
-    peers = Rendezvous(Node(tmp_path, 0, 3), StopRequest(), print)
-    began = time.monotonic()
-    left = posix_semantics.wait_until_gone({1: stays, 2: goes}, peers)
-    assert left == {1}
-    assert time.monotonic() - began > 0.1
 
 
 def test_four_times_on_two_clocks_give_the_offset_and_its_bounds():
@@ -169,14 +154,3 @@ def test_what_is_there_already_is_not_needed_again(tmp_path):
     (tmp_path / "cache" / "shard").write_bytes(b"x" * 5000)
     assert bytes_present(tmp_path) == 700
     assert room(tmp_path, 1000).values["need_bytes"] == 300
-
-
-def test_speed_is_told_with_what_it_means_for_a_checkpoint():
-    node = Node(Path("/x"), disk_usage=DiskUsage(1, "", 1, 100 * MIB * 90, 0, 0))
-    quick = judge_speed(node, 100 * MIB, 1.0, 50 * MIB)
-    assert quick.status == "pass"
-    assert "wrote 100 MiB/s and read 50 MiB/s (100 MiB); one checkpoint would take 90 s" in quick.seen
-    slow = judge_speed(node, 10 * MIB, 1.0, 50 * MIB)
-    assert slow.status == "warn"
-    assert "15 min" in slow.seen
-    assert "below 20 MiB/s" in slow.seen

@@ -64,7 +64,7 @@ def test_config_validate_counts_the_weights_that_would_be_offloaded(tmp_path):
     done = run(tmp_path, "config", "validate", "c.toml")
     assert done.returncode == ExitCode.ENVIRONMENT
     assert "swap has " in done.stderr
-    assert "DeepSpeed needs about 16,000,000 GB there" in done.stderr
+    assert "DeepSpeed needs about 16.0 PB there" in done.stderr
 
 
 def test_torch_for_cuda_and_deepspeed_are_enough(tmp_path):
@@ -120,16 +120,16 @@ def test_a_folder_that_cannot_be_created_is_reported():
 
 
 def test_too_little_disk_space_is_reported_with_needed_and_free_bytes(tmp_path):
-    with pytest.raises(EnvironmentNotReady, match=r"has .* GB free; DeepSpeed needs about 1,000,000,000 GB there"):
+    with pytest.raises(EnvironmentNotReady, match=r"has .* free; DeepSpeed needs about 1.0 EB there"):
         check_disk(tmp_path, needed_bytes=10**18)
 
 
 def test_needed_disk_space_is_that_of_the_ranks_of_one_machine(tmp_path):
     flags = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param_path": str(tmp_path), "num_processes": 4}
     settings = load(flags, complete=False, environment=NOWHERE).settings
-    with pytest.raises(EnvironmentNotReady, match=r"DeepSpeed needs about 16,000,000 GB there"):
+    with pytest.raises(EnvironmentNotReady, match=r"DeepSpeed needs about 16.0 PB there"):
         check_settings(settings, num_parameters=10**15)
     two = load({**flags, "num_machines": 2, "main_process_ip": "x"}, complete=False, environment=NOWHERE).settings
-    with pytest.raises(EnvironmentNotReady, match=r"DeepSpeed needs about 8,000,000 GB there"):
+    with pytest.raises(EnvironmentNotReady, match=r"DeepSpeed needs about 8.0 PB there"):
         check_settings(two, num_parameters=10**15)
     check_settings(settings, num_parameters=1000)
