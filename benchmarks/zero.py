@@ -113,9 +113,7 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
         closing(open_engine(session, family, None)) as engine,
         open_metrics(settings, 0, world) as metrics,
     ):
-        state = TrainingState(
-            engine, None, {}, {}, "", Schedule(STEPS), 0, prepared.plan.sampler.start(batch_size)
-        )
+        state = TrainingState(engine, None, {}, {}, "", Schedule(STEPS), 0, prepared.plan.sampler.start(batch_size))
         build = partial(build_trainer, session, family, prepared, state, metrics)
         rounds = ROUNDS[STAGES[stage].zero_stage or 0]
         batches = [step.micro_batches[0] for step in islice(build().batches, (rounds + 1) * STEPS)]

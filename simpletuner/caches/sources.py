@@ -40,6 +40,8 @@ class Sources:
     @property
     def all_texts(self) -> list[TextSource]:
         """Each source of embeddings once, in the same order on all ranks."""
+        # By identity, in a fixed order: filling is collective, so all ranks must take the caches one after
+        # the other alike.
         return list({id(each): each for each in (self.prompts, *self.texts.values())}.values())
 
     @property
@@ -69,6 +71,7 @@ def open_sources(
     data, datasets, dtype = settings.data, [part.dataset for part in samples.parts], compute_dtype(settings)
     beside = any(each.text_cache_disable or each.text_cache_ondemand for each in (data, *datasets))
     encoder = Encoder(lambda: family.text_encoder(world.device, dtype), world.device, beside)
+    # One VAE and one set of text encoders for all datasets; each is loaded at its first use.
     vae = Encoder(lambda: family.vae(world.device), world.device, any(map(encodes_beside, datasets)))
 
     def latents_of(part: DatasetSamples) -> LatentsSource:
@@ -77,11 +80,13 @@ def open_sources(
         folder = latents_folder(part.dataset, settings)
         return LatentsCache(folder, part, vae, family, world, writers, open_mirror(part.dataset.latents_bucket, folder))
 
+    # Datasets that name the same cache share one object, which is filled once and held open once.
     @cache
     def cache_of(number: int, grows: bool) -> TextCache:
         embeds = texts[number]
         using = [part for part in samples.parts if uses(part.dataset, embeds, texts)]
         own = [part for part in using if part.dataset.text_cache_ondemand == grows]
+        # Validation prompts are cached with the default's captions, once, not in each cache.
         own_prompts = prompts if number == 0 and holds_prompts(settings, grows) else []
         folder, compress = text_folder(embeds, settings), embeds.compress_cache
         mirror, stack = open_mirror(embeds, folder), writers if grows else None

@@ -88,6 +88,7 @@ def assign_owners(plan: Mapping[str, WrittenTensor], ranks: int) -> dict[str, in
     loads, owners = [0] * ranks, {}
     for name in file_order(plan, plan):
         shards = plan[name].shards
+        # A tensor that one rank has whole is written by it, and need not be sent.
         owners[name] = shards[0].rank if len(shards) == 1 else loads.index(min(loads))
         loads[owners[name]] += prod(plan[name].shape)
     return owners

@@ -96,6 +96,7 @@ def connect_to_launcher(
     if not descriptor:
         yield LauncherConnection(None, activity, stop, stall_seconds)
         return
+    # A child that inherits the socket would keep it open after this rank has died.
     os.set_inheritable(int(descriptor), False)
     stop.may_exit, stop.unsaved = False, None  # the launcher confirms Ctrl-C, and kills on the second one
     with socket.socket(fileno=int(descriptor)) as connection:

@@ -41,6 +41,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which slice of each global batch is this rank's."""
+        # Ranks of one context-parallel group are neighbours, as a rule on one machine, and see the same samples.
         return self.world.rank // self.cp
 
     @property

@@ -269,6 +269,8 @@ def report_first_failure(world: World, stop: StopRequest, launcher: LauncherConn
             raise
         raise SystemExit(int(error.exit_code)) from None
     except Exception as error:
+        # A collective fails on all survivors when one rank dies. Only the launcher knows which, so they wait
+        # for it rather than print a dozen stack traces of gloo or NCCL.
         if world.size > 1 and lost_a_peer(error):
             if was_told_to_end(stop, launcher):
                 raise SystemExit(int(ExitCode.TRAINING)) from None

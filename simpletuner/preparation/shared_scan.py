@@ -71,6 +71,7 @@ def scan_datasets(
         SharedScan(dataset, open_storage(dataset, outputs), folder / dataset.id, f"scan/{number}", world, stop)
         for number, dataset in enumerate(datasets)
     ]
+    # preserve_data_backend_cache: the user says that the files are as they were, and nothing is listed.
     kept = [scan.preserved() for scan in scans]
     new = [scan for scan, name in zip(scans, kept, strict=True) if not name]
     listed = list_all(new, stop, rescan) if world.local_rank == 0 else Listed()

@@ -144,6 +144,7 @@ class Trainer:
         Nothing here waits for the device: kernels are queued while the GPU still computes earlier ones.
         """
         self.activity.begin(f"step {self.step + 1}", unsaved=self.step + 1, shown_as=TRAINING)
+        # Set at each step, so that a resumed run has the dropout masks that the undisturbed one had.
         seed_dropout(hash_key(self.dropout_seed, self.step))
         self.engine.set_learning_rate(learning_rate := self.learning_rate.at(self.step))
         losses = []
@@ -156,12 +157,16 @@ class Trainer:
                     self.engine.model, noised.noised.to(self.dtype), noised.timesteps, micro_batch.conditioning
                 )
                 loss = sample_losses(prediction, target, noised.weights).mean()
+                # The average may still be copying the weights of the last step (ema.py). Here the backward
+                # pass changes them, ...
                 if self.ema is not None and self.engine.updates_in_backward:
                     self.ema.wait_for_copy()
+                # Micro batches are of equal size, so the mean of their means is the mean over the batch.
                 self.engine.backward(loss / len(batch.micro_batches))
             losses.append(loss.detach())
         if self.ema is not None:
             self.ema.wait_for_copy()
+        # ... and here the optimizer does.
         grad_norm = self.engine.step(self.max_grad_norm)
         return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate)
 

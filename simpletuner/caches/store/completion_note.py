@@ -34,6 +34,7 @@ def write_note(reader: ShardReader, digest: str, broken: dict[str, str]) -> None
         write_file(reader.folder / COMPLETE, json.dumps(note).encode())
 
 
+# The program's version is part of it, since another one may make other keys from the same dataset.
 def identity(reader: ShardReader) -> str:
     return short_hash([__version__, reader.index.sources])
 

@@ -23,6 +23,8 @@ def short_hash(value: Any) -> str:
 def latents_parts(sample: Sample, vae: str, dtype: str) -> KeyParts:
     g = sample.geometry
     return {
+        # Size and change time, as `make` does: hashing the content would read the whole dataset at each
+        # start.
         "file": sample.version,
         "resolution and crop": short_hash([g.original, g.resized, g.crop_left_top, g.target]),
         "VAE": vae,

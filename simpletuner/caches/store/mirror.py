@@ -59,6 +59,7 @@ class Mirror:
         shards = {name for name in away if name.endswith(SHARD_SUFFIX) and index_name(name) in away}
         with ThreadPoolExecutor(self.storage.concurrent_reads, thread_name_prefix="fetch") as pool:
             run_all(pool, self._fetch_index, (n for n in shards if is_behind(n, here, away)), away, stop)
+            # A run that was killed leaves shards that were not uploaded yet.
             left = {name for name in here if name.endswith(SHARD_SUFFIX) and index_name(name) in here}
             run_all(pool, self._restore, (n for n in left if n not in shards or is_behind(n, away, here)), away, stop)
 
@@ -122,6 +123,7 @@ class Mirror:
             shard.unlink()
 
     def _upload(self, shard: Path) -> None:
+        # In this order: an index never names bytes that are not in the bucket.
         for path in (shard, index_of(shard)):
             self.storage.upload(path.name, path)
         self.stored.add(shard.name)

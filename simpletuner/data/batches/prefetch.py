@@ -172,6 +172,7 @@ def read_sample(
     sample = reader.samples[batch.samples[index]]
     clean = reader.latents(sample)
     random = sample_noise(seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
+    # A uniform number chooses, not random.choice: adding a caption to one image changes no other sample.
     caption = sample.captions[int(random.caption * len(sample.captions))]
     text = reader.no_caption if random.dropout < dropout else reader.text(sample, caption)
     return clean, torch.from_numpy(random.noise), random.u, {**text, **reader.image(sample)}, sample.id

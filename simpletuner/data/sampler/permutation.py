@@ -61,6 +61,8 @@ def shift_in_turns(cells: np.ndarray, rows: int, columns: int, keys: Keys) -> np
     coordinates, lengths = list(np.divmod(cells, np.uint64(columns))), (np.uint64(rows), np.uint64(columns))
     for number in range(ROUNDS):
         moved, length = number % 2, lengths[number % 2]
+        # Coordinates are below 2**32, so the round's number has the upper bits for itself: no two rounds hash
+        # the same input, as a Feistel network needs functions that are independent.
         hashed = mix(keys + np.uint64(number << 32) + coordinates[1 - moved]) >> np.uint64(32)
         # Multiplying 32 bits of a hash by the length maps them to [0, length), without a division.
         shifted = coordinates[moved] + (hashed * length >> np.uint64(32))

@@ -52,6 +52,8 @@ class ObjectStorage:
         return io.BytesIO(self._get(name, MAX_BYTES))
 
     def open_header(self, name: str) -> BinaryIO:
+        # A header is a small part of an image, and each request waits for the network: a range of it, many at
+        # a time.
         def fetch(start: int, length: int) -> tuple[bytes, int]:
             with self._explained(name):
                 result = obstore.get(self.store, name, options={"range": (start, start + length)})
@@ -93,6 +95,7 @@ class ObjectStorage:
         with self._explained():
             for chunk in obstore.list(self.store, chunk_size=1000):
                 for found in chunk:
+                    # The ETag changes with the content; not every store has one.
                     version = f"{found['size']}-{found['e_tag'] or found['last_modified'].isoformat()}"
                     file = StoredFile(found["path"], found["size"], version)
                     if file.suffix in suffixes and not f"/{file.name}".count("/."):

@@ -86,6 +86,7 @@ class FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(values), None if weight is None else torch.empty_like(weight)
 
 
+# A plan is made on a machine without a GPU, for GPUs: what their kernels keep is what counts.
 def use_cuda_kernels(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):

@@ -79,6 +79,8 @@ def change_one(path: Path, text: str, name: str, value: Any) -> str:
     edit = Edit(name, as_read(path, value), bool(found))
     if [repr(entry.value) for entry in found] == wanted(edit):
         return text
+    # The likeliest text first. Our own reader is the judge, so an editor may be simple: a layout that it does
+    # not foresee is refused, not damaged.
     for candidate in EDITORS[suffix_of(path)](text, edit):
         if reads_as(path, candidate, before, edit):
             return candidate

@@ -69,6 +69,8 @@ class Refuses:
     neutral: tuple[Any, ...] = ()
 
 
+# Every key of a foreign file has exactly one fate. What is not passed on needs a reason, since the user wrote
+# it to have an effect.
 Rule = Maps | Keeps | Ignores | Refuses
 Outcome = Literal["set", "kept", "neutral", "unused", "refused", "unknown"]
 

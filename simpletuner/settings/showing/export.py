@@ -124,6 +124,8 @@ def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:
     in_file = {
         found.setting: normalize_value(found.setting, setting_fields()[found.setting], found.value) for found in mapped
     }
+    # accelerate's YAML has no learning rate and no paths: every format replays to equal settings because the
+    # command carries what its file cannot.
     rest = {name: value for name, value in values.items() if name not in in_file or in_file[name] != value}
     if settings.launch.use_cpu:
         rest["use_cpu"] = True  # under FSDP accelerate does not pass it on to its ranks

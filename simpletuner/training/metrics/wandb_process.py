@@ -92,6 +92,7 @@ class Follower:
             write_json(self.output / STATE, self.state)
 
     def _log(self, group: str, step: int, values: dict[str, Any]) -> None:
+        # A run that went back to a checkpoint repeats steps, which wandb takes once only.
         if step > self.sent.get(group, -1):
             self.run.log(values)
             self.sent[group] = step
