@@ -54,7 +54,7 @@ class LatentsCache:
         self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]
         self.reader: ShardReader | None = None
         self.doubtful: dict[str, str] = {}
-        """What may be wrong about the colours of samples that this rank has decoded, by their names."""
+        """Remarks on the colours of samples that this rank has decoded, by their names."""
         self.growing: GrowingCache[Sample, Tensor | str] | None = None
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> dict[str, str]:

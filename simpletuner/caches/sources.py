@@ -1,4 +1,4 @@
-"""Where the latents and embeddings of a run come from: caches, or encoders that work beside training."""
+"""Sources of latents and embeddings: caches, or encoders that run during training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Sources:
 
     @property
     def concurrent_reads(self) -> int:
-        """How many samples are best read at once: more than one where records come from a bucket."""
+        """Best number of concurrent reads: more than one where records come from a bucket."""
         return max((each.mirror.storage.concurrent_reads for each in self.caches if each.mirror), default=1)
 
 
@@ -110,12 +110,12 @@ def open_sources(
 
 
 def encodes_beside(dataset: ImageDataset) -> bool:
-    """Whether a dataset's images are encoded while training."""
+    """Return whether a dataset's images are encoded while training."""
     return dataset.vae_cache_disable or dataset.vae_cache_ondemand
 
 
 def holds_prompts(settings: Settings, grows: bool) -> bool:
-    """Whether the prompts are in the cache that grows while training, or in the one that does not."""
+    """Return whether the prompts are in the cache that grows while training, or in the one that does not."""
     return not settings.data.text_cache_disable and settings.data.text_cache_ondemand == grows
 
 
@@ -126,5 +126,5 @@ def used_texts(texts: Sequence[TextEmbeds], datasets: Sequence[ImageDataset], se
 
 
 def uses(dataset: ImageDataset, embeds: TextEmbeds, texts: Sequence[TextEmbeds]) -> bool:
-    """Whether a dataset's captions are cached there: where it says, else in the first one."""
+    """Return whether a dataset's captions are cached there: where it says, else in the first one."""
     return not dataset.text_cache_disable and (dataset.text_embeds or texts[0].id) == embeds.id

@@ -40,7 +40,7 @@ class HostCopies:
 
 
 class BackgroundSaver:
-    """Writes one snapshot at a time in a thread, whose collectives go over a process group of its own."""
+    """Writes one snapshot at a time in a thread, whose collectives use a separate process group."""
 
     def __init__(self, world: World) -> None:
         """Collective."""

@@ -94,7 +94,7 @@ def replace_export(
     write_on_first_rank: Callable[[Path], None],
     write_card: Callable[[Path], None],
 ) -> dict[str, str]:
-    """Collective: write a folder under a hidden name, put it in the place of `target`, and return its checksums.
+    """Collective: write a folder under a hidden name, replace `target` with it, and return its checksums.
 
     `write_on_all_ranks` returns the checksums that it knows. `steps`, after which it was written, tells a later
     start that nothing is left to do. Raises EnvironmentNotReady on all ranks when one of them cannot write.

@@ -24,7 +24,7 @@ WEIGHTS_STEM = "diffusion_pytorch_model"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one checkpoint holds: groups of tensors, and the rest as JSON; `config` is the denoiser's.
+    """The content of one checkpoint: groups of tensors, and the rest as JSON; `config` is the denoiser's.
 
     A group is made only when it is written, or copied: an engine may have to convert it, and all would not fit twice.
     """

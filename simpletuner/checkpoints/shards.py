@@ -1,4 +1,5 @@
-"""Which rank writes which rows of each tensor of a checkpoint: all ranks make the same plan, without communication."""
+"""Assignment of each tensor's rows to the ranks that write them: all ranks make the same plan, without
+communication."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ Content = tuple[torch.dtype, tuple[int, ...]]
 
 
 def write_sharded(folder: Path, group: TensorGroup, world: World) -> dict[str, str]:
-    """Write the shards of this rank into a file of its own, and return its checksum by name."""
+    """Write the shards of this rank into one file, and return its checksum by name."""
     if not group.local:
         return {}
     shards = {name: group.plan[name].shard_of(world.rank) for name in group.local}

@@ -114,7 +114,7 @@ def keyword(name: str, option: Any, annotation: Any) -> inspect.Parameter:
 
 
 def metavar(annotation: Any) -> str:
-    """What help shows for a type: its choices, or its name."""
+    """Return how help shows a type: by its choices, or its name."""
     return "|".join(map(str, choices_of(annotation))) or type_name(annotation)
 
 

@@ -1,4 +1,4 @@
-"""What one machine starts: its ranks, their command line, their environment and GPUs."""
+"""The plan of one machine: its ranks, their command line, environment and GPUs."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ BUSY_SHARE = 0.05
 """A process that waits in a hung call uses less CPU than this: its threads only poll."""
 SAMPLE_SECONDS = 5.0
 PAUSE_SECONDS = 10.0
-"""If nobody asked for this long, this process was stopped itself, as by Ctrl-Z, probably together with the others."""
+"""Gap between questions that means that this process was stopped itself, as by Ctrl-Z, probably with the others."""
 STATES = {
     "T": "the process is stopped (SIGSTOP)",
     "t": "the process is held by a debugger",
@@ -31,15 +31,15 @@ STATES = {
 """By the letter of /proc/PID/stat."""
 PAUSED_STATES = ("T", "t")
 WARN_SECONDS = 10.0
-"""How long a rank may be stopped before that is said."""
+"""Time for which a rank may be stopped before a warning."""
 BEGIN_SECONDS = 600.0
-"""How long a rank may take to its first heartbeat, if that is longer than stall_timeout. Until then it imports torch
-and this package, some 10,000 files: on a busy machine or from a network drive it may use next to no CPU for minutes."""
+"""Longest time to a rank's first heartbeat, if that is longer than stall_timeout. Until then it imports torch and this
+package, some 10,000 files: on a busy machine or from a network drive it may use next to no CPU for minutes."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process and its descendants have used so far."""
+    """CPU time and disk traffic of a process and its descendants so far."""
 
     cpu_seconds: float
     disk: int

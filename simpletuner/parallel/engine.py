@@ -40,7 +40,7 @@ class Engine(Protocol):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether weights change in the backward pass already, not only in `step`."""
+        """Return whether weights change in the backward pass already, not only in `step`."""
         ...
 
     @property

@@ -69,7 +69,7 @@ class TorchEngine:
 
     updates_in_backward = False
     clips_values = False
-    """Whether `max_grad_norm` limits each value of the gradients instead of their norm."""
+    """True if `max_grad_norm` limits each value of the gradients instead of their norm."""
 
     def __init__(
         self,

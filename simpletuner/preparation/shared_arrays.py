@@ -1,4 +1,4 @@
-"""Equal arrays of all ranks of a machine, kept once: each rank computes them, and then maps those of the first one."""
+"""Arrays shared by the ranks of a machine: each rank computes them, then maps the first one's copy."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class SharedScan:
         return Scan(self.dataset, self.storage, table, OtherFiles(**others))
 
     def _fits(self, path: Path) -> bool:
-        """Whether a kept scan has taken from the table what is asked for now."""
+        """Return whether a kept scan has taken from the table what is asked for now."""
         table = table_of(self.dataset, self.storage)
         return not table or self._open(path.name)[1].get("table", "").startswith(table.settings_id())
 

@@ -1,4 +1,4 @@
-"""All that can be known to be wrong with a run before torch is imported, in one place.
+"""Checks of a run that need no torch, in one place.
 
 `train`, `train --dry_run` and `config validate` call it, so they find the same and warn of the same.
 """

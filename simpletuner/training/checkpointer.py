@@ -1,4 +1,4 @@
-"""When and how a run saves its state: numbered checkpoints, written while training goes on where memory allows it."""
+"""Checkpointing of a run: numbered checkpoints, written while training goes on where memory allows it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Checkpointer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether writing has failed in the background, which `wait` will raise."""
+        """Return whether writing has failed in the background, which `wait` will raise."""
         return self.background is not None and self.background.has_failed
 
     def wait(self) -> None:

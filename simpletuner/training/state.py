@@ -30,7 +30,7 @@ class TrainingState:
     config: dict[str, Any]
     """The denoiser's config as it was built: FSDP2 changes the class of the module that it wraps."""
     trained: Mapping[str, Any]
-    """What the weights are: all of the denoiser's, or an adapter of some rank on some layers."""
+    """Kind of weights: all of the denoiser's, or an adapter of some rank on some layers."""
     data_digest: str
     """Sampler states mean something for this data only."""
     schedule: Schedule

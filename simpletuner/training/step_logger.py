@@ -28,7 +28,7 @@ from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.metrics.throughput import Throughput, format_throughput
 
 TRAINING = "training"
-"""What the status line calls the steps."""
+"""Title of the steps in the status line."""
 
 
 class StopVote:
@@ -55,7 +55,8 @@ class StopVote:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One optimizer step: this rank's mean loss and the norm before clipping, scalars still on the device."""
+    """The result of an optimizer step: this rank's mean loss and the norm before clipping, scalars still on the
+    device."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -63,7 +64,7 @@ class StepOutput:
 
 
 class Timestamp:
-    """When the device has computed what is queued by now: on a CPU at once, on a GPU later."""
+    """A point in the device's stream: a CUDA event, or the current time on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.time, self.event = time.perf_counter(), None
@@ -149,7 +150,7 @@ class StepLogger:
         self.clock = Timestamp(self.mesh.world.device)
 
     def log(self, step: int, output: StepOutput, batch: StepBatch, data_seconds: float) -> None:
-        """Reduce a step's scalars over the ranks, and write those of the step before. Collective."""
+        """Reduce a step's scalars over the ranks, and write the previous step's. Collective."""
         device = output.loss.device
         # One all-reduce of two numbers: a separate vote would add another latency to each step.
         mean = self.mesh.begin_data_mean(torch.stack([output.loss, self.stop_vote.wish(device)]))

@@ -35,7 +35,8 @@ class EvaluationStopped(Exception):
 
 
 class Evaluation(Protocol):
-    """What looks at the weights before the first step, after the last one, and every `interval` steps (0: never)."""
+    """An evaluation (validation images, held-out loss) that runs before the first step, after the last, and every
+    `interval` steps (0: never)."""
 
     @property
     def interval(self) -> int: ...
@@ -45,7 +46,7 @@ class Evaluation(Protocol):
 
     @property
     def count(self) -> int:
-        """How much the next `run` does, in the unit of `advance`."""
+        """Amount of work of the next `run`, in the unit of `advance`."""
         ...
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:
@@ -122,7 +123,8 @@ class Trainer:
         return Pace(self.max_steps, intervals, self.durations)
 
     def evaluate_before(self) -> None:
-        """Do what is due before the first step, or is missing at the one that a run resumes from."""
+        """Run evaluations due at step 0, or at the resumed step if the previous run was killed before finishing
+        them."""
         for evaluation in self.evaluations:
             if self.step == 0 or (self.is_due(evaluation) and not evaluation.is_complete(self.step)):
                 self.evaluate(evaluation)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from simpletuner.report import Report
 
 BLOCK = 1 << 14
-"""How many requests are looked up at once."""
+"""Requests looked up at once."""
 
 
 def fill_cache(

@@ -27,7 +27,7 @@ def compress_record(record: bytes) -> bytes:
 
 
 def decompress_record(stored: memoryview) -> memoryview:
-    """Return a record in memory of its own, or as it is if it is not compressed. Raises ValueError."""
+    """Return a decompressed copy of a record, or the record itself if it is not compressed. Raises ValueError."""
     size = int.from_bytes(stored[:8], "little") - COMPRESSED
     if size < 0:
         return stored

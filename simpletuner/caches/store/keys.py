@@ -1,4 +1,4 @@
-"""What a cached record depends on, named part by part, so that a cache miss can say what changed."""
+"""Keys of cached records, in named parts, so that a cache miss can say what changed."""
 
 from __future__ import annotations
 

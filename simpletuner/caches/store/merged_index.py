@@ -1,4 +1,4 @@
-"""One binary index of all records of a cache folder, merged from the indexes of its shards.
+"""A binary index of all records of a cache folder, merged from the indexes of its shards.
 
 The shards' own indexes stay the truth: writers append to them, and this one is made of them. Its rows are sorted by key
 and memory-mapped, so a cache of a million records opens in milliseconds, and the ranks of a machine share the memory.

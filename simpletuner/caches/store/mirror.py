@@ -34,7 +34,7 @@ SHARD_BYTES = 128 << 20
 """A killed run uploads at most one of these per rank again; a first start elsewhere makes one request for each."""
 NUMBERS = 10**15
 UPLOADS = 2
-"""How many shards of a rank are uploaded at once, each in parts, while the next one is written."""
+"""Shards of a rank that are uploaded at once, each in parts, while the next one is written."""
 
 
 @dataclass(eq=False)
@@ -166,7 +166,7 @@ def index_name(shard: str) -> str:
 
 
 def is_behind(shard: str, one: dict[str, int], other: dict[str, int]) -> bool:
-    """Whether one side has less of a shard than the other one, of which both files only grow."""
+    """Return whether one side has less of a shard than the other one, of which both files only grow."""
     return any(one.get(name, -1) < other[name] for name in (shard, index_name(shard)))
 
 

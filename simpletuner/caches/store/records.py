@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RecordLocation:
-    """Where a record is, and what it was made from; `broken` says why a record could not be made.
+    """A record's place and key; `broken` says why a record could not be made.
 
     `row` is its number in a reader's merged index, or -1 where it was written since.
     """

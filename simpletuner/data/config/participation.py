@@ -1,4 +1,4 @@
-"""How much and when datasets are trained on: weights, and the epochs and steps in which they take part."""
+"""Shares and times of datasets: weights, and the epochs and steps in which they take part."""
 
 from __future__ import annotations
 

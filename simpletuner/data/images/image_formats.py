@@ -1,4 +1,4 @@
-"""Which image files are read: those that Pillow reads, and HEIC by its plugin pillow-heif where that is installed."""
+"""Formats of image files: those that Pillow reads, and HEIC if its plugin pillow-heif is installed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def register_plugin() -> bool:
 
 
 def is_heif(head: bytes) -> bool:
-    """Whether a file that begins so may be HEIC; some of these brands are shared with AVIF."""
+    """Return whether a file that begins so may be HEIC; some of these brands are shared with AVIF."""
     return head[4:8] == b"ftyp" and head[8:12] in HEIF_BRANDS
 
 

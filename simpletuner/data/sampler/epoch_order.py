@@ -103,7 +103,7 @@ class EpochOrder:
 
 
 class EpochStream:
-    """What is left of one bucket in one epoch: samples that wait, then the items of `order` after `consumed` ones."""
+    """The rest of one bucket in one epoch: samples that wait, then the items of `order` after `consumed` ones."""
 
     def __init__(self, order: EpochOrder, consumed: int, waiting: Sequence[int]) -> None:
         self.order, self.consumed, self.waiting = order, consumed, deque(waiting)

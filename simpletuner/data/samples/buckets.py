@@ -32,7 +32,7 @@ def bucket_name(code: int) -> str:
 def make_buckets(
     samples: Samples, held_out: Sequence[int] | np.ndarray = (), active: Collection[str] | None = None
 ) -> Buckets:
-    """Group samples but the held-out ones by target size, and by how often an epoch shows those of their dataset.
+    """Group samples but the held-out ones by target size, and by the copies of their dataset in an epoch.
 
     `active` are the ids of the datasets that take part; by default all do.
     """

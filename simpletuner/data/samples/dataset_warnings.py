@@ -1,4 +1,4 @@
-"""What users should know about the images that were found: one line per kind, with a count and an example."""
+"""Warnings about the images that were found: one line per kind, with a count and an example."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 # pyarrow comes without types.

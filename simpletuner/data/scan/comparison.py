@@ -39,7 +39,7 @@ LOCAL_KEYS = ("instance_data_dir", "dataset_name", "cache_dir_vae", *sorted(MACH
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What must be equal in two images of one id; plain values, so that they can be sent as JSON."""
+    """Facts that must be equal in two images of one id; plain values, so that they can be sent as JSON."""
 
     size_bytes: int
     version: str

@@ -1,4 +1,4 @@
-"""Which credentials a bucket is opened with: those of the dataset, of the environment, or of a profile in ~/.aws.
+"""Credentials for a bucket: from the dataset, the environment, or a profile in ~/.aws.
 
 obstore itself knows the environment, web identities, containers and instance metadata, but not the files of a profile.
 """

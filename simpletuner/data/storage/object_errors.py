@@ -1,4 +1,4 @@
-"""What the errors of an object store mean: for one object, or for the run."""
+"""Meaning of an object store's errors: for one object, or for the run."""
 
 from __future__ import annotations
 

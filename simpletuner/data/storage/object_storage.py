@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 HEADER_BYTES = 64 << 10
-"""What is read of an image at first; headers are longer only where cameras write large thumbnails into them."""
+"""First range that is read of an image; headers are longer only where cameras write large thumbnails into them."""
 BELOW_SLASH = re.compile("[\0-.]")
 
 

@@ -53,7 +53,7 @@ class LostImageError(ValueError):
 
 @dataclass
 class Downloads:
-    """How many images there are, and the URLs of those that are not, with the reason."""
+    """The number of downloaded images, and the URLs of the others, with the reason."""
 
     count: int = 0
     lost: dict[str, str] = field(default_factory=dict)

@@ -49,7 +49,7 @@ ROW = pa.schema(
         "height": pa.int32(),
     }
 )
-"""One row of a table; sizes in px, 0 where there is no usable one."""
+"""Columns of a table's row; sizes in px, 0 where there is no usable one."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TableFile:
     storage: Storage
     settings: TableSettings
     keys: Mapping[str, str] = field(default_factory=dict)
-    """What settings are called where they are not those of `parquet`."""
+    """Names of settings where they differ from those of `parquet`."""
 
     @property
     def address(self) -> str:
@@ -72,7 +72,7 @@ class TableFile:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the store of the images holds it."""
+        """Return whether the store of the images holds it."""
         return isinstance(self.dataset, BucketImages) and not self.settings.path.is_absolute()
 
     def settings_id(self) -> str:
@@ -86,7 +86,7 @@ class TableFile:
             return f"{self.settings_id()}-{stream_checksum(file)[-16:]}"
 
     def is_file(self, name: str) -> bool:
-        """Whether a file of the dataset's store is the table."""
+        """Return whether a file of the dataset's store is the table."""
         if self.is_stored:
             return name == self.name
         return Path(self.storage.describe(name)).resolve() == self.settings.path.resolve()
@@ -105,7 +105,7 @@ class TableFile:
 
     @property
     def gives_sizes(self) -> bool:
-        """Whether it replaces headers; of a table whose columns are named."""
+        """Return whether it replaces headers; of a table whose columns are named."""
         return self.dataset.may_have_sizes_from_table and bool(self.settings.size_columns)
 
     @property

@@ -34,7 +34,7 @@ class NoisedLatents:
 
 
 class Objective(Protocol):
-    """How to noise latents, and what to predict from them. Must match the scheduler of the pipeline."""
+    """A training objective: adds noise to latents and returns the target. Must match the scheduler of the pipeline."""
 
     def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Noise latents at timesteps that uniform numbers `u` (B) choose, and return the regression target with it."""

@@ -1,4 +1,4 @@
-"""The original layout of Stable Diffusion as one file: names of its tensors for those of a diffusers pipeline.
+"""The original single-file layout of Stable Diffusion: its names for the tensors of a diffusers pipeline.
 
 Other tools for Stable Diffusion read and write it; diffusers reads it (`from_single_file`), but does not write it.
 """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Reads = dict[str, Callable[[], Tensor]]
-"""What reads each tensor, by name: a whole model in memory is not needed to write it."""
+"""Functions that read each tensor, by name: writing a model does not need all of it in memory."""
 
 IN_A_LAYER = {
     "layer_norm1": "ln_1",

@@ -1,4 +1,4 @@
-"""Whether a run is running, and if not, how it ended.
+"""The state of a run, and how it ended.
 
 Only what cannot lie counts: the lock of the output folder, which the kernel releases when its process ends, and the
 status that the run itself wrote. One that wrote no end and holds no lock was killed, or its machine was.
@@ -30,7 +30,7 @@ RESUME_HINT = "start it again to go on from its last checkpoint"
 
 
 class State(StrEnum):
-    """What a run is doing, or how it ended: the states that it writes itself, and those that only others can see."""
+    """Activity or end of a run: the states that it writes itself, and those that only others can see."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -51,9 +51,9 @@ class Condition:
     sentence: str = ""
     hint: str = ""
     can_stop: bool = False
-    """Whether a process holds the folder that has not been asked to stop."""
+    """True if a process holds the folder that has not been asked to stop."""
     can_leave: bool = False
-    """Whether one does that has been asked: asked again, it exits without saving."""
+    """True if a process holds the folder that has been asked: asked again, it exits without saving."""
 
     @property
     def has_ended(self) -> bool:
@@ -62,7 +62,8 @@ class Condition:
 
 @dataclass(frozen=True)
 class Known:
-    """What the page itself knows of a run: the pid that it has started, 0 where that has ended; whom it has asked."""
+    """Facts about a run that only the page has: the pid that it has started (0 once that has ended), and its stop
+    request."""
 
     started_pid: int = 0
     asked: RunStatus | None = None
@@ -123,7 +124,8 @@ def describe_end(status: RunStatus) -> Condition:
 
 
 def is_alive(status: RunStatus) -> bool:
-    """Whether the process that a status names runs on this machine, and is not another one that has got its pid."""
+    """Return whether the process that a status names runs on this machine, and is not another one that has got its
+    pid."""
     try:
         is_same = psutil.Process(status.pid).create_time() <= datetime.fromisoformat(status.started).timestamp()
         return status.host == socket.gethostname() and is_same

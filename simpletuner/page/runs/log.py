@@ -16,7 +16,7 @@ MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """One message of a run; its further lines are indented."""
+    """A message of a run; its further lines are indented."""
 
     time: str
     source: str

@@ -22,7 +22,7 @@ class Device:
     pattern: str
     peak_tflops: float
     memory_gib: float
-    """What programs can have, as nvidia-smi shows it."""
+    """Memory available to programs, as nvidia-smi shows it."""
     memory_gb_per_second: float
     link_gb_per_second: float
     """To the other GPUs of the machine, in one direction: NVLink, or PCIe where there is none."""

@@ -1,4 +1,4 @@
-"""What is to be changed in a text, and how texts are cut."""
+"""An edit of a text, and functions that cut texts."""
 
 from __future__ import annotations
 

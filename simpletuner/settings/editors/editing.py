@@ -102,7 +102,7 @@ def as_read(path: Path, value: Any) -> Any:
 
 
 def wanted(edit: Edit) -> list[str]:
-    """What a text has to say of the setting; as Python writes it, since 1 == True."""
+    """Return the values of the setting that an edited text must have; as Python writes them, since 1 == True."""
     return [] if edit.removes else [repr(edit.value)]
 
 
@@ -120,7 +120,7 @@ def setting_of(path: Path, entry: FileEntry) -> str | None:
 
 
 def reads_as(path: Path, text: str, before: list[FileEntry], edit: Edit) -> bool:
-    """Whether a text has all other settings as before, in the same order, and the new value once."""
+    """Return whether a text has all other settings as before, in the same order, and the new value once."""
     try:
         after = list(FORMATS[suffix_of(path)](text))
     except ValueError:

@@ -116,7 +116,7 @@ TABLE = KeyTable(
 
 
 def has_own_names(names: Iterable[str]) -> bool:
-    """Whether there are names that only the original's files have."""
+    """Return whether there are names that only the original's files have."""
     return any(name in TABLE.rules and name not in SECTION_OF for name in names)
 
 

@@ -45,7 +45,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class TranslatedFile:
-    """What a file means here: (setting, name there, value there, value), and (name, value, reason) of the rest."""
+    """The meaning of a file here: (setting, name there, value there, value), and (name, value, reason) of the rest."""
 
     datasets: str = ""
     """The dataset file that it names."""

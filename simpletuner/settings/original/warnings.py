@@ -1,4 +1,4 @@
-"""What the user should know of a file of the original: what has no effect here, and what means something else."""
+"""Warnings about a file of the original: settings without effect here, and those that mean something else."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from simpletuner.settings.values.spelling import normalize_name
 
 PAGE = "docs/from-the-original.md"
 Fields = Sequence[tuple[RawValue, MappedField]]
-"""What a source holds, and what becomes of each value."""
+"""Values of a source, with the outcome of each."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a setting means here and not in the original, said where it is set and `holds` is true of the file."""
+    """A setting's meaning here that differs from the original, shown where it is set and `holds` is true of the
+    file."""
 
     setting: str
     text: str
@@ -88,7 +89,7 @@ COUNT_WITH = {
 
 
 def is_original(source: Source, fields: Fields) -> bool:
-    """Whether a source is a file that has names that only the original's files have."""
+    """Return whether a source is a file that has names that only the original's files have."""
     return source.is_file and has_own_names(found.key for _, found in fields)
 
 

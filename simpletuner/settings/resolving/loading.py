@@ -182,7 +182,7 @@ def name_elsewhere(name: str) -> str:
 
 
 def flag_for(word: str) -> str:
-    """Return how a folder or a file that stands alone on a command line may be meant."""
+    """Return the likely meaning of a folder or a file that is an argument by itself."""
     path = Path(word)
     if (path / LOG).is_file():
         return f"the folder of a run is named by --output_dir={word}"
@@ -192,7 +192,7 @@ def flag_for(word: str) -> str:
 
 
 def says_the_same(name: str, one: RawValue, other: RawValue) -> bool:
-    """Whether two names of a setting have the same value; one name that stands twice is a slip even so."""
+    """Return whether two names of a setting have the same value; the same name twice is a mistake even then."""
     same_name = plain_name(one.name) == plain_name(other.name)
     return not same_name and is_equal(to_setting_type(name, one.value), to_setting_type(name, other.value))
 

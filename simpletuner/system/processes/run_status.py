@@ -35,11 +35,11 @@ MAX_BYTES = 1 << 20
 WRITE_SECONDS = 2.0
 """Between writes that only tell progress. Changes of the state are written at once."""
 LOCK_SECONDS = 2.0
-"""How long the end waits for a write that hangs, as on a file system that does not answer."""
+"""Longest wait, at the end, for a write that hangs, as on a file system that does not answer."""
 
 
 class RunState(StrEnum):
-    """What a run is doing, or how it ended."""
+    """State of a run: its activity, or its end."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -58,7 +58,7 @@ class RunStatus:
 
     state: RunState
     reason: str = ""
-    """How the run stops or has ended, as a sentence."""
+    """Reason of the stop or the end, as a sentence."""
     hint: str = ""
     doing: str = ""
     """The phase, such as `training`, and how much of it is done where `total` is above 0."""
@@ -113,7 +113,7 @@ class StatusWriter:
         self.path: Path | None = None
         self.status = RunStatus(RunState.STARTING)
         self.is_own: Callable[[RunStatus], bool] = lambda found: False
-        """Whether a status is of the start that this process belongs to."""
+        """Predicate of a status of the start that this process belongs to."""
         self.holds_lock = False
         self.counted: tuple[int, float | None, float | None] | None = None
         """Step, loss, and when training ends by the last estimate, in seconds of time.monotonic()."""

@@ -37,7 +37,7 @@ class StopRequest:
         self.before_exit: Callable[[str], None] = lambda sentence: None
         """Called when a second signal ends this process, with the sentence that says so."""
         self.may_exit = True
-        """Whether a second signal exits this process. Not in ranks: their launcher kills them."""
+        """True if a second signal exits this process. Not in ranks: their launcher kills them."""
 
     def check(self) -> None:
         """Raise Stopped if a signal came; for phases whose work is already safe on disk."""

@@ -30,12 +30,12 @@ REWRITING_RANK = 998
 """In the name of shards that hold what was kept of others."""
 
 Needed = Mapping[Path, Iterable["CacheRequest"]]
-"""What a run needs, by the resolved folder that caches it."""
+"""Records that a run needs, by the resolved folder that caches them."""
 
 
 @dataclass(frozen=True)
 class Unused:
-    """What no request names in one cache: files without a used record, and `mixed` shards, which are rewritten.
+    """Unused parts of one cache: files without a used record, and `mixed` shards, which are rewritten.
 
     `used` says which rows of the index are used.
     """

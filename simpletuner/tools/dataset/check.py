@@ -38,7 +38,7 @@ from simpletuner.tools.dataset.findings import DatasetFinding, finding, findings
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What to look at besides headers and captions."""
+    """Options of the check, in addition to headers and captions."""
 
     decode: bool = True
     sheets: Path | None = None
@@ -46,7 +46,7 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class CheckedDataset:
-    """One dataset: its buckets, what is worth a look, and its contact sheets by bucket."""
+    """A dataset: its buckets, findings, and contact sheets by bucket."""
 
     summary: DatasetSummary
     findings: list[DatasetFinding]

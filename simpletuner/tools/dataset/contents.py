@@ -24,7 +24,7 @@ NOISE = 2
 
 @dataclass(frozen=True)
 class Content:
-    """What one image is compared by."""
+    """Fingerprints by which an image is compared."""
 
     checksum: bytes
     gradients: int
@@ -32,7 +32,7 @@ class Content:
     colours: np.ndarray
     """(16, 16, 3) uint8."""
     doubt: str = ""
-    """What may be wrong about the colours."""
+    """Remark on its colours."""
 
     @cached_property
     def contrast(self) -> float:

@@ -1,4 +1,4 @@
-"""What is worth a look in a dataset, each kind with a sentence for people and all names for scripts."""
+"""Findings in a dataset, each kind with a sentence for people and all names for scripts."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 # pyarrow comes without types.
@@ -29,10 +29,10 @@ MAX_SUFFIXES = 6
 
 @dataclass(frozen=True)
 class DatasetFinding:
-    """One kind of thing found in one dataset."""
+    """A kind of finding in one dataset."""
 
     topic: str
-    """What it is about: files, images, sizes, captions, repeats."""
+    """Subject: files, images, sizes, captions, repeats."""
     kind: str
     """A name for scripts."""
     count: int

@@ -57,7 +57,7 @@ EFS_SOURCE = re.compile(r"(fs-[0-9a-f]+)(\.efs\.[a-z0-9.-]+)?:/")
 
 
 class Reach(StrEnum):
-    """Who sees the files of a filesystem."""
+    """Visibility of a filesystem's files to other nodes."""
 
     SHARED = "shared"
     LOCAL = "local"
@@ -66,7 +66,7 @@ class Reach(StrEnum):
 
 @dataclass(frozen=True)
 class Mount:
-    """One mount; `root` is the part of its source that is mounted, which shows bind mounts."""
+    """A mount; `root` is the part of its source that is mounted, which shows bind mounts."""
 
     number: int
     parent: int

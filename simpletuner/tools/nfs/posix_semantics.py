@@ -1,4 +1,4 @@
-"""What saving and resuming rely on: atomic rename, exclusive create, locks, and deletes that other nodes see."""
+"""Semantics that saving and resuming rely on: atomic rename, exclusive create, locks, and visible deletes."""
 
 from __future__ import annotations
 

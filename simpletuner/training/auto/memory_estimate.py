@@ -66,7 +66,7 @@ def training_rows(
 
 
 def host_rows(settings: Settings, inputs: MemoryInputs, checkpoint: int, on_gpu: bool) -> Iterator[MemoryRow]:
-    """Yield what is held of weights a second time in the host's memory, to copy it without waiting."""
+    """Yield host-memory rows for copies of the weights (EMA, checkpoints)."""
     share = inputs.num_parameters / (inputs.num_ranks if settings.parallel.zero_stage else shard_ranks(settings))
     if on_gpu and inputs.ema_device == "cpu":
         yield MemoryRow("EMA's copy", host=FLOAT32_BYTES * share, formula="of the weights, page-locked")

@@ -1,4 +1,5 @@
-"""What `gradient_checkpointing=auto` recomputes: as little as fits, by bytes that are counted before training."""
+"""Resolution of `gradient_checkpointing=auto`: recompute as little as fits, by bytes that are counted before
+training."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Scale = Literal["linear", "log"]
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart: what it shows, and (points,) steps and values."""
+    """A line of a chart: its label, and (points,) steps and values."""
 
     label: str
     style: Style

@@ -95,7 +95,7 @@ class Gallery:
         return one.path == two.path or self._digest(one.path) == self._digest(two.path)
 
     def _digest(self, path: Path) -> bytes:
-        """Return a hash of an image's pixels; of a damaged one one of its own."""
+        """Return a hash of an image's pixels; a unique one if it is damaged."""
         if path not in self.digests:
             content = str(path).encode()
             with suppress(OSError):

@@ -22,7 +22,7 @@ from simpletuner.training.metrics.wandb_process import STATE, read_state
 RETRY_SECONDS = 60.0
 """Before the process is started again after it failed; doubles each time."""
 CLOSE_SECONDS = 120.0
-"""How long what is left may take to be sent when the run ends."""
+"""Longest time in which the rest is sent when the run ends."""
 
 
 class WeightsAndBiases:
@@ -84,7 +84,7 @@ class WeightsAndBiases:
         """Run the process to its end, and report what it says."""
         command = module_command("simpletuner.training.metrics.wandb_process")
         pipe = subprocess.PIPE
-        # A session of its own: Ctrl-C is for the run, which ends the process by its input.
+        # A separate session: Ctrl-C is for the run, which ends the process by its input.
         with subprocess.Popen(
             command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe
         ) as process:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and whether it fits."""
+"""Choice of the checkpoint that a run resumes from, and checks that it fits."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def refuse_other_adapter(checkpoint: Checkpoint, adapter: Adapter) -> None:
 
 
 def find_misfit(checkpoint: Checkpoint, family: ModelFamily) -> str:
-    """Return which weights of a checkpoint are not those of the denoiser; empty if all are."""
+    """Describe weights of a checkpoint that do not match the denoiser; empty if all do."""
     wanted = family.trained_shapes()
     try:
         found = read_shapes(checkpoint.files("model"), str(checkpoint.folder))

@@ -23,7 +23,7 @@ Rows = list[tuple[str, Any]]
 """Of a table of names and values."""
 
 LOSS_STEPS = 20
-"""How many steps, at most, the first and the last loss are means of; they never overlap."""
+"""Largest number of steps that the first and the last loss are means of; they never overlap."""
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
