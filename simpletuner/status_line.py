@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DRAW_SECONDS = 0.5
+# Between lines where there is no terminal, and in the log.
 LINE_SECONDS = 60.0
-"""Between lines where there is no terminal, and in the log."""
+# 30 years; timedelta raises beyond 3 million.
 LONGEST_SECONDS = 1e9
-"""30 years; timedelta raises beyond 3 million."""
+# A phase that takes longer shows for how long it has been running, and a job how long the rest takes.
 SOON_SECONDS = 3.0
-"""A phase that takes longer shows for how long it has been running, and a job how long the rest takes."""
 
 
 class Erase:

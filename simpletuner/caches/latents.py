@@ -30,8 +30,8 @@ from simpletuner.settings import Settings
 from simpletuner.system.numbers import count_noun
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# More of them wait for one another: each holds the GIL for a part of its work, and an image in memory.
 MOST_DECODING_THREADS = 16
-"""More of them wait for one another: each holds the GIL for a part of its work, and an image in memory."""
 
 
 class LatentsCache:

@@ -27,8 +27,9 @@ from simpletuner.system.files.atomic import replace_folder, unfinished_path, wri
 from simpletuner.system.files.checksums import is_intact, with_checksum
 from simpletuner.system.files.regular_files import read_file
 
+# In an exported pipeline: after how many steps it was written, with size and checksum of every file; written
+# last.
 FINISHED = "simpletuner.json"
-"""In an exported pipeline: after how many steps it was written, with size and checksum of every file; written last."""
 SCHEDULER = "scheduler/scheduler_config.json"
 """Written from the family's config, which holds the run's prediction type; all other components are copied."""
 

@@ -23,12 +23,12 @@ BUSY_SHARE = 0.05
 SAMPLE_SECONDS = 5.0
 PAUSE_SECONDS = 10.0
 """Gap between questions that means that this process was stopped itself, as by Ctrl-Z, probably with the others."""
+# By the letter of /proc/PID/stat.
 STATES = {
     "T": "the process is stopped (SIGSTOP)",
     "t": "the process is held by a debugger",
     "D": "it waits for a disk or a driver",
 }
-"""By the letter of /proc/PID/stat."""
 PAUSED_STATES = ("T", "t")
 WARN_SECONDS = 10.0
 """Time for which a rank may be stopped before a warning."""

@@ -20,8 +20,8 @@ from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# Of collectives of other threads, in which ranks wait for slow disks; a rank that ends breaks them at once.
 THREAD_TIMEOUT = timedelta(days=1)
-"""Of collectives of other threads, in which ranks wait for slow disks; a rank that ends breaks them at once."""
 JOIN_SECONDS = 300
 """Longest wait of a rank for the others to join."""
 ABORT_SECONDS = 5

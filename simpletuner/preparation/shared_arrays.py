@@ -15,8 +15,8 @@ import xxhash
 from simpletuner.parallel.world import World
 
 ALIGNMENT_BYTES = 64
+# Less is not worth a file.
 LEAST_BYTES = 1 << 20
-"""Less is not worth a file."""
 
 
 def share_arrays(arrays: Sequence[np.ndarray], place: str, world: World, stop: Callable[[], None]) -> list[np.ndarray]:

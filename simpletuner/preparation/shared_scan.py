@@ -41,8 +41,8 @@ from simpletuner.system.files.atomic import remove
 from simpletuner.system.numbers import count_noun
 
 CHUNK_FILES = 256
+# A rank that is killed loses no more of its work.
 PART_SECONDS = 20
-"""A rank that is killed loses no more of its work."""
 
 
 NOT_LISTED = FileList(pa.table({}), OtherFiles())

@@ -19,8 +19,8 @@ VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained"
 """Sets of weights to evaluate, by the setting ema_validation."""
 
 
+# Of the weights that one launch of kernels averages: a conversion by the engine holds as much.
 GROUP_BYTES = 256 << 20
-"""Of the weights that one launch of kernels averages: a conversion by the engine holds as much."""
 
 
 class EMA:

@@ -18,8 +18,8 @@ from simpletuner.caches.store.records import RecordLocation, record_keys
 from simpletuner.caches.store.shard_index import IndexEntry, read_index_from
 from simpletuner.system.files.cache_files import INDEX_SUFFIX, index_of
 
+# A listing of 10,000 shards takes 5 ms.
 REFRESH_SECONDS = 1.0
-"""A listing of 10,000 shards takes 5 ms."""
 MERGED_AT, MERGED_SHARE = 4096, 16
 """Waiting records that trigger a merge: a number, or a share of those merged. A row takes 64 bytes, a location 800."""
 

@@ -30,8 +30,9 @@ from simpletuner.system.files.cache_files import OURS, SHARD_SUFFIX, disk_bytes,
 if TYPE_CHECKING:
     from simpletuner.data.storage.object_storage import ObjectStorage
 
+# A killed run uploads at most one of these per rank again; a first start elsewhere makes one request for
+# each.
 SHARD_BYTES = 128 << 20
-"""A killed run uploads at most one of these per rank again; a first start elsewhere makes one request for each."""
 NUMBERS = 10**15
 UPLOADS = 2
 """Shards of a rank that are uploaded at once, each in parts, while the next one is written."""

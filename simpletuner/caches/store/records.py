@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from simpletuner.caches.store.keys import KeyParts
 from simpletuner.system.files.checksums import value_checksum
 
+# At multiples of it records begin: torch.frombuffer needs aligned numbers.
 ALIGNMENT_BYTES = 8
-"""At multiples of it records begin: torch.frombuffer needs aligned numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 MAPS = 256
 """Shards that a reader keeps mapped. Page tables of a map take up to 2 MiB, and a process may have 65,530 maps."""
 SHARD_BYTES = 1 << 30
+# In the name of shards that hold only retractions: readers do not know their rank.
 RETRACTING_RANK = 999
-"""In the name of shards that hold only retractions: readers do not know their rank."""
 
 
 class ShardWriter:

@@ -18,8 +18,8 @@ from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.sampler.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, split_for_rank
 from simpletuner.data.samples.samples import Sample
 
+# Two, so that one reads from the disk while the other hashes and stacks; both release the GIL there.
 THREADS = 2
-"""Two, so that one reads from the disk while the other hashes and stacks; both release the GIL there."""
 
 Conditioning = dict[str, Tensor]
 

@@ -14,8 +14,8 @@ from simpletuner.system.files.paths import ENVIRONMENT
 if TYPE_CHECKING:
     from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
 
+# Of each part of a path, on the usual file systems.
 MAX_NAME_BYTES = 255
-"""Of each part of a path, on the usual file systems."""
 
 
 def latents_folder(dataset: ImageDataset, settings: Settings) -> Path:

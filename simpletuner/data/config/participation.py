@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Copies = int | Fraction
 
+# More steps or epochs than any run has.
 NO_LIMIT = 1 << 62
-"""More steps or epochs than any run has."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 BY_PILLOW = frozenset({".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".gif", ".tif", ".tiff", ".bmp"})
 BY_PLUGIN = frozenset({".heic", ".heif"})
+# As Pillow names its plugins; that of JPEG opens MPO, too.
 PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "BMP", "GIF")
-"""As Pillow names its plugins; that of JPEG opens MPO, too."""
 PLUGIN_FORMAT = "HEIF"
 READ = "JPEG, PNG, WebP, AVIF, TIFF, BMP, GIF, and HEIC with pillow-heif"
 INSTALL = "pip install 'simpletuner[heif]'"

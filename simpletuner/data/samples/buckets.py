@@ -17,11 +17,11 @@ from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import Samples, different_values
 from simpletuner.errors import DataError
 
+# More is a mistake in `repeats`: at 1,000 samples per second, such an epoch takes four months.
 MAX_EPOCH_SAMPLES = 10**10
-"""More is a mistake in `repeats`: at 1,000 samples per second, such an epoch takes four months."""
 
+# By name, such as `1024x1024`.
 Buckets = dict[str, Bucket]
-"""By name, such as `1024x1024`."""
 
 
 def bucket_name(code: int) -> str:

@@ -11,8 +11,8 @@ from simpletuner.data.samples.buckets import Buckets, bucket_name
 from simpletuner.data.samples.dataset_warnings import enlargements
 from simpletuner.data.samples.samples import DatasetSamples, Samples, Sizes, different_values
 
+# Above this factor an image visibly lacks detail.
 MUCH_ENLARGED = 1.25
-"""Above this factor an image visibly lacks detail."""
 
 
 @dataclass(frozen=True)

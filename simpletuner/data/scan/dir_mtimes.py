@@ -23,8 +23,8 @@ from simpletuner.data.scan.file_list import CAPTION_VERSION, FILE, FileList, Oth
 from simpletuner.data.scan.scan_cache import intact_files, open_table, write_table
 from simpletuner.data.storage.storage import LocalStorage, Storage
 
+# So many files are listed in less than a second, and then a rewritten one is noticed before training.
 FEW_FILES = 100_000
-"""So many files are listed in less than a second, and then a rewritten one is noticed before training."""
 MOUNTS = Path("/proc/self/mountinfo")
 KEEP_TIMES = frozenset(
     {"bcachefs", "beegfs", "btrfs", "ceph", "ext2", "ext3", "ext4", "f2fs", "gfs2", "gpfs", "lustre", "nfs", "nfs4"}

@@ -32,8 +32,8 @@ NOT_SETTLED = -1
 FolderId = tuple[int, int]
 """Device and inode of a folder: the same one whatever path or link leads to it."""
 
+# Of the file with an image's caption, next to the image.
 CAPTION_SUFFIX = ".txt"
-"""Of the file with an image's caption, next to the image."""
 
 
 class UnreadableFileError(ValueError):

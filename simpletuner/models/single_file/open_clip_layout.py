@@ -19,11 +19,11 @@ IN_A_LAYER = {
     "mlp.fc2": "mlp.c_proj",
     "self_attn.out_proj": "attn.out_proj",
 }
+# Of the model itself, which for transformers are those of a layer.
 PARAMETERS = {
     "embeddings.position_embedding.weight": "positional_embedding",
     "text_projection.weight": "text_projection",
 }
-"""Of the model itself, which for transformers are those of a layer."""
 OTHERS = {"embeddings.token_embedding": "token_embedding", "final_layer_norm": "ln_final"}
 
 

@@ -31,8 +31,9 @@ SETTLED = (State.FINISHED, State.STOPPED, State.FAILED, State.KILLED, State.UNKN
 """States that only a file can change."""
 LIVE_SECONDS = 1.0
 """Lifetime of the summary of a run that has not ended, however many ask."""
+# Within this time of a change, a folder may change again without another time: clocks of file systems are
+# coarse.
 SETTLED_SECONDS = 1.0
-"""Within this time of a change, a folder may change again without another time: clocks of file systems are coarse."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from simpletuner.run_log import LOG
 
 ENTRY = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?P<source>\[[^\]]*\] )?(?P<text>.*)")
 KINDS = ("warning", "error", "traceback")
+# Of the end of a log.
 MAX_BYTES = 4 << 20
-"""Of the end of a log."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from simpletuner.training.html_report.thumbnails import FILE
 
 STOP_POLLING = 286
 """HTTP status by which htmx ends a poll."""
+# Longer sides of images: in the grid over all steps, and of the step that the slider shows.
 EDGES_PX = (160, 512)
-"""Longer sides of images: in the grid over all steps, and of the step that the slider shows."""
 
 
 def show_list(request: Request) -> Response:

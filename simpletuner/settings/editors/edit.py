@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+# In place of a value: the setting is taken out of the file.
 REMOVED: Final = object()
-"""In place of a value: the setting is taken out of the file."""
 
 
 @dataclass(frozen=True)

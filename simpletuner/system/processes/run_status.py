@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 STATUS = "status.json"
 MAX_BYTES = 1 << 20
+# Between writes that only tell progress. Changes of the state are written at once.
 WRITE_SECONDS = 2.0
-"""Between writes that only tell progress. Changes of the state are written at once."""
 LOCK_SECONDS = 2.0
 """Longest wait, at the end, for a write that hangs, as on a file system that does not answer."""
 

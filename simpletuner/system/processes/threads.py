@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+# More gain little for blocks of columns, which wait for memory.
 MOST_THREADS = 8
-"""More gain little for blocks of columns, which wait for memory."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from simpletuner.caches.fill.jobs import CacheRequest
     from simpletuner.settings import Loaded
 
+# In the name of shards that hold what was kept of others.
 REWRITING_RANK = 998
-"""In the name of shards that hold what was kept of others."""
 
 Needed = Mapping[Path, Iterable["CacheRequest"]]
 """Records that a run needs, by the resolved folder that caches them."""

@@ -22,8 +22,8 @@ from simpletuner.data.samples.samples import DatasetSamples, Sizes
 from simpletuner.data.scan.file_list import CAPTION_VERSION
 from simpletuner.system.numbers import count_noun
 
+# An image with a shorter side has nothing to learn from, whatever the resolution.
 TINY_PX = 64
-"""An image with a shorter side has nothing to learn from, whatever the resolution."""
 MAX_SUFFIXES = 6
 
 

@@ -18,8 +18,8 @@ from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError
 from simpletuner.tools.nfs.results import CHECKS, Finding, Status, explain_errno, failed, parse_finding, skipped, worst
 from simpletuner.tools.nfs.workspace import cleanup_after_kill
 
+# After how long the watchdog says that the filesystem does not answer.
 UNRESPONSIVE_SECONDS = 10.0
-"""After how long the watchdog says that the filesystem does not answer."""
 
 Check = Callable[[Rendezvous], Finding]
 IN_ORDER: dict[str, Check] = {

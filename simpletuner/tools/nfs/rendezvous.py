@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from simpletuner.tools.nfs.visibility import Pong
 
 HEARTBEAT_SECONDS = 0.1
+# A registered node without a new heartbeat for this long is dead.
 STALE_SECONDS = 3.0
-"""A registered node without a new heartbeat for this long is dead."""
 CLAIM_ATTEMPTS = 20
 
 

@@ -20,13 +20,13 @@ from simpletuner.tools.nfs.rendezvous import Node, Rendezvous
 from simpletuner.tools.nfs.results import Finding, failed, format_ranks, passed, plural, skipped, warned
 
 MIB, GB = 2**20, 10**9
+# Caches, images and metrics come on top of checkpoints: below this many times the estimate is a warning.
 MARGIN = 1.2
-"""Caches, images and metrics come on top of checkpoints: below this many times the estimate is a warning."""
 LEAST_FREE_BYTES = GB
 LEAST_FREE_INODES = 10_000
 DEFAULT_SIZE_MIB = 32
+# Without --size, writing stops after this long, so that the whole check stays short on a slow disk.
 BUDGET_SECONDS = 0.4
-"""Without --size, writing stops after this long, so that the whole check stays short on a slow disk."""
 CHUNK_BYTES = 4 * MIB
 SLOW_MIB_PER_SECOND = 20.0
 CONNECT_SECONDS = 3.0

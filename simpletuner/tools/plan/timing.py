@@ -19,11 +19,11 @@ PRODUCTS, ATTENTION, TRAFFIC, LINK = 0.71, 0.55, 0.8, 0.7
 COMPILED_TRAFFIC = 0.28
 """Share of pointwise operators' memory traffic that is left once a compiler has fused them."""
 
+# Of one operator without compiler, on the host: what small samples cost at least.
 LAUNCH_SECONDS = 6e-6
-"""Of one operator without compiler, on the host: what small samples cost at least."""
 
+# Between machines, for each GPU: 200 Gbit/s.
 NETWORK_GB_PER_SECOND = 25.0
-"""Between machines, for each GPU: 200 Gbit/s."""
 
 HOST_GB_PER_SECOND = 25.0
 """Rate of PCIe to a GPU, and of the host's memory for one rank's optimizer."""

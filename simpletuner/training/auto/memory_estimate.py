@@ -23,8 +23,8 @@ from simpletuner.settings.foreign.deepspeed.config import deepspeed_config
 from simpletuner.system.numbers import format_gib
 from simpletuner.training.auto.workload import Workload
 
+# Of CUDA and its libraries in each process; not measured.
 CONTEXT_BYTES = 550 * 2**20
-"""Of CUDA and its libraries in each process; not measured."""
 
 
 def estimate_training(settings: Settings, workload: Workload) -> MemoryEstimate:

@@ -21,8 +21,8 @@ from simpletuner.system.processes.host_memory import available_bytes
 from simpletuner.training.auto.memory_estimate import CONTEXT_BYTES, estimate_training
 from simpletuner.training.auto.workload import Workload
 
+# Of the memory that is free: torch's allocator leaves gaps between tensors. Not measured.
 USABLE = 0.95
-"""Of the memory that is free: torch's allocator leaves gaps between tensors. Not measured."""
 
 BUDGETS = (0.75, 0.5, 0.25)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+# Of all steps: how many the running mean is over.
 WINDOW_SHARE = 0.05
-"""Of all steps: how many the running mean is over."""
 
 
 def window_of(points: int, share: float = WINDOW_SHARE) -> int:

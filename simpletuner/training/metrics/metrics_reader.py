@@ -22,8 +22,8 @@ TAIL_BYTES = 64 << 10
 MAX_BYTES = 4 << 30
 """The largest file of metrics that is read: 15 million rows of 280 bytes."""
 NUMBERS = {int, float, bool}
+# Up to which float64 has all integers.
 LARGEST_INTEGER = 1 << 53
-"""Up to which float64 has all integers."""
 
 
 class MetricsReader:

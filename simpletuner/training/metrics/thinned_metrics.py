@@ -10,8 +10,8 @@ import numpy as np
 from simpletuner.training.metrics.curves import running_mean, window_of
 from simpletuner.training.metrics.metrics_reader import MetricColumns
 
+# Between half as many and these are kept; a chart has 600 columns. Must be even.
 MAX_BLOCKS = 4096
-"""Between half as many and these are kept; a chart has 600 columns. Must be even."""
 
 
 class ThinnedColumn:

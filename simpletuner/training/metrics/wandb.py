@@ -19,8 +19,8 @@ from simpletuner.system.files.atomic import write_json
 from simpletuner.system.processes.python_process import module_command
 from simpletuner.training.metrics.wandb_process import STATE, read_state
 
+# Before the process is started again after it failed; doubles each time.
 RETRY_SECONDS = 60.0
-"""Before the process is started again after it failed; doubles each time."""
 CLOSE_SECONDS = 120.0
 """Longest time in which the rest is sent when the run ends."""
 

@@ -20,8 +20,8 @@ from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.training.metrics.metrics_reader import METRICS, MetricsReader
 
+# In output_dir: the run's id, and the last step of each group that was handed to the library.
 STATE = "wandb.json"
-"""In output_dir: the run's id, and the last step of each group that was handed to the library."""
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
 """Longest time to connect before a report, and before a run that ends gives up; WANDB_INIT_TIMEOUT, which is the

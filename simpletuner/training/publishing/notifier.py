@@ -18,8 +18,8 @@ from simpletuner.system.http_requests import http_request
 from simpletuner.system.processes.threads import SerialWorker
 from simpletuner.training.metrics.metrics_reader import METRICS, last_row
 
+# For one POST. At the end of a run a message may have to wait for the one before.
 SECONDS = 5.0
-"""For one POST. At the end of a run a message may have to wait for the one before."""
 
 
 class Notifier:
