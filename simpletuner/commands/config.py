@@ -108,7 +108,7 @@ def docs(
     ] = False,
 ) -> None:
     """Print the page of all settings, docs/options.md."""
-    from simpletuner.settings.original.page import original_page
+    from simpletuner.settings.importing.page import original_page
     from simpletuner.settings.showing.schema import options_page
 
     Report().text(original_page() if original else options_page())

@@ -16,8 +16,8 @@ from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.errors import closest, shown_value
 from simpletuner.settings.declared.knob import extra_of, shown_default, type_name
 from simpletuner.settings.declared.sections import SECTION_OF, SECTIONS, setting_fields
-from simpletuner.settings.files.extra_args import parse_arguments
-from simpletuner.settings.original.names import TABLE
+from simpletuner.settings.files.arguments import parse_arguments
+from simpletuner.settings.foreign.recognition import answer_for
 from simpletuner.settings.resolving.loading import canonical_name
 from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
 from simpletuner.settings.values.spelling import SWITCH_WORDS, SWITCHES, choices_of, normalize_name
@@ -67,7 +67,7 @@ def refuse_misspelled(unknown: Iterable[str], own: Iterable[str]) -> None:
     """Raise SettingsError for what is nearest to an option of the command; the settings layer suggests settings."""
     flags = {normalize_name(flag.lstrip("-")): flag for flag in own}
     for flag in unknown:
-        if normalize_name(flag.lstrip("-")) in TABLE.rules:  # a setting of the original, which has its own answer
+        if answer_for(normalize_name(flag.lstrip("-"))):  # a setting of the original, which has its own answer
             continue
         if meant := flags.get(closest(flag, [*flags, *setting_fields()])):
             raise SettingsError(f"unknown option `{flag}`; did you mean `{meant}`?", "`--help` lists every option")

@@ -25,10 +25,11 @@ from simpletuner.settings.files.config_files import CONFIG_ENV
 from simpletuner.settings.files.file_entries import NotParsed
 from simpletuner.settings.files.formats import read_text
 from simpletuner.settings.files.raw_values import Origin, Source
-from simpletuner.settings.original.other_trainers import is_dataset_file
-from simpletuner.settings.original.sorting import (
+from simpletuner.settings.foreign.recognition import is_dataset_file
+from simpletuner.settings.importing.sorting import (
     Original,
     first_existing,
+    names_accelerate,
     read_original,
     read_there,
     relocated,
@@ -37,11 +38,11 @@ from simpletuner.settings.original.sorting import (
     take_values,
     working_folder,
 )
-from simpletuner.settings.original.toml import MARK, sources_of
-from simpletuner.settings.original.translation import There, translate
+from simpletuner.settings.importing.toml import MARK, sources_of
+from simpletuner.settings.importing.translation import There, translate
 from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_json
 from simpletuner.settings.resolving.places import naming_places
-from simpletuner.settings.resolving.sources import from_accelerate, is_accelerate_config
+from simpletuner.settings.resolving.sources import from_accelerate
 from simpletuner.settings.resolving.variables import from_env_file
 from simpletuner.system.files.output_file import refuse_overwriting
 
@@ -119,7 +120,7 @@ def check_model(original: Original) -> None:
 
 def accelerate_of(original: Original, root: Path) -> list[Source]:
     """Return what the accelerate file says that a file of the original names."""
-    named = next((each.value for each in original.values if is_accelerate_config(each.name) and each.value), None)
+    named = next((each.value for each in original.values if names_accelerate(each) and each.value), None)
     return from_accelerate(relocated(named, root), {}) if named else []
 
 

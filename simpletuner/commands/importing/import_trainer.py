@@ -20,15 +20,10 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.support import check_runnable
 from simpletuner.settings.declared.sections import Data
 from simpletuner.settings.files.formats import read_entries, suffix_of
-from simpletuner.settings.original.other_trainers import (
-    KOHYA,
-    is_dataset_file,
-    trainer_of,
-    translate_kohya,
-    translate_pipe,
-)
-from simpletuner.settings.original.sorting import LeftOut, Original, first_existing, take_translated
-from simpletuner.settings.original.toml import sources_of
+from simpletuner.settings.foreign.recognition import KOHYA, is_dataset_file, trainer_of
+from simpletuner.settings.importing.other_trainers import translate_kohya, translate_pipe
+from simpletuner.settings.importing.sorting import LeftOut, Original, first_existing, take_translated
+from simpletuner.settings.importing.toml import sources_of
 from simpletuner.settings.resolving.loading import resolve
 
 

@@ -12,8 +12,8 @@ from simpletuner.errors import Mistake, SettingsError, collect_error
 from simpletuner.report import Report
 from simpletuner.run_log import CONTROLS
 from simpletuner.settings.declared.errors import shown_value
-from simpletuner.settings.original.sorting import LeftOut, Original
-from simpletuner.settings.original.toml import write_toml
+from simpletuner.settings.importing.sorting import LeftOut, Original
+from simpletuner.settings.importing.toml import write_toml
 from simpletuner.settings.resolving.loading import Loaded
 from simpletuner.system.files.output_file import refuse_overwriting, save
 from simpletuner.system.numbers import count_noun

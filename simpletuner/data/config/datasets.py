@@ -33,7 +33,7 @@ from simpletuner.settings.declared.errors import allowed, did_you_mean, shorten
 from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.declared.sections import Data, DatasetSettings
 from simpletuner.settings.foreign.key_table import Keeps, KeyTable, Refuses, Rule, interpret, put
-from simpletuner.settings.original.names import is_off, zero_as
+from simpletuner.settings.foreign.original.names import is_off, zero_as
 from simpletuner.settings.values.spelling import choices_of, normalize_name, normalize_value
 from simpletuner.system.files.paths import shown_path
 

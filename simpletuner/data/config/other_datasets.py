@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from simpletuner.data.config.folders import id_of_folder
-from simpletuner.settings.original.other_trainers import UNKNOWN
+from simpletuner.settings.importing.other_trainers import UNKNOWN
 
 Lost = tuple[str, Any, str]
 """A name there, its value, and why it has no place here."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.errors import nearest, shorten
 from simpletuner.settings.declared.sections import Model, Parallel
-from simpletuner.settings.original.trained_values import FAMILY_NAMES, ONLY_THERE
+from simpletuner.settings.foreign.original.trained_values import FAMILY_NAMES, ONLY_THERE
 from simpletuner.system.importing import import_named
 
 if TYPE_CHECKING:

@@ -36,6 +36,10 @@ BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 REASONS = {
     ("lr_scheduler", "sine"): "no schedule rises again",
     ("lr_scheduler", "cosine_with_restarts"): "no schedule rises again: cosine falls once",
+    **dict.fromkeys(
+        [("optimizer", name) for name in ("adamw8bit", "adamw_8bit", "bnb_adamw8bit", "adamw_bf16")],
+        "optimizer=adamw with state_layout=split has moments of 8 bits, 6 bytes per weight in all",
+    ),
 }
 """Values that users of other tools have in their files, and why they are refused."""
 

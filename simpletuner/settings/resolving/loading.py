@@ -14,14 +14,13 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from simpletuner.errors import MAX_MISTAKES, Mistake
+from simpletuner.errors import MAX_MISTAKES, Mistake, SettingsError
 from simpletuner.run_log import LOG
 from simpletuner.settings.declared.errors import (
     UNKNOWN,
     InvalidSettings,
     did_you_mean,
     shorten,
-    shown_value,
     to_mistake,
 )
 from simpletuner.settings.declared.knob import extra_of
@@ -31,21 +30,18 @@ from simpletuner.settings.files.file_entries import TOO_DEEP, check_depth, reaso
 from simpletuner.settings.files.formats import read_text
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source
 from simpletuner.settings.foreign.accelerate.messages import missing_ranks
-from simpletuner.settings.foreign.key_table import Maps
-from simpletuner.settings.original.names import TABLE, has_own_names, map_name
-from simpletuner.settings.original.warnings import Fields, about_source, is_original, other_defaults
+from simpletuner.settings.foreign.recognition import answer_for, names_of_original
 from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config
 from simpletuner.settings.resolving.places import with_places
-from simpletuner.settings.resolving.sources import RANKS, MergedValues, collect_sources, is_equal, to_setting_type
+from simpletuner.settings.resolving.sources import RANKS, MergedValues, collect_sources
 from simpletuner.settings.rules.rules import find_contradictions, find_missing, normalize, warnings_about
 from simpletuner.settings.values.spelling import OTHER_NAMES, WORDS_FOR_NOTHING, normalize_name
 from simpletuner.system.files.paths import expand_path
 
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
 """A short table of texts as it is typed: name=text,name=text."""
-IMPORT = (
-    "`simpletuner config import {} --output=run.toml` translates a file of the original, or says what would be lost"
-)
+SHOWN = 3
+"""Largest number of the original's names that are listed."""
 NO_ORIGIN = Origin("default", None)
 
 
@@ -84,18 +80,15 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     sources = list(sources)
     merged = MergedValues()
     warnings = [warning for source in sources for warning in source.warnings]
-    originals: list[str] = []
     outranked: list[Mistake] = []
     for source in sources:
-        fields = map_source(source)
+        refuse_original(source)
         found = outranked if source.is_outranked else merged.mistakes
-        for given in canonical_values(fields, found):
+        for given in canonical_values(source, found):
             merged.set(given, source.name)
         found += source.mistakes
-        warnings += about_source(source, fields)
-        originals += [source.name] if is_original(source, fields) and not source.is_outranked else []
     warnings += sort_outranked(outranked, merged)
-    warnings += [*other_defaults(originals, merged.values), *apply_deepspeed_config(merged)]
+    warnings += apply_deepspeed_config(merged)
     mistakes, origins = merged.mistakes, merged.origins
     settings, invalid = validate(merged.values, origins, mistakes)
     if complete and RANKS not in merged.origins:
@@ -104,8 +97,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     # Rules compare typed values: of a setting that is not valid by itself they know nothing.
     mistakes += [with_places(rule, origins) for rule in found if invalid.isdisjoint((rule.setting, *rule.others))]
     if mistakes:
-        theirs = next((name for name in originals if any(name in mistake.place for mistake in mistakes)), "")
-        raise InvalidSettings(settings, invalid, origins, mistakes, IMPORT.format(theirs) if theirs else "")
+        raise InvalidSettings(settings, invalid, origins, mistakes)
     about = [str(with_places(warning, origins)) for warning in warnings_about(settings)]
     settings, reasons = normalize(settings)
     # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
@@ -121,42 +113,44 @@ def sort_outranked(found: Iterable[Mistake], merged: MergedValues) -> Iterator[s
     The others, about settings that nothing else sets, are added to the mistakes.
     """
     for mistake in found:
-        rule = TABLE.rules.get(plain_name(mistake.setting))
-        name = rule.setting if isinstance(rule, Maps) else canonical_name(mistake.setting)
+        name = canonical_name(mistake.setting)
         if name and (name not in merged.origins or merged.origins[name].place in mistake.place):
             merged.mistakes.append(mistake)
         else:
             yield f"{mistake}; it is not used, since a config file is named"
 
 
-def map_source(source: Source) -> Fields:
-    """Say what becomes of each value, by the names that the original and this version have."""
-    names = [canonical_name(given.name) or plain_name(given.name) for given in source.values]
-    theirs = source.is_file and has_own_names(names)
-    return [
-        (given, map_name(given.name, name, given.value, theirs))
-        for given, name in zip(source.values, names, strict=True)
-    ]
+def refuse_original(source: Source) -> None:
+    """Raise SettingsError for a file with names that only the original's files have: `config import` translates it."""
+    if source.is_file and not source.is_outranked:
+        theirs = names_of_original(plain_name(given.name) for given in source.values)
+        if theirs:
+            more = f" and {len(theirs) - SHOWN} more" if len(theirs) > SHOWN else ""
+            message = f"{source.name} is a file of the original SimpleTuner: it has {', '.join(theirs[:SHOWN])}{more}"
+            command = f"simpletuner config import {source.name} --output=run.toml"
+            raise SettingsError(message, f"`{command}` translates it, or says what would be lost")
 
 
-def canonical_values(fields: Fields, mistakes: list[Mistake]) -> Iterable[RawValue]:
+def canonical_values(source: Source, mistakes: list[Mistake]) -> Iterable[RawValue]:
     """Return what a source gives by the names of settings, after adding a mistake for each that cannot be meant."""
     taken: dict[str, RawValue] = {}
-    for given, found in fields:
-        name = found.setting
-        if found.outcome == "unknown":
+    for given in source.values:
+        name = canonical_name(given.name)
+        if name is None:
             # Looking for a like name takes a millisecond, which tens of thousands of mistakes must not cost.
             mistakes.append(unknown_setting(given, may_guess=len(mistakes) < MAX_MISTAKES))
-        elif found.outcome == "refused":
-            mistakes.append(Mistake(given.name, found.note, given.place, shown_value(given.name, given.as_written)))
-        elif found.outcome == "set" and name in taken:
-            if not says_the_same(name, taken[name], replace(given, value=found.value)):
-                place = f"{taken[name].place} and {given.place}"
-                mistakes.append(Mistake(name, "it is set twice", place, hint="keep one of them"))
-        elif found.outcome == "set":
-            written = given.written if found.value is given.value else given.as_written
-            taken[name] = replace(given, value=found.value, written=written)
+        elif name in taken:
+            place = f"{taken[name].place} and {given.place}"
+            mistakes.append(Mistake(name, "it is set twice", place, hint="keep one of them"))
+        elif given.value is not None or is_known_null(name):
+            taken[name] = given
     return [read_table(name, given, mistakes) for name, given in taken.items()]
+
+
+def is_known_null(name: str) -> bool:
+    """Return whether validation has an answer for null; elsewhere it means that a setting is not set."""
+    field = setting_fields()[name]
+    return type(None) in get_args(field.annotation) or field.default not in ("", [])
 
 
 def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
@@ -172,7 +166,9 @@ def unknown_setting(given: RawValue, may_guess: bool) -> Mistake:
         return Mistake(given.name, "is neither a flag nor the value of one", given.place, hint=flag_for(given.name))
     is_variable = re.search(r"\.env:\d+$", given.place, re.IGNORECASE)
     otherwise = "set it in the shell if it is a variable of another program" if is_variable else ""
-    like = did_you_mean(name_elsewhere(given.name) or given.name, setting_fields()) if may_guess else ""
+    like = answer_for(plain_name(given.name))
+    if not like and may_guess:
+        like = did_you_mean(name_elsewhere(given.name) or given.name, setting_fields())
     return Mistake(given.name, UNKNOWN, given.place, hint=like or otherwise)
 
 
@@ -189,12 +185,6 @@ def flag_for(word: str) -> str:
     if path.is_dir():
         return f"a folder of images is named by --instance_data_dir={word}"
     return f"a config file is named by --config={word}" if path.is_file() else "values are written as --name=value"
-
-
-def says_the_same(name: str, one: RawValue, other: RawValue) -> bool:
-    """Return whether two names of a setting have the same value; the same name twice is a mistake even then."""
-    same_name = plain_name(one.name) == plain_name(other.name)
-    return not same_name and is_equal(to_setting_type(name, one.value), to_setting_type(name, other.value))
 
 
 def read_table(name: str, given: RawValue, mistakes: list[Mistake]) -> RawValue:

@@ -28,8 +28,7 @@ from simpletuner.settings.foreign.accelerate.fields import default_file, map_fil
 from simpletuner.settings.foreign.accelerate.launch import launched_entries
 from simpletuner.settings.foreign.accelerate.messages import mistakes_of, place_of_ranks, warnings_of
 from simpletuner.settings.foreign.key_table import MappedField
-from simpletuner.settings.original.other_trainers import trainer_of
-from simpletuner.settings.original.tables import RENAMED
+from simpletuner.settings.foreign.recognition import trainer_of
 from simpletuner.settings.resolving.variables import folder_variables, from_env_file, from_environment
 from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, normalize_name, normalize_value
 from simpletuner.system.files.paths import shown_path
@@ -166,7 +165,7 @@ def pop_accelerate_config(sources: list[Source]) -> Any:
 
 def is_accelerate_config(name: str) -> bool:
     name = normalize_name(name.lstrip("-")).removeprefix(PREFIX.lower())
-    return name in (ACCELERATE_CONFIG, *RENAMED[ACCELERATE_CONFIG].split())
+    return name == ACCELERATE_CONFIG
 
 
 def from_file(path: Path, environment: Mapping[str, str] = os.environ) -> Source:

@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_origin
 
-from simpletuner.errors import Mistake
 from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
 from simpletuner.settings.files.config_files import CONFIG_FOLDER, PREFIX
-from simpletuner.settings.files.extra_args import EXTRA_ARGS, split_arguments
 from simpletuner.settings.files.formats import read_entries
 from simpletuner.settings.files.raw_values import RawValue, Source, raw_value
-from simpletuner.settings.original.names import TABLE
+from simpletuner.settings.foreign.original.names import TABLE
 from simpletuner.settings.values.spelling import normalize_name
 from simpletuner.system.files.paths import shown_path
 
@@ -75,25 +73,13 @@ def from_variables(name: str, variables: Iterable[RawValue]) -> Source:
     """Return what variables say; those that are no settings are left out, with a reason."""
     source = Source(name, [])
     for variable in variables:
-        for given in with_arguments(variable, source.mistakes):
-            plain = normalize_name(given.name.removeprefix(PREFIX))
-            if plain not in NOT_SETTINGS:
-                value = [] if given.value == "" and is_list(plain) else given.value
-                source.values.append(replace(given, name=plain, value=value))
-            elif NOT_SETTINGS[plain]:
-                source.warnings.append(f"{given.name} ({given.place}) is not used: {NOT_SETTINGS[plain]}")
+        plain = normalize_name(variable.name.removeprefix(PREFIX))
+        if plain not in NOT_SETTINGS:
+            value = [] if variable.value == "" and is_list(plain) else variable.value
+            source.values.append(replace(variable, name=plain, value=value))
+        elif NOT_SETTINGS[plain]:
+            source.warnings.append(f"{variable.name} ({variable.place}) is not used: {NOT_SETTINGS[plain]}")
     return source
-
-
-def with_arguments(given: RawValue, mistakes: list[Mistake]) -> list[RawValue]:
-    """Return the arguments that a variable of the original holds; any other variable as it is."""
-    if normalize_name(given.name.removeprefix(PREFIX)) not in EXTRA_ARGS:
-        return [given]
-    try:
-        return split_arguments(given)
-    except ValueError as error:
-        mistakes.append(Mistake(given.name, str(error), given.place, hint="write each argument as a setting"))
-        return []
 
 
 def is_list(name: str) -> bool:

@@ -13,8 +13,8 @@ import pytest
 from simpletuner.app import main
 from simpletuner.settings import load
 from simpletuner.settings.declared.sections import SECTION_OF
-from simpletuner.settings.original.names import TABLE
-from simpletuner.settings.original.other_trainers import KOHYA, OF_KOHYA, PIPE, trainer_of
+from simpletuner.settings.foreign.original.names import TABLE
+from simpletuner.settings.foreign.recognition import KOHYA, OF_KOHYA, PIPE, trainer_of
 
 KOHYA_DATA = """\
 [general]

@@ -18,7 +18,7 @@ from simpletuner.models.family.objectives import FlowMatching, logit_normal, shi
 from simpletuner.settings import load
 from simpletuner.settings.declared.errors import InvalidSettings
 from simpletuner.settings.declared.sections import Model, ObjectiveSettings, Settings
-from simpletuner.settings.original.warnings import DIFFUSION
+from simpletuner.settings.importing.warnings import DIFFUSION
 
 FLOWS = [key for key, preset in presets().items() if preset.family_class and preset.objective == "flow"]
 DYNAMIC = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 64}

@@ -10,9 +10,9 @@ from typing import Any, get_args
 from simpletuner.report import printable
 from simpletuner.settings.declared.errors import shorten
 from simpletuner.settings.files.raw_values import RawValue, Source
-from simpletuner.settings.original.names import OPTIMIZERS
-from simpletuner.settings.original.sorting import Effect, Original, same_value
-from simpletuner.settings.original.warnings import defaults_there
+from simpletuner.settings.foreign.original.names import OPTIMIZERS
+from simpletuner.settings.importing.sorting import Effect, Original, same_value
+from simpletuner.settings.importing.warnings import defaults_there, remark_on
 from simpletuner.settings.resolving.loading import Loaded, canonical_name, plain_name, settings_as_json
 from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
 from simpletuner.settings.showing.export import toml_value
@@ -79,6 +79,8 @@ def remarks_about(name: str, value: Any, original: Original, loaded: Loaded) -> 
         reasons.append(origin.reason if origin else "")
         there = f"{taken.given.name.lstrip('-')} = {shorten(taken.given.as_written)} there"
         yield ": ".join(filter(None, [there, *reasons]))
+    if remark := remark_on(name, {setting: each.value.value for setting, each in original.taken.items()}):
+        yield remark
 
 
 def remark_lines(original: Original) -> Iterator[str]:

@@ -6,14 +6,14 @@ The names are data, in `original_names.py` and `original_refusals.py`; docs/from
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
 from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
 from simpletuner.settings.foreign.key_table import Ignores, KeyTable, MappedField, Maps, Refuses, Rule, map_field
-from simpletuner.settings.original.refusals import REFUSED
-from simpletuner.settings.original.tables import ASKS_FOR_NOTHING, RENAMED
+from simpletuner.settings.foreign.original.refusals import REFUSED
+from simpletuner.settings.foreign.original.tables import ASKS_FOR_NOTHING, RENAMED
 from simpletuner.settings.values.spelling import normalize_name
 
 OFF = ("false", "no", "off", "none", "null", "0", "0.0", "[]", "{}", "", "no_change")
@@ -115,22 +115,15 @@ TABLE = KeyTable(
 )
 
 
-def has_own_names(names: Iterable[str]) -> bool:
-    """Return whether there are names that only the original's files have."""
-    return any(name in TABLE.rules and name not in SECTION_OF for name in names)
-
-
-def map_name(key: str, name: str, value: Any, is_original: bool) -> MappedField:
+def map_name(key: str, name: str, value: Any) -> MappedField:
     """Say what becomes of a value: `key` as it is written, `name` as settings and the table have it.
 
-    In the original's files null stands for any setting that is not set; elsewhere, for those that are empty then.
+    In the original's files null stands for any setting that is not set.
     """
     found = map_field(TABLE, MappedField(key, name, value, "unknown"))
     if found.outcome == "unknown" and name in SECTION_OF:
         found = MappedField(key, name, value, "set", name)
     if found.outcome != "set" or found.value is not None:
         return found
-    field = setting_fields()[found.setting]
-    may_be_null = type(None) in get_args(field.annotation)  # validation knows what it means
-    not_set = not may_be_null and (is_original or field.default in ("", []))
-    return MappedField(key, name, value, "neutral", note="not set") if not_set else found
+    may_be_null = type(None) in get_args(setting_fields()[found.setting].annotation)  # validation knows what it means
+    return found if may_be_null else MappedField(key, name, value, "neutral", note="not set")

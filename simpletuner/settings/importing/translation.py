@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simpletuner.settings.files.raw_values import RawValue
-from simpletuner.settings.original.names import is_off
-from simpletuner.settings.original.trained_values import (
+from simpletuner.settings.foreign.original.names import is_off
+from simpletuner.settings.foreign.original.trained_values import (
     ASSISTED,
     DEFAULT_OPTIMIZER,
     FAMILIES_THERE,
@@ -23,7 +23,7 @@ from simpletuner.settings.original.trained_values import (
     OPTIMIZERS_THERE,
     FamilyThere,
 )
-from simpletuner.settings.original.warnings import DEFAULTS
+from simpletuner.settings.importing.warnings import DEFAULTS
 from simpletuner.settings.values.spelling import normalize_name
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay")

@@ -1,4 +1,4 @@
-"""TOML files of kohya's sd-scripts and of diffusion-pipe: how they are recognised, and what their names mean here.
+"""TOML files of kohya's sd-scripts and of diffusion-pipe: what their names mean here.
 
 A name maps to a setting, has no effect, or is lost: what decides there and has no place here. `config import` uses it.
 """
@@ -9,38 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from simpletuner.settings.foreign.recognition import flat
 from simpletuner.settings.values.spelling import normalize_name
-
-KOHYA, PIPE = "kohya's sd-scripts", "diffusion-pipe"
-OF_KOHYA = frozenset(
-    (
-        *("network_module", "network_dim", "network_alpha", "network_args", "network_train_unet_only", "unet_lr"),
-        *("dataset_config", "train_data_dir", "optimizer_type", "optimizer_args", "max_train_epochs", "output_name"),
-        *("save_every_n_epochs", "save_every_n_steps", "save_model_as", "cache_latents"),
-    )
-)
-"""Names that no other trainer's files have."""
-
-
-def trainer_of(values: Mapping[str, Any]) -> str:
-    """Return whose file this is, or nothing: only names and shapes that no file of settings has are looked at."""
-    if is_dataset_file(values):
-        return KOHYA if "datasets" in values else PIPE
-    model = values.get("model")
-    if isinstance(model, Mapping) and "type" in model and {"adapter", "optimizer", "dataset"} & values.keys():
-        return PIPE
-    return KOHYA if not OF_KOHYA.isdisjoint(flat(values)) else ""
-
-
-def is_dataset_file(values: Mapping[str, Any]) -> bool:
-    tables = [values.get("datasets"), values.get("directory")]
-    return any(isinstance(table, list) and all(isinstance(each, Mapping) for each in table) for table in tables)
-
-
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all sections side by side, as sd-scripts reads them."""
-    inner = {name: each for value in values.values() if isinstance(value, Mapping) for name, each in value.items()}
-    return {name: value for name, value in values.items() if not isinstance(value, Mapping)} | inner
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Sort the values of the original's files: those that become settings, and those that are left out, with the reason.
 
-Reading a file for a run is strict (`loading.py`); an import leaves out what it cannot take, with a remark, and knows
-which of it decides what is trained.
+A run refuses a file of the original; an import leaves out what it cannot take, with a remark, and knows which of it
+decides what is trained.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.declared.errors import did_you_mean, is_secret, shorten, shown_value, to_mistake
 from simpletuner.settings.declared.knob import kind_of
 from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
+from simpletuner.settings.files.arguments import EXTRA_ARGS, split_arguments
 from simpletuner.settings.files.formats import read_entries, suffix_of
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source, raw_value
 from simpletuner.settings.foreign.key_table import Maps, Refuses, inner_entries
-from simpletuner.settings.original.names import TABLE, is_off, map_name
-from simpletuner.settings.original.other_trainers import TranslatedFile
-from simpletuner.settings.original.refusals import DECIDES
-from simpletuner.settings.original.translation import (
+from simpletuner.settings.foreign.original.names import TABLE, is_off, map_name
+from simpletuner.settings.foreign.original.refusals import DECIDES
+from simpletuner.settings.foreign.original.tables import RENAMED
+from simpletuner.settings.importing.other_trainers import TranslatedFile
+from simpletuner.settings.importing.translation import (
     OVERRIDES,
     There,
     only_there,
@@ -37,12 +39,12 @@ from simpletuner.settings.original.translation import (
 from simpletuner.settings.resolving.loading import canonical_name, plain_name, read_table
 from simpletuner.settings.resolving.sources import (
     ACCELERATE_CONFIG,
-    is_accelerate_config,
     is_equal,
     to_setting_type,
     validate_value,
 )
-from simpletuner.settings.resolving.variables import NOT_SETTINGS, is_variable, with_arguments
+from simpletuner.settings.resolving.variables import NOT_SETTINGS, is_variable
+from simpletuner.settings.values.spelling import normalize_name
 from simpletuner.system.files.paths import expand_path
 
 FILES = ("config.json", "config.toml", "config.env")
@@ -163,10 +165,14 @@ def add_launch_values(original: Original, beside: Original) -> None:
             original.leave_out(given, f"{original.file.name} is read in its place", "none")
 
 
+def names_accelerate(given: RawValue) -> bool:
+    return plain_name(given.name) in (ACCELERATE_CONFIG, *RENAMED[ACCELERATE_CONFIG].split())
+
+
 def setting_of(given: RawValue) -> str:
-    if is_accelerate_config(given.name):
+    if names_accelerate(given):
         return ACCELERATE_CONFIG
-    found = map_name(given.name, canonical_name(given.name) or plain_name(given.name), given.value, True)
+    found = map_name(given.name, canonical_name(given.name) or plain_name(given.name), given.value)
     return found.setting or found.key
 
 
@@ -196,6 +202,17 @@ def split_variables(original: Original) -> None:
     for mistake in mistakes:
         variable = next(each for each in given if each.place == mistake.place and each.name == mistake.setting)
         original.leave_out(variable, mistake.message, "lost")
+
+
+def with_arguments(given: RawValue, mistakes: list[Mistake]) -> list[RawValue]:
+    """Return the arguments that a variable of the original holds; any other variable as it is."""
+    if normalize_name(given.name) not in EXTRA_ARGS:
+        return [given]
+    try:
+        return split_arguments(given)
+    except ValueError as error:
+        mistakes.append(Mistake(given.name, str(error), given.place, hint="write each argument as a setting"))
+        return []
 
 
 def read_there(original: Original, accelerate: Iterable[Source]) -> There:
@@ -284,12 +301,12 @@ def take_value(given: RawValue, original: Original, root: Path) -> Taken | None:
         return None
     # An empty text is not set in the original.
     written = None if given.value == "" else given.value
-    if is_accelerate_config(name) and not written:
+    if names_accelerate(given) and not written:
         original.leave_out(given, "not set", "none")
         return None
-    if is_accelerate_config(name):
+    if names_accelerate(given):
         return Taken(given, replace(given, name=ACCELERATE_CONFIG, value=relocated(written, root)))
-    found = map_name(given.name, name, written, True)
+    found = map_name(given.name, name, written)
     if found.outcome in ("neutral", "unused"):
         original.leave_out(given, found.note, "none")
         return None

@@ -1,22 +1,12 @@
-"""Warnings about a file of the original: settings without effect here, and those that mean something else."""
+"""Values and defaults of the original that mean something else here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from simpletuner.settings.declared.errors import shorten
-from simpletuner.settings.declared.knob import shown_default
-from simpletuner.settings.declared.sections import SECTION_OF, setting_fields
-from simpletuner.settings.files.raw_values import RawValue, Source
-from simpletuner.settings.foreign.key_table import MappedField
-from simpletuner.settings.original.names import OPTIMIZERS, has_own_names
 from simpletuner.settings.values.spelling import normalize_name
-
-PAGE = "docs/from-the-original.md"
-Fields = Sequence[tuple[RawValue, MappedField]]
-"""Values of a source, with the outcome of each."""
 
 
 @dataclass(frozen=True)
@@ -88,32 +78,9 @@ COUNT_WITH = {
 """The settings with which some of these defaults count."""
 
 
-def is_original(source: Source, fields: Fields) -> bool:
-    """Return whether a source is a file that has names that only the original's files have."""
-    return source.is_file and has_own_names(found.key for _, found in fields)
-
-
-def about_source(source: Source, fields: Fields) -> Iterator[str]:
-    """Yield what has no effect here, and what means something else than in the original."""
-    idle = [found for _, found in fields if found.outcome in ("neutral", "unused") and found.key not in SECTION_OF]
-    if idle:
-        what = "1 setting has" if len(idle) == 1 else f"{len(idle)} settings have"
-        yield f"{source.name}: {what} no effect here; {PAGE} has the reasons"
-    for given, found in fields:
-        ours, cost = OPTIMIZERS.get(normalize_name(given.value), ("", ""))
-        if found.setting == "optimizer" and cost:
-            yield f"optimizer = {given.as_written} ({given.place}): {ours} takes its place: {cost}"
-    if is_original(source, fields):
-        yield from other_meanings(fields)
-
-
-def other_meanings(fields: Fields) -> Iterator[str]:
-    """Yield a sentence for each value of the original's file that means something else here."""
-    values = {found.setting or found.key: found.value for _, found in fields}
-    for given, found in fields:
-        for meaning in MEANINGS:
-            if found.setting == meaning.setting and meaning.holds(values):
-                yield f"{given.name} = {shorten(given.as_written)} ({given.place}): {meaning.text}"
+def remark_on(setting: str, values: Mapping[str, Any]) -> str:
+    """Return what a setting of the original's file means here and not there; empty where it is the same."""
+    return next((each.text for each in MEANINGS if each.setting == setting and each.holds(values)), "")
 
 
 def defaults_there(values: Mapping[str, Any]) -> dict[str, str]:
@@ -123,13 +90,3 @@ def defaults_there(values: Mapping[str, Any]) -> dict[str, str]:
         for name, theirs in DEFAULTS.items()
         if name not in values and COUNT_WITH.get(name, lambda _: True)(values)
     }
-
-
-def other_defaults(files: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return one sentence about defaults that are not the original's, where one of its files leaves settings out."""
-    names = [
-        f"{name} is {shown_default(setting_fields()[name]) or 'empty'} (there {theirs})"
-        for name, theirs in defaults_there(values).items()
-    ]
-    sentence = f"{', '.join(files)}: not set, with another default here: {', '.join(names)}"
-    return [sentence] if files and names else []

@@ -7,20 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from simpletuner.settings.declared.errors import REASONS
 from simpletuner.settings.declared.knob import shown_default
 from simpletuner.settings.declared.sections import setting_fields
-from simpletuner.settings.original.names import EIGHT_BIT, LIBRARIES, NOT_HERE, OFF, OPTIMIZERS
-from simpletuner.settings.original.refusals import DECIDES, REFUSED
-from simpletuner.settings.original.tables import ASKS_FOR_NOTHING, RENAMED
-from simpletuner.settings.original.trained_values import FAMILIES_THERE, OPTIMIZERS_THERE, OptimizerThere
-from simpletuner.settings.original.warnings import DEFAULTS, MEANINGS, SAME_RESULT
+from simpletuner.settings.foreign.original.names import EIGHT_BIT, LIBRARIES, NOT_HERE, OFF, OPTIMIZERS
+from simpletuner.settings.foreign.original.refusals import DECIDES, REFUSED
+from simpletuner.settings.foreign.original.tables import ASKS_FOR_NOTHING, RENAMED
+from simpletuner.settings.foreign.original.trained_values import FAMILIES_THERE, OPTIMIZERS_THERE, OptimizerThere
+from simpletuner.settings.importing.warnings import DEFAULTS, MEANINGS, SAME_RESULT
 from simpletuner.settings.resolving.variables import NOT_SETTINGS, OTHER_PROGRAMS
 
 HEAD = """\
 # From the original's files
 
-The original is SimpleTuner. Its config.json and config.env go on working where this version has what they ask for; many
-names are the same ([options.md](options.md)), and [data.md](data.md) is about its dataset files. Every other name is
-another name of a setting, has no effect, or is refused; this page lists them all. `simpletuner config validate FILE`
-says what becomes of one file. The page is written by `simpletuner config docs --original`.
+The original is SimpleTuner. Many of its names are settings here as well ([options.md](options.md)), so a config of such
+names alone runs as it stands, and so do its dataset files ([data.md](data.md)). Every other name is another name of a
+setting, has no effect, or is refused; this page lists them all. A file with such names is translated by `config import`;
+`train` names that command. The page is written by `simpletuner config docs --original`.
 
 `simpletuner config import FILE --output run.toml` writes a file of this version, which `train --config=run.toml` runs:
 a line per setting, and comments that say what changed, what was left out, and why. FILE is config.json, config.toml,
@@ -49,7 +49,7 @@ In a file of the original null is a setting that is not set. So is 0 for `num_tr
 `minimum_image_size`, `snr_gamma` and `tokenizer_max_length`. `flow_schedule_shift` = 0 is off, which is 1 here;
 `flow_schedule_auto_shift` takes its place as there, but another number beside it, which wins there, is refused here.
 `validation_step_interval` = 0 validates only before the first step and after the last; `resume_from_checkpoint` = null
-is `latest`. Two names of one setting may both stand in a file if they say the same.
+is `latest`.
 
 """
 VARIABLES = """\

@@ -1,0 +1,58 @@
+"""Recognition of config files of other programs: kohya's sd-scripts, diffusion-pipe and the original SimpleTuner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from simpletuner.settings.declared.sections import SECTION_OF
+from simpletuner.settings.files.arguments import EXTRA_ARGS
+from simpletuner.settings.foreign.key_table import Ignores, Maps, Refuses
+from simpletuner.settings.foreign.original.names import TABLE
+
+KOHYA, PIPE = "kohya's sd-scripts", "diffusion-pipe"
+OF_KOHYA = frozenset(
+    (
+        *("network_module", "network_dim", "network_alpha", "network_args", "network_train_unet_only", "unet_lr"),
+        *("dataset_config", "train_data_dir", "optimizer_type", "optimizer_args", "max_train_epochs", "output_name"),
+        *("save_every_n_epochs", "save_every_n_steps", "save_model_as", "cache_latents"),
+    )
+)
+"""Names that no other trainer's files have."""
+
+
+def trainer_of(values: Mapping[str, Any]) -> str:
+    """Return whose file this is, or nothing: only names and shapes that no file of settings has are looked at."""
+    if is_dataset_file(values):
+        return KOHYA if "datasets" in values else PIPE
+    model = values.get("model")
+    if isinstance(model, Mapping) and "type" in model and {"adapter", "optimizer", "dataset"} & values.keys():
+        return PIPE
+    return KOHYA if not OF_KOHYA.isdisjoint(flat(values)) else ""
+
+
+def is_dataset_file(values: Mapping[str, Any]) -> bool:
+    tables = [values.get("datasets"), values.get("directory")]
+    return any(isinstance(table, list) and all(isinstance(each, Mapping) for each in table) for table in tables)
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all sections side by side, as sd-scripts reads them."""
+    inner = {name: each for value in values.values() if isinstance(value, Mapping) for name, each in value.items()}
+    return {name: value for name, value in values.items() if not isinstance(value, Mapping)} | inner
+
+
+def names_of_original(names: Iterable[str]) -> list[str]:
+    """Return the names that only files of the original SimpleTuner have, each with what it is called here."""
+    theirs = [name for name in names if name in EXTRA_ARGS or (name in TABLE.rules and name not in SECTION_OF)]
+    return [
+        f"{name} (here {rule.setting})" if isinstance(rule := TABLE.rules.get(name), Maps) else name for name in theirs
+    ]
+
+
+def answer_for(name: str) -> str:
+    """Return what became of a name of the original's: our name, or why there is none; empty for any other name."""
+    rule = TABLE.rules.get(name)
+    if isinstance(rule, Maps):
+        return f"it is called `{rule.setting}` here"
+    return rule.reason if isinstance(rule, Ignores | Refuses) else ""

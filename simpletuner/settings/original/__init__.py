@@ -1,1 +1,0 @@
-"""The original SimpleTuner's files: names, values, and what becomes of them."""
