@@ -38,6 +38,7 @@ def serve(launch: Launch) -> TCPStore:
     several = launch.num_machines > 1
     wanted = launch.main_process_port if several else 0
     try:
+        # A single machine listens where no other one reaches it, and several runs share it by free ports.
         listener = listen_on_all_addresses(wanted) if several else socket.create_server((LOOPBACK, 0))
     except OSError as error:
         raise EnvironmentNotReady(

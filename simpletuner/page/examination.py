@@ -43,6 +43,8 @@ def examine(document: Document, folders: Folders, environment: Mapping[str, str]
 
     Raises SettingsError for a file that cannot be read at all.
     """
+    # What was typed may name any file of the machine, which the settings layer would read: such fields count
+    # as empty.
     outside = find_outside(document, folders)
     safe = replace(document, typed={**document.typed, **dict.fromkeys(outside, "")})
     loaded, errors = check(safe.sources(environment))

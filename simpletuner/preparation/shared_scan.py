@@ -74,6 +74,7 @@ def scan_datasets(
     # preserve_data_backend_cache: the user says that the files are as they were, and nothing is listed.
     kept = [scan.preserved() for scan in scans]
     new = [scan for scan, name in zip(scans, kept, strict=True) if not name]
+    # Once per machine: only so it is known whether all machines have the same files.
     listed = list_all(new, stop, rescan) if world.local_rank == 0 else Listed()
     verify_same_data(listed, datasets, world, stop)
     files = (each.list for each in listed.datasets)

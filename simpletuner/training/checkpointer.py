@@ -70,6 +70,7 @@ class Checkpointer:
         copied = self.size_bytes * self.world.local_size // self.world.size
         available = available_bytes()
         fits = [json.loads(text) for text in self.world.gather_texts(json.dumps([copied <= available / 2, available]))]
+        # One answer for all ranks: saving is collective.
         if all(enough for enough, _ in fits):
             return True
         least = min(each for _, each in fits)

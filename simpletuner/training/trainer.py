@@ -137,6 +137,7 @@ class Trainer:
         step = self.step + 1
         self.activity.begin(f"reading the batch of step {step}", unsaved=step, shown_as=TRAINING)
         began = time.perf_counter()
+        # Short where the prefetching thread is ahead; what remains is shown as data wait.
         batch = next(self.batches)
         return batch, time.perf_counter() - began
 
@@ -190,6 +191,7 @@ class Trainer:
         evaluations = [each for each in self.evaluations if self.is_due(each)]
         if not (save_due or evaluations):
             return
+        # The time left counts what is due now, though it has not run.
         self.pace.expect([SAVING] * save_due + [each.title for each in evaluations])
         self.logger.flush()  # a loss that is not finite must end the run before it is saved
         if save_due:

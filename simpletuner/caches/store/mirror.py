@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # A killed run uploads at most one of these per rank again; a first start elsewhere makes one request for
 # each.
 SHARD_BYTES = 128 << 20
+# Of shards, at random: two of a million are equal with odds of 5e-4.
 NUMBERS = 10**15
 UPLOADS = 2
 """Shards of a rank that are uploaded at once, each in parts, while the next one is written."""
@@ -66,6 +67,8 @@ class Mirror:
 
     def record(self, location: RecordLocation) -> memoryview:
         """Return a record from the local copy, else from the bucket. Raises ValueError where it is damaged there."""
+        # A hole reads as zeros, whose checksum differs from the record's, so no list of fetched records is
+        # kept.
         here = read_from_file(location)
         if location.checksum_with(here) == location.checksum:
             return here

@@ -162,6 +162,7 @@ def collate(
     if any(dataset.is_regularisation_data for dataset in datasets):
         from_base = torch.tensor([datasets[index].is_regularisation_data for index in indices])
     made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, ids, from_base)
+    # In this thread: pinning copies the batch, and the step need not wait for it.
     return made.pinned() if rank_slice.pin else made
 
 

@@ -117,6 +117,8 @@ class ObjectStorage:
             if name and (reason := DAMAGED_OBJECTS.get(code_of(text))):
                 raise UnreadableFileError(reason) from None
             if name and "kind: Interrupted" in text:
+                # A broken connection looks like an object that is cut short. If the store does not answer
+                # either, the run ends: a failing network must not change what is trained on.
                 self._check_answers(name)
                 raise UnreadableFileError("its content ends too early") from None
             raise run_error(text, self.owner, self.service) from None

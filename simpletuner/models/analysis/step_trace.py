@@ -130,6 +130,7 @@ class MemoryCounter(TorchDispatchMode):
 
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
+        # Views share a storage, which counts once.
         if storage not in self.known:
             self.known[storage] = size = storage.nbytes()
             self.live += size

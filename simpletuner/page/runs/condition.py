@@ -74,8 +74,10 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: Known) -> Co
     locked = is_locked(run.lock, exclusively=True)
     if locked:
         return condition_of_holder(run, status, known)
+    # A run takes the lock only when it reaches its output folder, some seconds after its process has started.
     if known.started_pid and (status is None or status.pid != known.started_pid):
         return Condition(State.STARTING, "the process has started and has not reached its output folder yet")
+    # Before the status, which is that of an earlier start: this one ended before it could write its own.
     if refused := find_refusal(run):
         return refused
     if status is None:

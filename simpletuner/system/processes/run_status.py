@@ -149,6 +149,7 @@ class StatusWriter:
         """Let the launcher write how the run of its rank 0 ended."""
         host, pid = socket.gethostname(), os.getpid()
         self.path = folder / STATUS
+        # Rank 0 writes the launcher's pid into the status of its start.
         self.is_own = lambda found: (found.host, found.pid) == (host, pid)
 
     def train(self, step: int, max_steps: int) -> None:
@@ -218,6 +219,7 @@ class StatusWriter:
     def _write(self, durably: bool = True) -> None:
         assert self.path is not None
         shown = self._with_counted()
+        # An end that another process of this start has written stays: the first one knows the reason.
         found = read_status(self.path) if self.written else None
         if found is not None and found.has_ended and self.is_own(found):
             self.holds_lock = False  # another rank has failed, and has said so

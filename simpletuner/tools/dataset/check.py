@@ -95,6 +95,7 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
         result.not_checked |= dict.fromkeys(
             ("images", "repeats"), "not decoded: damaged ones and duplicates stay unknown"
         )
+    # A world of one rank: the functions of a run are collective, and are called unchanged.
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory(prefix="simpletuner-") as folder:
         session = Session(loaded, Mesh(world), report, StopRequest())
         data = scan_data(session, copy_of_scans(settings, Path(folder) / "scan"))

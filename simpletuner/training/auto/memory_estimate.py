@@ -60,6 +60,7 @@ def training_rows(
         formula = f"at the peak of the backward pass; {format_gib(whole)} at its end"
         yield MemoryRow("gradients", gpu=gradients, host=whole * on_host, formula=formula if whole else "released")
         yield activations_row(settings, activations, trace.kept_bytes)
+    # Copies from which a thread writes or averages while the GPU computes.
     yield from host_rows(settings, inputs, checkpoint, on_gpu)
     if on_gpu:
         yield MemoryRow("CUDA", gpu=CONTEXT_BYTES, formula="context and libraries, assumed")
