@@ -49,6 +49,7 @@ class TrainingState:
             **facts,
             **self.trained,
             **self.schedule.as_json(),
+            # Without the step, which the checkpoint has itself: two numbers could differ.
             "position": {name: value for name, value in asdict(sampler_state).items() if name != "step"},
             "data": self.data_digest,
             "data_version": DATA_VERSION,

@@ -65,6 +65,8 @@ def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray
     shown = sum(map(mul, copies, np.bincount(datasets, minlength=len(copies)).tolist()))
     if shown > MAX_EPOCH_SAMPLES:
         raise DataError(f"an epoch would show {int(shown):,} images, more than {MAX_EPOCH_SAMPLES:,}", "lower repeats")
+    # Samples of one shape and one number of copies are a group, whatever their dataset: the order needs no
+    # more.
     counts = sorted(set(copies))
     groups = len(names) * len(counts)
     dtype = np.min_scalar_type(groups)  # numpy sorts 16 bits by radix, five times as fast as 64

@@ -117,6 +117,7 @@ def choose_samples(scan: Scan, alignment_px: int, seed: int, found: Discovery) -
     skipped = chosen & has_none & dataset.skip_uncaptioned
     chosen &= ~skipped
     if dataset.max_num_samples is not None:
+        # By a hash of names, so that adding an image changes at most one of the others that are chosen.
         usable, chosen = chosen, choose_by_name(table["name"], chosen, dataset.max_num_samples, dataset.id)
         found.surplus += int(usable.sum() - chosen.sum())
     found.uncaptioned[dataset.id] = pick(table["name"], skipped | (chosen & has_none))

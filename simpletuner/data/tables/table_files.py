@@ -169,6 +169,7 @@ class TableFile:
         identifiers = self._texts(batch, settings.filename_column, or_number=True)
         captions = [self._captions(batch, name) for name in settings.caption_columns]
         sizes = [self._sides(batch, name) for name in settings.size_columns] or [np.zeros(len(batch), np.int32)] * 2
+        # A size that is missing or absurd is read from the header instead.
         usable = (sizes[0] > 0) & (sizes[1] > 0) & (sizes[0].astype(np.int64) * sizes[1] <= LARGEST_PIXELS)
         columns = [identifiers, first_captions(captions, len(batch)), *(np.where(usable, side, 0) for side in sizes)]
         return pa.record_batch(

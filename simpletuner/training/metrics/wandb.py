@@ -78,6 +78,7 @@ class WeightsAndBiases:
             self._run_process()
             if self.closing.wait(0 if self.is_sent else pause):
                 return
+            # A server that is down for hours is not asked each minute.
             pause *= 2
 
     def _run_process(self) -> None:

@@ -31,6 +31,7 @@ class Notifier:
 
     def send_round(self, step: int) -> None:
         """Post after a round, unless an earlier message has not been sent yet."""
+        # A server that does not answer must not queue up messages; the newest round is told by the next one.
         if self.worker.is_idle:
             self._send("round", f"step {step:,}")
 
