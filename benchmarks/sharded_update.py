@@ -17,9 +17,9 @@ from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.fsdp2 import fsdp2_engine, shard
 from simpletuner.parallel.mesh import Mesh
+from simpletuner.parallel.precision.precision import allocate
 from simpletuner.parallel.world import joined_world
 from simpletuner.settings.declared.sections import Model, Optimizer, Parallel
-from simpletuner.training.engines import allocate
 from simpletuner.training.optimizers import make_optimizer
 
 ROUNDS = 30

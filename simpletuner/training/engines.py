@@ -19,16 +19,14 @@ from simpletuner.models.opening.lora_file import check_lora_init, lora_file, sto
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.parallel.ddp import ddp_engine
 from simpletuner.parallel.engine import Engine, compute_dtype
-from simpletuner.parallel.fsdp2 import fsdp2_engine, units_by_class, units_of
+from simpletuner.parallel.fsdp2 import fsdp2_engine, units_of
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.model.blocks import block_paths, recommended_blocks
 from simpletuner.parallel.optimizer_state import NamedTensors
 from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeEngine
 from simpletuner.parallel.parallelize import parallelize
-from simpletuner.parallel.precision.float8 import check_float8, convert_linear_layers
-from simpletuner.parallel.precision.int8 import check_torchao, quantize_linear_layers
-from simpletuner.parallel.precision.split_engine import SplitEngine, hold_in_bf16, load_split
-from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
+from simpletuner.parallel.precision.precision import precision_of
+from simpletuner.parallel.torch_engine import MakeOptimizer
 from simpletuner.session import Session
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
@@ -41,11 +39,7 @@ def check_engine(session: Session, family: ModelFamily) -> None:
     weights_files(family.folder / family.denoiser_name, settings.model.variant)
     if family.adapter is not None:
         check_lora_init(family)
-    if settings.lora.base_model_precision == "int8":
-        check_torchao("base_model_precision=int8")
-    if settings.training.float8:
-        check_float8(session.world.device)
-        check_torchao("float8")
+    precision_of(settings).check(session.world.device)
     if settings.parallel.context_parallel_size > 1:
         check_sequence_plan(family)
     if settings.training.fuse_qkv_projections and not family.fuses_qkv:
@@ -124,27 +118,17 @@ def build_engine(
     `plan` says where a sequence that ranks share is split. Memory comes after sharding, so that no rank ever holds more
     than its share; weights come before the optimizer and DDP, which copy or broadcast them.
     """
-    dtype, world = compute_dtype(settings), mesh.world
-    is_split = settings.optimizer.state_layout == "split"
-    if is_split:
-        hold_in_bf16(model)
-    if settings.training.float8:
-        convert_linear_layers(model, blocks)
+    dtype, world, precision = compute_dtype(settings), mesh.world, precision_of(settings)
+    precision.prepare(model, blocks)
     parallelize(model, blocks, settings, mesh, plan)
     if settings.parallel.zero_stage is not None:
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 
         return build_deepspeed_engine(model, settings, mesh, dtype, load_weights, make_optimizer)
-    is_averaged = settings.optimizer.optimizer == "adamw_schedulefree"
-    make_engine: Callable[..., TorchEngine] = ScheduleFreeEngine if is_averaged else TorchEngine
-    if settings.lora.base_model_precision == "int8":
-        load_quantized(model, units_by_class(model, blocks), world.device, load_weights)
-    else:
-        allocate(model, world.device, torch.device("cpu") if settings.parallel.fsdp_offload_params else world.device)
-        if is_split:
-            make_engine = partial(SplitEngine, load_split(model, load_weights))
-        else:
-            load_weights(model.state_dict())
+    parameters_on = torch.device("cpu") if settings.parallel.fsdp_offload_params else world.device
+    make_engine = precision.load(model, blocks, world.device, parameters_on, load_weights)
+    if settings.optimizer.optimizer == "adamw_schedulefree":
+        make_engine = ScheduleFreeEngine
     if settings.parallel.fsdp_enable:
         engine = fsdp2_engine(model, settings.parallel, mesh, make_optimizer, make_engine)
     else:
@@ -153,30 +137,3 @@ def build_engine(
     if settings.optimizer.optimizer_release_gradients:
         engine.release_gradients()
     return engine
-
-
-def load_quantized(
-    model: nn.Module, units: list[nn.Module], device: torch.device, load_weights: Callable[[dict[str, Tensor]], None]
-) -> None:
-    """Load a model whose blocks are held in int8, block by block: no more than one is whole at a time. Collective."""
-    names = {module: name for name, module in model.named_modules()}
-    inside = {module for unit in units for module in unit.modules()}
-    for unit in units:
-        allocate(unit, device, device)
-        load_weights({f"{names[unit]}.{name}": tensor for name, tensor in unit.state_dict().items()})
-        quantize_linear_layers(unit)
-    for module in model.modules():
-        if module not in inside:
-            allocate(module, device, device, recurse=False)
-    prefixes = tuple(f"{names[unit]}." for unit in units)
-    load_weights({name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)})
-
-
-def allocate(model: nn.Module, device: torch.device, parameters_on: torch.device, recurse: bool = True) -> None:
-    """Give parameters (of this rank's shards only) uninitialized memory; buffers keep their values."""
-    # to_empty() also empties buffers; those that are not in the checkpoint, such as rotary tables, exist only here
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers(recurse=recurse)}
-    model.to_empty(device=parameters_on, recurse=recurse)
-    for name, buffer in buffers.items():
-        owner, _, own_name = name.rpartition(".")
-        model.get_submodule(owner)._buffers[own_name] = buffer.to(device)

@@ -78,7 +78,7 @@ DATASET: dict[str, Any] = {
 @cache
 def corpus() -> list[tuple[str, Any, str]]:
     """Keys of the original's files, a value, and what becomes of it."""
-    lines = (TESTS / "original_corpus.txt").read_text(encoding="utf-8").splitlines()
+    lines = (TESTS / "importing" / "original_corpus.txt").read_text(encoding="utf-8").splitlines()
     return [(key, json.loads(value), outcome) for key, value, outcome in (line.split("\t") for line in lines)]
 
 
@@ -136,12 +136,15 @@ def datasets(draw: random.Random) -> list[dict[str, Any]]:
 
 
 def accelerate(draw: random.Random) -> Any:
-    path = draw.choice(sorted([*(TESTS / "accelerate").glob("*.yaml"), TESTS / "accelerate" / "older.json"]))
+    samples = TESTS / "foreign" / "accelerate" / "samples"
+    path = draw.choice(sorted([*samples.glob("*.yaml"), samples / "older.json"]))
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def deepspeed(draw: random.Random) -> Any:
-    return json.loads(draw.choice(sorted((TESTS / "deepspeed" / "samples").glob("*.json"))).read_text(encoding="utf-8"))
+    return json.loads(
+        draw.choice(sorted((TESTS / "foreign" / "deepspeed" / "samples").glob("*.json"))).read_text(encoding="utf-8")
+    )
 
 
 def dump(value: Any, suffix: str) -> str:

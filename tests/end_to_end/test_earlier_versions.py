@@ -18,29 +18,16 @@ from simpletuner.system.files.cache_files import COMPLETE, MERGED_INDEX
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-SHIFT = {"flow_schedule_shift": [3.0, None]}
-"""It has no effect on an SDXL, which is no flow; the family's own shift is the default now."""
+COMMIT = "31ae910"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the last bit of a sum depends on the kind of CPU")
-@pytest.mark.parametrize(
-    ("commit", "changed"),
-    [
-        ("f0e50b6", {"dynamo_backend": ["no", "auto"], **SHIFT}),
-        ("876b1af", {"model_card_private": [False, True], **SHIFT}),
-    ],
-    ids=["f0e50b6", "876b1af"],
-)
-def test_a_run_that_an_earlier_commit_began_ends_with_the_bits_it_would_have_had(commit, changed, tmp_path):
-    fixture, ours = FIXTURES / f"from_{commit}", tmp_path / "ours"
+def test_a_run_that_an_earlier_commit_began_ends_with_the_bits_it_would_have_had(tmp_path):
+    fixture, ours = FIXTURES / f"from_{COMMIT}", tmp_path / "ours"
     said = resume(fixture, ours)
     assert "resuming from run/checkpoints/checkpoint-000002" in said
     for word in ("making", "warning"):
         assert word not in said, said
-    last = json.loads((ours / "run" / "settings_history.jsonl").read_text().splitlines()[-1])
-    assert last["changed"] == changed, "settings that have no effect here"
-    for name in changed:
-        assert "settings changed since the last start" in said and name in said
     before, found = (cached_files(folder / "run" / "cache") for folder in (fixture / "before", ours))
     assert sum(name.endswith(".shard") for name in found) == 2
     assert found == before, "every record was found, so nothing was written"
@@ -49,8 +36,7 @@ def test_a_run_that_an_earlier_commit_began_ends_with_the_bits_it_would_have_had
     assert is_close(ours, theirs)
     if not is_same(ours, theirs):  # another kind of CPU than the one that recorded it: let the old code run on this one
         theirs = tmp_path / "theirs"
-        said = resume(fixture, theirs, PYTHONPATH=str(code_of(commit, tmp_path / "code")))
-        assert "pictures" in said and "images" not in said, "the old code did not run"
+        resume(fixture, theirs, PYTHONPATH=str(code_of(COMMIT, tmp_path / "code")))
     assert numbers_of_steps(ours / "run") == numbers_of_steps(theirs / "run")
     held = tensors_of(theirs)
     assert {group for group, _ in held} == {"model", "ema", "exp_avg", "exp_avg_sq"}

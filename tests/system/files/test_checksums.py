@@ -16,5 +16,6 @@ def test_values_with_a_checksum_of_their_own_are_intact_until_any_of_them_change
 
 
 @pytest.mark.parametrize("checksum", [None, "", 0, "xxh3:"])
-def test_a_checksum_that_is_none_does_not_pass_as_missing(checksum):
+def test_without_a_checksum_or_with_one_that_is_none_nothing_is_intact(checksum):
     assert not is_intact(VALUES | {"checksum": checksum})
+    assert not is_intact(VALUES)
