@@ -38,8 +38,7 @@ from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.run_status import RunState, StatusWriter
 from simpletuner.system.processes.signals import StopRequest, handle_stop_signals, what_follows
-from simpletuner.training.auto.compile import with_compiler_chosen
-from simpletuner.training.auto.recompute import with_recomputation_chosen
+from simpletuner.training.auto.resolve import resolve_auto
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.ema import EMA
 from simpletuner.training.engines import check_engine, open_engine
@@ -106,7 +105,7 @@ def run_rank(loaded: Loaded) -> None:
         training = loaded.settings.training
         stack.enter_context(attention_by(training.attention_backend, world.device, compute_dtype(loaded.settings)))
         with open_notifier(session) as notifier, explain_out_of_memory(loaded.settings, world.device):
-            fine_tune(session, notifier)
+            run(session, notifier)
 
 
 @contextmanager
@@ -119,8 +118,8 @@ def recorded_status(stop: StopRequest, activity: Activity) -> Iterator[StatusWri
         yield status
 
 
-def fine_tune(session: Session, notifier: Notifier) -> None:
-    """Train from the newest checkpoint that is not damaged, or from the base model."""
+def run(session: Session, notifier: Notifier) -> None:
+    """Train from the newest checkpoint that is not damaged, or from the base model; then export and upload."""
     silence_libraries()
     for warning in session.loaded.warnings:
         session.report.warn(warning)
@@ -129,7 +128,7 @@ def fine_tune(session: Session, notifier: Notifier) -> None:
     damaged: dict[Path, str] = {}
     while True:
         try:
-            fine_tune_from(session, checkpoint_to_resume(session, damaged), notifier)
+            resume(session, checkpoint_to_resume(session, damaged), notifier)
             break
         except CheckpointDamaged as error:  # known before the engine is built; what was encoded is in the caches
             damaged[error.folder] = error.message
@@ -139,8 +138,8 @@ def fine_tune(session: Session, notifier: Notifier) -> None:
     push_to_hub(session)
 
 
-def fine_tune_from(session: Session, checkpoint: Checkpoint | None, notifier: Notifier) -> None:
-    """Find the data and train on it, or say that nothing is left to do. Raises CheckpointDamaged on all ranks."""
+def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier) -> None:
+    """Plan the data and train the steps that are left, if any. Raises CheckpointDamaged on all ranks."""
     settings, world, stop = session.settings, session.world, session.stop.check
     refuse_other_order(checkpoint)
     report_changes(session, checkpoint)
@@ -159,10 +158,10 @@ def fine_tune_from(session: Session, checkpoint: Checkpoint | None, notifier: No
         caches = folders_of(settings, plan)
         with shared_lock(caches), ExitStack() as writers:  # `cache clear` must not remove what this run reads
             verify_same_folders([("the cache", folder) for folder in caches], world, stop, "caches")
-            fine_tune_on(session, plan, checkpoint, verification, writers, notifier)
+            train(session, plan, checkpoint, verification, writers, notifier)
 
 
-def fine_tune_on(
+def train(
     session: Session,
     plan: Plan,
     checkpoint: Checkpoint | None,
@@ -185,13 +184,12 @@ def fine_tune_on(
         verification.wait()
     session.world.activity.begin("loading weights", watched=False)
     steps = resume_point(session.settings, prepared.plan, checkpoint)[0].max_steps
-    compiling, compiled = with_compiler_chosen(session, family, prepared.plan, steps)
-    chosen, counted = with_recomputation_chosen(compiling, family, prepared.plan)
-    with closing(open_engine(chosen, family, checkpoint)) as engine:
+    resolved = resolve_auto(session, family, prepared.plan, steps)
+    with closing(open_engine(resolved.session, family, checkpoint)) as engine:
         state = open_state(session, family, engine, prepared, checkpoint)
         state.base_checksums = wait_for_base_checksums()
         set_later_aside(session, state.step)
-        rows = describe_run(chosen, family, state, prepared.plan, compiled, counted)
+        rows = describe_run(resolved, family, state, prepared.plan)
         session.report.table("simpletuner train", rows)
         record_settings(session, state.step)
         facts = facts_of(session.loaded, rows, prepared.plan)

@@ -76,7 +76,7 @@ def missing_compiler() -> str:
     return "" if any(shutil.which(each) for each in compilers if each) else "a C compiler"
 
 
-def with_compiler_chosen(session: Session, family: ModelFamily, plan: Plan, steps: int) -> tuple[Session, str]:
+def resolve_compiler(session: Session, family: ModelFamily, plan: Plan, steps: int) -> tuple[Session, str]:
     """Return the session with a backend in place of `auto`, and what the start table says; empty for nothing."""
     settings = session.settings
     is_open = settings.compile.dynamo_backend == "auto"

@@ -52,7 +52,7 @@ def with_training(settings: Settings, values: dict[str, Any]) -> Settings:
     return settings.model_copy(update={"training": settings.training.model_copy(update=values)})
 
 
-def with_recomputation_chosen(session: Session, family: ModelFamily, plan: Plan) -> tuple[Session, str]:
+def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> tuple[Session, str]:
     """Return the session with a choice in place of `auto`, and what the start table says of it. Collective."""
     settings, world = session.settings, session.world
     if settings.training.gradient_checkpointing is not None:

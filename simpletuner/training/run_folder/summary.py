@@ -13,9 +13,9 @@ from simpletuner.parallel.model.activations import describe_activations
 from simpletuner.parallel.model.module_stats import count_parameters
 from simpletuner.preparation.prepare import Plan, describe_buckets
 from simpletuner.report import Report
-from simpletuner.session import Session
 from simpletuner.settings import Settings, provenance
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
+from simpletuner.training.auto.resolve import Resolved
 from simpletuner.training.metrics.metrics import CURVE
 from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
 from simpletuner.training.run_folder.output_dir import PAGE, single_file_of
@@ -23,11 +23,9 @@ from simpletuner.training.run_folder.run_summary import Rows, describe_result
 from simpletuner.training.state import TrainingState
 
 
-def describe_run(
-    session: Session, family: ModelFamily, state: TrainingState, plan: Plan, compiled: str, counted: str
-) -> Rows:
+def describe_run(resolved: Resolved, family: ModelFamily, state: TrainingState, plan: Plan) -> Rows:
     """Return what is about to run, as names and values."""
-    settings, world = session.settings, session.world
+    session, settings, world = resolved.session, resolved.session.settings, resolved.session.world
     parallel, training = settings.parallel, settings.training
     engine = format_engine(settings, world.size)
     count = format_trained(family, state.engine.num_parameters)
@@ -39,8 +37,8 @@ def describe_run(
         ("engine", f"{engine}, {world.size} rank{'s' * (world.size > 1)}"),
         ("device", describe_device(world.device)),
         *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),
-        *([("compiled", compiled)] if compiled else []),
-        ("activations", describe_activations(settings) + f"; {counted}" * bool(counted)),
+        *([("compiled", resolved.compiler)] if resolved.compiler else []),
+        ("activations", describe_activations(settings) + f"; {resolved.recomputation}" * bool(resolved.recomputation)),
         ("images", describe_buckets(plan)),
         ("effective batch", f"{settings.effective_batch_size} = {batch} (batch x {ranks} x accumulation)"),
         ("steps", f"{state.step} to {state.schedule.max_steps}"),
