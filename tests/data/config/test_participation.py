@@ -150,10 +150,10 @@ def test_an_epoch_ends_where_a_dataset_comes_or_goes_and_the_next_one_has_all_of
     assert counts == {0: 4, 1: 12, 2: 12}, "what one epoch leaves over is dropped where the datasets change"
 
 
-def plan(*windows: dict, steps: int | None = None, epochs: int = 1, version: int = 3):
+def plan(*windows: dict, steps: int | None = None, epochs: int = 1):
     samples = Samples([drawn(*[(64, 64)] * 8, dataset=str(number), **keys) for number, keys in enumerate(windows)])
     training = Training(train_batch_size=4, max_train_steps=steps, num_train_epochs=epochs)
-    return make_plan(Settings(training=training), [], [], samples, version)
+    return make_plan(Settings(training=training), [], [], samples)
 
 
 def test_each_step_needs_a_dataset_and_the_identity_of_the_data_has_the_times():
@@ -170,9 +170,6 @@ def test_each_step_needs_a_dataset_and_the_identity_of_the_data_has_the_times():
     values = [{}, {"start_step": 1}, {"end_step": 9}, {"end_epoch": 2}, {"probability": 0.5}]
     assert len({plan({}, each).digest for each in values}) == len(values)
     assert plan({}, {}).digest == plan({"probability": 0.2}, {"probability": 0.2}).digest
-    for each in values[1:]:
-        with pytest.raises(SettingsError, match="keeps its order"):
-            plan({}, each, version=1)
 
 
 @pytest.mark.parametrize(
@@ -208,4 +205,4 @@ def test_held_out_datasets_have_no_part_in_weights_and_times():
     training = Training(train_batch_size=4, max_train_steps=3)
     ending = drawn(*[(64, 64)] * 8, end_step=2)
     with pytest.raises(SettingsError, match="no dataset takes part in step 3 "):
-        make_plan(Settings(training=training), [], [], Samples([held_out, ending]), 3)
+        make_plan(Settings(training=training), [], [], Samples([held_out, ending]))

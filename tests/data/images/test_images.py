@@ -199,7 +199,7 @@ def test_a_cmyk_tiff_keeps_its_colours(tmp_path):
 
 def test_heic_without_the_plugin_says_what_to_install(tmp_path):
     path = saved(red_and_blue(), tmp_path / "a.heic")
-    code = "import sys; sys.modules['pillow_heif'] = None; from simpletuner.data import image_formats, images; "
+    code = "import sys; sys.modules['pillow_heif'] = None; from simpletuner.data.images import image_formats, images; "
     code += "image_formats.find_spec = lambda name: None; print('.heic' in image_formats.unread_suffixes()); "
     ended = subprocess.run([sys.executable, "-c", f"{code}images.read_header(open({str(path)!r}, 'rb'))"], **CAPTURED)
     assert ended.stdout == "True\n" and "is HEIC: pip install 'simpletuner[heif]'" in ended.stderr
