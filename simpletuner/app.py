@@ -83,7 +83,7 @@ def build_app(only: str = "") -> typer.Typer:
 
 
 def command_of(program: str, first_word: str = "") -> TyperGroup | TyperCommand:
-    """What a program runs: the command line, or the subcommand that it stands for.
+    """Return the command that a program runs: the root command, or the subcommand named on the command line.
 
     Where its arguments begin with the name of a command, the others are left out.
     """

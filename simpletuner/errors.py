@@ -47,14 +47,14 @@ class SimpleTunerError(Exception):
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing wrong with the settings, as data: the command line prints it, a page can show it beside the field."""
+    """A mistake in the settings, as data: the command line prints it, the page shows it next to the field."""
 
     setting: str
     """Its name, followed by the key inside it where it holds JSON; as it was written where there is no such setting."""
     message: str
-    """What is wrong and what to write instead."""
+    """The mistake, and what to write instead."""
     place: str = ""
-    """Where it was written: `flag`, `config.toml:3`, `environment SIMPLETUNER_SEED`."""
+    """Source of the value: `flag`, `config.toml:3`, `environment SIMPLETUNER_SEED`."""
     given: str = ""
     """The value as it was written, shortened."""
     hint: str = ""
@@ -80,7 +80,7 @@ class BrokenRule(Mistake):
 
 
 MAX_MISTAKES = 100
-"""How many are printed. The nearest name, which takes long to find, is looked for in no more."""
+"""Largest number of mistakes printed. The nearest name, which takes long to find, is looked for in no more."""
 
 
 class SettingsError(SimpleTunerError):
@@ -168,7 +168,7 @@ OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|std::bad_alloc|failed to allocate|unable to mmap|os error 12\)",
     re.IGNORECASE,
 )
-"""How torch's allocator for CPUs, C++, NumPy, torch's storages and Rust say that the machine's memory is used up."""
+"""Messages of torch's CPU allocator, C++, NumPy, torch's storages and Rust when the machine's memory is used up."""
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 """Errno in exceptions of safetensors and tokenizers, which do not raise OSError."""
 
@@ -202,7 +202,8 @@ def explain_system_errors(folder: Path | None = None) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one from which it was raised, says that no more of the machine's memory was to be had.
+    """Return whether an error, or one from which it was raised, says that no more of the machine's memory was to be
+    had.
 
     Libraries hide it: diffusers says of a file that it could not map that it is "unable to load weights from" it.
     """

@@ -54,7 +54,8 @@ class Report:
         self.talk.print(*self._erase(), text, style=style, markup=False)
 
     def _erase(self) -> list[Erase]:
-        """What removes a status line, of this process or of another one, before something else is printed."""
+        """Return the control codes that remove a status line, of this process or of another one, before other
+        output."""
         return [Erase()] if is_animated(self.talk) else []
 
     def confirm_stop(self, text: str) -> None:

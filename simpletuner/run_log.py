@@ -15,7 +15,7 @@ from pathlib import Path
 from simpletuner.credentials import mask_credentials
 
 LOGGER = logging.getLogger("simpletuner")
-"""What `Report` says. It does not propagate: a library that configures the root logger would print it again."""
+"""The logger of `Report`. It does not propagate: a library that configures the root logger would print it again."""
 
 MOST_KEPT = 1000
 """Records that are kept before it is known where to write."""

@@ -1,4 +1,4 @@
-"""What every phase of a rank is given: settings, mesh, report, and whether to stop."""
+"""Per-rank context: settings, mesh, report, stop request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from simpletuner.system.processes.signals import StopRequest
 
 @dataclass(frozen=True)
 class Session:
-    """One rank of one run."""
+    """Context of one rank of a run."""
 
     loaded: Loaded
     mesh: Mesh
     report: Report
     stop: StopRequest
     background: ExitStack | None = None
-    """Ends what runs beside training, with the rank."""
+    """Background work of the run, stopped when the rank ends."""
     status: StatusWriter = field(default_factory=StatusWriter)
 
     @property

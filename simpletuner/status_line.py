@@ -1,4 +1,4 @@
-"""What a command is doing now, in one line: redrawn in place on a terminal, otherwise printed once a minute.
+"""The status line: redrawn in place on a terminal, otherwise printed once a minute.
 
 On a terminal the cursor stays at the start of the line. So whatever is printed next, by any process, begins there, and
 a terminal that rewraps the line when it becomes narrower leaves the cursor before all of its rows: erasing what follows
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DRAW_SECONDS = 0.5
+# Between lines where there is no terminal, and in the log.
 LINE_SECONDS = 60.0
-"""Between lines where there is no terminal, and in the log."""
+# 30 years; timedelta raises beyond 3 million.
 LONGEST_SECONDS = 1e9
-"""30 years; timedelta raises beyond 3 million."""
+# A phase that takes longer shows for how long it has been running, and a job how long the rest takes.
 SOON_SECONDS = 3.0
-"""A phase that takes longer shows for how long it has been running, and a job how long the rest takes."""
 
 
 class Erase:
@@ -132,7 +132,7 @@ class StatusLine:
 
 
 class Progress:
-    """How much of a job is done, as the status line shows it while the context lasts."""
+    """Progress of a job, as the status line shows it while the context lasts."""
 
     def __init__(
         self, line: StatusLine, title: str, total: int, done: int, left: Callable[[int], float | None] | None
@@ -144,7 +144,7 @@ class Progress:
         self.last_written = -1
         self.began, self.done_before = time.monotonic(), done
         self.ends: float | None = None
-        """When the job ends, by the last estimate."""
+        """Time at which the job ends, by the last estimate."""
         self.running = line.running()
 
     def __enter__(self) -> Progress:

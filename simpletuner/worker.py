@@ -1,4 +1,4 @@
-"""One rank, from joining the others to the exported pipeline. Builds every object of a run and connects them."""
+"""A rank from joining the others to the exported pipeline. Builds every object of a run and connects them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README's figures are those of benchmarks/README.md, which says how they were measured."""
+"""The figures of docs/performance.md are those of benchmarks/README.md, which says how they were measured."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def measured(text: str) -> dict[str, str]:
     return found
 
 
-def test_each_figure_of_the_readme_is_that_of_the_benchmark():
-    shown = measured((ROOT / "README.md").read_text().partition("## Figures")[2])
+def test_each_figure_of_the_page_is_that_of_the_benchmark():
+    shown = measured((ROOT / "docs" / "performance.md").read_text().partition("## Figures")[2])
     sources = measured((ROOT / "benchmarks" / "README.md").read_text())
     assert len(shown) == 5
     for command, figures in shown.items():

@@ -1,4 +1,5 @@
-"""A VAE or text encoders, loaded when they are first used and freed when training begins, or kept for use beside it."""
+"""A VAE or text encoders, loaded when they are first used and freed when training begins, or kept for use during
+training."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Model = TypeVar("Model")
 
 
 class Encoder(Generic[Model]):
-    """What `load` returns, for one thread at a time; caches of several datasets share it."""
+    """A model that `load` returns, used by one thread at a time and shared by the caches of several datasets."""
 
     def __init__(self, load: Callable[[], Model], device: torch.device, beside_training: bool = False) -> None:
         self.load, self.device, self.beside_training = load, device, beside_training
@@ -32,12 +33,12 @@ class Encoder(Generic[Model]):
             yield self._model
 
     def load_early(self) -> None:
-        """Load before the engine is built: if memory does not suffice beside training, it is known at once."""
+        """Load now, so that running out of memory fails before the engine is built."""
         with self.use():
             pass
 
     def free(self) -> None:
-        """Give back its memory, which training needs, unless it is used beside training."""
+        """Give back its memory, which training needs, unless it is used during training."""
         if not self.beside_training:
             self._model = None
             return_memory(self.device)

@@ -30,8 +30,8 @@ from simpletuner.settings import Settings
 from simpletuner.system.numbers import count_noun
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# More of them wait for one another: each holds the GIL for a part of its work, and an image in memory.
 MOST_DECODING_THREADS = 16
-"""More of them wait for one another: each holds the GIL for a part of its work, and an image in memory."""
 
 
 class LatentsCache:
@@ -49,11 +49,12 @@ class LatentsCache:
     ) -> None:
         self.folder, self.samples, self.vae, self.world, self.mirror = folder, samples, vae, world, mirror
         self.writers = writers
+        # By content, not by path: a base model that was moved or downloaded again leaves the cache valid.
         self.fingerprint, self.dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
         self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]
         self.reader: ShardReader | None = None
         self.doubtful: dict[str, str] = {}
-        """What may be wrong about the colours of samples that this rank has decoded, by their names."""
+        """Remarks on the colours of samples that this rank has decoded, by their names."""
         self.growing: GrowingCache[Sample, Tensor | str] | None = None
 
     def fill(self, chunk: int, report: Report, stop: Callable[[], None]) -> dict[str, str]:
@@ -102,6 +103,7 @@ class LatentsCache:
     def read(self, sample: Sample) -> Tensor:
         """Return a sample's latents (C, H, W), float32. Raises DataError where the image turns out to be damaged."""
         if self.growing is not None:
+            # Missing records are encoded here, in a thread that prepares batches.
             made = self.growing.read(sample)
             if isinstance(made, str):
                 raise undecodable(sample, made, "remove it, or run the same command again: it is left out then")
@@ -119,6 +121,7 @@ class LatentsCache:
         latents: Iterator[Tensor] = iter(())
         if good:
             with self.vae.use() as vae:
+                # All of one size: `request` groups the chunk by target.
                 latents = iter(vae.encode(torch.stack(good)).to(self.stored_dtype))
         return [each if isinstance(each, str) else {"latents": next(latents)} for each in decoded]
 
@@ -152,6 +155,8 @@ def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tens
             image = read_rgb(file, g.resized, g.original)
             pixels = resize_and_crop(image, g.resized, g.crop_left_top, g.target)
     except DECODE_ERRORS as error:
+        # Returned, not raised: the record says why it is broken, so the next start need not try the file
+        # again.
         return str(error) or type(error).__name__
     if doubtful is not None and (doubt := image.info[DOUBT]):
         doubtful[sample.id] = doubt

@@ -1,4 +1,4 @@
-"""Where the latents and embeddings of a run come from: caches, or encoders that work beside training."""
+"""Sources of latents and embeddings: caches, or encoders that run during training."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ class Sources:
     @property
     def all_texts(self) -> list[TextSource]:
         """Each source of embeddings once, in the same order on all ranks."""
+        # By identity, in a fixed order: filling is collective, so all ranks must take the caches one after
+        # the other alike.
         return list({id(each): each for each in (self.prompts, *self.texts.values())}.values())
 
     @property
@@ -49,7 +51,7 @@ class Sources:
 
     @property
     def concurrent_reads(self) -> int:
-        """How many samples are best read at once: more than one where records come from a bucket."""
+        """Best number of concurrent reads: more than one where records come from a bucket."""
         return max((each.mirror.storage.concurrent_reads for each in self.caches if each.mirror), default=1)
 
 
@@ -69,6 +71,7 @@ def open_sources(
     data, datasets, dtype = settings.data, [part.dataset for part in samples.parts], compute_dtype(settings)
     beside = any(each.text_cache_disable or each.text_cache_ondemand for each in (data, *datasets))
     encoder = Encoder(lambda: family.text_encoder(world.device, dtype), world.device, beside)
+    # One VAE and one set of text encoders for all datasets; each is loaded at its first use.
     vae = Encoder(lambda: family.vae(world.device), world.device, any(map(encodes_beside, datasets)))
 
     def latents_of(part: DatasetSamples) -> LatentsSource:
@@ -77,11 +80,13 @@ def open_sources(
         folder = latents_folder(part.dataset, settings)
         return LatentsCache(folder, part, vae, family, world, writers, open_mirror(part.dataset.latents_bucket, folder))
 
+    # Datasets that name the same cache share one object, which is filled once and held open once.
     @cache
     def cache_of(number: int, grows: bool) -> TextCache:
         embeds = texts[number]
         using = [part for part in samples.parts if uses(part.dataset, embeds, texts)]
         own = [part for part in using if part.dataset.text_cache_ondemand == grows]
+        # Validation prompts are cached with the default's captions, once, not in each cache.
         own_prompts = prompts if number == 0 and holds_prompts(settings, grows) else []
         folder, compress = text_folder(embeds, settings), embeds.compress_cache
         mirror, stack = open_mirror(embeds, folder), writers if grows else None
@@ -105,12 +110,12 @@ def open_sources(
 
 
 def encodes_beside(dataset: ImageDataset) -> bool:
-    """Whether a dataset's images are encoded while training."""
+    """Return whether a dataset's images are encoded while training."""
     return dataset.vae_cache_disable or dataset.vae_cache_ondemand
 
 
 def holds_prompts(settings: Settings, grows: bool) -> bool:
-    """Whether the prompts are in the cache that grows while training, or in the one that does not."""
+    """Return whether the prompts are in the cache that grows while training, or in the one that does not."""
     return not settings.data.text_cache_disable and settings.data.text_cache_ondemand == grows
 
 
@@ -121,5 +126,5 @@ def used_texts(texts: Sequence[TextEmbeds], datasets: Sequence[ImageDataset], se
 
 
 def uses(dataset: ImageDataset, embeds: TextEmbeds, texts: Sequence[TextEmbeds]) -> bool:
-    """Whether a dataset's captions are cached there: where it says, else in the first one."""
+    """Return whether a dataset's captions are cached there: where it says, else in the first one."""
     return not dataset.text_cache_disable and (dataset.text_embeds or texts[0].id) == embeds.id

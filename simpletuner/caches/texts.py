@@ -99,7 +99,7 @@ class TextCache:
 
 
 def without_padding(family: ModelFamily, encoded: Conditioning) -> Conditioning:
-    """Return embeddings with zeros, which records do not store, in the place of padding that the denoiser ignores."""
+    """Return embeddings with zeros, which records do not store, for padding that the denoiser ignores."""
     if not family.padding_mask:
         return encoded
     is_padding = encoded[family.padding_mask].unsqueeze(-1) == 0

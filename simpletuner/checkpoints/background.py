@@ -40,7 +40,7 @@ class HostCopies:
 
 
 class BackgroundSaver:
-    """Writes one snapshot at a time in a thread, whose collectives go over a process group of its own."""
+    """Writes one snapshot at a time in a thread, whose collectives use a separate process group."""
 
     def __init__(self, world: World) -> None:
         """Collective."""
@@ -53,6 +53,7 @@ class BackgroundSaver:
         copied = {name: self.copies.copy(name, make()) for name, make in snapshot.groups.items()}
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
+        # In the thread a group is only looked up: engines may use the weights again as soon as this returns.
         groups = {name: partial(copied.__getitem__, name) for name in copied}
         pool = ThreadPool(1)  # its thread ends with the process, as in verification.py
         self.running = pool.apply_async(save, (replace(snapshot, groups=groups), self.world))

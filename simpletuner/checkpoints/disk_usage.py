@@ -19,7 +19,7 @@ class DiskUsage:
     parameters: int
     """Those that are trained."""
     origin: str
-    """Where their number comes from."""
+    """The source of their number."""
     checkpoints: int
     """Those that are kept, and the one being written."""
     checkpoint_bytes: int

@@ -29,8 +29,9 @@ from simpletuner.system.files.atomic import flush_to_disk, replace_folder, unfin
 from simpletuner.system.files.checksums import is_intact, with_checksum
 from simpletuner.system.files.regular_files import read_file
 
+# In an exported pipeline: after how many steps it was written, with size and checksum of every file; written
+# last.
 FINISHED = "simpletuner.json"
-"""In an exported pipeline: after how many steps it was written, with size and checksum of every file; written last."""
 SCHEDULER = "scheduler/scheduler_config.json"
 """Written from the family's config, which holds the run's prediction type; all other components are copied."""
 
@@ -96,7 +97,7 @@ def replace_export(
     write_on_first_rank: Callable[[Path], None],
     write_card: Callable[[Path], None],
 ) -> dict[str, str]:
-    """Collective: write a folder under a hidden name, put it in the place of `target`, and return its checksums.
+    """Collective: write a folder under a hidden name, replace `target` with it, and return its checksums.
 
     `write_on_all_ranks` returns the checksums that it knows. `steps`, after which it was written, tells a later
     start that nothing is left to do. Raises EnvironmentNotReady on all ranks when one of them cannot write.

@@ -1,4 +1,4 @@
-"""Where checkpoints are, what they hold, which are complete, and which is the newest. No torch.
+"""Layout of checkpoints: folders, files, completeness, and the choice of the newest. No torch.
 
     checkpoints/checkpoint-000100/
       model/         weights (float32), with config.json: the denoiser's, or those of a LoRA alone
@@ -47,7 +47,7 @@ class PositionFields(BaseModel):
 
 
 class OptimizerFields(BaseModel):
-    """How many steps the optimizer took, and the names of its moments."""
+    """The number of steps that the optimizer took, and the names of its moments."""
 
     steps: Count
     moments: list[Group]

@@ -24,7 +24,7 @@ WEIGHTS_STEM = "diffusion_pytorch_model"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one checkpoint holds: groups of tensors, and the rest as JSON; `config` is the denoiser's.
+    """The content of one checkpoint: groups of tensors, and the rest as JSON; `config` is the denoiser's.
 
     A group is made only when it is written, or copied: an engine may have to convert it, and all would not fit twice.
     """
@@ -42,16 +42,23 @@ def save(root: Path, snapshot: Snapshot, world: World, full: bool, keep: int) ->
     EnvironmentNotReady on all ranks when one of them cannot write; older checkpoints stay as they are.
     """
     folder = checkpoint_folder(root, snapshot.step)
+    # Its name begins with a dot: a start that finds it after a kill removes it, and never takes it for a
+    # checkpoint.
     hidden = unfinished_path(folder)
+    # Also a barrier: no rank writes into the folder before it exists and is empty.
     run_on_first_rank(world, hidden, lambda: make_empty_folder(hidden))
     written: dict[str, str] = {}
     for name, make in snapshot.groups.items():
         group = make()
         run_on_all_ranks(world, hidden, partial(write_group, hidden / name, group, world, full, written))
+        # Before the next one is made: an engine may have converted it, and two would not fit.
         del group
     run_on_first_rank(world, hidden, lambda: write_json(hidden / "model" / "config.json", snapshot.config))
+    # Files have their checksums from writing them; those of rank 0's JSON are computed here.
     sums = compute_checksums(hidden, world, written)
 
+    # Everything else is on the disk by now. state.json, which makes it a checkpoint, comes last, and the
+    # rename makes it visible in one step.
     def finish() -> None:
         write_state(hidden, {"step": snapshot.step, **snapshot.state}, sums)
         replace_folder(hidden, folder)
@@ -78,6 +85,7 @@ def run_on_all_ranks(world: World, hidden: Path, action: Callable[[], None]) -> 
         action()
     except FILE_ERRORS as error:
         problem = error_line(error)
+    # Equal texts of many ranks (a full shared disk) are one sentence.
     problems = sorted({text for text in world.gather_texts(problem) if text})
     if problems:
         if world.is_first:

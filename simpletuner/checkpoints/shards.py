@@ -1,4 +1,5 @@
-"""Which rank writes which rows of each tensor of a checkpoint: all ranks make the same plan, without communication."""
+"""Assignment of each tensor's rows to the ranks that write them: all ranks make the same plan, without
+communication."""
 
 from __future__ import annotations
 
@@ -52,6 +53,7 @@ def plan_group(tensors: NamedTensors) -> TensorGroup:
     """Choose the rank that writes each shard: of those that hold a copy of it, the one with the fewest elements."""
     loads = [0] * dist.get_world_size()
     plan: dict[str, WrittenTensor] = {}
+    # Largest first, so that the ranks' loads come out even; names break ties, so that all ranks agree.
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
         holders, shapes = holders_of(tensor), shard_shapes(tensor)
         shards, row = [], 0

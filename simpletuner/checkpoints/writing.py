@@ -30,7 +30,7 @@ Content = tuple[torch.dtype, tuple[int, ...]]
 
 
 def write_sharded(folder: Path, group: TensorGroup, world: World) -> dict[str, str]:
-    """Write the shards of this rank into a file of its own, and return its checksum by name."""
+    """Write the shards of this rank into one file, and return its checksum by name."""
     if not group.local:
         return {}
     shards = {name: group.plan[name].shard_of(world.rank) for name in group.local}
@@ -77,6 +77,7 @@ def assign_owners(plan: Mapping[str, WrittenTensor], ranks: int) -> dict[str, in
     loads, owners = [0] * ranks, {}
     for name in file_order(plan, plan):
         shards = plan[name].shards
+        # A tensor that one rank has whole is written by it, and need not be sent.
         owners[name] = shards[0].rank if len(shards) == 1 else loads.index(min(loads))
         loads[owners[name]] += prod(plan[name].shape)
     return owners

@@ -1,1 +1,1 @@
-"""One short file per subcommand; heavy imports stay inside the functions."""
+"""Subcommands, one short file each; heavy imports stay inside the functions."""

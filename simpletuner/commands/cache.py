@@ -80,6 +80,7 @@ def clear(
     kinds = kinds or ([CacheKind.LATENTS, CacheKind.TEXT] if unused else [])
     if not kinds:
         raise SettingsError(f"which cache? Name {KINDS}", "`simpletuner cache list` shows what there is")
+    # Detected blocks are computed again in seconds.
     must_ask = not (dry_run or yes) and set(kinds) != {CacheKind.BLOCKS}
     if must_ask and not sys.stdin.isatty():
         raise SettingsError(
@@ -117,6 +118,7 @@ def clear_unused(
         raise SettingsError(f"{named}: only latents and text can be named with --unused", "leave it out")
     all_items = find_items(loaded.settings, kinds, report)
     report_skipped(report, [replace(each, kept=f"{each.bucket} has it too") for each in all_items if each.bucket])
+    # Records of a bucket may be another run's, whose settings are not known here.
     items = [each for each in all_items if not each.bucket]
     clearing.refuse_in_use(items)
     needed = needed_by(loaded) if items else {}

@@ -62,6 +62,7 @@ def show(
 
     report = Report()
     loaded = load(flags, config, complete=False)
+    # Defaults that depend on the family, such as flow_schedule_shift, are shown with the value that counts.
     of_family = family_defaults(loaded.settings)
     rows = [
         replace(row, value=of_family[row.name][0], because=of_family[row.name][1]) if row.name in of_family else row

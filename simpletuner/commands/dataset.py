@@ -33,9 +33,9 @@ TOPICS = {
     "captions": "none is missing or too long",
     "repeats": "none is there twice",
 }
-"""What is looked at, and the sentence where nothing is found."""
+"""Subjects of the check, with the sentence where nothing is found."""
 IN_PART = {"images": "every header can be read", "captions": "none is missing"}
-"""What the sentence is instead where not all of a topic was looked at."""
+"""The sentence where only a part of a topic was checked."""
 UNKNOWN = {"repeats"}
 """Topics of which nothing is known where they are not checked."""
 STYLES = {"ok": "green", "look": "yellow", "FAIL": "bold red", "-": "dim"}

@@ -124,7 +124,7 @@ def format_table(items: list[BlockClass], name_width: int) -> Iterator[tuple[str
 
 
 def why(item: BlockClass) -> str:
-    """Why a class is taken or left, and diffusers' own hints for it."""
+    """Describe why a class is taken or left, with diffusers' own hints."""
     hints = [hint for hint, given in (("no_split", item.no_split), ("repeated", item.repeated)) if given]
     hinted = f"; diffusers' hints: {', '.join(hints)}" if hints else ""
     if item.recommended:

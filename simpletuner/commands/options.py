@@ -22,8 +22,8 @@ from simpletuner.settings.resolving.loading import canonical_name
 from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG
 from simpletuner.settings.values.spelling import SWITCH_WORDS, SWITCHES, choices_of, normalize_name
 
+# For Typer: unknown flags go on to the settings layer, which suggests the nearest setting.
 UNKNOWN_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
-"""For Typer: unknown flags go on to the settings layer, which suggests the nearest setting."""
 
 
 def with_settings(command: Callable[..., None], shown: Iterable[str] | None = None) -> Callable[..., None]:
@@ -114,7 +114,7 @@ def keyword(name: str, option: Any, annotation: Any) -> inspect.Parameter:
 
 
 def metavar(annotation: Any) -> str:
-    """What help shows for a type: its choices, or its name."""
+    """Return how help shows a type: by its choices, or its name."""
     return "|".join(map(str, choices_of(annotation))) or type_name(annotation)
 
 

@@ -84,6 +84,7 @@ def plan(
         print_plan(proposal, budget, device, report)
     if apply is not None:
         write_settings(apply, proposal.settings, report)
+    # After the tables: who is refused needs the numbers most.
     elif missing := proposal.plan.shortfall(budget):
         if proposal.problem is not None:
             report.warn(proposal.problem.message, proposal.problem.hint)

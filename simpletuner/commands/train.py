@@ -129,6 +129,6 @@ def show_plan(loaded: Loaded, flags: Mapping[str, Any], config: Path | None, as_
 
 
 def as_typed(argument: str) -> str:
-    """Return a flag as it was typed, where the shell has put the number of a pipe in the place of `<(...)`."""
+    """Return a flag as it was typed, where the shell has replaced `<(...)` by the number of a pipe."""
     name, _, value = argument.partition("=")
     return f"{name}=<(...)" if descriptor_of(value) else argument

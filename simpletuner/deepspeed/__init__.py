@@ -1,10 +1,10 @@
-"""DeepSpeed ZeRO: requirements, memory estimates, the engine, import of its checkpoints.
+"""DeepSpeed ZeRO: requirements, memory estimates, the engine, row shards.
 
-requirements.py       what this machine lacks, without importing torch or DeepSpeed
+requirements.py       requirements of this machine, without importing torch or DeepSpeed
 estimate.py           bytes that a configuration needs, and the lowest stage that fits
 template_files.py     named configurations
 builder.py            settings and answers so far, the JSON that they make, the memory that it needs
-questions.py          what the builder asks for
+questions.py          questions of the builder
 startup.py            in a rank: import, compile operators for disks
 swap_files.py         folders for what is offloaded to NVMe
 engine.py             the `Engine`, and how it is built

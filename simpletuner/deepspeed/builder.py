@@ -158,7 +158,7 @@ class BuildResult:
 
     @property
     def shortfall(self) -> str:
-        """What the configuration needs more of than there is; empty if it fits, or if that is unknown."""
+        """Describe resources that the configuration exceeds; empty if it fits, or if capacity is unknown."""
         if self.budget is None or self.num_parameters is None:
             return ""
         estimate = estimate_for_settings(self.loaded.settings, self.num_parameters)
@@ -202,7 +202,7 @@ def read_inline(apply: Path, flags: Mapping[str, Any]) -> Source:
 
 
 def is_json(value: object) -> bool:
-    """Whether a value of deepspeed_config is the JSON itself, not the name of a file."""
+    """Return whether a value of deepspeed_config is the JSON itself, not the name of a file."""
     return isinstance(value, Mapping) or (isinstance(value, str) and value.lstrip().startswith("{"))
 
 

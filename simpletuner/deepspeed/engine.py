@@ -122,6 +122,7 @@ class DeepSpeedEngine:
         if name in self.fixed:
             is_parameter = isinstance(self.fixed[name], DTensor)
             return self.row_shards.as_dtensor(name, part.flatten()) if is_parameter else part
+        # All-to-all in new memory: a caller may write to it while the next step changes the partition.
         return self.row_shards.from_partition(name, part, self.ranges[name])
 
     def from_checkpoint(self, name: str, tensor: Tensor) -> Tensor:

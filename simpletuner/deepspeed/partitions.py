@@ -35,7 +35,7 @@ class OptimizerPartitions(Protocol):
     """
 
     def element_range(self, name: str) -> ElementRange:
-        """Which elements of a parameter this rank has."""
+        """Return the range of a parameter's elements that this rank has."""
         ...
 
     def local_shards(

@@ -1,4 +1,4 @@
-"""What the DeepSpeed builder asks for, in a terminal and on the page: settings, in the order in which they matter."""
+"""Questions of the DeepSpeed builder, in a terminal and on the page: settings, in the order in which they matter."""
 
 from __future__ import annotations
 

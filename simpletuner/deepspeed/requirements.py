@@ -1,4 +1,4 @@
-"""What DeepSpeed needs of this machine: platform, package, compiler, libaio, disk space.
+"""Requirements of DeepSpeed on this machine: platform, package, compiler, libaio, disk space.
 
 Everything here is answered without importing torch or DeepSpeed, so that commands stay fast and a missing requirement
 is reported before any rank starts. `simpletuner/deepspeed/startup.py` does the part that needs DeepSpeed.

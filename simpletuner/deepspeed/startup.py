@@ -24,7 +24,7 @@ from simpletuner.settings.foreign.deepspeed.config import DeepSpeedOptions
 from simpletuner.system.files.locks import exclusive_lock
 
 COMPILE_WAIT_SECONDS = 1800
-"""How long one rank waits for another rank that compiles."""
+"""Longest wait for another rank that compiles."""
 
 STALE_LOCK_SECONDS = 120
 """A compilation counts as killed if no process of this machine has its lock open and it has written nothing for so

@@ -19,16 +19,16 @@ from simpletuner.launch.termination import Termination, machine_silent, parse_te
 
 HEARTBEAT_SECONDS = 1.0
 ANSWER_SECONDS = 3.0
-"""How long to wait for the thread to write a message."""
+"""Longest wait for the thread to write a message."""
 SUSPECT_SECONDS = 5.0
-"""How long a machine may be silent once a rank has lost contact to another: then it is not just a slow network."""
+"""Longest silence of a machine once a rank has lost contact to another: then it is not just a slow network."""
 
 TERMINATION_KEY = "launchers/ending"
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a launcher, or a node of `nfs check`, writes regularly; a count that rises means that it is alive."""
+    """A regular message of a launcher, or of a node of `nfs check`; a rising count means that it is alive."""
 
     count: int
     state: str = "running"
@@ -36,7 +36,7 @@ class Heartbeat:
     phase: int = 0
     """The phase of its furthest rank."""
     lost_contact: bool = False
-    """Whether one of its ranks has lost contact to another."""
+    """True if one of its ranks has lost contact to another."""
 
 
 def parse_heartbeat(values: Mapping[str, Any]) -> Heartbeat | None:
@@ -67,7 +67,7 @@ class PeerMonitor:
         self.proposed: Termination | None = None
         self.cut_off = self.has_left = False
         self.answered = time.monotonic()
-        """When the store last answered."""
+        """Time of the store's last answer."""
         others = (machine for machine in range(len(names)) if machine != here)
         self.received = {machine: (Heartbeat(0, ""), self.answered) for machine in others}
         """The last heartbeat of each other machine, and when it was read."""
@@ -101,7 +101,7 @@ class PeerMonitor:
         return machine_silent(self.here, self.names[machine], silence[machine])
 
     def _allowed_seconds(self) -> float:
-        """How long a machine may be silent."""
+        """Return the longest allowed silence of a machine."""
         lost = self.lost_contact or self.cut_off or any(beat.lost_contact for beat, _ in self.received.values())
         return self.suspect_seconds if lost else self.timeout_seconds
 

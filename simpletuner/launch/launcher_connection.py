@@ -24,11 +24,11 @@ SOCKET_VARIABLE = "_SIMPLETUNER_LAUNCHER_SOCKET"
 """Environment variable with the descriptor of the rank's end of the socket pair."""
 HEARTBEAT_SECONDS = 1.0
 SEND_SECONDS = 2.0
-"""How long sending may block when the launcher is stopped, as by Ctrl-Z."""
+"""Longest time that sending may block when the launcher is stopped, as by Ctrl-Z."""
 ORPHAN_SECONDS = 8.0
-"""How long a rank without a launcher may take to exit when it has nothing to save, or once it has."""
+"""Longest time until a rank without a launcher exits when it has nothing to save, or once it has."""
 SAVE_SECONDS = 900.0
-"""How long a rank without a launcher may take to save its last step."""
+"""Longest time in which a rank without a launcher saves its last step."""
 
 
 class LauncherConnection:
@@ -96,6 +96,7 @@ def connect_to_launcher(
     if not descriptor:
         yield LauncherConnection(None, activity, stop, stall_seconds)
         return
+    # A child that inherits the socket would keep it open after this rank has died.
     os.set_inheritable(int(descriptor), False)
     stop.may_exit, stop.unsaved = False, None  # the launcher confirms Ctrl-C, and kills on the second one
     with socket.socket(fileno=int(descriptor)) as connection:

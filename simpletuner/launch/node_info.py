@@ -1,4 +1,4 @@
-"""Which process a machine or rank is, what all must have in common, and how a difference is reported."""
+"""Identity of machines and ranks: the facts that must agree, and reports of differences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAY_DIFFER = ("machine_rank", "main_process_ip", "gpu_ids", "node_join_timeout",
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a machine, a rank or a node of `nfs check` registers, as JSON."""
+    """Facts that a machine, a rank or a node of `nfs check` registers, as JSON."""
 
     host: str
     pid: int
@@ -45,7 +45,7 @@ class NodeInfo:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process certainly is not running any more: it ran here, and its pid is free."""
+        """Return whether the process certainly is not running any more: it ran here, and its pid is free."""
         return bool(self.boot) and self.boot == boot_of_machine() and not Path(f"/proc/{self.pid}").exists()
 
 

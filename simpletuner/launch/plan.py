@@ -1,4 +1,4 @@
-"""What one machine starts: its ranks, their command line, their environment and GPUs."""
+"""The plan of one machine: its ranks, their command line, environment and GPUs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from simpletuner.system.processes.python_process import module_command
 LOOPBACK = "127.0.0.1"
 FREE_PORT = "a free port"
 GPUS = "CUDA_VISIBLE_DEVICES"
+# Without them gloo takes the address of the host name: it need not be the one that the other machines reach,
+# and on a single machine it would listen where others can reach it. NCCL opens its first connections there,
+# too.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Without them gloo takes the address of the host name: it need not be the one that the other machines reach, and on a
-single machine it would listen where others can reach it. NCCL opens its first connections there, too."""
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:

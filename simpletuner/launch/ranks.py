@@ -18,7 +18,7 @@ from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
 from simpletuner.system.files.paths import descriptor_of
 
 KILL_SECONDS = 10
-"""How long a killed process may take to disappear; one that waits for a broken disk or GPU driver never does."""
+"""Longest wait for a killed process to disappear; one that waits for a broken disk or GPU driver never does."""
 MESSAGE_BYTES = 1 << 16
 
 

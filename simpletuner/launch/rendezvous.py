@@ -18,12 +18,12 @@ from simpletuner.launch.termination import failure_code
 
 POLL_SECONDS = 0.05
 NOTICE_SECONDS = 5
-"""How long to wait before saying so."""
+"""Wait before a message says so."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Who takes part: `kind` is `machine` or `rank`, `number` is this one's, and `count` is how many there are."""
+    """A group of machines or ranks: `kind` is `machine` or `rank`, `number` is this one's, `count` the size."""
 
     kind: str
     number: int
@@ -31,7 +31,7 @@ class Group:
 
     @property
     def variable(self) -> str:
-        """What says the number of each: a setting, or a variable of the environment."""
+        """The source of each number: a setting, or a variable of the environment."""
         return {"machine": "machine_rank", "rank": "RANK"}[self.kind]
 
     def name(self, number: int) -> str:

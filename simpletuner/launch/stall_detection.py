@@ -31,15 +31,15 @@ STATES: dict[str, str] = {
 }
 PAUSED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 WARN_SECONDS = 10.0
-"""How long a rank may be stopped before that is said."""
+"""Time for which a rank may be stopped before a warning."""
 BEGIN_SECONDS = 600.0
-"""How long a rank may take to its first heartbeat, if that is longer than stall_timeout. Until then it imports torch
-and this package, some 10,000 files: on a busy machine or from a network drive it may use next to no CPU for minutes."""
+"""Longest time to a rank's first heartbeat, if that is longer than stall_timeout. Until then it imports torch and this
+package, some 10,000 files: on a busy machine or from a network drive it may use next to no CPU for minutes."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process and its descendants have used so far."""
+    """CPU time and disk traffic of a process and its descendants so far."""
 
     cpu_seconds: float
     disk: int

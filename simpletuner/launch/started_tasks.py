@@ -19,7 +19,7 @@ MPI_SIZES = {"OMPI_COMM_WORLD_SIZE": "mpirun", "MV2_COMM_WORLD_SIZE": "mpirun", 
 
 @dataclass(frozen=True)
 class StartedTasks:
-    """How often a program starts this command, and the variable that says so."""
+    """The number of tasks that a program starts with this command, and the variable that says so."""
 
     program: str
     variable: str

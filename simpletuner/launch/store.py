@@ -31,7 +31,7 @@ SECRET = "SIMPLETUNER_RUN_SECRET"
 SECRET_CHARACTERS = 16
 """Least length of a secret: shorter ones can be guessed."""
 ATTEMPTS = 10
-"""How often a key is rewritten that somebody else overwrites; who does that all the time can prevent the run."""
+"""Attempts to rewrite a key that somebody else overwrites; who does that all the time can prevent the run."""
 
 
 class Store(Protocol):
@@ -42,7 +42,7 @@ class Store(Protocol):
         ...
 
     def existing(self, keys: Collection[str]) -> set[str]:
-        """Return those of some keys that exist."""
+        """Return the keys that exist, of those given."""
         ...
 
     def all_exist(self, keys: Collection[str]) -> bool:
@@ -143,7 +143,7 @@ class MessageStore:
         return {key: message for key, message in decoded.items() if message is not None}
 
     def put_first(self, key: str, values: Mapping[str, Any], parse: Parser[Message]) -> Message:
-        """Write a message unless there is a valid one; return the one that stands. What is not valid is overwritten."""
+        """Write a message unless there is a valid one; return the one in effect. Invalid ones are overwritten."""
         mine, present = self.signer.encode(key, values), b""
         for _ in range(ATTEMPTS):
             holder = self.store.compare_set(key, present, mine)

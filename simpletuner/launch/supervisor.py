@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 SAVE_ON_SIGNAL_SECONDS = 900
-"""How long ranks may take to save after a signal before they are killed."""
+"""Longest time in which ranks save after a signal before they are killed."""
 LINGER_SECONDS = 1.0
-"""How long machine 0 keeps serving the store when machines disagree, so that all of them can read why."""
+"""Time for which machine 0 keeps serving the store when machines disagree, so that all of them can read why."""
 EXIT_SECONDS = 15
-"""How long ranks may take to exit when another failed: it may still write its report, and they theirs."""
+"""Longest time in which ranks exit when another failed: it may still write its report, and they theirs."""
 BEREFT_SECONDS = 4
 """The same when another one is known to be dead. What a survivor does then needs the dead one, too: a collective, whose
 wait SIGTERM does not end, or a checkpoint, which all ranks write and which counts only when all have."""
@@ -52,7 +52,7 @@ wait SIGTERM does not end, or a checkpoint, which all ranks write and which coun
 
 @dataclass(frozen=True)
 class SupervisedRun:
-    """What the launcher of one machine supervises."""
+    """The objects that the launcher of one machine supervises."""
 
     ranks: Ranks
     peers: PeerMonitor

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 STORE_SECONDS = 30
-"""How long an answer from the store may take once its machine has been reached."""
+"""Longest wait for an answer from the store once its machine has been reached."""
 OWN_ADDRESS_SECONDS = 5
-"""How long machine 0 tries to reach itself at the address that the others use."""
+"""Time in which machine 0 tries to reach itself at the address that the others use."""
 RETRY_SECONDS = 0.5
 
 
@@ -38,6 +38,7 @@ def serve(launch: Launch) -> TCPStore:
     several = launch.num_machines > 1
     wanted = launch.main_process_port if several else 0
     try:
+        # A single machine listens where no other one reaches it, and several runs share it by free ports.
         listener = listen_on_all_addresses(wanted) if several else socket.create_server((LOOPBACK, 0))
     except OSError as error:
         raise EnvironmentNotReady(

@@ -22,9 +22,9 @@ class Termination:
     sentence: str
     hint: str = ""
     said: bool = False
-    """Whether a rank has printed the reason on that machine."""
+    """True if a rank has printed the reason on that machine."""
     killed: bool = False
-    """Whether a signal has killed a rank, which has written nothing since."""
+    """True if a signal has killed a rank, which has written nothing since."""
 
     @property
     def signal_number(self) -> int:

@@ -11,7 +11,7 @@ documents.py       a config file with what was typed over it
 examination.py     what the settings layer says of it: origins, mistakes, warnings
 fields.py          the form, made of the declarations of settings
 hardware.py        Hardware -> Accelerate: labels, and what cannot be had
-blocks.py          the Detect Blocks dialog; a process of its own builds the model
+blocks.py          the Detect Blocks dialog; a separate process builds the model
 builder_dialog.py  the DeepSpeed Builder dialog
 exports.py         every format of `config export`, to copy or download
 preferences.py     cache maintenance

@@ -1,4 +1,4 @@
-"""The Detect Blocks dialog: which classes FSDP should wrap. What is not cached, a process of its own detects."""
+"""The Detect Blocks dialog: classes that FSDP should wrap. Uncached results are computed in a separate process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def open_dialog(request: Request) -> Response:
 
 
 def detect(request: Request) -> Response:
-    """Detect in a process of its own: building a model needs torch, which this server does without."""
+    """Detect in a separate process: building a model needs torch, which this server does without."""
     document, model = model_of(request)
     found, error = None, None
     try:
@@ -56,7 +56,7 @@ def detect(request: Request) -> Response:
 
 
 def detect_apart(model: Model) -> Detection | None:
-    """Return what a process of its own detects.
+    """Return what a separate process detects.
 
     Raises:
         EnvironmentNotReady: what the process said went wrong, or that it took too long.

@@ -30,7 +30,7 @@ from simpletuner.settings.values.spelling import choices_of
 from simpletuner.system.files.atomic import save
 
 PREFIX = "build_"
-"""How the dialog's fields begin, which are sent with those of the form below it."""
+"""Prefix of the dialog's fields, which are sent with those of the form below it."""
 ASKED = (*QUESTIONS, OFFLOAD_FOLDER)
 
 
@@ -46,7 +46,7 @@ class AskedSetting:
 
 @dataclass(frozen=True)
 class Preview:
-    """What the answers make: the JSON, the memory that it needs, and warnings; or why they make nothing."""
+    """The result of the answers: the JSON, the memory that it needs, and warnings; or why there is none."""
 
     json: str = ""
     estimate: MemoryEstimate | None = None
@@ -150,7 +150,7 @@ def save_template(request: Request) -> Response:
 
 
 def apply(request: Request) -> Response:
-    """Write the JSON beside the configuration, and put its name into the form."""
+    """Write the JSON next to the configuration, and put its name into the form."""
     document, builder = builder_of(request, answers_of(request))
     target = folders_of(request).resolve(field(request, "target"))
     if target.suffix != ".json" or target == folders_of(request).resolve(document.path):

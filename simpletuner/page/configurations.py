@@ -26,8 +26,8 @@ MAX_FILES = 300
 MAX_FOLDERS = 2000
 MAX_ENTRIES = 2000
 """A folder with more entries holds images or a cache: reading it to its end can take minutes."""
+# Larger files are data.
 MAX_BYTES = 256 << 10
-"""Larger files are data."""
 SKIPPED = {"node_modules", "site-packages", "checkpoints", "cache", "__pycache__", "venv"}
 SHOWN = ("model_family", "model_flavour", "model_type", "num_processes")
 

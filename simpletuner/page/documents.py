@@ -39,7 +39,7 @@ from simpletuner.system.files.paths import shown_path
 TYPED = "this page"
 """The place of a value that is not saved yet."""
 READ_AS_TEXT = ("data_backend_config", "validation_prompt_file")
-"""Settings whose files the checks read, beside those that hold a table."""
+"""Settings whose files the checks read, in addition to tables."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class Document:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """What the file says, by setting."""
+        """Return the values in the file, by setting."""
         entries = parse_entries(self.path, self.text.removeprefix("\ufeff"))
         named = [(setting_of(self.path, entry), entry.value) for entry in reversed(entries)]
         return {name: value for name, value in named if name is not None}
 
     @cached_property
     def changes(self) -> dict[str, Any]:
-        """What was typed, in the types of the settings as far as it is valid."""
+        """Return the typed changes, converted to the types of the settings where they are valid."""
         return {name: parse_typed(name, text) for name, text in self.typed.items()}
 
     def changed_text(self) -> str:
@@ -78,7 +78,7 @@ class Document:
         return change_text(self.path, self.text, self.changes)
 
     def sources(self, environment: Mapping[str, str]) -> list[Source]:
-        """All sources of a run with this file, weakest first, with the changes in the place of what the file says."""
+        """All sources of a run with this file, weakest first, with the changes replacing the file's values."""
         name = shown_path(self.path)
         return [
             replace(source, values=self._changed(source.values)) if source.name == name else source

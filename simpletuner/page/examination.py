@@ -1,4 +1,4 @@
-"""What the settings layer says of a config file with what was typed over it: origins, mistakes, warnings."""
+"""Validation of a config file with unsaved edits: origins, mistakes, warnings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from simpletuner.tools.run_check import check_run, errors_around
 
 @dataclass(frozen=True)
 class Examined:
-    """What the settings layer says: settings as far as they are valid, origins, and what is wrong."""
+    """The result of validation: settings as far as they are valid, origins, and mistakes."""
 
     settings: Settings
     origins: Mapping[str, Origin]
@@ -43,6 +43,8 @@ def examine(document: Document, folders: Folders, environment: Mapping[str, str]
 
     Raises SettingsError for a file that cannot be read at all.
     """
+    # What was typed may name any file of the machine, which the settings layer would read: such fields count
+    # as empty.
     outside = find_outside(document, folders)
     safe = replace(document, typed={**document.typed, **dict.fromkeys(outside, "")})
     loaded, errors = check(safe.sources(environment))
@@ -72,7 +74,7 @@ def check(sources: Iterable[Source]) -> tuple[Loaded | InvalidSettings, list[Sim
 
 
 def mistakes_of(error: SimpleTunerError, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
-    """Yield each sentence with the setting that it is shown beside, for each of its settings."""
+    """Yield each sentence with each setting next to which it is shown."""
     if not isinstance(error, SettingsError) or not error.mistakes:
         sentence = f"{error.message}; {error.hint}" if error.hint else error.message
         # Of the settings that a check looks at, those that somebody has set.
@@ -88,7 +90,7 @@ def mistakes_of(error: SimpleTunerError, origins: Mapping[str, Origin]) -> Itera
 
 
 def sentence_of(mistake: Mistake, is_beside: bool) -> str:
-    """Say what is wrong; beside its field without the name, the value and the place, which stand there."""
+    """Describe the mistake; next to its field, omit the name, the value and the place, which are shown there."""
     if isinstance(mistake, BrokenRule):
         return mistake.message
     if not is_beside:
@@ -99,5 +101,5 @@ def sentence_of(mistake: Mistake, is_beside: bool) -> str:
 
 
 def is_broken_table(value: Any) -> bool:
-    """Whether something typed begins as JSON and does not parse."""
+    """Return whether something typed begins as JSON and does not parse."""
     return isinstance(value, str) and value.startswith("{")

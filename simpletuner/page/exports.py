@@ -23,7 +23,7 @@ TITLES = {"cli": "Command line", "accelerate": "Accelerate", "deepspeed": "DeepS
 
 @dataclass(frozen=True)
 class ExportChoice:
-    """What a person has chosen: a file, a format, and whether defaults are written, too."""
+    """A choice of a file, a format, and whether defaults are written, too."""
 
     file: str
     to: str

@@ -28,7 +28,7 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 @dataclass(frozen=True)
 class Note:
-    """What changes as a person types: where the value comes from, and what is wrong with it."""
+    """Texts that change as a person types: the origin of the value, and its mistakes."""
 
     name: str
     origin: str
@@ -37,7 +37,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Field:
-    """One setting as a form shows it."""
+    """A setting as a form shows it."""
 
     name: str
     label: str
@@ -48,7 +48,7 @@ class Field:
     """`select`, `lines`, `table`, `secret` or `text`."""
     options: Sequence[tuple[str, str]]
     value: str
-    """What the file says; empty where it says nothing."""
+    """The value in the file; empty where there is none."""
     placeholder: str
     note: Note
     suggestions: Sequence[str] = ()
@@ -118,7 +118,7 @@ def control_of(name: str, annotation: Any) -> str:
 
 
 def file_text(name: str, document: Document) -> str:
-    """What the file says, in one spelling where there are choices; empty where it says nothing."""
+    """Return the value in the file, in one spelling where there are choices; empty where there is none."""
     if name not in document.values:
         return ""
     declared = setting_fields()[name]
@@ -130,7 +130,7 @@ def file_text(name: str, document: Document) -> str:
 
 
 def placeholder_of(name: str, examined: Examined) -> str:
-    """What counts while the field is empty: the value of a weaker source, or the default."""
+    """Return the effective value of an empty field: that of a weaker source, or the default."""
     origin = examined.origins.get(name, NO_ORIGIN)
     weaker = origin.outranks[0] if origin.outranks else None
     if weaker is not None and not is_secret(name):

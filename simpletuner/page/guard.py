@@ -1,6 +1,6 @@
-"""Who may talk to the page: token, Host header, CSRF, size of a request; and the headers of every response.
+"""Access control of the page: token, Host header, CSRF, size of a request; and the headers of every response.
 
-A page on loopback can be reached by any site that is open in the same browser, so each check stands for one attack:
+A page on loopback can be reached by any site that is open in the same browser, so each check prevents one attack:
 Host for DNS rebinding, Origin and a header of our own for cross-site requests, the cookie for other users of this
 machine, and Content-Security-Policy for markup that came from a file, a prompt or a model folder.
 """
@@ -48,18 +48,18 @@ TOO_LARGE = f"A request may have at most {MAX_BODY_BYTES >> 20} MiB."
 
 
 class Secrets:
-    """What lets visitors in: tokens, each good for one browser, and the cookie that such a browser keeps."""
+    """Credentials of visitors: tokens, each good for one browser, and the cookie that such a browser keeps."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.session = secrets.token_urlsafe(32)
-        """The cookie's value, which never stands in an address."""
+        """The cookie's value, which is never part of an address."""
         self.unused: set[str] = set()
         self.lock = threading.Lock()
 
     @property
     def cookie(self) -> str:
-        """The cookie's name. Browsers send cookies to all ports of a host, so each server has a name of its own."""
+        """The cookie's name. Browsers send cookies to all ports of a host, so each server has a different name."""
         return f"simpletuner-{self.port}"
 
     @property
@@ -87,7 +87,8 @@ def is_same(one: str, other: str) -> bool:
 
 
 def names_this_machine(host: str, named: str) -> bool:
-    """Whether a Host header can only mean this machine: an address, localhost, its own name or the one of --host.
+    """Return whether a Host header can only mean this machine: an address, localhost, its own name or the one of
+    --host.
 
     DNS rebinding needs a name that the attacker owns. Ports may differ: a tunnel can have another one.
     """
@@ -146,7 +147,7 @@ class Guard:
         return None
 
     def is_from_here(self, request: Request) -> bool:
-        """Whether a request that changes something was sent by a script of this page."""
+        """Return whether a request that changes something was sent by a script of this page."""
         origin = request.headers.get("origin", "")
         has_token = is_same(request.headers.get(CSRF_HEADER, ""), self.secrets.csrf)
         return has_token and origin.partition("://")[2] == request.headers["host"]

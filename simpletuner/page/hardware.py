@@ -112,8 +112,8 @@ def why_no_deepspeed(settings: Settings) -> str:
     return contradiction(settings, {"fsdp_enable": False, "context_parallel_size": 1, "zero_stage": 2}, "zero_stage")
 
 
+# By group, what says why it cannot be had whatever else is set in this view; empty where it can.
 REASONS = {"fsdp": why_no_fsdp, "context-parallel": why_no_context_parallel, "deepspeed": why_no_deepspeed}
-"""By group, what says why it cannot be had whatever else is set in this view; empty where it can."""
 
 
 def contradiction(settings: Settings, tried: Mapping[str, Any], *about: str) -> str:

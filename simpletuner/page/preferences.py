@@ -34,7 +34,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class CacheRow:
-    """One kind of cache: what there is, and why it cannot be cleared."""
+    """A kind of cache: its size, and why it cannot be cleared."""
 
     kind: CacheKind
     title: str

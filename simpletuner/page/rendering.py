@@ -48,7 +48,7 @@ def environment() -> Environment:
 
 
 def as_code(text: str) -> Markup:
-    """Show what stands between backticks, as messages have it, as code."""
+    """Show text between backticks, as in messages, as code."""
     parts = [escape(part) for part in text.split("`")]
     if len(parts) % 2 == 0:  # one has no partner
         return escape(text)
@@ -80,7 +80,7 @@ def respond(
 
 
 def is_fragment(request: Request) -> bool:
-    """Whether htmx asks, and will put the answer into a page that is there already."""
+    """Return whether htmx asks, and will put the answer into a page that is there already."""
     return request.headers.get("hx-request") == "true" and request.headers.get("hx-history-restore-request") != "true"
 
 

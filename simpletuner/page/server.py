@@ -78,6 +78,7 @@ def opened_browser(address: str) -> Iterator[None]:
     """Open a browser by a file that leads to the address: arguments of a process can be read by every user."""
     with TemporaryDirectory(prefix="simpletuner-page-") as folder:  # which only this user may enter
         file = Path(folder) / "open.html"
+        # Before it is written, so that no other user can read the token in between.
         file.touch(0o600)
         file.write_text(render("open", address=address), encoding="utf-8")
         # In a thread: a browser that BROWSER names with `%s` is waited for until it ends, and it waits for this page.
@@ -125,6 +126,7 @@ def bind(host: str, port: int | None) -> socket.socket:
 
 
 def has_browser() -> bool:
-    """Whether this user sits at this machine: a browser in the terminal would take the place of what is printed."""
+    """Return whether this user sits at this machine: a browser in the terminal would take the place of what is
+    printed."""
     on_screen = sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ)
     return bool(on_screen) and sys.stdout.isatty() and "SSH_CONNECTION" not in os.environ

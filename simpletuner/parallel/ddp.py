@@ -42,6 +42,7 @@ def ddp_engine(
 
     @contextmanager
     def micro_batch(is_last: bool) -> Iterator[None]:
+        # Gradients are averaged in the last micro batch: one all-reduce per step, not one for each.
         with parallel.no_sync() if parallel and not is_last else nullcontext(), precision():
             yield
 

@@ -40,7 +40,7 @@ class Engine(Protocol):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether weights change in the backward pass already, not only in `step`."""
+        """Return whether weights change in the backward pass already, not only in `step`."""
         ...
 
     @property
@@ -116,6 +116,7 @@ class Engine(Protocol):
 @contextmanager
 def evaluation(engine: Engine) -> Iterator[nn.Module]:
     """Yield the denoiser for calls outside training: without gradients and dropout."""
+    # Without dropout, as a LoRA may have: images and held-out losses are compared between steps.
     engine.module.eval()
     try:
         with torch.no_grad(), engine.averaged(), engine.inference():

@@ -1,4 +1,4 @@
-"""What a run does with its GPU beside computing: which one it is, its precision, and its memory."""
+"""GPU of a run: its model, precision and memory limit."""
 
 from __future__ import annotations
 

@@ -40,12 +40,13 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which slice of each global batch is this rank's."""
+        """This rank's slice of each global batch."""
+        # Ranks of one context-parallel group are neighbours, as a rule on one machine, and see the same samples.
         return self.world.rank // self.cp
 
     @property
     def cp_rank(self) -> int:
-        """Which part of its group's sequences is this rank's."""
+        """This rank's part of its group's sequences."""
         return self.world.rank % self.cp
 
     def cp_group(self) -> dist.ProcessGroup:
@@ -62,7 +63,8 @@ class Mesh:
         return self.begin_data_mean(values)()
 
     def begin_data_mean(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin the mean of a small tensor over the ranks, and return what waits for it. Collective."""
+        """Begin the mean of a small tensor over the ranks, and return a function that waits for the result.
+        Collective."""
         return self.world.begin_mean(values)
 
     def shard_mesh(self, device_type: str) -> DeviceMesh:

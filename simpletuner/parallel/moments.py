@@ -1,4 +1,4 @@
-"""What each optimizer keeps of a weight, by shapes alone. No torch, so that commands can count before a run.
+"""State that each optimizer keeps of a weight, by shapes alone. No torch, so that commands can count before a run.
 
 The optimizers make their state from `moment_shapes`, and all estimates of memory and disk add it up.
 """
@@ -42,13 +42,13 @@ def moment_shapes(optimizer: str, shape: Shape, is_hidden_matrix: bool = False) 
 
 
 def needs_shapes(optimizer: str) -> bool:
-    """Whether the moments of a model follow from its weights' shapes, not from their number alone."""
+    """Return whether the moments of a model follow from its weights' shapes, not from their number alone."""
     return optimizer in ("adafactor", "muon")
 
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """What an optimizer is given, and how many numbers the weights of a checkpoint are."""
+    """The weights given to an optimizer, and the number of elements in the weights of a checkpoint."""
 
     shapes: Sequence[tuple[Shape, bool]]
     """Of each weight, and whether Muon takes it for a hidden matrix."""

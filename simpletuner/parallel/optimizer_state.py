@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each weight, and the same in the layout of checkpoints, equal for every engine."""
+"""Optimizer state of each weight, and the same in the layout of checkpoints, equal for every engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Read = Callable[[NamedTensors], None]
 """Fills tensors by name, in place; each rank reads only its own rows."""
 
 NewMoments = Mapping[str, Callable[[], Tensor]]
-"""What makes each moment of a parameter as it is before the first step, by name."""
+"""Functions that make each moment of a parameter as it is before the first step, by name."""
 
 
 class ShardOptimizer(torch.optim.Optimizer):
@@ -29,7 +29,7 @@ class ShardOptimizer(torch.optim.Optimizer):
 
 
 class ShardAdamW(ShardOptimizer):
-    """What variants of AdamW share: its arguments, and parameters that are updated one by one.
+    """Base of AdamW's variants: arguments, and parameters that are updated one by one.
 
     The foreach functions of torch would need the temporary tensors of all parameters at once.
     """

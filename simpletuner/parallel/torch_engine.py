@@ -69,7 +69,7 @@ class TorchEngine:
 
     updates_in_backward = False
     clips_values = False
-    """Whether `max_grad_norm` limits each value of the gradients instead of their norm."""
+    """True if `max_grad_norm` limits each value of the gradients instead of their norm."""
 
     def __init__(
         self,
@@ -84,6 +84,8 @@ class TorchEngine:
         self.model, self.module, self.mesh = model, module, mesh
         self.micro_batch, self.inference = micro_batch, inference
         self.parameters = sharded_parameters(adapter.items() if adapter is not None else module.named_parameters())
+        # With a LoRA its matrices alone: the base is read from the pipeline again, not averaged and not
+        # saved.
         self.weights: dict[str, Tensor] = (
             module.state_dict() if adapter is None else {name: each.detach() for name, each in adapter.items()}
         )
@@ -102,9 +104,13 @@ class TorchEngine:
     @torch.no_grad()
     def step(self, max_grad_norm: float) -> Tensor:
         for each in self.parameters.values():
+            # At each step: gradients are freed after it (None), so the next backward pass makes other
+            # tensors.
             each.shard.grad = local_tensor(each.parameter.grad) if each.parameter.grad is not None else None
         shards = [each.shard for each in self.parameters.values() if each.shard.grad is not None]
         gradients = [shard.grad for shard in shards if shard.grad is not None]
+        # In float32: the squares of bf16 gradients lose small ones in their sum. One launch for all
+        # parameters.
         norms = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else []
         grad_norm = self.global_norm([*norms, *self.released_norms])
         self.released_norms.clear()
@@ -122,6 +128,7 @@ class TorchEngine:
             self.scale_to_norm(shards, max_grad_norm, grad_norm)
 
     def scale_to_norm(self, shards: list[nn.Parameter], max_grad_norm: float, grad_norm: Tensor) -> None:
+        # Not clip_grad_norm_, which would compute the norm of this rank's shards alone.
         nn.utils.clip_grads_with_norm_(shards, max_grad_norm, grad_norm)
 
     def release_gradients(self) -> None:
@@ -162,6 +169,8 @@ class TorchEngine:
         weight = self.weights[name]
         if not isinstance(weight, DTensor):
             return shard
+        # EMA and moments may be in host memory while the weight is on a GPU, so the mesh is that of the
+        # shard's device.
         mesh, shape = self.mesh.shard_mesh(shard.device.type), torch.Size((len(weight), *shard.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(shard, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
@@ -194,11 +203,14 @@ class TorchEngine:
     def moment(self, each: ShardedParameter, name: str) -> Tensor:
         """Return this rank's shard of a moment; a new one for a parameter that never had a gradient."""
         shard = self.optimizer.state.get(each.shard, {}).get(name)
+        # An unused parameter never gets a gradient, hence no state; checkpoints have moments of all weights,
+        # so that those of every engine have the same names.
         return self.new_moments(each.shard)[name]() if shard is None else shard
 
     def load_optimizer_state(
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
     ) -> None:
+        # A checkpoint of step 0 has no moments, and an optimizer without state makes it at its first step.
         if not steps:
             return
         for each in self.parameters.values():
@@ -213,7 +225,9 @@ class TorchEngine:
         self.optimizer.state[shard] = {"step": step, **{name: new() for name, new in self.new_moments(shard).items()}}
 
     def put_back(self, moment: str, tensors: NamedTensors) -> None:
-        """Take over what was read into the tensors of a moment; here they are the optimizer's own memory."""
+        """Take over what was read into the tensors of a moment."""
+        # Nothing to do: `_moment` returned views of the optimizer's own memory, which `read` has filled. An engine
+        # whose moments are converted (split_engine.py) writes the float32 values back here.
 
     def averaged(self) -> AbstractContextManager[None]:
         return nullcontext()

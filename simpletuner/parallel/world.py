@@ -20,16 +20,16 @@ from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# Of collectives of other threads, in which ranks wait for slow disks; a rank that ends breaks them at once.
 THREAD_TIMEOUT = timedelta(days=1)
-"""Of collectives of other threads, in which ranks wait for slow disks; a rank that ends breaks them at once."""
 JOIN_SECONDS = 300
-"""How long a rank waits for the others to join."""
+"""Longest wait of a rank for the others to join."""
 ABORT_SECONDS = 5
-"""How long a failed rank may take to abort its communicators, which frees the others from their collectives."""
+"""Longest time in which a failed rank aborts its communicators, which frees the others from their collectives."""
 LAUNCHER_SECONDS = 10
-"""How long a rank that lost another one waits for the launcher, which knows what happened, to end it."""
+"""Longest wait of a rank that lost another one for the launcher, which knows what happened, to end it."""
 STALL_SECONDS = 1800
-"""How long a waiting rank tolerates no progress of the others."""
+"""Longest time without progress of the others that a waiting rank tolerates."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class World:
     machine: int = 0
     activity: Activity = field(default_factory=Activity)
     local_size: int = 1
-    """How many ranks share this machine."""
+    """Number of ranks on this machine."""
     group: dist.ProcessGroup | None = None
-    """What `barrier` and `gather_texts` go over; None for the default group."""
+    """Process group of `barrier` and `gather_texts`; None for the default group."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def for_thread(self) -> World:
-        """Return the same ranks for another thread: with a gloo group and an activity of its own. Collective."""
+        """Return the same ranks for another thread, with a separate gloo group and activity. Collective."""
         group = dist.new_group(backend="gloo", timeout=THREAD_TIMEOUT)
         return replace(self, group=group, activity=Activity())
 
@@ -69,7 +69,7 @@ class World:
         return self.begin_mean(values)()
 
     def begin_mean(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin the mean of a small tensor over the ranks, and return what waits for it. Collective.
+        """Begin the mean of a small tensor over the ranks, and return a function that waits for the result. Collective.
 
         `values` is overwritten. Of a GPU's tensor the mean is queued, and nothing waits.
         """
@@ -269,6 +269,8 @@ def report_first_failure(world: World, stop: StopRequest, launcher: LauncherConn
             raise
         raise SystemExit(int(error.exit_code)) from None
     except Exception as error:
+        # A collective fails on all survivors when one rank dies. Only the launcher knows which, so they wait
+        # for it rather than print a dozen stack traces of gloo or NCCL.
         if world.size > 1 and lost_a_peer(error):
             if was_told_to_end(stop, launcher):
                 raise SystemExit(int(ExitCode.TRAINING)) from None

@@ -41,14 +41,14 @@ from simpletuner.system.files.atomic import replace_file
 from simpletuner.system.numbers import count_noun
 
 HUB_RECORD = "hub_datasets.json"
-"""Which commits of the hub's datasets a run trains on, in output_dir."""
+"""File in output_dir with the commits of the hub's datasets that a run trains on."""
 UNCAPTIONED = "uncaptioned.txt"
 """The list of images without a caption in output_dir."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What there is to train on, before anything is encoded."""
+    """Datasets, buckets and sampler, before any latents or embeddings are computed."""
 
     datasets: list[ImageDataset]
     texts: list[TextEmbeds]
@@ -75,7 +75,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class ScannedData:
-    """What the files of all datasets say of themselves."""
+    """Scans of all datasets."""
 
     datasets: list[ImageDataset]
     texts: list[TextEmbeds]
@@ -152,7 +152,7 @@ def make_plan(settings: Settings, datasets: list[ImageDataset], texts: list[Text
 
     schedule = BucketSchedule(windows, make)
     buckets = schedule.buckets(0, 0)
-    # Ids, not indices: with another image in the place of one, indices would stay the same.
+    # Ids, not indices: if an image is replaced by another, indices stay the same.
     if set(windows) <= {Window()}:
         sampler = GlobalBatchSampler(buckets, seed)
         digest = digest_buckets(buckets, samples, seed)

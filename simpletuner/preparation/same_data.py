@@ -32,7 +32,7 @@ HINT = "give every machine the same files: one shared folder, or copies made wit
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's comparison with rank 0; `hosts` are the machines of all ranks."""
+    """A rank's comparison with rank 0; `hosts` are the machines of all ranks."""
 
     world: World
     hosts: list[str]
@@ -56,7 +56,7 @@ class Exchange:
 
 @dataclass
 class Listed:
-    """What a machine's first rank has found; nothing on the others."""
+    """Files that a machine's first rank has found; empty on the others."""
 
     datasets: list[DatasetFiles] = field(default_factory=list)
     error: SimpleTunerError | None = None

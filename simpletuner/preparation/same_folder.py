@@ -17,7 +17,7 @@ from simpletuner.parallel.world import World
 from simpletuner.system.files.locks import is_locked, lock_file
 
 VISIBLE_SECONDS = 3.0
-"""How long an NFS client may take to show a new file although the folder is listed again and again."""
+"""Longest delay until an NFS client shows a new file although the folder is listed again and again."""
 
 PROBE = ".probe-"
 

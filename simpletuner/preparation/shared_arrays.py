@@ -1,4 +1,4 @@
-"""Equal arrays of all ranks of a machine, kept once: each rank computes them, and then maps those of the first one."""
+"""Arrays shared by the ranks of a machine: each rank computes them, then maps the first one's copy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import xxhash
 from simpletuner.parallel.world import World
 
 ALIGNMENT_BYTES = 64
+# Less is not worth a file.
 LEAST_BYTES = 1 << 20
-"""Less is not worth a file."""
 
 
 def share_arrays(arrays: Sequence[np.ndarray], place: str, world: World, stop: Callable[[], None]) -> list[np.ndarray]:

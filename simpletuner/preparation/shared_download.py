@@ -29,7 +29,7 @@ def download_datasets(
     record: Path | None = None,
     renew: bool = False,
 ) -> list[ImageDataset]:
-    """Return datasets with folders in the place of addresses and names of the hub, after downloading them. Collective.
+    """Download datasets named by address or hub id, and return them with local folders. Collective.
 
     `record` is the file that keeps which commits of the hub a run trains on; with `renew` they are asked for again.
     Raises, on all ranks, what ends the run on one of them.

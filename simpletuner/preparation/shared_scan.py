@@ -41,8 +41,8 @@ from simpletuner.system.files.atomic import remove
 from simpletuner.system.numbers import count_noun
 
 CHUNK_FILES = 256
+# A rank that is killed loses no more of its work.
 PART_SECONDS = 20
-"""A rank that is killed loses no more of its work."""
 
 
 NOT_LISTED = FileList(pa.table({}), OtherFiles())
@@ -71,8 +71,10 @@ def scan_datasets(
         SharedScan(dataset, open_storage(dataset, outputs), folder / dataset.id, f"scan/{number}", world, stop)
         for number, dataset in enumerate(datasets)
     ]
+    # preserve_data_backend_cache: the user says that the files are as they were, and nothing is listed.
     kept = [scan.preserved() for scan in scans]
     new = [scan for scan, name in zip(scans, kept, strict=True) if not name]
+    # Once per machine: only so it is known whether all machines have the same files.
     listed = list_all(new, stop, rescan) if world.local_rank == 0 else Listed()
     verify_same_data(listed, datasets, world, stop)
     files = (each.list for each in listed.datasets)
@@ -166,7 +168,7 @@ class SharedScan:
         return Scan(self.dataset, self.storage, table, OtherFiles(**others))
 
     def _fits(self, path: Path) -> bool:
-        """Whether a kept scan has taken from the table what is asked for now."""
+        """Return whether a kept scan has taken from the table what is asked for now."""
         table = table_of(self.dataset, self.storage)
         return not table or self._open(path.name)[1].get("table", "").startswith(table.settings_id())
 

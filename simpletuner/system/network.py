@@ -10,8 +10,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+# Linux: list every IPv4 address with the name of its interface; see `man 7 netdevice`.
 SIOCGIFCONF = 0x8912
-"""Linux: list every IPv4 address with the name of its interface; see `man 7 netdevice`."""
 IFREQ_BYTES = 40
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 

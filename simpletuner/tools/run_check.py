@@ -1,4 +1,4 @@
-"""All that can be known to be wrong with a run before torch is imported, in one place.
+"""Checks of a run that need no torch, in one place.
 
 `train`, `train --dry_run` and `config validate` call it, so they find the same and warn of the same.
 """
@@ -68,6 +68,7 @@ def check_run(loaded: Loaded) -> Loaded:
         loaded = check_runnable(loaded)
     with collect_error(errors), naming_places(loaded.origins, "data_backend_config", "instance_data_dir", "resolution"):
         datasets, texts = load_datasets(settings.data, settings.model.model_type)
+    # Model and dataset file together: a user who has both wrong gets one answer.
     if errors:
         raise join_errors(errors)
     with naming_places(loaded.origins, "gpu_ids"):

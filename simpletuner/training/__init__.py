@@ -1,1 +1,1 @@
-"""Objectives, optimizers, EMA, one step, validation, the loop."""
+"""Training: the trainer and its engines, optimizers, EMA, checkpoints, metrics, validation and reports."""

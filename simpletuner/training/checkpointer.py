@@ -1,4 +1,4 @@
-"""When and how a run saves its state: numbered checkpoints, written while training goes on where memory allows it."""
+"""Checkpointing of a run: numbered checkpoints, written while training goes on where memory allows it."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ class Checkpointer:
         facts = {"model_family": self.settings.model.model_family, "world_size": self.world.size}
         snapshot = self.state.snapshot(step, sampler_state, facts)
         write = partial(save, self.root, full=is_full, keep=self.settings.checkpoints.checkpoints_total_limit)
+        # At the first save, when EMA and optimizer state are allocated: what is available then is left for
+        # copies.
         if self.is_async is None:
             self.is_async = self._copies_fit()
         if self.background is not None and self.is_async:
@@ -64,9 +66,11 @@ class Checkpointer:
 
     def _copies_fit(self) -> bool:
         """Return whether copies of all groups fit, so that training can go on while they are written. Collective."""
+        # Of the ranks of this machine together, each of which copies its own shards.
         copied = self.size_bytes * self.world.local_size // self.world.size
         available = available_bytes()
         fits = [json.loads(text) for text in self.world.gather_texts(json.dumps([copied <= available / 2, available]))]
+        # One answer for all ranks: saving is collective.
         if all(enough for enough, _ in fits):
             return True
         least = min(each for _, each in fits)
@@ -78,7 +82,7 @@ class Checkpointer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether writing has failed in the background, which `wait` will raise."""
+        """Return whether writing has failed in the background, which `wait` will raise."""
         return self.background is not None and self.background.has_failed
 
     def wait(self) -> None:

@@ -19,8 +19,8 @@ VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained"
 """Sets of weights to evaluate, by the setting ema_validation."""
 
 
+# Of the weights that one launch of kernels averages: a conversion by the engine holds as much.
 GROUP_BYTES = 256 << 20
-"""Of the weights that one launch of kernels averages: a conversion by the engine holds as much."""
 
 
 class EMA:
@@ -32,6 +32,8 @@ class EMA:
 
     def __init__(self, engine: Engine, settings: Ema) -> None:
         self.engine, self.settings, self.updates = engine, settings, 0
+        # Always float32: with decay 0.9999 an update moves the average by 1e-4 of the difference, which bf16
+        # rounds away.
         on_gpu, self.shards = False, {}
         for name, shard in engine.local_shards():
             if shard.is_floating_point():
@@ -43,6 +45,7 @@ class EMA:
 
     def decay(self) -> float:
         """Return min(decay, (1 + n) / (10 + n)) after n updates: a young average would remember its first weights."""
+        # The warm-up of tf.train.ExponentialMovingAverage(decay, num_updates).
         return min(self.settings.ema_decay, (1 + self.updates) / (10 + self.updates))
 
     @torch.no_grad()
@@ -79,6 +82,7 @@ class EMA:
 
     def _exchange(self, name: str, shard: Tensor) -> None:
         if (average := self.shards.get(name)) is not None:
+            # One weight at a time, so that exchanging all of them takes the memory of the largest shard.
             kept = average.clone()
             average.copy_(shard)
             shard.copy_(kept)
@@ -132,12 +136,17 @@ class DelayedAverage:
         """Begin to copy the weights as they are after the kernels queued so far, and to average the copy."""
         self.finish()  # the last update reads the copies
         if self.stream is not None:
+            # The copy starts after the optimizer's kernels, which are queued by now, and runs next to the
+            # following forward pass on a stream of its own; `wait_for_copy` orders the next update of the
+            # weights after it.
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):  # what an engine converts is allocated and freed on this stream, too
             for name, shard in local_shards():
                 if (copy := self.copies.get(name)) is not None:
                     copy.copy_(shard, non_blocking=True)
             self.copied = self.stream.record_event() if self.stream is not None else None
+        # Threads of a ThreadPool are daemons: a run that ends early does not wait for them, as it would for
+        # those of ThreadPoolExecutor. One per update, closed at once, leaves nothing to shut down.
         pool = ThreadPool(1)
         self.running = pool.apply_async(self._average, (self.copied, weight))
         pool.close()

@@ -32,6 +32,7 @@ class Schedule:
 
     def progress(self, step: int, warmup_steps: int) -> float:
         """Return the share of the schedule after warm-up that is done before a step, from 0 to 1."""
+        # Resumed after the warm-up: progress goes on from where it was, over the steps that are left.
         if self.start_step > warmup_steps:
             done = (step - self.start_step) / max(1, self.max_steps - self.start_step)
             return min(1.0, self.start_progress + (1 - self.start_progress) * done)

@@ -30,7 +30,7 @@ class TrainingState:
     config: dict[str, Any]
     """The denoiser's config as it was built: FSDP2 changes the class of the module that it wraps."""
     trained: Mapping[str, Any]
-    """What the weights are: all of the denoiser's, or an adapter of some rank on some layers."""
+    """Kind of weights: all of the denoiser's, or an adapter of some rank on some layers."""
     data_digest: str
     """Sampler states mean something for this data only."""
     schedule: Schedule
@@ -49,6 +49,7 @@ class TrainingState:
             **facts,
             **self.trained,
             **self.schedule.as_json(),
+            # Without the step, which the checkpoint has itself: two numbers could differ.
             "position": {name: value for name, value in asdict(sampler_state).items() if name != "step"},
             "data": self.data_digest,
             "data_version": DATA_VERSION,

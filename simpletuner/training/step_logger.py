@@ -28,7 +28,7 @@ from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.metrics.throughput import Throughput, format_throughput
 
 TRAINING = "training"
-"""What the status line calls the steps."""
+"""Title of the steps in the status line."""
 
 
 class StopVote:
@@ -55,7 +55,8 @@ class StopVote:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One optimizer step: this rank's mean loss and the norm before clipping, scalars still on the device."""
+    """The result of an optimizer step: this rank's mean loss and the norm before clipping, scalars still on the
+    device."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -63,7 +64,7 @@ class StepOutput:
 
 
 class Timestamp:
-    """When the device has computed what is queued by now: on a CPU at once, on a GPU later."""
+    """A point in the device's stream: a CUDA event, or the current time on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.time, self.event = time.perf_counter(), None
@@ -92,6 +93,9 @@ class DelayedScalars:
         self.copy: Tensor | None = None
         if device.type == "cuda":
             scalars = torch.cat([mean(), self.grad_norm.to(device)])
+            # `.item()` on the device's tensor would wait for all that is queued when it is called, the next
+            # step included. Pinned memory makes this copy asynchronous, and `computed` is recorded right
+            # after it.
             self.copy = torch.empty(3, pin_memory=True).copy_(scalars, non_blocking=True)
         self.computed = Timestamp(device)
 
@@ -146,15 +150,19 @@ class StepLogger:
         self.clock = Timestamp(self.mesh.world.device)
 
     def log(self, step: int, output: StepOutput, batch: StepBatch, data_seconds: float) -> None:
-        """Reduce a step's scalars over the ranks, and write those of the step before. Collective."""
+        """Reduce a step's scalars over the ranks, and write the previous step's. Collective."""
         device = output.loss.device
+        # One all-reduce of two numbers: a separate vote would add another latency to each step.
         mean = self.mesh.begin_data_mean(torch.stack([output.loss, self.stop_vote.wish(device)]))
         scalars = DelayedScalars(mean, output.grad_norm, device)
         flops = self.throughput.count(batch) if self.throughput is not None else None  # while the device works
+        # After this step is queued: reading the numbers of the step before finds them computed.
         self.flush()
         row = {"step": step, "epoch": batch.next_state.epoch, "learning_rate": output.learning_rate}
         sample_ids = [sample for each in batch.micro_batches for sample in each.ids]
         self.pending = PendingStep({**row, "data_seconds": data_seconds}, self.clock, scalars, sample_ids, flops)
+        # From event to event: the host runs ahead of a GPU, so its own clock would measure the time to queue
+        # a step.
         self.clock = scalars.computed
 
     def flush(self) -> None:

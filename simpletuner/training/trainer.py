@@ -35,7 +35,8 @@ class EvaluationStopped(Exception):
 
 
 class Evaluation(Protocol):
-    """What looks at the weights before the first step, after the last one, and every `interval` steps (0: never)."""
+    """An evaluation (validation images, held-out loss) that runs before the first step, after the last, and every
+    `interval` steps (0: never)."""
 
     @property
     def interval(self) -> int: ...
@@ -45,7 +46,7 @@ class Evaluation(Protocol):
 
     @property
     def count(self) -> int:
-        """How much the next `run` does, in the unit of `advance`."""
+        """Amount of work of the next `run`, in the unit of `advance`."""
         ...
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:
@@ -122,7 +123,8 @@ class Trainer:
         return Pace(self.max_steps, intervals, self.durations)
 
     def evaluate_before(self) -> None:
-        """Do what is due before the first step, or is missing at the one that a run resumes from."""
+        """Run evaluations due at step 0, or at the resumed step if the previous run was killed before finishing
+        them."""
         for evaluation in self.evaluations:
             if self.step == 0 or (self.is_due(evaluation) and not evaluation.is_complete(self.step)):
                 self.evaluate(evaluation)
@@ -135,6 +137,7 @@ class Trainer:
         step = self.step + 1
         self.activity.begin(f"reading the batch of step {step}", unsaved=step, shown_as=TRAINING)
         began = time.perf_counter()
+        # Short where the prefetching thread is ahead; what remains is shown as data wait.
         batch = next(self.batches)
         return batch, time.perf_counter() - began
 
@@ -144,6 +147,7 @@ class Trainer:
         Nothing here waits for the device: kernels are queued while the GPU still computes earlier ones.
         """
         self.activity.begin(f"step {self.step + 1}", unsaved=self.step + 1, shown_as=TRAINING)
+        # Set at each step, so that a resumed run has the dropout masks that the undisturbed one had.
         seed_dropout(hash_key(self.dropout_seed, self.step))
         self.engine.set_learning_rate(learning_rate := self.learning_rate.at(self.step))
         losses = []
@@ -156,12 +160,16 @@ class Trainer:
                     self.engine.model, noised.noised.to(self.dtype), noised.timesteps, micro_batch.conditioning
                 )
                 loss = sample_losses(prediction, target, noised.weights).mean()
+                # The average may still be copying the weights of the last step (ema.py). Here the backward
+                # pass changes them, ...
                 if self.ema is not None and self.engine.updates_in_backward:
                     self.ema.wait_for_copy()
+                # Micro batches are of equal size, so the mean of their means is the mean over the batch.
                 self.engine.backward(loss / len(batch.micro_batches))
             losses.append(loss.detach())
         if self.ema is not None:
             self.ema.wait_for_copy()
+        # ... and here the optimizer does.
         grad_norm = self.engine.step(self.max_grad_norm)
         return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate)
 
@@ -183,6 +191,7 @@ class Trainer:
         evaluations = [each for each in self.evaluations if self.is_due(each)]
         if not (save_due or evaluations):
             return
+        # The time left counts what is due now, though it has not run.
         self.pace.expect([SAVING] * save_due + [each.title for each in evaluations])
         self.logger.flush()  # a loss that is not finite must end the run before it is saved
         if save_due:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from simpletuner.report import Report
 
 BLOCK = 1 << 14
-"""How many requests are looked up at once."""
+"""Requests looked up at once."""
 
 
 def fill_cache(
@@ -43,6 +43,8 @@ def fill_cache(
     known = json.loads(world.from_first(f"{place}/known", lambda: json.dumps(read_note(reader, job.digest)), stop))
     if known is not None:
         return reader, known
+    # Each rank looks up all: a few seconds of every rank at once, and the queue of chunks is the same on all
+    # without being sent.
     missing, broken = look_up(reader, job.requests())
     if missing.any():
         reader, new_broken = fill_missing(job, missing, place, world, report, stop)

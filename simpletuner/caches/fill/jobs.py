@@ -1,4 +1,4 @@
-"""What a cache is to hold: the records that a run needs, and how missing ones are made."""
+"""The contents of a cache: the records that a run needs, and the functions that make missing ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CacheJob(Generic[Item, Loaded]):
     threads: int = 1
     compress: bool = False
     mirror: Mirror | None = None
-    """What keeps the folder the same as a bucket."""
+    """The bucket that the folder is kept equal to, if there is one."""
 
     def requests(self) -> Iterator[CacheRequest]:
         return map(self.request, self.items())

@@ -1,4 +1,4 @@
-"""What the ranks of a run have added to a cache folder since its index was read.
+"""Records that the ranks of a run have added to a cache folder since its index was read.
 
 Each rank reads the lines that the others append to their indexes, so it need not make what they have made. Where NFS
 shows them late, a record is made twice, with the same content.
@@ -18,10 +18,10 @@ from simpletuner.caches.store.records import RecordLocation, record_keys
 from simpletuner.caches.store.shard_index import IndexEntry, read_index_from
 from simpletuner.system.files.cache_files import INDEX_SUFFIX, index_of
 
+# A listing of 10,000 shards takes 5 ms.
 REFRESH_SECONDS = 1.0
-"""A listing of 10,000 shards takes 5 ms."""
 MERGED_AT, MERGED_SHARE = 4096, 16
-"""How many records, or which share of those merged, wait to be merged: a row takes 64 bytes, a location 800."""
+"""Waiting records that trigger a merge: a number, or a share of those merged. A row takes 64 bytes, a location 800."""
 
 
 class RecentRecords:
@@ -59,6 +59,8 @@ class RecentRecords:
 
     def _add(self, locations: Iterable[RecordLocation]) -> None:
         self.waiting |= {record_keys([(each.name, each.parts)]).tobytes(): each for each in locations}
+        # Merging copies all rows, so it is done when a share of them is new: the cost per record stays
+        # constant.
         if len(self.waiting) >= max(MERGED_AT, len(self.merged.rows) // MERGED_SHARE):
             self._merge()
 

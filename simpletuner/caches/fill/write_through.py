@@ -23,8 +23,8 @@ from simpletuner.caches.store.shards import ShardReader, ShardWriter
 if TYPE_CHECKING:
     from simpletuner.parallel.world import World
 
+# Threads that need the same record wait for one of them to make it; others rarely do.
 LOCKS = 64
-"""Threads that need the same record wait for one of them to make it; others rarely do."""
 
 
 class GrowingCache(Generic[Item, Loaded]):

@@ -17,8 +17,8 @@ from simpletuner.system.files.atomic import write_file
 from simpletuner.system.files.cache_files import COMPLETE, is_plain_file
 from simpletuner.system.files.checksums import is_intact, with_checksum
 
+# Of runs that share a folder.
 MOST_DIGESTS = 64
-"""Of runs that share a folder."""
 
 
 def read_note(reader: ShardReader, digest: str) -> dict[str, str] | None:
@@ -34,6 +34,7 @@ def write_note(reader: ShardReader, digest: str, broken: dict[str, str]) -> None
         write_file(reader.folder / COMPLETE, json.dumps(note).encode())
 
 
+# The program's version is part of it, since another one may make other keys from the same dataset.
 def identity(reader: ShardReader) -> str:
     return short_hash([__version__, reader.index.sources])
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
+# Added to the size of the record in the first 8 bytes, where safetensors has the size of its header.
 COMPRESSED = 1 << 63
-"""Added to the size of the record in the first 8 bytes, where safetensors has the size of its header."""
+# Higher levels take longer to write and to read, and save nothing on the mantissas of latents and embeddings.
 LEVEL = 1
-"""Higher levels take longer to write and to read, and save nothing on the mantissas of latents and embeddings."""
 
 
 def compress_record(record: bytes) -> bytes:
@@ -27,7 +27,7 @@ def compress_record(record: bytes) -> bytes:
 
 
 def decompress_record(stored: memoryview) -> memoryview:
-    """Return a record in memory of its own, or as it is if it is not compressed. Raises ValueError."""
+    """Return a decompressed copy of a record, or the record itself if it is not compressed. Raises ValueError."""
     size = int.from_bytes(stored[:8], "little") - COMPRESSED
     if size < 0:
         return stored

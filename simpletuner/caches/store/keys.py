@@ -1,4 +1,4 @@
-"""What a cached record depends on, named part by part, so that a cache miss can say what changed."""
+"""Keys of cached records, in named parts, so that a cache miss can say what changed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def short_hash(value: Any) -> str:
 def latents_parts(sample: Sample, vae: str, dtype: str) -> KeyParts:
     g = sample.geometry
     return {
+        # Size and change time, as `make` does: hashing the content would read the whole dataset at each
+        # start.
         "file": sample.version,
         "resolution and crop": short_hash([g.original, g.resized, g.crop_left_top, g.target]),
         "VAE": vae,

@@ -1,4 +1,4 @@
-"""One binary index of all records of a cache folder, merged from the indexes of its shards.
+"""A binary index of all records of a cache folder, merged from the indexes of its shards.
 
 The shards' own indexes stay the truth: writers append to them, and this one is made of them. Its rows are sorted by key
 and memory-mapped, so a cache of a million records opens in milliseconds, and the ranks of a machine share the memory.
@@ -108,6 +108,7 @@ def list_sources(folder: Path) -> list[Source]:
 
 def merge(folder: Path, sources: list[Source], old: MergedIndex) -> MergedIndex:
     """Return the index of `sources`. Rows of `old` are taken over if all that it was made from is still there."""
+    # A shard was removed or rewritten: its rows may be gone, so all indexes are read again.
     if not set(old.sources) <= set(sources):
         old = MergedIndex()
     new = {name for name, *_ in sources} - {name for name, *_ in old.sources}

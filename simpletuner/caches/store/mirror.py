@@ -30,11 +30,13 @@ from simpletuner.system.files.cache_files import OURS, SHARD_SUFFIX, disk_bytes,
 if TYPE_CHECKING:
     from simpletuner.data.storage.object_storage import ObjectStorage
 
+# A killed run uploads at most one of these per rank again; a first start elsewhere makes one request for
+# each.
 SHARD_BYTES = 128 << 20
-"""A killed run uploads at most one of these per rank again; a first start elsewhere makes one request for each."""
+# Of shards, at random: two of a million are equal with odds of 5e-4.
 NUMBERS = 10**15
 UPLOADS = 2
-"""How many shards of a rank are uploaded at once, each in parts, while the next one is written."""
+"""Shards of a rank that are uploaded at once, each in parts, while the next one is written."""
 
 
 @dataclass(eq=False)
@@ -59,11 +61,14 @@ class Mirror:
         shards = {name for name in away if name.endswith(SHARD_SUFFIX) and index_name(name) in away}
         with ThreadPoolExecutor(self.storage.concurrent_reads, thread_name_prefix="fetch") as pool:
             run_all(pool, self._fetch_index, (n for n in shards if is_behind(n, here, away)), away, stop)
+            # A run that was killed leaves shards that were not uploaded yet.
             left = {name for name in here if name.endswith(SHARD_SUFFIX) and index_name(name) in here}
             run_all(pool, self._restore, (n for n in left if n not in shards or is_behind(n, away, here)), away, stop)
 
     def record(self, location: RecordLocation) -> memoryview:
         """Return a record from the local copy, else from the bucket. Raises ValueError where it is damaged there."""
+        # A hole reads as zeros, whose checksum differs from the record's, so no list of fetched records is
+        # kept.
         here = read_from_file(location)
         if location.checksum_with(here) == location.checksum:
             return here
@@ -122,6 +127,7 @@ class Mirror:
             shard.unlink()
 
     def _upload(self, shard: Path) -> None:
+        # In this order: an index never names bytes that are not in the bucket.
         for path in (shard, index_of(shard)):
             self.storage.upload(path.name, path)
         self.stored.add(shard.name)
@@ -164,7 +170,7 @@ def index_name(shard: str) -> str:
 
 
 def is_behind(shard: str, one: dict[str, int], other: dict[str, int]) -> bool:
-    """Whether one side has less of a shard than the other one, of which both files only grow."""
+    """Return whether one side has less of a shard than the other one, of which both files only grow."""
     return any(one.get(name, -1) < other[name] for name in (shard, index_name(shard)))
 
 

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from simpletuner.caches.store.keys import KeyParts
 from simpletuner.system.files.checksums import value_checksum
 
+# At multiples of it records begin: torch.frombuffer needs aligned numbers.
 ALIGNMENT_BYTES = 8
-"""At multiples of it records begin: torch.frombuffer needs aligned numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordLocation:
-    """Where a record is, and what it was made from; `broken` says why a record could not be made.
+    """A record's place and key; `broken` says why a record could not be made.
 
     `row` is its number in a reader's merged index, or -1 where it was written since.
     """

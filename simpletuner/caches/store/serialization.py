@@ -1,6 +1,6 @@
 """Tensors to the bytes of a record and back: safetensors without the rows of zeros that pad a text.
 
-Rows of zeros at the end of a matrix are not stored; how many rows it has stands in the metadata.
+Rows of zeros at the end of a matrix are not stored; the metadata has the number of rows.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ CHECKSUM = re.compile(r"xxh3:[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One line of an index: a record, or the (shard, offset) of one that it retracts."""
+    """A line of an index: a record, or the (shard, offset) of one that it retracts."""
 
     location: RecordLocation
     retracts: tuple[str, int] | None = None

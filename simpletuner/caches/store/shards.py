@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from simpletuner.caches.store.mirror import Mirror
 
 MAPS = 256
-"""How many shards a reader keeps mapped. Page tables of a map take up to 2 MiB, and a process may have 65,530 maps."""
+"""Shards that a reader keeps mapped. Page tables of a map take up to 2 MiB, and a process may have 65,530 maps."""
 SHARD_BYTES = 1 << 30
+# In the name of shards that hold only retractions: readers do not know their rank.
 RETRACTING_RANK = 999
-"""In the name of shards that hold only retractions: readers do not know their rank."""
 
 
 class ShardWriter:
-    """Append records, compressed or not; one writer per rank, each with shards of its own.
+    """Append records, compressed or not; one writer per rank, each with separate shards.
 
     They are numbered from `first_number` on; `on_closed` is given each shard that is complete.
     """

@@ -144,7 +144,8 @@ def resolve_taken(original: Original, accelerate: Sequence[Source]) -> Loaded:
 
 
 def can_drop(mistake: Mistake) -> bool:
-    """Whether the setting of a mistake can be left out: it does not change what is trained, or is counted as lost."""
+    """Return whether the setting of a mistake can be left out: it does not change what is trained, or is counted as
+    lost."""
     name = mistake.setting
     return SECTION_OF.get(name) in OPTIONAL or name in ONLY_FASTER or name == "lr_warmup_steps"
 

@@ -1,4 +1,4 @@
-"""What all imports have in common: refusing what would train something else, and writing what is left."""
+"""Steps common to all imports: refuse what would train something else, and write the rest."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def write_run(
     output: Path | None,
     force: bool,
 ) -> None:
-    """Write settings, and datasets beside them where they changed, and report what was left out."""
+    """Write settings, and datasets next to them where they changed, and report what was left out."""
     text, count, changed = write_toml(original, loaded, root)
     written = [output] if output else []
     if datasets is not None and datasets.is_changed and output:

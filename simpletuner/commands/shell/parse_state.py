@@ -63,12 +63,12 @@ class ParseState:
 
 
 def is_switch(option: TyperOption) -> bool:
-    """Whether a setting's flag may come without a value."""
+    """Return whether a setting's flag may come without a value."""
     return option.name in setting_fields() and setting_fields()[option.name].annotation in SWITCHES
 
 
 def may_follow(option: TyperOption, word: str) -> bool:
-    """Whether a word is the value of the option before it."""
+    """Return whether a word is the value of the option before it."""
     return not is_switch(option) or normalize_name(word) in SWITCH_WORDS
 
 

@@ -18,15 +18,15 @@ from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.sampler.batch_sampler import GlobalBatch, GlobalBatchSampler, SamplerState, split_for_rank
 from simpletuner.data.samples.samples import Sample
 
+# Two, so that one reads from the disk while the other hashes and stacks; both release the GIL there.
 THREADS = 2
-"""One reads from the disk while the other hashes and stacks; both release the GIL there."""
 
 Conditioning = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch of one rank. Latents and noise are (B, C, H, W) float32; `u` is (B,), uniform in [0, 1)."""
+    """A micro batch of one rank. Latents and noise are (B, C, H, W) float32; `u` is (B,), uniform in [0, 1)."""
 
     latents: Tensor
     noise: Tensor
@@ -54,7 +54,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step of one rank: its micro batches, and the sampler's state after them."""
+    """The batch of one rank for an optimizer step: its micro batches, and the sampler's state after them."""
 
     micro_batches: list[Batch]
     next_state: SamplerState
@@ -62,9 +62,9 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Where a sample's tensors come from, without batch axis: latents (C, H, W) and image conditioning by sample, text
-    embeddings by sample and caption, and the embedding that takes their place where the caption is dropped.
-    `dataset` returns the dataset of the sample at an index.
+    """Readers of a sample's tensors, without batch axis: latents (C, H, W) and image conditioning by sample, text
+    embeddings by sample and caption, and the embedding for dropped captions. `dataset` returns the dataset of the
+    sample at an index.
 
     `threads` prepare a step each; `map_samples` reads the samples of one step, where each waits for a network at once.
     """
@@ -81,7 +81,7 @@ class SampleReader:
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Which part of each global batch belongs to this data rank, and what decides its randomness."""
+    """This data rank's slice of each global batch, and the seed of its randomness."""
 
     data_rank: int
     data_size: int
@@ -89,7 +89,7 @@ class RankSlice:
     seed: int
     drops_captions: bool = True
     pin: bool = False
-    """Whether batches go to a GPU."""
+    """True if batches go to a GPU."""
 
 
 def prefetch(
@@ -124,7 +124,7 @@ def reading_threads(count: int, name: str) -> ThreadPoolExecutor:
     Stacking texts would start a team in each. Once a process has more OpenMP threads than cores, libgomp lets all of
     them sleep between operations, also in training: on 2 cores a step of a tiny SD3 takes 0.18 instead of 0.10 s.
     """
-    # Where a thread cannot be started, those that were must not wait for it for ever.
+    # Where a thread cannot be started, those that were must not wait for it forever.
     all_cores, started = torch.get_num_threads(), Barrier(count, timeout=60)
 
     def start(_: int) -> None:
@@ -162,6 +162,7 @@ def collate(
     if any(dataset.is_regularisation_data for dataset in datasets):
         from_base = torch.tensor([datasets[index].is_regularisation_data for index in indices])
     made = Batch(torch.stack(latents), torch.stack(noise), torch.tensor(us), conditioning, ids, from_base)
+    # In this thread: pinning copies the batch, and the step need not wait for it.
     return made.pinned() if rank_slice.pin else made
 
 
@@ -172,6 +173,7 @@ def read_sample(
     sample = reader.samples[batch.samples[index]]
     clean = reader.latents(sample)
     random = sample_noise(seed, sample.id, step, batch.occurrences[index], tuple(clean.shape))
+    # A uniform number chooses, not random.choice: adding a caption to one image changes no other sample.
     caption = sample.captions[int(random.caption * len(sample.captions))]
     text = reader.no_caption if random.dropout < dropout else reader.text(sample, caption)
     return clean, torch.from_numpy(random.noise), random.u, {**text, **reader.image(sample)}, sample.id

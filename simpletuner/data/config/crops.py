@@ -1,4 +1,4 @@
-"""Which shape images are cropped to, where, and from which size: the keys of a dataset (geometry.py computes them)."""
+"""Keys of a dataset about cropping: shape, position and size (geometry.py computes them)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from simpletuner.settings.declared.sections import DatasetSettings
 
 ASPECTS = (0.5, 9 / 16, 2 / 3, 0.75, 0.8, 1.0, 1.25, 4 / 3, 1.5, 16 / 9, 2.0)
-"""What crop_aspect chooses from unless crop_aspect_buckets says otherwise, as width / height."""
+"""Aspects (width / height) that crop_aspect chooses from by default (crop_aspect_buckets)."""
 
 
 def parse_aspects(value: Any) -> Any:

@@ -25,7 +25,7 @@ OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """One dataset of the file."""
+    """A dataset of the file."""
 
     file: Path
     line: int
@@ -100,6 +100,6 @@ def parse_entries(path: Path, text: str) -> Iterator[DatasetEntry]:
 
 
 def without_block(entry: FileEntry) -> Iterable[FileEntry]:
-    """Return what the original's block `huggingface` holds, which stands beside the other keys here, or the key."""
+    """Flatten the original's block `huggingface`, whose keys are top-level keys here; return any other key as it is."""
     is_block = name_of_key(entry.key) == "huggingface" and isinstance(entry.value, Mapping)
     return inner_entries(entry) if is_block else [entry]

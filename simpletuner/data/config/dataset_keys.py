@@ -74,4 +74,4 @@ VALUES: dict[str, dict[str, str]] = {
     "metadata_backend": {"huggingface": ONLY_SNAPSHOTS, "webshart": LATER + ": name a table in `parquet`"},
     "crop_style": {"face": LATER},
 }
-"""What the original accepts as a value and this does not, by key."""
+"""Values that the original accepts and this program does not, by key."""

@@ -1,4 +1,4 @@
-"""What an entry of a dataset file can be: images, by where they are, and caches that they name."""
+"""Types of entries in a dataset file: images, by storage, and the caches that they name."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
 
     @property
     def may_have_sizes_from_table(self) -> bool:
-        """Whether a table replaces headers. Where each image has a text file to read, its header is read as well."""
+        """Return whether a table replaces headers. Where each image has a text file to read, its header is read as
+        well."""
         return self.metadata_backend == BLOCK and self.caption_strategy != "textfile"
 
     @model_validator(mode="after")
@@ -139,7 +140,7 @@ class UrlImages(ImageDataset):
 
 
 def belongs_to_split(file: PurePath, split: str) -> bool:
-    """Whether a file's name, or a folder that it is in, begins with or is the name of a split."""
+    """Return whether a file's name, or a folder that it is in, begins with or is the name of a split."""
     return file.name.startswith(split) or split in file.parts[:-1]
 
 
@@ -158,7 +159,7 @@ class SnapshotImages(ImageDataset):
 
     @property
     def is_on_hub(self) -> bool:
-        """Whether `dataset_name` is to be fetched: no folder that is here."""
+        """Return whether `dataset_name` is to be fetched: no folder that is here."""
         return HUB_ID.fullmatch(str(self.dataset_name)) is not None and not self.dataset_name.is_dir()
 
     @model_validator(mode="before")
@@ -202,7 +203,7 @@ class Embeds(Section):
 
 
 class TextEmbeds(Embeds):
-    """Where text embeddings are cached; the default one also has those of validation prompts."""
+    """A cache of text embeddings; the default one also has those of validation prompts."""
 
     dataset_type: Literal["text_embeds"]
     default: bool | None = None
@@ -210,7 +211,7 @@ class TextEmbeds(Embeds):
 
 
 class ImageEmbeds(Embeds):
-    """Where the latents of datasets are cached."""
+    """A cache of latents."""
 
     dataset_type: Literal["image_embeds"]
 

@@ -97,7 +97,7 @@ def unused_keys(data: Data) -> list[str]:
 
 @dataclass
 class DatasetFile:
-    """What a dataset file says."""
+    """The parsed dataset file."""
 
     datasets: list[tuple[ImageDataset | Embeds, DatasetEntry]] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)

@@ -14,8 +14,8 @@ from simpletuner.system.files.paths import ENVIRONMENT
 if TYPE_CHECKING:
     from simpletuner.data.config.dataset_types import ImageDataset, TextEmbeds
 
+# Of each part of a path, on the usual file systems.
 MAX_NAME_BYTES = 255
-"""Of each part of a path, on the usual file systems."""
 
 
 def latents_folder(dataset: ImageDataset, settings: Settings) -> Path:
@@ -34,7 +34,7 @@ def text_folder(texts: TextEmbeds, settings: Settings) -> Path:
 
 
 def run_values(settings: Settings) -> dict[str, object]:
-    """What names in braces mean in the path of a cache folder."""
+    """Return the values of names in braces in the path of a cache folder."""
     return {"model_family": settings.model.model_family, "output_dir": settings.training.output_dir}
 
 
@@ -59,7 +59,7 @@ def check_id(name: str) -> str:
 
 
 def is_control(letter: str) -> bool:
-    """Whether a letter is a control character or a lone surrogate, which stands for an undecodable byte."""
+    """Return whether a letter is a control character or a lone surrogate, which stands for an undecodable byte."""
     return unicodedata.category(letter) in ("Cc", "Cs")
 
 

@@ -17,12 +17,12 @@ from simpletuner.settings.declared.knob import Section
 
 @dataclass(frozen=True)
 class Service:
-    """What a kind of object store is called in addresses, keys and hints."""
+    """Names of an object store in addresses, keys and hints."""
 
     name: str
     scheme: str
     keys: str
-    """What its keys begin with."""
+    """Prefix of its keys."""
     bucket: str
     credentials: str
     place: str

@@ -1,4 +1,4 @@
-"""How much and when datasets are trained on: weights, and the epochs and steps in which they take part."""
+"""Shares and times of datasets: weights, and the epochs and steps in which they take part."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Copies = int | Fraction
 
+# More steps or epochs than any run has.
 NO_LIMIT = 1 << 62
-"""More steps or epochs than any run has."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,18 @@ class ParticipationKeys(DatasetSettings):
 
     @property
     def window(self) -> Window:
+        # Keys count epochs from 1 and name the last one; windows count from 0 and exclude their end, so
+        # both ends are the same number.
         return Window(self.start_step, self.end_step or NO_LIMIT, self.start_epoch - 1, self.end_epoch or NO_LIMIT)
 
 
 def copies_of(datasets: Sequence[ImageDataset]) -> list[Copies]:
     """Return how often an epoch shows the samples of each dataset; the largest probability in training is 1."""
+    # Exact, and from the text: 0.1 as a float is no tenth, and copies of a group decide the order of samples.
     weights = [Fraction(str(dataset.probability)) for dataset in datasets]
+    # Data of type eval is not trained on, so its probability must not scale that of the others.
     trained = [weight for dataset, weight in zip(datasets, weights, strict=True) if dataset.dataset_type != "eval"]
     largest = max(trained, default=Fraction(1))
     copies = [(1 + dataset.repeats) * weight / largest for dataset, weight in zip(datasets, weights, strict=True)]
+    # Whole copies are int: their epochs are permuted independently, those of a fraction are parts of one row.
     return [each.numerator if each.denominator == 1 else each for each in copies]

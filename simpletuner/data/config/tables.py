@@ -12,7 +12,7 @@ from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.foreign.key_table import Refuses, Rule
 
 FORMATS = {".parquet": "Parquet", ".csv": "CSV", ".jsonl": "JSON lines", ".json": "JSON lines"}
-"""What a table is read as, by the suffix of its name."""
+"""Names of table formats, by the suffix of the file."""
 TABLE_STRATEGIES = ("parquet", "csv")
 """Values of caption_strategy that mean the table, whatever its format."""
 
@@ -35,7 +35,7 @@ def check_format(path: Path) -> Path:
 
 
 class TableSettings(Section):
-    """Where the table is, and which of its columns hold what."""
+    """The path of the table, and the meaning of its columns."""
 
     path: Annotated[Path, AfterValidator(check_format)]
     filename_column: str = Field("filename", min_length=1)

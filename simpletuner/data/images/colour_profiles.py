@@ -8,11 +8,11 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageCms
 
+# Of the pixels that a profile describes, by its colour space.
 MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
-"""Of the pixels that a profile describes, by its colour space."""
 GREYS = ("1", "L", "LA")
+# By how many of 255 levels sRGB profiles of several makers differ from one another.
 SAME_LEVELS = 2
-"""By how many of 255 levels sRGB profiles of several makers differ from one another."""
 
 
 def to_srgb(image: Image.Image, profile: bytes) -> Image.Image | None:

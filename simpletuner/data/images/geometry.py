@@ -16,16 +16,16 @@ from simpletuner.data.config.dataset_types import ImageDataset
 Size = tuple[int, int]
 
 AREA_TOLERANCE = 0.1
-"""How far a bucket's area may be from the target. At 1024 px this halves what is cropped (from 2.5 to 1.2 % on
-average); 12 % would gain nothing there and spread images over more buckets."""
+"""Largest relative distance of a bucket's area from the target. At 1024 px this halves what is cropped on average (from
+2.5 to 1.2 %); 12 % would gain nothing there and spread images over more buckets."""
 
+# Of two aspects of images, as a logarithm.
 MORE_THAN_ANY_RATIO = 1000.0
-"""Of two aspects of images, as a logarithm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What happens to one image: resize to `resized`, crop `target` at `crop_left_top`."""
+    """Transform of one image: resize to `resized`, crop `target` at `crop_left_top`."""
 
     original: Size
     resized: Size
@@ -150,7 +150,7 @@ def crop_position(dataset: ImageDataset, sample_id: str, room: Size, seed: int) 
 
 
 def are_within_limits(dataset: ImageDataset, originals: np.ndarray) -> np.ndarray:
-    """Whether images are within the dataset's limits of size and aspect."""
+    """Return whether images are within the dataset's limits of size and aspect."""
     aspects = originals[:, 0] / originals[:, 1]
     within = np.ones(len(originals), bool)
     if dataset.minimum_aspect_ratio is not None:
@@ -163,7 +163,7 @@ def are_within_limits(dataset: ImageDataset, originals: np.ndarray) -> np.ndarra
 
 
 def is_enlarged_within(dataset: ImageDataset, originals: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Whether images are enlarged to cover their targets by no more than the dataset allows."""
+    """Return whether images are enlarged to cover their targets by no more than the dataset allows."""
     allowed = dataset.max_upscale_threshold
     if allowed is None:
         return np.ones(len(originals), bool)

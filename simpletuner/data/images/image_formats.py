@@ -1,4 +1,4 @@
-"""Which image files are read: those that Pillow reads, and HEIC by its plugin pillow-heif where that is installed."""
+"""Formats of image files: those that Pillow reads, and HEIC if its plugin pillow-heif is installed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 BY_PILLOW = frozenset({".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".gif", ".tif", ".tiff", ".bmp"})
 BY_PLUGIN = frozenset({".heic", ".heif"})
+# As Pillow names its plugins; that of JPEG opens MPO, too.
 PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "BMP", "GIF")
-"""As Pillow names its plugins; that of JPEG opens MPO, too."""
 PLUGIN_FORMAT = "HEIF"
 READ = "JPEG, PNG, WebP, AVIF, TIFF, BMP, GIF, and HEIC with pillow-heif"
 INSTALL = "pip install 'simpletuner[heif]'"
@@ -57,7 +57,7 @@ def register_plugin() -> bool:
 
 
 def is_heif(head: bytes) -> bool:
-    """Whether a file that begins so may be HEIC; some of these brands are shared with AVIF."""
+    """Return whether a file that begins so may be HEIC; some of these brands are shared with AVIF."""
     return head[4:8] == b"ftyp" and head[8:12] in HEIF_BRANDS
 
 

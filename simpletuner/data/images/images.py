@@ -19,7 +19,7 @@ ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values that swap width and height."""
 
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image.DecompressionBombError)
-"""What Pillow and its plugins raise for a file that is not an image, is cut short or claims an absurd size."""
+"""Exceptions of Pillow and its plugins for a file that is not an image, is cut short or claims an absurd size."""
 
 
 WHITE, DARK = 65535, 4095
@@ -31,7 +31,7 @@ DOUBT = "simpletuner_doubt"
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """What a file says about its image before it is decoded: (width, height) as displayed, EXIF applied."""
+    """Facts from an image's header, before decoding: (width, height) as displayed, EXIF applied."""
 
     size: tuple[int, int]
     animated: bool = False
@@ -70,12 +70,12 @@ def open_image(file: BinaryIO) -> Image.Image:
 
 
 def is_webp_without_exif(head: bytes) -> bool:
-    """Whether a file is a WebP whose header announces no EXIF, which imagesize does not read there."""
+    """Return whether a file is a WebP whose header announces no EXIF, which imagesize does not read there."""
     return head[:4] == b"RIFF" and head[8:12] == b"WEBP" and not (is_extended_webp(head) and head[20] & 0x08)
 
 
 def is_extended_webp(head: bytes) -> bool:
-    """Whether a file is a WebP with flags in its header."""
+    """Return whether a file is a WebP with flags in its header."""
     return head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X" and len(head) > 20
 
 

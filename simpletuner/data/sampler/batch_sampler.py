@@ -109,8 +109,12 @@ class GlobalBatchSampler:
         """Return a later state: at the end, or where other datasets may begin to take part."""
         epoch = min(epochs, self.schedule.next_epoch(state.epoch))
         change = min(max_steps, self._next_change(state))
+        # What does not fill a batch is carried into the next epoch, so the batches of several epochs are one
+        # division: no order is computed to count the steps of a run.
         left = self._count_left(state, epoch)
         step = state.step + sum(items // state.batch_size for items in left.values())
+        # Datasets change at a step within these epochs, where `batches` ends an epoch early. The steps until
+        # an epoch's end grow with the epoch, so bisection finds the epoch that is cut.
         if is_cut := step > change:
             steps, later = change - state.step, range(state.epoch + 1, epoch + 1)
             epoch = later[bisect_left(later, steps, key=lambda end: self._steps_until(state, end))]
@@ -120,6 +124,7 @@ class GlobalBatchSampler:
         after = self.start(state.batch_size, epoch, step)
         if is_cut or self.schedule.active(step, epoch) != self._active(state):
             return after
+        # Only the number of carried samples matters to a count, so a range stands for them.
         return replace(after, carried={name: range(items % state.batch_size) for name, items in left.items()})
 
     def _steps_until(self, state: SamplerState, epoch: int) -> int:
@@ -127,6 +132,8 @@ class GlobalBatchSampler:
 
     def _count_left(self, state: SamplerState, epoch: int) -> dict[str, int]:
         """Return how many items of each bucket there are from `state` to the start of `epoch`."""
+        # Carried samples are consumed but not in a batch yet, so they count as left; they may be of earlier
+        # epochs, so this is negative near the start of an epoch.
         begun = {name: state.consumed[name] - len(state.carried.get(name, ())) for name in state.consumed}
         return {
             name: bucket.items_until(epoch) - bucket.items_until(state.epoch) - begun[name]
@@ -162,6 +169,8 @@ class GlobalBatchSampler:
 
     def _next_epoch(self, state: SamplerState, streams: Mapping[str, EpochStream]) -> SamplerState:
         following = self.start(state.batch_size, state.epoch + 1, state.step)
+        # Whole batches that are left mean that the datasets changed. What waits is of buckets that may not
+        # exist any more, so nothing is carried.
         is_cut = any(len(stream) >= state.batch_size for stream in streams.values())
         if is_cut or self._active(following) != self._active(state):
             return following
@@ -193,6 +202,7 @@ def split_for_rank(batch: GlobalBatch, data_rank: int, data_size: int, accumulat
     Micro batches are contiguous and ranks are contiguous within them, so the gradient of a step is the same mean over
     the same samples for any number of ranks and accumulation steps.
     """
+    # Both divide without a remainder: a global batch is micro batch x ranks x accumulation.
     per_micro_batch = len(batch.samples) // accumulation
     per_rank = per_micro_batch // data_size
     starts = (number * per_micro_batch + data_rank * per_rank for number in range(accumulation))

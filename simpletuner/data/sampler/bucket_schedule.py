@@ -33,6 +33,7 @@ class BucketSchedule:
                 f"no dataset takes part in step {step + 1} (epoch {epoch + 1})",
                 "change start_epoch, start_step, end_epoch or end_step, or lower max_train_steps or num_train_epochs",
             )
+        # Grouping reads all samples, and few sets of datasets are ever active together.
         if active not in self._made:
             self._made[active] = dict(sorted(self.make(active).items()))
         return self._made[active]

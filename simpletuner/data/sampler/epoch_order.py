@@ -55,6 +55,8 @@ class GroupOrder:
         """With fractional copies, all epochs share one row, so that each shows what the last one left out."""
         if isinstance(copies, int):
             return cls(samples, 0, copies * len(samples), hash_key(seed, name, epoch, copies))
+        # Cut at floor(epoch * copies * samples): the parts of all epochs join without a gap, whatever the
+        # fraction.
         first, end = (each * copies * len(samples) // 1 for each in (epoch, epoch + 1))
         return cls(samples, first, end - first, hash_key(seed, name, copies))
 
@@ -77,6 +79,7 @@ class EpochOrder:
 
     def block_at(self, position: int) -> tuple[int, np.ndarray]:
         """Return the position at which the block around `position` begins, and the sample indices in it."""
+        # Blocks differ in length by rounding, so the block of a position is searched, not divided out.
         number = bisect_right(range(self.blocks), position, key=self._start) - 1
         groups = [self._group_in_block(group, number) for group in self.groups]
         items, times = (np.concatenate(arrays) for arrays in zip(*groups, strict=True))
@@ -87,16 +90,20 @@ class EpochOrder:
 
     def _group_in_block(self, group: GroupOrder, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a group's items in a block, with their times in [0, 1]."""
+        # Every group is cut at the same fractions of its length, so each block has its share of every group
+        # to within one item, and its bounds follow from its number alone.
         samples, first, end = group.samples, *(each * group.length // self.blocks for each in (number, number + 1))
         if first == end:
             return samples[:0], np.zeros(0)
         numbers = np.arange(group.first + first, group.first + end, dtype=np.uint64)
+        # A second key: with the permutation's own, an item's time within the block would depend on which
+        # sample it is.
         jitter = mix(numbers ^ np.uint64(hash_key(group.key, "times"))) / 2.0**64
         return samples[permuted(numbers, len(samples), group.key)], (np.arange(end - first) + jitter) / (end - first)
 
 
 class EpochStream:
-    """What is left of one bucket in one epoch: samples that wait, then the items of `order` after `consumed` ones."""
+    """The rest of one bucket in one epoch: samples that wait, then the items of `order` after `consumed` ones."""
 
     def __init__(self, order: EpochOrder, consumed: int, waiting: Sequence[int]) -> None:
         self.order, self.consumed, self.waiting = order, consumed, deque(waiting)

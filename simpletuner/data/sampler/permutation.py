@@ -12,9 +12,9 @@ ROUNDS = 8
 positions as there are (Patarin 2003, "Luby-Rackoff: 7 rounds are enough"). With ideal hashes, the places of two items
 among more than 4,096 are then within 3e-13 of uniform (total variation), computed exactly; tests see it up to 4."""
 
+# Up to this size, hashes are sorted instead: that is exactly uniform, where the orders of 6 items in a
+# network of 12 rounds are 2 % off, and no more work, since blocks of the order are as long.
 SORTED_SIZE = 4096
-"""Up to this size, hashes are sorted instead: that is exactly uniform, where the orders of 6 items in a network of 12
-rounds are 2 % off, and no more work, since blocks of the order are as long."""
 
 Keys = np.ndarray
 """uint64, one per position. Positions with one key belong to one permutation."""
@@ -61,6 +61,8 @@ def shift_in_turns(cells: np.ndarray, rows: int, columns: int, keys: Keys) -> np
     coordinates, lengths = list(np.divmod(cells, np.uint64(columns))), (np.uint64(rows), np.uint64(columns))
     for number in range(ROUNDS):
         moved, length = number % 2, lengths[number % 2]
+        # Coordinates are below 2**32, so the round's number has the upper bits for itself: no two rounds hash
+        # the same input, as a Feistel network needs functions that are independent.
         hashed = mix(keys + np.uint64(number << 32) + coordinates[1 - moved]) >> np.uint64(32)
         # Multiplying 32 bits of a hash by the length maps them to [0, length), without a division.
         shifted = coordinates[moved] + (hashed * length >> np.uint64(32))

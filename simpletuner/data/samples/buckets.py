@@ -17,11 +17,11 @@ from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import Samples, different_values
 from simpletuner.errors import DataError
 
+# More is a mistake in `repeats`: at 1,000 samples per second, such an epoch takes four months.
 MAX_EPOCH_SAMPLES = 10**10
-"""More is a mistake in `repeats`: at 1,000 samples per second, such an epoch takes four months."""
 
+# By name, such as `1024x1024`.
 Buckets = dict[str, Bucket]
-"""By name, such as `1024x1024`."""
 
 
 def bucket_name(code: int) -> str:
@@ -32,7 +32,7 @@ def bucket_name(code: int) -> str:
 def make_buckets(
     samples: Samples, held_out: Sequence[int] | np.ndarray = (), active: Collection[str] | None = None
 ) -> Buckets:
-    """Group samples but the held-out ones by target size, and by how often an epoch shows those of their dataset.
+    """Group samples but the held-out ones by target size, and by the copies of their dataset in an epoch.
 
     `active` are the ids of the datasets that take part; by default all do.
     """
@@ -65,6 +65,8 @@ def group_samples(shapes: np.ndarray, names: Sequence[str], datasets: np.ndarray
     shown = sum(map(mul, copies, np.bincount(datasets, minlength=len(copies)).tolist()))
     if shown > MAX_EPOCH_SAMPLES:
         raise DataError(f"an epoch would show {int(shown):,} images, more than {MAX_EPOCH_SAMPLES:,}", "lower repeats")
+    # Samples of one shape and one number of copies are a group, whatever their dataset: the order needs no
+    # more.
     counts = sorted(set(copies))
     groups = len(names) * len(counts)
     dtype = np.min_scalar_type(groups)  # numpy sorts 16 bits by radix, five times as fast as 64

@@ -17,7 +17,7 @@ from simpletuner.data.samples.samples import DatasetSamples
 from simpletuner.data.scan.captions import captions_of
 
 BLOCK = 1 << 14
-"""How many rows become Python's texts at once."""
+"""Rows that are converted to Python strings at once."""
 
 
 class TextColumn(Sequence[str]):
@@ -63,7 +63,7 @@ def caption_blocks(samples: DatasetSamples) -> Iterator[pa.Array]:
 
 
 def are_as_stored(dataset: ImageDataset) -> bool:
-    """Whether captions are the lines of a scan, without any change."""
+    """Return whether captions are the lines of a scan, without any change."""
     is_changed = (
         dataset.caption_strategy == "filename"
         or dataset.disable_multiline_split

@@ -1,4 +1,4 @@
-"""What becomes of the images of each dataset, in numbers: buckets, repeats, crops, enlargement. Nothing is decoded."""
+"""Statistics of each dataset: buckets, repeats, crops, enlargement. Nothing is decoded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from simpletuner.data.samples.buckets import Buckets, bucket_name
 from simpletuner.data.samples.dataset_warnings import enlargements
 from simpletuner.data.samples.samples import DatasetSamples, Samples, Sizes, different_values
 
+# Above this factor an image visibly lacks detail.
 MUCH_ENLARGED = 1.25
-"""Above this factor an image visibly lacks detail."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class BucketSummary:
     images: int
     """Without those that are held out."""
     samples: float
-    """How many of them an epoch shows, on average over epochs."""
+    """Mean number of them in an epoch."""
     held_out: int
     mean_cropped: float
     most_cropped: float
@@ -33,7 +33,7 @@ class BucketSummary:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """One dataset."""
+    """Statistics of one dataset."""
 
     id: str
     address: str

@@ -1,4 +1,4 @@
-"""What users should know about the images that were found: one line per kind, with a count and an example."""
+"""Warnings about the images that were found: one line per kind, with a count and an example."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 # pyarrow comes without types.
@@ -18,17 +18,17 @@ from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples, Si
 from simpletuner.data.scan.captions import captions_of
 from simpletuner.system.numbers import count_noun
 
+# Enlarging up to this factor is what rounding to buckets does, and is not mentioned.
 MIN_ENLARGEMENT = 1.1
-"""Enlarging up to this factor is what rounding to buckets does, and is not mentioned."""
 
 EXTREME_ASPECT = 4.0
 
+# More than any text encoder reads (1,024 tokens at most). Shorter captions may be cut as well, at 77 tokens
+# by CLIP; they are not counted, since all captions would have to be tokenized at every start.
 LONG_CAPTION_LETTERS = 4000
-"""More than any text encoder reads (1,024 tokens at most). Shorter captions may be cut as well, at 77 tokens by CLIP;
-they are not counted, since all captions would have to be tokenized at every start."""
 
+# By which factor a bucket's area may differ from the resolution before that is mentioned.
 MAX_AREA_RATIO = 1.5
-"""By which factor a bucket's area may differ from the resolution before that is mentioned."""
 
 MAX_SUFFIXES = 8
 

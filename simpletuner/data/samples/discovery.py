@@ -29,7 +29,7 @@ from simpletuner.system.processes.threads import map_in_threads
 BLOCK_SIZES = 1 << 15
 """Sizes for which a bucket is computed at once, within the caches of a core: twice as fast as all together."""
 MAX_NAMES = 20
-"""How many files a message names."""
+"""Largest number of files that a message names."""
 WORDLESS = r"(^|/)[_\s\p{Z}\x0b\x1c-\x1f\x{85}]+\.[^./]*$"
 """File names that leave nothing for a caption."""
 
@@ -43,10 +43,10 @@ class Discovery:
     broken: dict[str, str] = field(default_factory=dict)
     unwanted: int = 0
     surplus: int = 0
-    """How many images are left out by max_num_samples."""
+    """Number of images left out by max_num_samples."""
     animated: list[str] = field(default_factory=list)
     others: list[OtherFiles] = field(default_factory=list)
-    """What the datasets hold beside images."""
+    """Files of the datasets that are not images."""
     uncaptioned: dict[str, list[str]] = field(default_factory=dict)
     """Names of images without a caption, by dataset. They are samples unless the dataset has `skip_uncaptioned`."""
     unreadable_captions: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -54,12 +54,12 @@ class Discovery:
 
     @property
     def not_read(self) -> Counter[str]:
-        """How many files of other formats there are, by suffix."""
+        """Number of files of other formats, by suffix."""
         return sum((Counter(each.not_read) for each in self.others), Counter())
 
     @property
     def skipped(self) -> int:
-        """How many images are left out by skip_uncaptioned."""
+        """Number of images left out by skip_uncaptioned."""
         return sum(len(self.uncaptioned[scan.dataset.id]) for scan in self.scans if scan.dataset.skip_uncaptioned)
 
     def errors(self) -> Iterator[DataError]:
@@ -117,6 +117,7 @@ def choose_samples(scan: Scan, alignment_px: int, seed: int, found: Discovery) -
     skipped = chosen & has_none & dataset.skip_uncaptioned
     chosen &= ~skipped
     if dataset.max_num_samples is not None:
+        # By a hash of names, so that adding an image changes at most one of the others that are chosen.
         usable, chosen = chosen, choose_by_name(table["name"], chosen, dataset.max_num_samples, dataset.id)
         found.surplus += int(usable.sum() - chosen.sum())
     found.uncaptioned[dataset.id] = pick(table["name"], skipped | (chosen & has_none))

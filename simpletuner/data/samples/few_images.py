@@ -24,8 +24,9 @@ from simpletuner.data.scan.scan import Scan, scan_files
 from simpletuner.data.storage.storage import open_storage
 from simpletuner.settings import Settings
 
+# Ranks read all headers again, which takes a second for so many on a slow disk. Larger datasets seldom lack
+# images.
 MOST_FILES = 2000
-"""Ranks read all headers again, which takes a second for so many on a slow disk. Larger datasets seldom lack images."""
 
 
 def check_few_images(settings: Settings) -> None:

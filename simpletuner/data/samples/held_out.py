@@ -1,4 +1,4 @@
-"""Which images are held out of training, to measure the loss on: datasets of type eval, and a share of the others."""
+"""Images held out of training, to measure the loss on: datasets of type eval, and a share of the others."""
 
 from __future__ import annotations
 

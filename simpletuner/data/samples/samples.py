@@ -29,7 +29,7 @@ from simpletuner.data.storage.storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image of one dataset, as `name` in `storage`; `version` changes when the file does."""
+    """An image of a dataset, as `name` in `storage`; `version` changes when the file does."""
 
     id: str
     dataset: str
@@ -38,7 +38,7 @@ class Sample:
     version: str
     geometry: Geometry
     captions: tuple[str, ...]
-    """One of them is chosen at random in each step."""
+    """Alternatives, from which each step chooses at random."""
 
     def open(self) -> BinaryIO:
         return self.storage.open(self.name)
@@ -140,7 +140,7 @@ class DatasetSamples(Sequence[Sample]):
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """All that takes memory beside the table."""
+        """Arrays in memory, in addition to the mapped table."""
         return [self.rows, *(getattr(self.sizes, each.name) for each in fields(self.sizes))]
 
     def with_arrays(self, rows: np.ndarray, *sizes: np.ndarray) -> DatasetSamples:

@@ -1,1 +1,1 @@
-"""What the files of a dataset say of themselves: names, headers, captions, and the kept scan."""
+"""Scans of datasets: names, headers and captions of files, and the scan cache."""

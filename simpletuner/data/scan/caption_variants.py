@@ -1,4 +1,4 @@
-"""The texts that are shown in the place of a caption: what rules leave of it, and its parts in other orders."""
+"""Variants of a caption: the text that rules leave, and its parts in other orders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simpletuner.data.config.caption_rules import CaptionShuffle, compile_rule
 from simpletuner.data.sampler.permutation import hash_key, permuted
 
 SEPARATORS = {"comma": (",", ", "), "space": (None, " "), "period": (".", ". ")}
-"""What `str.split` is given, and what tags are joined by."""
+"""Argument of `str.split`, and the string that joins tags."""
 
 
 @cache

@@ -28,8 +28,8 @@ from simpletuner.data.scan.captions import read_caption_file
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FileList
 from simpletuner.data.storage.storage import Storage, UnreadableFileError
 
+# 16 KB of digests for any number of samples; of a million, one that differs costs details of about 1,000.
 CHUNKS = 1024
-"""16 KB of digests for any number of samples; of a million, one that differs costs details of about 1,000."""
 BLOCK_BYTES = 4096
 SHOWN_LETTERS = 60
 
@@ -39,7 +39,7 @@ LOCAL_KEYS = ("instance_data_dir", "dataset_name", "cache_dir_vae", *sorted(MACH
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What must be equal in two images of one id; plain values, so that they can be sent as JSON."""
+    """Facts that must be equal in two images of one id; plain values, so that they can be sent as JSON."""
 
     size_bytes: int
     version: str

@@ -1,4 +1,4 @@
-"""Whether a folder still has the files of a kept scan, by the times of its folders instead of those of its files.
+"""Comparison of a folder with a kept scan by the modification times of its directories, not of its files.
 
 A file that is added, renamed or removed changes the time of its folder. So a start looks at ten thousand folders, not
 at ten million files, which takes a minute. A file that is rewritten in its place changes no folder: `file_check.py`
@@ -23,6 +23,7 @@ from simpletuner.data.scan.scan_cache import intact_files, open_table, write_tab
 from simpletuner.data.storage.storage import LocalStorage, Storage
 from simpletuner.system.files.mounts import read_mounts
 
+# So many files are listed in less than a second, and then a rewritten one is noticed before training.
 FEW_FILES = 100_000
 """So many files are listed in less than a second, and then a rewritten one is noticed before training."""
 KEEP_TIMES = frozenset(
@@ -34,7 +35,7 @@ and buckets that are mounted as folders."""
 
 
 def write_folder_times(folder: Path, storage: Storage, files: FileList, scan: str) -> None:
-    """Keep the times of the folders of a listing, beside the scan that was made of it, for the next start."""
+    """Keep the times of the folders of a listing, next to the scan that was made of it, for the next start."""
     if not isinstance(storage, LocalStorage) or len(files.table) < FEW_FILES:
         return
     old = intact_files(folder, kind_of(storage))

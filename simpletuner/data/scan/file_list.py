@@ -1,4 +1,4 @@
-"""Which image files a dataset has, as columns: what a listing of its store tells, before any file is opened."""
+"""The image files of a dataset, as columns: what listing its store returns, before any file is opened."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 # pyarrow comes without types.
@@ -22,18 +22,18 @@ BLOCK_FILES = 65_536
 FILE = pa.schema(
     {"name": pa.large_string(), "size_bytes": pa.int64(), "version": pa.large_string(), "problem": pa.large_string()},
 )
-"""One file; `problem` is why it is not opened, or empty."""
+"""Columns of a file; `problem` is why it is not opened, or empty."""
 CAPTION_VERSION = "caption_version"
 
 
 @dataclass
 class OtherFiles:
-    """What a store holds beside the images; plain values, which are kept as JSON."""
+    """Files of a store that are not images; plain values, which are kept as JSON."""
 
     undecodable: list[str] = field(default_factory=list)
     """Names of images that are not UTF-8, with surrogates."""
     not_read: dict[str, int] = field(default_factory=dict)
-    """How many files of other formats there are, by suffix."""
+    """Number of files of other formats, by suffix."""
     example: str = ""
     """Address of one of them."""
     written: list[str] = field(default_factory=list)
@@ -41,9 +41,9 @@ class OtherFiles:
     table: str = ""
     """Version of the table with captions or sizes."""
     table_remarks: list[str] = field(default_factory=list, compare=False)
-    """What is wrong with it."""
+    """Sentences about mistakes in the table."""
     unmatched_rows: int = field(default=0, compare=False)
-    """How many of its rows are of no image."""
+    """Number of its rows without an image."""
     first_unmatched: str = field(default="", compare=False)
 
     def note(self, files: Sequence[StoredFile], storage: Storage) -> None:

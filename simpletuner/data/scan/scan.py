@@ -1,4 +1,4 @@
-"""What image files say of themselves, as columns: sizes from headers, captions from text files. Nothing is decoded.
+"""Scans of image files, as columns: sizes from headers, captions from text files. Nothing is decoded.
 
 A scan does not depend on resolution, crop or limits, so a kept one serves a run with others.
 """
@@ -33,15 +33,15 @@ SCANNED = pa.schema(
         pa.field("caption_problem", pa.large_string()),
     ]
 )
-"""One image: sizes in px as displayed, 0 with a `problem`; the lines of its caption file or the captions of the table,
-or why there are none."""
+"""Columns of an image: sizes in px as displayed, 0 with a `problem`; the lines of its caption file or the captions of
+the table, or why there are none."""
 NO_ROW = "has no row in the table"
 """The `caption_problem` of an image that does not belong to the dataset, since metadata_backend is a table."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The images of one dataset: their rows (SCANNED), and what its store holds beside them."""
+    """The images of one dataset: their rows (SCANNED), and the other files of its store."""
 
     dataset: ImageDataset
     storage: Storage

@@ -50,7 +50,7 @@ def named(kind: str, path: Path) -> str:
 
 
 def open_table(path: Path) -> tuple[pa.Table, dict[str, Any]]:
-    """Map a file that is known to be whole; return its rows, and what was written beside them."""
+    """Map a file that is known to be whole; return its rows, and the metadata written with them."""
     # The stream format, and no threads: opening a file of the other one starts Arrow's pool, whose threads now and then
     # abort a process at its exit ("terminate called without an active exception", apache/arrow issue 34314).
     options = pa.ipc.IpcReadOptions(use_threads=False)

@@ -1,4 +1,4 @@
-"""Look for files that were rewritten since they were scanned, in a process of its own, while the run trains.
+"""Look for files that were rewritten since they were scanned, in a separate process, while the run trains.
 
 `python -m simpletuner.data.scan.stale_file_watcher` is that process: ten million files take it a minute, in which the
 interpreter's lock of a rank would be busy.

@@ -20,14 +20,14 @@ from simpletuner.system.processes.threads import run_bounded
 THREADS = 8
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 FILENAME_COLUMN = "file_name"
-"""What the table of an imagefolder calls it: https://huggingface.co/docs/datasets/image_dataset#imagefolder."""
+"""Name in the table of an imagefolder: https://huggingface.co/docs/datasets/image_dataset#imagefolder."""
 PARQUET_BRANCH = "refs/convert/parquet"
 """The branch on which the hub keeps Parquet files of datasets in other forms."""
 
 
 @dataclass(frozen=True)
 class HubFiles:
-    """What is read of a dataset: its files at a commit, by their names there; plain values, kept as JSON."""
+    """Files that are read of a dataset: at a commit, by their names there; plain values, kept as JSON."""
 
     dataset_name: str
     revision: str | None

@@ -1,4 +1,4 @@
-"""What the errors of an object store mean: for one object, or for the run."""
+"""Meaning of an object store's errors: for one object, or for the run."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ REGION = ("it is in another region", "set aws_region_name to the bucket's region
 THROTTLED = ("it refuses requests, having had too many", "lower {service.keys}_max_pool_connections, " + AGAIN)
 FAILS = ("it fails to answer", f"wait until it is well, {AGAIN}")
 
+# By the code of S3, Google or Azure, or the status of HTTP, as far as they say what to do.
 ENDING: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"), EXPIRED),
     **dict.fromkeys(
@@ -37,7 +38,6 @@ ENDING: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "PublicAccessNotPermitted", "403"), DENIED),
     **dict.fromkeys(("500", "502", "503", "504"), FAILS),
 }
-"""By the code of S3, Google or Azure, or the status of HTTP, as far as they say what to do."""
 LAST_PLACES = r"Error performing \w+ \S*(/latest/(api|meta-data)/|/computeMetadata/|/metadata/identity/)"
 """The metadata server of a cloud instance, the last place that obstore asks, which other machines do not have."""
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 HEADER_BYTES = 64 << 10
-"""What is read of an image at first; headers are longer only where cameras write large thumbnails into them."""
+"""First range that is read of an image; headers are longer only where cameras write large thumbnails into them."""
 BELOW_SLASH = re.compile("[\0-.]")
 
 
@@ -52,6 +52,8 @@ class ObjectStorage:
         return io.BytesIO(self._get(name, MAX_BYTES))
 
     def open_header(self, name: str) -> BinaryIO:
+        # A header is a small part of an image, and each request waits for the network: a range of it, many at
+        # a time.
         def fetch(start: int, length: int) -> tuple[bytes, int]:
             with self._explained(name):
                 result = obstore.get(self.store, name, options={"range": (start, start + length)})
@@ -93,6 +95,7 @@ class ObjectStorage:
         with self._explained():
             for chunk in obstore.list(self.store, chunk_size=1000):
                 for found in chunk:
+                    # The ETag changes with the content; not every store has one.
                     version = f"{found['size']}-{found['e_tag'] or found['last_modified'].isoformat()}"
                     file = StoredFile(found["path"], found["size"], version)
                     if file.suffix in suffixes and not f"/{file.name}".count("/."):
@@ -114,6 +117,8 @@ class ObjectStorage:
             if name and (reason := DAMAGED_OBJECTS.get(code_of(text))):
                 raise UnreadableFileError(reason) from None
             if name and "kind: Interrupted" in text:
+                # A broken connection looks like an object that is cut short. If the store does not answer
+                # either, the run ends: a failing network must not change what is trained on.
                 self._check_answers(name)
                 raise UnreadableFileError("its content ends too early") from None
             raise run_error(text, self.owner, self.service) from None

@@ -1,4 +1,4 @@
-"""Where image and caption files are: what a store is asked, and the stores, one row each.
+"""The Storage protocol for image and caption files, and its implementations.
 
 Everything above knows files by name only, a path relative to the store with slashes. A new store is a class with these
 methods and a row in `open_storage`.
@@ -25,15 +25,15 @@ MAX_BYTES = 1 << 30
 """The largest image that is opened."""
 EXPORTED = {f"{name}{end}" for name in ("pipeline", "pipeline_lora_weights") for end in ("", "-ema")}
 OUTPUT_NAMES = frozenset({"cache", "checkpoints", "validation", "logs", "loss.png", *EXPORTED})
-"""What a run writes into output_dir, for users who keep images in the same folder."""
+"""Names that a run writes into output_dir, for users who keep images in the same folder."""
 
 SETTLED_SECONDS = 10
 NOT_SETTLED = -1
 FolderId = tuple[int, int]
 """Device and inode of a folder: the same one whatever path or link leads to it."""
 
+# Of the file with an image's caption, next to the image.
 CAPTION_SUFFIX = ".txt"
-"""Of the file with an image's caption, beside the image."""
 
 
 class UnreadableFileError(ValueError):
@@ -70,7 +70,7 @@ class Storage(Protocol):
 
     @property
     def concurrent_reads(self) -> int:
-        """How many files are best read at once: more than one where each read waits for a network."""
+        """Best number of concurrent reads: more than one where each read waits for a network."""
         ...
 
     def list_files(self, suffixes: Collection[str]) -> Listing:
@@ -208,7 +208,7 @@ def scan_folder(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder or links to one; a link that leads to itself is not."""
+    """Return whether an entry is a folder or links to one; a link that leads to itself is not."""
     try:
         return entry.is_dir()
     except OSError:

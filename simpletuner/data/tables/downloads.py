@@ -36,8 +36,8 @@ MAX_BYTES = 256 << 20
 """The largest image that is downloaded."""
 THREADS = 16
 ATTEMPTS = 5
+# Before the second attempt; doubled before each further one.
 WAIT_SECONDS = 0.5
-"""Before the second attempt; doubled before each further one."""
 TIMEOUT_SECONDS = 30
 PASSING = frozenset({408, 425, 429})
 """HTTP statuses below 500 that may be others next time."""
@@ -53,7 +53,7 @@ class LostImageError(ValueError):
 
 @dataclass
 class Downloads:
-    """How many images there are, and the URLs of those that are not, with the reason."""
+    """The number of downloaded images, and the URLs of the others, with the reason."""
 
     count: int = 0
     lost: dict[str, str] = field(default_factory=dict)

@@ -34,8 +34,8 @@ from simpletuner.system.processes.threads import map_in_threads
 ROWS = 65_536
 JSON_BLOCK_BYTES = 16 << 20
 """A longer line is refused; pyarrow's own limit is 1 MiB."""
+# Of what pyarrow says.
 MAX_LETTERS = 200
-"""Of what pyarrow says."""
 MAX_COLUMNS = 20
 CAPTION_COLUMN = "caption"
 SIZE_COLUMNS = {"width_column": "width", "height_column": "height"}
@@ -49,7 +49,7 @@ ROW = pa.schema(
         "height": pa.int32(),
     }
 )
-"""One row of a table; sizes in px, 0 where there is no usable one."""
+"""Columns of a table's row; sizes in px, 0 where there is no usable one."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TableFile:
     storage: Storage
     settings: TableSettings
     keys: Mapping[str, str] = field(default_factory=dict)
-    """What settings are called where they are not those of `parquet`."""
+    """Names of settings where they differ from those of `parquet`."""
 
     @property
     def address(self) -> str:
@@ -72,7 +72,7 @@ class TableFile:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the store of the images holds it."""
+        """Return whether the store of the images holds it."""
         return isinstance(self.dataset, BucketImages) and not self.settings.path.is_absolute()
 
     def settings_id(self) -> str:
@@ -86,7 +86,7 @@ class TableFile:
             return f"{self.settings_id()}-{stream_checksum(file)[-16:]}"
 
     def is_file(self, name: str) -> bool:
-        """Whether a file of the dataset's store is the table."""
+        """Return whether a file of the dataset's store is the table."""
         if self.is_stored:
             return name == self.name
         return Path(self.storage.describe(name)).resolve() == self.settings.path.resolve()
@@ -105,7 +105,7 @@ class TableFile:
 
     @property
     def gives_sizes(self) -> bool:
-        """Whether it replaces headers; of a table whose columns are named."""
+        """Return whether it replaces headers; of a table whose columns are named."""
         return self.dataset.may_have_sizes_from_table and bool(self.settings.size_columns)
 
     @property
@@ -169,6 +169,7 @@ class TableFile:
         identifiers = self._texts(batch, settings.filename_column, or_number=True)
         captions = [self._captions(batch, name) for name in settings.caption_columns]
         sizes = [self._sides(batch, name) for name in settings.size_columns] or [np.zeros(len(batch), np.int32)] * 2
+        # A size that is missing or absurd is read from the header instead.
         usable = (sizes[0] > 0) & (sizes[1] > 0) & (sizes[0].astype(np.int64) * sizes[1] <= LARGEST_PIXELS)
         columns = [identifiers, first_captions(captions, len(batch)), *(np.where(usable, side, 0) for side in sizes)]
         return pa.record_batch(

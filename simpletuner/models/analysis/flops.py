@@ -205,7 +205,7 @@ def run_alone(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def cut_off(tensor: Tensor) -> Tensor:
-    """Return the tensor as a leaf of a graph of its own."""
+    """Return the tensor as a leaf of a separate graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

@@ -33,7 +33,7 @@ class StepTrace:
 
     samples: int
     kept_bytes: int
-    """What is held for the backward pass when the forward pass ends, weights excluded."""
+    """Bytes held for the backward pass when the forward pass ends, weights excluded."""
     backward_points: tuple[tuple[int, float], ...]
     """(bytes of activations at most since the last point, fraction of all gradients that exist by then)."""
     product_flops: int
@@ -72,7 +72,7 @@ class StepTrace:
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """What CUDA keeps of nn.RMSNorm, which is one kernel there; on the CPU it is several operators, which keep more."""
+    """nn.RMSNorm with the saved tensors of CUDA's fused kernel; on the CPU it is several operators, which keep more."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor | None) -> Tensor:
@@ -86,6 +86,7 @@ class FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(values), None if weight is None else torch.empty_like(weight)
 
 
+# A plan is made on a machine without a GPU, for GPUs: what their kernels keep is what counts.
 def use_cuda_kernels(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
@@ -129,6 +130,7 @@ class MemoryCounter(TorchDispatchMode):
 
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
+        # Views share a storage, which counts once.
         if storage not in self.known:
             self.known[storage] = size = storage.nbytes()
             self.live += size

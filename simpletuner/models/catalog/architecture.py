@@ -51,7 +51,7 @@ def folder_of(model: Model) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a path: hub ids are NAME or OWNER/NAME."""
+    """Return whether a name can only be a path: hub ids are NAME or OWNER/NAME."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
 
 

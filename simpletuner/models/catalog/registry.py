@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 ENTRY_POINTS = "simpletuner.families"
-"""Where installed packages register families: name = "package.module:ClassName"."""
+"""Entry point group of installed packages that register families: name = "package.module:ClassName"."""
 
 PRESETS = Path(__file__).parents[1] / "presets"
 
@@ -43,7 +43,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Flavour:
-    """One published checkpoint: hub id, architecture, and, if it cannot be trained, why."""
+    """A published checkpoint: hub id, architecture, and, if it cannot be trained, why."""
 
     hub: str
     architecture: Architecture
@@ -75,7 +75,7 @@ class Tiny:
 
 @dataclass(frozen=True)
 class Preset:
-    """What is known of a built-in family without importing it; the fields are those of its TOML file."""
+    """Facts of a built-in family, known without importing it; the fields are those of its TOML file."""
 
     objective: str
     """`epsilon`, `v_prediction`, `flow` or `edm`: what the published checkpoints predict."""
@@ -91,9 +91,9 @@ class Preset:
     unsplittable: str = ""
     """Why context parallelism cannot split the denoiser, where it cannot."""
     fixed_prompt_length: bool = False
-    """Whether the text encoders read a fixed number of tokens, so that tokenizer_max_length has no effect."""
+    """True if the text encoders read a fixed number of tokens, so that tokenizer_max_length has no effect."""
     embeds_guidance: bool = False
-    """Whether some checkpoint embeds the guidance scale, so that flux_guidance_value has an effect."""
+    """True if some checkpoint embeds the guidance scale, so that flux_guidance_value has an effect."""
     image_multiple: int = 16
     """Both sides of a validation image are multiples of this, in px: the VAE's scale times the patch size."""
     cell_px: int = 8
@@ -102,9 +102,9 @@ class Preset:
     """The shift with which the published schedulers sample an image of 1024 x 1024 px; 0 where there is no flow."""
     tiny: Tiny | None = None
     loads_lora: bool = True
-    """Whether diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""
+    """True if diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""
     order: float = float("inf")
-    """Where the family stands in lists; without a number it comes last."""
+    """Position in lists of families; without a number it is the last."""
 
     @property
     def is_diffusion(self) -> bool:

@@ -1,4 +1,4 @@
-"""What `train` refuses or warns about before a rank is started, from the settings and presets alone; no torch."""
+"""Refusals and warnings of `train` before a rank is started, from the settings and presets alone; no torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One file per model family: a subclass of ModelFamily that states what differs from the others."""
+"""Model families, one file each: a subclass of ModelFamily that states what differs from the others."""

@@ -55,6 +55,7 @@ class Adapter:
         """
         own = settings.lora
         targets = tuple(sorted({name.strip() for name in own.lora_target_modules.split(",")} - {""}))
+        # Attention alone, as in Hu et al. 2021 (section 4.2) and in the LoRA scripts of diffusers.
         targets = targets or attention_projections(model)
         if not targets:
             raise SettingsError(
@@ -91,8 +92,11 @@ class Adapter:
         # Hashed: on a CPU torch's generator keeps the lower 32 bits of a seed only.
         torch.default_generator.manual_seed(hash_key(self.seed, "lora"))
         inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=is_meta)
+        # The engine is given these alone, by the names that files have: optimizer, EMA, checkpoints and ranks
+        # need to know nothing else of LoRA.
         trained = {file_name(name): each for name, each in model.named_parameters() if is_adapter(name)}
         for each in trained.values():
+            # Over a bf16 base, too: in bf16 an update below 0.2 % of a weight is rounded away.
             each.data = each.data.float()
         return trained
 
@@ -176,6 +180,8 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     """Disable the adapters within the block."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    # Layer by layer: peft's own context manager is a method of PeftModel, and the denoiser is not wrapped in
+    # one.
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         layer.enable_adapters(False)

@@ -43,7 +43,7 @@ CLIP_TOKENS = 77
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one image: (width, height) in px, number of denoising steps, guidance scale, seed."""
+    """Parameters of one sampled image: (width, height) in px, number of denoising steps, guidance scale, seed."""
 
     size: Size
     steps: int
@@ -82,13 +82,13 @@ class ModelFamily(ABC):
 
     host_inputs: ClassVar[tuple[str, ...]] = ()
     """Conditioning that `predict` reads, such as masks whose lengths become shapes. In training it stays in the host's
-    memory, pinned, since reading it from a GPU would wait for all that is queued there."""
+    memory, pinned, because `.item()` on a CUDA tensor synchronizes the stream."""
 
     round_sigmas_in_bf16: ClassVar[Callable[[Tensor], Tensor]] = staticmethod(keep_float32)
     """Flow matching in bf16: maps the sigmas of a batch to those that the denoiser computes with (objectives.py)."""
 
     outputs_vae_latents: ClassVar[bool] = False
-    """Whether the pipeline returns latents as its VAE decodes them, not as the denoiser sees them."""
+    """True if the pipeline returns latents as its VAE decodes them, not as the denoiser sees them."""
 
     padding_mask: ClassVar[str] = ""
     """Name of the mask by which the denoiser ignores padding, so that embeddings are cached without it. Empty where
@@ -105,11 +105,11 @@ class ModelFamily(ABC):
     `tiny`; a built-in family has a table `[tiny]` in its preset."""
 
     fuses_qkv: ClassVar[bool] = False
-    """Whether diffusers' `fuse_qkv_projections` leaves the denoiser's output as it is: it passes over norms of SD3.5,
+    """True if diffusers' `fuse_qkv_projections` leaves the denoiser's output as it is: it passes over norms of SD3.5,
     and many attention classes ignore it."""
 
     sequence_plan: ClassVar[SequencePlan | None] = None
-    """How context parallelism splits the denoiser's tokens; None where it cannot."""
+    """Split of the denoiser's tokens for context parallelism; None where it is not supported."""
 
     @classmethod
     def variants(cls) -> tuple[type[ModelFamily], ...]:
@@ -140,7 +140,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def objective(self, /) -> Objective:
-        """What the denoiser is trained towards: assign `objectives.diffusion` or `objectives.flow_matching`."""
+        """Return the training objective: assign `objectives.diffusion` or `objectives.flow_matching`."""
 
     @abstractmethod
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
@@ -257,7 +257,7 @@ class ModelFamily(ABC):
         return {name: tuple(tensor.shape) for name, tensor in trained.items()}
 
     def trained_facts(self) -> dict[str, Any]:
-        """What a checkpoint says of its weights."""
+        """Return a checkpoint's facts about its weights."""
         adapter = self.adapter
         return {"model_type": "lora", "lora": adapter.as_settings()} if adapter else {"model_type": "full"}
 
@@ -267,7 +267,7 @@ class ModelFamily(ABC):
 
     @property
     def has_any_text_length(self) -> bool:
-        """Whether batches of texts have any length, up to `max_length`, rather than one."""
+        """Return whether batches of texts have any length, up to `max_length`, rather than one."""
         return bool(self.padding_mask or self.host_inputs)
 
     @property

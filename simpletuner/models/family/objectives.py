@@ -34,7 +34,7 @@ class NoisedLatents:
 
 
 class Objective(Protocol):
-    """How to noise latents, and what to predict from them. Must match the scheduler of the pipeline."""
+    """A training objective: adds noise to latents and returns the target. Must match the scheduler of the pipeline."""
 
     def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Noise latents at timesteps that uniform numbers `u` (B) choose, and return the regression target with it."""
@@ -107,6 +107,7 @@ class Diffusion:
     def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Noise latents at timesteps that are uniform over 0..T-1."""
         count = len(self.alphas_cumprod)
+        # Clamped: `u` is drawn in float64, and may be 1 once it is rounded to float32.
         return self.at(latents, noise, (u * count).long().clamp(max=count - 1))
 
     def at(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:

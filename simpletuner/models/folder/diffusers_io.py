@@ -1,4 +1,4 @@
-"""What we need of diffusers: classes of a pipeline's components, models on the meta device, casting of inputs."""
+"""Access to diffusers: classes of a pipeline's components, models on the meta device, casting of inputs."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ RAISED = (
     *(RuntimeError, ImportError, AssertionError, MemoryError),  # RecursionError is a RuntimeError
     *(SafetensorError, StrictDataclassError),
 )
-"""What json, diffusers, transformers, safetensors and torch raise for a folder that is not as they expect."""
+"""Exceptions of json, diffusers, transformers, safetensors and torch for a malformed folder."""
 
 MODULE_COUNT = re.compile(r"(^|_)(layers?|blocks|depth)(_|$)")
 """Keys of a config that say how many modules are built."""

@@ -38,7 +38,7 @@ def weights_files(folder: Path, variant: str | None = None) -> list[Path]:
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether a file is a pickle by its name or by its first bytes."""
+    """Return whether a file is a pickle by its name or by its first bytes."""
     if path.suffix.lower() in PICKLE_SUFFIXES:
         return True
     if path.suffix == ".safetensors" or not path.is_file():
@@ -48,7 +48,7 @@ def is_pickle(path: Path) -> bool:
 
 
 def belongs_to_component(path: Path) -> bool:
-    """Whether a file may be part of a published component: never a pickle."""
+    """Return whether a file may be part of a published component: never a pickle."""
     return path.suffix in COMPONENT_SUFFIXES and not is_pickle(path)
 
 

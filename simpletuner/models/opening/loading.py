@@ -21,7 +21,7 @@ from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.system.files.atomic import remove, replace_folder, unfinished_path
 
 DOWNLOAD_SECONDS = 12 * 3600
-"""How long the other ranks wait while the first downloads a model."""
+"""Longest wait of the other ranks while the first downloads a model."""
 
 INDEX = "model_index.json"
 VARIANT_WEIGHTS = "*/*.*.safetensors"
@@ -76,7 +76,7 @@ def convert_once(path: Path, model: Model, cls: type[ModelFamily], folder: Path)
 
 
 def folder_at_hand(settings: Settings) -> Path | None:
-    """Return the base model's folder where it is here; nothing is built or downloaded for it."""
+    """Return the base model's folder if it is on this machine; build and download nothing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -112,7 +112,7 @@ def refuse_other_family(folder: Path, cls: type[ModelFamily], model: Model) -> N
 
 
 def opens(cls: type[ModelFamily], pipeline: object) -> bool:
-    """Whether a family has this pipeline class, in one of its variants."""
+    """Return whether a family has this pipeline class, in one of its variants."""
     return any(pipeline in each.pipelines for each in (cls, *cls.variants()))
 
 

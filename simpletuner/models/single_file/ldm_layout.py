@@ -1,4 +1,4 @@
-"""The original layout of Stable Diffusion as one file: names of its tensors for those of a diffusers pipeline.
+"""The original single-file layout of Stable Diffusion: its names for the tensors of a diffusers pipeline.
 
 Other tools for Stable Diffusion read and write it; diffusers reads it (`from_single_file`), but does not write it.
 """
@@ -49,6 +49,7 @@ VAE_ATTENTION = {
     "value": "v",
     "proj_attn": "proj_out",
 }
+# By family and component: with what original names begin, and what changes the rest of them; CLIP's stay.
 TEXT_ENCODERS: dict[str, dict[str, tuple[str, Callable[[Reads], Reads]]]] = {
     "sd1x": {"text_encoder": ("cond_stage_model.transformer.text_model.", dict)},
     "sd2x": {"text_encoder": ("cond_stage_model.model.", open_clip_reads)},
@@ -57,7 +58,6 @@ TEXT_ENCODERS: dict[str, dict[str, tuple[str, Callable[[Reads], Reads]]]] = {
         "text_encoder_2": ("conditioner.embedders.1.model.", open_clip_reads),
     },
 }
-"""By family and component: with what original names begin, and what changes the rest of them; CLIP's stay."""
 
 
 def original_reads(pipeline: Path, family: str) -> Reads:

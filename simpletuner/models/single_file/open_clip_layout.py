@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Reads = dict[str, Callable[[], Tensor]]
-"""What reads each tensor, by name: a whole model in memory is not needed to write it."""
+"""Functions that read each tensor, by name: writing a model does not need all of it in memory."""
 
 IN_A_LAYER = {
     "layer_norm1": "ln_1",
@@ -19,11 +19,11 @@ IN_A_LAYER = {
     "mlp.fc2": "mlp.c_proj",
     "self_attn.out_proj": "attn.out_proj",
 }
+# Of the model itself, which for transformers are those of a layer.
 PARAMETERS = {
     "embeddings.position_embedding.weight": "positional_embedding",
     "text_projection.weight": "text_projection",
 }
-"""Of the model itself, which for transformers are those of a layer."""
 OTHERS = {"embeddings.token_embedding": "token_embedding", "final_layer_norm": "ln_final"}
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.sections import Model
 
+# In the folder that was made of a file: which file that was.
 MARKER = "single_file.json"
-"""In the folder that was made of a file: which file that was."""
 LORA_PARTS = (".lora_", "lora_unet_", "lora_te_", "lora_te1_")
+# As safetensors calls them; others were rounded to eight bits or less.
 FULL_DTYPES = ("F32", "F16", "BF16")
-"""As safetensors calls them; others were rounded to eight bits or less."""
 
 
 def named_file(model: Model) -> Path | None:

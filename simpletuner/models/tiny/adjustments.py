@@ -1,4 +1,4 @@
-"""What random weights of a tiny pipeline need to behave like trained ones; each is named by a preset."""
+"""Adjustments that make random weights of a tiny pipeline behave like trained ones; each is named by a preset."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def build_component(name: str, described: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def fixed_seed() -> Iterator[None]:
-    """Seed torch's random numbers within the block; those of the caller go on as if it were not there."""
+    """Seed torch's random numbers within the block; afterwards the caller's sequence continues."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         yield

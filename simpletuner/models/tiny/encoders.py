@@ -1,4 +1,4 @@
-"""What tiny pipelines share: the small trained VAE of this package, and text encoders with random weights."""
+"""Parts shared by tiny pipelines: the small trained VAE of this package, and text encoders with random weights."""
 
 from __future__ import annotations
 

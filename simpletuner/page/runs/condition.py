@@ -1,4 +1,4 @@
-"""Whether a run is running, and if not, how it ended.
+"""The state of a run, and how it ended.
 
 Only what cannot lie counts: the lock of the output folder, which the kernel releases when its process ends, and the
 status that the run itself wrote. One that wrote no end and holds no lock was killed, or its machine was.
@@ -30,7 +30,7 @@ RESUME_HINT = "start it again to go on from its last checkpoint"
 
 
 class State(StrEnum):
-    """What a run is doing, or how it ended: the states that it writes itself, and those that only others can see."""
+    """Activity or end of a run: the states that it writes itself, and those that only others can see."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -51,9 +51,9 @@ class Condition:
     sentence: str = ""
     hint: str = ""
     can_stop: bool = False
-    """Whether a process holds the folder that has not been asked to stop."""
+    """True if a process holds the folder that has not been asked to stop."""
     can_leave: bool = False
-    """Whether one does that has been asked: asked again, it exits without saving."""
+    """True if a process holds the folder that has been asked: asked again, it exits without saving."""
 
     @property
     def has_ended(self) -> bool:
@@ -62,7 +62,8 @@ class Condition:
 
 @dataclass(frozen=True)
 class Known:
-    """What the page itself knows of a run: the pid that it has started, 0 where that has ended; whom it has asked."""
+    """Facts about a run that only the page has: the pid that it has started (0 once that has ended), and its stop
+    request."""
 
     started_pid: int = 0
     asked: RunStatus | None = None
@@ -73,8 +74,10 @@ def find_condition(run: RunFolder, status: RunStatus | None, known: Known) -> Co
     locked = is_locked(run.lock, exclusively=True)
     if locked:
         return condition_of_holder(run, status, known)
+    # A run takes the lock only when it reaches its output folder, some seconds after its process has started.
     if known.started_pid and (status is None or status.pid != known.started_pid):
         return Condition(State.STARTING, "the process has started and has not reached its output folder yet")
+    # Before the status, which is that of an earlier start: this one ended before it could write its own.
     if refused := find_refusal(run):
         return refused
     if status is None:
@@ -123,7 +126,8 @@ def describe_end(status: RunStatus) -> Condition:
 
 
 def is_alive(status: RunStatus) -> bool:
-    """Whether the process that a status names runs on this machine, and is not another one that has got its pid."""
+    """Return whether the process that a status names runs on this machine, and is not another one that has got its
+    pid."""
     try:
         is_same = psutil.Process(status.pid).create_time() <= datetime.fromisoformat(status.started).timestamp()
         return status.host == socket.gethostname() and is_same

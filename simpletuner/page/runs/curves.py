@@ -14,7 +14,7 @@ from simpletuner.training.metrics.metrics_reader import METRICS, MetricColumns
 SMOOTHING = {"none": 0.0, "little": 0.01, "medium": WINDOW_SHARE, "strong": 0.2}
 """Share of all steps that a running mean is over."""
 STYLES: tuple[Style, ...] = ("run-1", "run-2", "run-3", "run-4", "run-5", "run-6")
-"""One for each run in a chart; more could not be told apart."""
+"""Styles of runs in a chart, one each; more could not be told apart."""
 COMPARED = (
     ("Loss", "loss", True),
     ("Loss on held-out images", "eval_loss", True),

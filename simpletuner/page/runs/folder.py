@@ -15,7 +15,7 @@ from simpletuner.training.metrics.metrics_reader import METRICS
 from simpletuner.training.run_folder.settings_record import SETTINGS
 
 CONSOLE = "console.txt"
-"""What a run that the page has started prints; a mistake in its settings is nowhere else."""
+"""Output of a run that the page has started; a mistake in its settings is nowhere else."""
 FILES = (STATUS, METRICS, LOG, SETTINGS, CONSOLE)
 RUN_FILES = (STATUS, METRICS, RUN_LOCK, CONSOLE)
 """A folder with one of them is the output folder of a run; one of settings alone is not."""

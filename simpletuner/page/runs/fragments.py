@@ -20,8 +20,8 @@ from simpletuner.page.runs.watching import Watched
 from simpletuner.system.files.checksums import value_checksum
 from simpletuner.training.html_report.checkpoint_rows import checkpoint_rows
 
+# Of the log, below the problems, which are all shown.
 LAST_ENTRIES = 200
-"""Of the log, below the problems, which are all shown."""
 MAX_PROBLEMS = 500
 
 

@@ -30,9 +30,10 @@ the lock, too."""
 SETTLED = (State.FINISHED, State.STOPPED, State.FAILED, State.KILLED, State.UNKNOWN)
 """States that only a file can change."""
 LIVE_SECONDS = 1.0
-"""How long the summary of a run that has not ended holds, however many ask."""
+"""Lifetime of the summary of a run that has not ended, however many ask."""
+# Within this time of a change, a folder may change again without another time: clocks of file systems are
+# coarse.
 SETTLED_SECONDS = 1.0
-"""Within this time of a change, a folder may change again without another time: clocks of file systems are coarse."""
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from simpletuner.run_log import LOG
 
 ENTRY = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?P<source>\[[^\]]*\] )?(?P<text>.*)")
 KINDS = ("warning", "error", "traceback")
+# Of the end of a log.
 MAX_BYTES = 4 << 20
-"""Of the end of a log."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One message of a run; its further lines are indented."""
+    """A message of a run; its further lines are indented."""
 
     time: str
     source: str

@@ -1,4 +1,4 @@
-"""Start a run as a process of its own, and stop the one that holds an output folder."""
+"""Start a run as a separate process, and stop the process that holds an output folder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from simpletuner.system.processes.run_status import RunState, RunStatus
 from simpletuner.system.processes.signals import REPEAT_SECONDS
 
 HANDLED_SECONDS = 10.0
-"""How long leaving waits for a run to say that it has handled the first signal; one that hangs never does."""
+"""Longest wait, before leaving, for a run to handle the first signal; one that hangs never does."""
 
 
 @dataclass
 class Processes:
-    """What this page has done to runs, by output folder."""
+    """Actions of this page on runs, by output folder."""
 
     started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
     """Kept to learn of their ends."""
@@ -38,7 +38,7 @@ class Processes:
     """The starts that were asked to stop. A run says so itself, but a second click can be faster."""
 
     def is_started(self, output: Path) -> bool:
-        """Whether a process that this page has started for a folder is alive."""
+        """Return whether a process that this page has started for a folder is alive."""
         return bool(self.started) and (process := self.started.get(output)) is not None and process.poll() is None
 
     def known(self, run: RunFolder) -> Known:
@@ -74,7 +74,7 @@ def launch(run: RunFolder, config: Path, place: Path) -> subprocess.Popen[bytes]
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(run.path / CONSOLE, flags, 0o666)
     try:
-        # A session of its own: Ctrl-C in the page's terminal, and its end, are not for the run.
+        # A separate session: Ctrl-C in the page's terminal, and its end, are not for the run.
         return subprocess.Popen(
             command,
             cwd=place,
@@ -151,7 +151,8 @@ def signal_holder(run: RunFolder) -> int:
 
 
 def holds(pid: int, lock: Path) -> bool:
-    """Whether a process, or one that it has started, has a lock file open: a pid in a file may be another's by now."""
+    """Return whether a process, or one that it has started, has a lock file open: a pid in a file may be another's by
+    now."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]

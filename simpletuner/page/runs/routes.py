@@ -20,9 +20,9 @@ from simpletuner.page.runs.processes import leave_run, start_run, stop_run
 from simpletuner.training.html_report.thumbnails import FILE
 
 STOP_POLLING = 286
-"""What htmx takes as the end of a poll."""
+"""HTTP status by which htmx ends a poll."""
+# Longer sides of images: in the grid over all steps, and of the step that the slider shows.
 EDGES_PX = (160, 512)
-"""Longer sides of images: in the grid over all steps, and of the step that the slider shows."""
 
 
 def show_list(request: Request) -> Response:

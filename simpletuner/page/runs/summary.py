@@ -13,14 +13,14 @@ from simpletuner.training.run_folder.settings_record import SETTINGS, read_setti
 
 @dataclass(frozen=True)
 class Summary:
-    """What there is to say of a run in one line."""
+    """A summary of a run in one line."""
 
     run: RunFolder
     condition: Condition
     status: RunStatus
     model: str
     written: float
-    """When one of its files was, in seconds since 1970."""
+    """Time at which one of its files was last written, in seconds since 1970."""
     config: str
     """The configuration that starts it again; empty where the page cannot."""
 

@@ -1,4 +1,4 @@
-"""What is kept of a run between requests: parsed metrics and known images. Polling then costs what is new."""
+"""Cache of a run's data between requests: parsed metrics and known images. Polling then costs what is new."""
 
 from __future__ import annotations
 

@@ -120,6 +120,8 @@ class SplitAttention:
     def with_all_keys(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
+        # Queries stay where they are, and so does the output: one all-gather forward, one reduce-scatter
+        # backward.
         key, value = gather(torch.stack([key, value]), 3, self.lengths(), self.group)
         if mask is not None:
             mask = self.in_order_of_ranks(mask)
@@ -131,6 +133,9 @@ class SplitAttention:
     def with_some_heads(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
+        # DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509): all-to-all from some tokens of all heads
+        # to all tokens of some heads, whole attention per head, and back. It sends about 2/ranks of what
+        # all-gather does.
         lengths, (size, rank) = self.lengths(), (self.group.size, self.group.rank)
         own = [lengths[rank]] * size
         batch, heads, _, width = query.shape

@@ -33,7 +33,7 @@ Splits = Mapping[str, Mapping[str | int, ContextParallelInput]]
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Where a denoiser is split, by names of modules: `*` is each module of a list, -1 the last one.
+    """Split of a denoiser, by names of modules: `*` is each module of a list, -1 the last one.
 
     `attention`: the modules of self-attention, and the sequences that each reads, in this order (a text, an image).
     `gathered`: the modules whose output (B, tokens, ...) is gathered from all ranks, and which sequence it is.

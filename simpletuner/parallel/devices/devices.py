@@ -22,7 +22,7 @@ class Device:
     pattern: str
     peak_tflops: float
     memory_gib: float
-    """What programs can have, as nvidia-smi shows it."""
+    """Memory available to programs, as nvidia-smi shows it."""
     memory_gb_per_second: float
     link_gb_per_second: float
     """To the other GPUs of the machine, in one direction: NVLink, or PCIe where there is none."""
@@ -32,6 +32,7 @@ class Device:
         return round(self.memory_gib * GIB)
 
 
+# By the names that `simpletuner plan --gpu` takes.
 DEVICES = {
     "H100": Device(r"NVIDIA H100 \d+GB HBM3", 989.5, 79.6, 3350, 450),
     "H200": Device(r"NVIDIA H200", 989.5, 139.8, 4800, 450),
@@ -43,7 +44,6 @@ DEVICES = {
     "RTX-6000-Ada": Device(r"NVIDIA RTX 6000 Ada Generation", 364.0, 48.0, 960, 32),
     "MI300X": Device(r"AMD Instinct MI300X.*", 1307.0, 191.5, 5300, 448),
 }
-"""By the names that `simpletuner plan --gpu` takes."""
 
 
 def device_by_driver_name(name: str) -> Device | None:

@@ -13,7 +13,7 @@ ALIGNMENT = 64
 
 
 class HostBuffer:
-    """One block of host memory with room for tensors like those given; `views` are these tensors by name.
+    """A block of host memory with room for tensors like those given; `views` are these tensors by name.
 
     It is page-locked if asked. torch's own pinned memory would be rounded up to a power of two.
     """

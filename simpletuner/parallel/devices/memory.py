@@ -22,7 +22,8 @@ SPLIT_MOMENT_BYTES = 1 + 4 / 128
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """What is partitioned over what: parameters, ranks, machines, states per weight; and where the EMA is."""
+    """Numbers that decide the partitioning: parameters, ranks, machines, states per weight; and the device of the
+    EMA."""
 
     num_parameters: int
     num_ranks: int
@@ -69,7 +70,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """All that a configuration keeps."""
+    """Memory of a configuration, by part."""
 
     inputs: MemoryInputs
     rows: tuple[MemoryRow, ...]
@@ -100,7 +101,7 @@ class MemoryBudget:
     """Of each GPU, for what an estimate does not count."""
 
     def shortfall(self, gpu_bytes: float, host_bytes: float, phase: str = "") -> str:
-        """Describe what is needed of which there is less; empty if all fits."""
+        """Describe which resource is insufficient; empty if everything fits or capacity is unknown."""
         if self.gpu_bytes is not None and gpu_bytes > (1 - self.reserved_share) * self.gpu_bytes:
             return f"{format_gib(gpu_bytes)} per GPU" + (f" while {phase}" if phase else "")
         if self.host_bytes is not None and host_bytes > self.host_bytes:

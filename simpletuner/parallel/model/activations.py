@@ -1,4 +1,4 @@
-"""What the forward pass keeps for the backward pass: which activations are recomputed, and where others are held."""
+"""Activations for the backward pass: which are recomputed, and where the others are held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of torch's kernels computes attention: the setting, and what torch chooses."""
+"""Attention kernels of torch: the setting, and what torch chooses."""
 
 from __future__ import annotations
 

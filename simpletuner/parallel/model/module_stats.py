@@ -62,7 +62,7 @@ def repeated_in(module: nn.Module) -> set[str]:
 
 
 def is_block(name: str, own: ClassStats) -> bool:
-    """Whether a class repeats, holds modules, and is never inside itself."""
+    """Return whether a class repeats, holds modules, and is never inside itself."""
     return bool(own.lists) and own.has_modules and name not in CONTAINERS and name not in own.within
 
 

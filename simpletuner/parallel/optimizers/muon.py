@@ -84,6 +84,8 @@ def orthogonalize_shared(
     size, rank = ranks.size(), ranks.rank()
     if size == 1:
         return [orthogonalize(parts[0].view(shapes[0])).flatten()]
+    # In the last round there may be fewer matrices than ranks: those without one receive nothing, and still
+    # enter both all-to-alls, which are collective.
     sent = [len(part) for part in parts] + [0] * (size - len(parts))
     received = counts[rank] if rank < len(parts) else [0] * size
     whole = parts[0].new_empty(sum(received))
@@ -116,9 +118,11 @@ def rows_of_ranks(rows: int, ranks: int) -> list[int]:
 
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Replace the singular values of a bf16 matrix by numbers near 1: five Newton-Schulz iterations."""
+    # The iterations multiply Gram matrices of the short side: (768, 3072) takes at most a quarter of the work.
     if len(matrix) > matrix.shape[1]:
         return orthogonalize(matrix.T).T
     a, b, c = COEFFICIENTS
+    # The Frobenius norm bounds the largest singular value, and the iteration converges from [0, 1].
     matrix = matrix / matrix.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = matrix @ matrix.T

@@ -18,7 +18,7 @@ class SplitAdamW(ShardAdamW):
     """Take the steps of torch's AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), computed in float32."""
 
     remainders: dict[Tensor, Tensor]
-    """What bf16 leaves out of each parameter (int16, of its shape), which is written like the parameter itself."""
+    """Low bits of each parameter that bf16 leaves out (int16, of its shape), written like the parameter itself."""
 
     gradient_scale: Tensor | float = 1.0
     """Factor of all gradients of the next step. Clipped in place, bf16 gradients would be rounded once more."""

@@ -36,7 +36,7 @@ def join_float32(rounded: Tensor, remainder: Tensor) -> Tensor:
 
 @dataclass
 class QuantizedMoment:
-    """A moment of N values in 8 bits: the root of each one's ratio to the largest of its block, times the largest code.
+    """A block-quantized moment of N values: code = round(max_code * (|x| / absmax) ** (1 / p)), 8 bits.
 
     Signed values (the mean) take the square root and int8, others (the mean of squares) the fourth root and uint8: so
     the mean and the root of the mean square, whose quotient is the update, have codes of equal relative precision.

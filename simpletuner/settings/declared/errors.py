@@ -92,7 +92,7 @@ def to_mistake(item: Any, field: FieldInfo, origin: Origin) -> Mistake:
 
 
 def shown_value(name: str, value: Any) -> str:
-    """Return a value as it was written, shortened, or dots in the place of a secret."""
+    """Return a value as it was written, shortened, or dots instead of a secret."""
     return MASK if is_secret(name) and not is_reference(value) else shorten(value)
 
 
@@ -140,5 +140,5 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 
 def broken(message: str, setting: str, *others: str, hint: str = "") -> BrokenRule:
-    """A broken rule about some settings; a page shows it beside the first of them."""
+    """A broken rule about some settings; the page shows it next to the first of them."""
     return BrokenRule(setting, message, hint=hint, others=others)

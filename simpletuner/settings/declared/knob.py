@@ -24,7 +24,7 @@ def knob(default: Any, sentence: str, *, unit: str = "", aliases: tuple[str, ...
 
 
 def extra_of(field: FieldInfo, name: Literal["unit", "aliases"]) -> Any:
-    """What `knob` adds to pydantic's declaration: the unit, or older names."""
+    """Return an addition of `knob` to pydantic's declaration: the unit, or older names."""
     return field.json_schema_extra.get(name) if isinstance(field.json_schema_extra, dict) else None
 
 

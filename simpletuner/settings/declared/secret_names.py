@@ -1,4 +1,4 @@
-"""Which names have secrets as values, and dots in the place of these."""
+"""Names of settings with secret values, and the dots that replace these."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ SECRET = re.compile(r"token(?!izer)|secret|access_key|password|webhook", re.IGNO
 
 
 def is_secret(name: object) -> bool:
-    """Whether what has this name is never shown: a setting of a secret type, or a name of others that says so."""
+    """Return whether what has this name is never shown: a setting of a secret type, or a name of others that says
+    so."""
     field = setting_fields().get(str(name))
     return kind_of(field.annotation) is SecretStr if field else SECRET.search(str(name)) is not None
 
 
 def without_secrets(value: Any) -> Any:
-    """Return JSON with dots in the place of secrets, at any depth."""
+    """Return JSON with dots instead of secrets, at any depth."""
     if isinstance(value, list):
         return [without_secrets(item) for item in value]
     if isinstance(value, dict):
@@ -34,7 +35,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def mask_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line as it was typed, with dots in the place of secrets."""
+    """Return a command line as it was typed, with dots instead of secrets."""
     shown: list[str] = []
     is_value = False
     for argument in arguments:

@@ -244,7 +244,8 @@ class Compile(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether something is compiled; `auto` stands for either until a run has chosen (training/auto/compile.py)."""
+        """Return whether something is compiled; `auto` stands for either until a run has chosen
+        (training/auto/compile.py)."""
         return self.dynamo_backend not in ("auto", "no")
 
 

@@ -1,1 +1,1 @@
-"""One editor per format: each yields candidate texts for an edit, the likeliest first; editing.py checks them."""
+"""Editors, one per format: each yields candidate texts for an edit, the likeliest first; editing.py checks them."""

@@ -1,4 +1,4 @@
-"""What is to be changed in a text, and how texts are cut."""
+"""An edit of a text, and functions that cut texts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+# In place of a value: the setting is taken out of the file.
 REMOVED: Final = object()
-"""In place of a value: the setting is taken out of the file."""
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ def change_one(path: Path, text: str, name: str, value: Any) -> str:
     edit = Edit(name, as_read(path, value), bool(found))
     if [repr(entry.value) for entry in found] == wanted(edit):
         return text
+    # The likeliest text first. Our own reader is the judge, so an editor may be simple: a layout that it does
+    # not foresee is refused, not damaged.
     for candidate in EDITORS[suffix_of(path)](text, edit):
         if reads_as(path, candidate, before, edit):
             return candidate
@@ -100,7 +102,7 @@ def as_read(path: Path, value: Any) -> Any:
 
 
 def wanted(edit: Edit) -> list[str]:
-    """What a text has to say of the setting; as Python writes it, since 1 == True."""
+    """Return the values of the setting that an edited text must have; as Python writes them, since 1 == True."""
     return [] if edit.removes else [repr(edit.value)]
 
 
@@ -118,7 +120,7 @@ def setting_of(path: Path, entry: FileEntry) -> str | None:
 
 
 def reads_as(path: Path, text: str, before: list[FileEntry], edit: Edit) -> bool:
-    """Whether a text has all other settings as before, in the same order, and the new value once."""
+    """Return whether a text has all other settings as before, in the same order, and the new value once."""
     try:
         after = list(FORMATS[suffix_of(path)](text))
     except ValueError:

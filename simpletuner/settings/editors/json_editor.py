@@ -15,7 +15,7 @@ BLANKS = re.compile(r"\s*")
 
 
 class Pair(NamedTuple):
-    """Where a pair of the outermost object has its key and its value."""
+    """Places of the key and the value of a pair in the outermost object."""
 
     key_start: int
     key_end: int

@@ -25,7 +25,7 @@ class Statement(NamedTuple):
 
 
 def edit_toml(text: str, edit: Edit) -> Iterator[str]:
-    """Replace a value, remove statements, or add a line below the last setting that stands before all tables."""
+    """Replace a value, remove statements, or add a line below the last setting that precedes all tables."""
     found = list(statements(text))
     ours = [each for each in found if canonical_name(each.name) == edit.name]
     if edit.removes:
@@ -45,7 +45,7 @@ def edit_toml(text: str, edit: Edit) -> Iterator[str]:
 
 
 def statements(text: str) -> Iterator[Statement]:
-    """Yield all outermost statements of a text that parses; what stands in a table belongs to it."""
+    """Yield all outermost statements of a text that parses; those in a table belong to it."""
     starts = [start for start in logical_lines(text) if not SAYS_NOTHING.match(text, start)]
     ends = [*starts[1:], len(text)] if starts else []
     table: Statement | None = None

@@ -1,4 +1,4 @@
-"""Which config file a run reads when no flag names one."""
+"""Choice of the config file that a run reads when no flag names one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FoundConfig:
     env_file: Path | None = None
     """The config.env of the folder that was chosen."""
     is_named: bool = False
-    """Whether a flag or SIMPLETUNER_CONFIG names the file."""
+    """True if a flag or SIMPLETUNER_CONFIG names the file."""
 
 
 def find_config(

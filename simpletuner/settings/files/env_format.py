@@ -51,7 +51,7 @@ def env_entries(text: str, environment: Mapping[str, str] = os.environ) -> Itera
     """
     entries: list[FileEntry] = []
     values = dict(environment)
-    # What stands in the environment may be a secret: messages show its name.
+    # A value from the environment may be a secret: messages show its name.
     shown = {name: f"${name}" for name in environment}
     for line, found in assignments(text):
         key = found["key"]

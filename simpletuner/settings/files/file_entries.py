@@ -1,4 +1,4 @@
-"""What a config file is read into, whatever its format, and how a text is refused."""
+"""Entries of a config file, whatever its format, and errors about a text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simpletuner.system.files.paths import shown_path
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One name and value as written, and their line (0: a place without lines)."""
+    """A name and value as written, and their line (0: a place without lines)."""
 
     key: str
     value: Any
@@ -24,7 +24,7 @@ class FileEntry:
     inner_lines: Mapping[str, int] = field(default_factory=dict)
     """Lines of the names in a value that is itself names and values; of JSON and YAML."""
     written: str | None = None
-    """What messages show for a value that has parts of the environment in it."""
+    """Text for messages, of a value that has parts of the environment in it."""
 
 
 def file_place(path: str | Path, line: int) -> str:
@@ -77,7 +77,8 @@ def json_mistake(error: json.JSONDecodeError) -> NotParsed:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a text does not parse. Python's words for a number of thousands of digits name a function of its own."""
+    """The reason why a text does not parse. Python's words for a number of thousands of digits name a function of its
+    own."""
     return "a whole number has more than 4,300 digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 

@@ -91,7 +91,7 @@ def suffix_of(path: Path) -> str:
 
 
 class Pairs(dict[str, Any]):
-    """A JSON object that remembers all its pairs, those of one name included."""
+    """A JSON object that remembers all its pairs, duplicate names included."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -166,7 +166,7 @@ TOML_NAME = re.compile(
 def toml_lines(text: str) -> dict[str, int]:
     """Return the line of each outermost name of a text that parses; tomllib has no positions.
 
-    A line begins a statement unless it stands within brackets or a long string.
+    A line begins a statement unless it is within brackets or a long string.
     """
     lines: dict[str, int] = {}
     depth, in_table = 0, False

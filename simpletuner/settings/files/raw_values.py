@@ -22,9 +22,9 @@ class RawValue:
     file: str = ""
     """The JSON file that was read for the value, if there was one."""
     written: Any = None
-    """What messages show, where `value` was converted from it."""
+    """Value for messages, from which `value` was converted."""
     reference: str = ""
-    """What stands for the value where it is a secret: `{env:NAME}` or `{file:PATH#KEY}`."""
+    """Reference that replaces a secret value: `{env:NAME}` or `{file:PATH#KEY}`."""
 
     @property
     def as_written(self) -> Any:
@@ -33,14 +33,14 @@ class RawValue:
 
 @dataclass(frozen=True)
 class Source:
-    """One place that settings come from; `warnings` name what it holds that is not used."""
+    """A source of settings; `warnings` name what it holds that is not used."""
 
     name: str
     values: list[RawValue]
     warnings: list[str] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
     needs_ranks: str = ""
-    """Where it asks for several ranks without saying how many."""
+    """Place of a request for several ranks without their number."""
     implicit: bool = False
     """Found rather than named by the user: the run's summary says what it decided."""
     is_file: bool = False
@@ -58,7 +58,7 @@ def raw_value(path: Path, entry: FileEntry) -> RawValue:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from, what was written there, and what it outranked."""
+    """Origin of a value: its place, the text there, and the values that it outranked."""
 
     place: str
     given: Any

@@ -69,13 +69,15 @@ class Refuses:
     neutral: tuple[Any, ...] = ()
 
 
+# Every key of a foreign file has exactly one fate. What is not passed on needs a reason, since the user wrote
+# it to have an effect.
 Rule = Maps | Keeps | Ignores | Refuses
 Outcome = Literal["set", "kept", "neutral", "unused", "refused", "unknown"]
 
 
 @dataclass(frozen=True)
 class MappedField:
-    """What became of one key of a file."""
+    """The outcome of one key of a file."""
 
     path: str
     """The key with its sections, as the file spells it."""
@@ -100,7 +102,7 @@ class KeyTable:
     unset: tuple[Any, ...] = (None,)
     """Values that stand for a key that is not there."""
     is_off: Callable[[Any], bool] = lambda value: value is None
-    """Whether a value turns off what is ignored or refused, so that there is nothing to say about it."""
+    """Predicate of values that turn off what is ignored or refused, so that there is nothing to say about it."""
 
     @cached_property
     def sections(self) -> frozenset[str]:
@@ -170,7 +172,7 @@ def map_field(table: KeyTable, found: MappedField) -> MappedField:
 
 
 def is_neutral(table: KeyTable, rule: Rule, value: Any) -> bool:
-    """Whether a value asks for nothing."""
+    """Return whether a value asks for nothing."""
     # None and `auto` stand for a key that is not there, whatever its rule.
     if value in table.unset:
         return True

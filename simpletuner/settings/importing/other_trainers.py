@@ -15,7 +15,7 @@ from simpletuner.settings.values.spelling import normalize_name
 
 @dataclass
 class TranslatedFile:
-    """What a file means here: (setting, name there, value there, value), and (name, value, reason) of the rest."""
+    """The meaning of a file here: (setting, name there, value there, value), and (name, value, reason) of the rest."""
 
     datasets: str = ""
     """The dataset file that it names."""

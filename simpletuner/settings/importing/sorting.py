@@ -48,7 +48,7 @@ from simpletuner.settings.values.spelling import normalize_name
 from simpletuner.system.files.paths import expand_path
 
 FILES = ("config.json", "config.toml", "config.env")
-"""What the original looks for in a config folder, in this order."""
+"""Files that the original looks for in a config folder, in this order."""
 BACKEND = ("config_backend", "config_type")
 LAUNCHERS = ("mixed_precision", "dynamo_backend", ACCELERATE_CONFIG)
 """Settings that the original reads from config.env even beside a config.json, as it does those of section `launch`."""
@@ -65,16 +65,16 @@ ALSO_ASIDE = (
 )
 """Other settings that only change time, memory or the last bits."""
 NOTE_OF_THEIRS = re.compile(r"[_$#]|//")
-"""How names begin that people use for comments."""
+"""Beginnings of names that people use for comments."""
 
 
 Effect = Literal["none", "look", "lost"]
-"""What leaving a value out changes: nothing, something besides the training, or what is trained."""
+"""Effect of leaving a value out: none, on something besides the training, or on what is trained."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """One value of the original's file that the new file does not have."""
+    """A value of the original's file that the new file does not have."""
 
     name: str
     value: Any
@@ -96,7 +96,7 @@ class NotTaken(Exception):
 
 @dataclass(frozen=True)
 class Taken:
-    """One value that becomes a setting: as the original has it, and as the new file has it."""
+    """A value that becomes a setting: as the original has it, and as the new file has it."""
 
     given: RawValue
     value: RawValue
@@ -115,7 +115,7 @@ class Original:
     own: list[RawValue] = field(default_factory=list)
     """Values that the original trains with where its file says nothing."""
     is_simpletuner: bool = True
-    """Whether it is a file of the original SimpleTuner, not of another trainer."""
+    """True if it is a file of the original SimpleTuner, not of another trainer."""
 
     def leave_out(self, given: RawValue, reason: str, effect: Effect = "look") -> None:
         self.left_out.append(LeftOut(given.name, given.as_written, given.place, without_advice(reason), effect))

@@ -23,7 +23,7 @@ THEIR_DEFAULT = "the original's default"
 
 
 def sources_of(original: Original, values: Mapping[str, Any]) -> list[Source]:
-    """What was taken as sources of settings: the original's defaults where ours differ, and the values themselves.
+    """Return the translated values as sources of settings: the original's defaults where ours differ, then the values.
 
     `values` are those that any source of the run gives.
     """
@@ -56,7 +56,7 @@ def write_toml(original: Original, loaded: Loaded, root: Path) -> tuple[str, int
 
 
 def line_of(name: str, value: Any) -> str:
-    """One line, or a table. Lists of texts stay on theirs: tomli_w gives each item its own."""
+    """Return a line, or a table. Lists of texts stay on theirs: tomli_w gives each item its own."""
     import tomli_w
 
     ready = toml_value(value)

@@ -1,4 +1,4 @@
-"""What the original's program makes of a file: what it does not read, values of its own, and what only it can do.
+"""Translation of a file as the original reads it: unread names, derived values, and features that only it has.
 
 `config import` writes these values out, and counts as lost what has no place here.
 """
@@ -42,7 +42,7 @@ class There:
     has_fsdp: bool = False
     has_deepspeed: bool = False
     deepspeed_optimizes: bool = False
-    """Whether DeepSpeed's JSON has an optimizer, which takes the place of the file's."""
+    """True if DeepSpeed's JSON has an optimizer, which replaces the file's."""
 
     def word(self, name: str) -> str:
         """Return a value as spellings are compared; that of a default here where the file has none."""

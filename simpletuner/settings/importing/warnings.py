@@ -11,7 +11,8 @@ from simpletuner.settings.values.spelling import normalize_name
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a setting means here and not in the original, said where it is set and `holds` is true of the file."""
+    """A setting's meaning here that differs from the original, shown where it is set and `holds` is true of the
+    file."""
 
     setting: str
     text: str

@@ -21,7 +21,7 @@ from simpletuner.settings.resolving.sources import MergedValues, validate_value
 
 NAME = "deepspeed_config"
 DEFAULT_STAGE = 1
-"""What `zero_optimization: true` means, an older form."""
+"""Meaning of `zero_optimization: true`, an older form."""
 MICRO, STEPS, RANKS = FACTORS = ("train_batch_size", "gradient_accumulation_steps", "num_processes")
 """Our names; the first one is per rank, and DeepSpeed uses the same word for the product of all three."""
 

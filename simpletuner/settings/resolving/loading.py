@@ -41,7 +41,7 @@ from simpletuner.system.files.paths import expand_path
 PAIRS = re.compile(r"[\w-]+=[^,={}]+(,[\w-]+=[^,={}]+)*")
 """A short table of texts as it is typed: name=text,name=text."""
 SHOWN = 3
-"""How many names of the original's are listed."""
+"""Largest number of the original's names that are listed."""
 NO_ORIGIN = Origin("default", None)
 
 
@@ -178,7 +178,7 @@ def name_elsewhere(name: str) -> str:
 
 
 def flag_for(word: str) -> str:
-    """Return how a folder or a file that stands alone on a command line may be meant."""
+    """Return the likely meaning of a folder or a file that is an argument by itself."""
     path = Path(word)
     if (path / LOG).is_file():
         return f"the folder of a run is named by --output_dir={word}"

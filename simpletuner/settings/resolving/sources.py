@@ -40,7 +40,7 @@ ACCELERATE_CONFIG = "accelerate_config"
 
 @dataclass
 class MergedValues:
-    """What all sources say together, by setting."""
+    """Values of all sources together, by setting."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
@@ -146,7 +146,8 @@ def from_flags(flags: Mapping[str, Any]) -> Source:
 
 
 def from_launcher(environment: Mapping[str, str]) -> list[Source]:
-    """How many ranks a launcher has started, if this is one of them: the weakest source, since nobody wrote it."""
+    """Return the number of ranks that a launcher has started, for one of them: the weakest source, since nobody wrote
+    it."""
     if not {"RANK", "WORLD_SIZE"} <= set(environment):
         return []
     return [Source("launcher", [RawValue("num_processes", environment["WORLD_SIZE"], "launcher WORLD_SIZE")])]
@@ -178,7 +179,7 @@ def from_file(path: Path, environment: Mapping[str, str] = os.environ) -> Source
 
 
 def from_accelerate(chosen: Any, environment: Mapping[str, str]) -> list[Source]:
-    """What accelerate is configured to do: by `accelerate launch`, in the chosen file, or in its default one."""
+    """Return accelerate's configuration: from `accelerate launch`, the chosen file, or its default one."""
     # What `accelerate launch` resolved includes its file and its own flags: the file must not be read again.
     if entries := launched_entries(environment):
         return [accelerate_source("accelerate launch", entries, implicit=False)]
@@ -205,5 +206,5 @@ def accelerate_source(name: str, entries: list[FileEntry], implicit: bool) -> So
 
 
 def accelerate_place(name: str, found: MappedField) -> str:
-    """Where a field stands, with its own name where the setting has another."""
+    """Return the place of a field, with its own name where the setting has another."""
     return file_place(name, found.line) + (f" {found.path}" if found.path != found.setting else "")

@@ -32,14 +32,14 @@ NOT_SETTINGS = {
     "log_format": "errors are short; `--debug` shows more",
     "accelerate_extra_args": "set gpu_ids, use_cpu or an accelerate file",
 }
-"""Names that users have beside settings in config.env or in the environment, and why not used ("": quietly)."""
+"""Names that users have next to settings in config.env or in the environment, and why not used ("": quietly)."""
 OTHER_PROGRAMS = (
     *("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "DIFFUSERS_", "TOKENIZERS_", "SAFETENSORS_"),
     *("CUDA_", "NVIDIA_", "CUDNN_", "CUBLAS_", "NCCL_", "GLOO_", "UCX_", "RCCL_", "HIP_", "HSA_", "ROCR_", "MIOPEN_"),
     *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "XFORMERS_", "OMP_", "MKL_", "DS_"),
     *("WANDB_", "AWS_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
-"""How variables of other programs begin, which the original's config.env holds beside settings."""
+"""Prefixes of other programs' variables, which the original's config.env holds in addition to settings."""
 
 
 def folder_variables(path: Path, environment: Mapping[str, str]) -> dict[str, str]:
@@ -59,7 +59,7 @@ def from_env_file(path: Path, environment: Mapping[str, str] = os.environ, used:
 
 
 def is_variable(key: str) -> bool:
-    """Whether a name in config.env is a variable of another program, such as HF_TOKEN."""
+    """Return whether a name in config.env is a variable of another program, such as HF_TOKEN."""
     return key.upper().startswith(OTHER_PROGRAMS) and normalize_name(key) not in (*TABLE.rules, *SECTION_OF)
 
 
@@ -83,5 +83,5 @@ def from_variables(name: str, variables: Iterable[RawValue]) -> Source:
 
 
 def is_list(name: str) -> bool:
-    """Whether a setting is a list, which an empty variable leaves empty; elsewhere "" is an item."""
+    """Return whether a setting is a list, which an empty variable leaves empty; elsewhere "" is an item."""
     return name in setting_fields() and get_origin(setting_fields()[name].annotation) is list

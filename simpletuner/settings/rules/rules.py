@@ -34,7 +34,7 @@ from simpletuner.settings.values.step_ranges import parse_step_range
 Rule = Callable[[Settings], Iterator[BrokenRule]]
 
 SINGLE_FILE_FAMILIES = ("sd1x", "sd2x", "sdxl")
-"""Whose original layout is written (`models/single_file/ldm_layout.py`)."""
+"""Families whose original layout is written (`models/single_file/ldm_layout.py`)."""
 
 
 def find_contradictions(settings: Settings) -> list[BrokenRule]:
@@ -42,7 +42,7 @@ def find_contradictions(settings: Settings) -> list[BrokenRule]:
 
 
 def find_missing(settings: Settings) -> list[BrokenRule]:
-    """What a run cannot do without, although `config show` can."""
+    """Return settings that a run cannot do without, although `config show` can."""
     return [mistake for rule in COMPLETENESS_RULES for mistake in rule(settings)]
 
 

@@ -15,7 +15,7 @@ from simpletuner.settings.values.spelling import as_text, normalize_name
 
 @dataclass(frozen=True)
 class ExplainedSetting:
-    """One setting: its value, where it came from, and why it won."""
+    """A setting with its value, its source, and why that won."""
 
     name: str
     value: Any
@@ -25,7 +25,7 @@ class ExplainedSetting:
 
     @property
     def is_set(self) -> bool:
-        """Whether a source gives it, or it is not at its default."""
+        """Return whether a source gives it, or it is not at its default."""
         return self.origin != str(NO_ORIGIN) or self.value != self.default
 
     def cells(self) -> tuple[str, str, str, str]:

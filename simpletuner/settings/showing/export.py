@@ -24,7 +24,7 @@ from simpletuner.settings.values.spelling import as_text, normalize_value
 from simpletuner.system.files.paths import ENVIRONMENT
 
 SAVE_SECONDS = 300
-"""How long before the end of its time SLURM asks a run to save and stop."""
+"""Time before the end of a SLURM job at which a run is asked to save and stop."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,8 @@ def to_accelerate(settings: Settings, values: dict[str, Any]) -> Exported:
     in_file = {
         found.setting: normalize_value(found.setting, setting_fields()[found.setting], found.value) for found in mapped
     }
+    # accelerate's YAML has no learning rate and no paths: every format replays to equal settings because the
+    # command carries what its file cannot.
     rest = {name: value for name, value in values.items() if name not in in_file or in_file[name] != value}
     if settings.launch.use_cpu:
         rest["use_cpu"] = True  # under FSDP accelerate does not pass it on to its ranks
@@ -161,7 +163,7 @@ def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
 OF_A_JOB = ("machine_rank", "main_process_ip")
 """Settings that each job decides anew."""
 CPUS_PER_RANK = 8
-"""What the script proposes: threads decode images beside each rank."""
+"""Cores per rank that the script proposes: threads decode images during training."""
 START_ON_NODE = 'exec simpletuner train --machine_rank="$SLURM_NODEID" "$@"'
 MASTER_OF_JOB = f"""\
 # The first node of this job, by the name that SLURM gives it: others reach it there.

@@ -1,5 +1,5 @@
-"""What can be the address of a machine (an IP address or a host name, without port or scheme), of a page, of a
-repository on the hub."""
+"""Addresses: of a machine (an IP address or a host name, without port or scheme), of a page, of a repository on the
+hub."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def is_ip(host: str) -> bool:
 
 
 def is_label(label: str) -> bool:
-    """Whether a part of a name can be looked up; letters beyond ASCII are encoded for that."""
+    """Return whether a part of a name can be looked up; letters beyond ASCII are encoded for that."""
     try:
         return LABEL.fullmatch(label.encode("idna").decode()) is not None
     except UnicodeError:

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 WORDS_FOR_TRUE = ("true", "yes", "on", "1", "y", "t")
 WORDS_FOR_FALSE = ("false", "no", "off", "0", "n", "f")
 WORDS_FOR_NOTHING = ("none", "null", "")
-"""What empties a setting that may be empty, so that a flag can undo what a file says."""
+"""Words that empty a setting that may be empty, so that a flag can undo what a file says."""
 
 TEXTS = (str, str | None)
 SWITCH_WORDS = (*WORDS_FOR_TRUE, *WORDS_FOR_FALSE, "auto")
@@ -58,7 +58,7 @@ OTHER_NAMES = {
     "lora_rank": "rank network_dim",
     "lora_alpha": "alpha network_alpha",
 }
-"""What people type for a setting whose name is not like it; it is not accepted, but answered with ours."""
+"""Words that people type for a setting with another name; they are not accepted, but answered with ours."""
 
 
 def choices_of(annotation: Any) -> tuple[Any, ...]:

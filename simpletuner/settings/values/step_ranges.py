@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+# Of one range. A trace holds every operator of every step: some 10 MB for each step of a large model.
 MOST_STEPS = 100
-"""Of one range. A trace holds every operator of every step: some 10 MB for each step of a large model."""
 
 
 def normalize_step_range(text: str) -> str:

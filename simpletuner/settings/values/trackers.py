@@ -8,7 +8,7 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.settings.values.spelling import normalize_name
 
 TRACKERS = {"tensorboard": "pip install tensorboard", "wandb": "pip install 'simpletuner[wandb]'"}
-"""What installs each."""
+"""Commands that install each tracker."""
 
 OTHERS = ("comet_ml", "mlflow", "swanlab", "custom_tracker", "simpletuner", "clearml", "aim")
 """Trackers of other tools, which users have in their files."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from simpletuner.errors import EnvironmentNotReady, SettingsError, naming
 from simpletuner.system.files.regular_files import open_regular
 
+# Linux reads no more than its read-ahead window for one request, by default 128 KiB (mm/readahead.c).
 READ_AHEAD_BYTES = 128 << 10
-"""Linux reads no more than its read-ahead window for one request, by default 128 KiB (mm/readahead.c)."""
 
 
 def unfinished_path(folder: Path) -> Path:

@@ -19,7 +19,7 @@ MERGED_INDEX = "merged.index"
 """All records of a cache folder, derived from the indexes of its shards."""
 
 COMPLETE = "complete.json"
-"""Which requests a cache folder is known to have all records of."""
+"""Note of the requests of which a cache folder is known to have all records."""
 
 SHARDS = rf"rank\d{{3,}}-\d{{5,}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})"
 DERIVED = f"({re.escape(MERGED_INDEX)}|{re.escape(COMPLETE)})"
@@ -56,7 +56,7 @@ def entries_of(folder: Path) -> Iterator[Path]:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Whether this is a regular file, not a link to one."""
+    """Return whether this is a regular file, not a link to one."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def is_plain_file(path: Path) -> bool:
 
 
 def is_plain_folder(path: Path) -> bool:
-    """Whether this is a folder, not a link to one."""
+    """Return whether this is a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 

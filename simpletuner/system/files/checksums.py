@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from simpletuner.errors import naming
 from simpletuner.system.files.regular_files import open_regular
 
+# Small enough to stay in the L2 cache between copying and hashing: a fifth less CPU time than blocks of 4
+# MiB.
 READ_BYTES = 256 << 10
-"""Small enough to stay in the L2 cache between copying and hashing: a fifth less CPU time than blocks of 4 MiB."""
 
 
 class SupportsReadinto(Protocol):

@@ -20,7 +20,7 @@ from simpletuner.errors import EnvironmentNotReady
 from simpletuner.system.files.cache_files import IN_USE
 
 WAIT_SECONDS = 30
-"""How long to wait for a lock that is only held while something is cleared or written."""
+"""Longest wait for a lock that is only held while something is cleared or written."""
 
 POLL_SECONDS = 0.02
 
@@ -31,7 +31,7 @@ RUN_LOCK = ".lock"
 """The lock file of a run's output folder; its content names the host and pid of the run."""
 
 HANDOVER_SECONDS = 30
-"""How long to wait for a run whose launcher has died: its ranks save their last step and exit."""
+"""Longest wait for a run whose launcher has died: its ranks save their last step and exit."""
 HANDOVER_POLL_SECONDS = 0.2
 
 
@@ -197,7 +197,7 @@ def wait_for_run_lock(descriptor: int, output: Path, check: Callable[[], None], 
 
 
 def launcher_pid() -> int:
-    """Return the pid that stands for the run: the parent of a rank, otherwise this process."""
+    """Return the pid that identifies the run: the parent of a rank, otherwise this process."""
     return os.getppid() if "RANK" in os.environ else os.getpid()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 DESCRIPTOR = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(?P<number>\d+)")
 ENVIRONMENT = re.compile(r"\{env:([^{}]*)\}")
-"""What the original takes for a variable of the environment in a path."""
+"""Pattern that the original takes for a variable of the environment in a path."""
 
 
 def expand_path(text: str | Path) -> Path:

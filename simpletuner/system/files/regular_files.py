@@ -69,7 +69,7 @@ def read_end(path: Path, size: int) -> bytes:
 
 
 def replace_pipe(descriptor: int, content: bytes) -> None:
-    """Put a file with its content in the place of a pipe, which gives it only once: ranks must read it, too."""
+    """Replace a pipe, which can be read only once, by a file with its content: ranks must read it, too."""
     with tempfile.TemporaryFile() as file:
         file.write(content)
         file.flush()

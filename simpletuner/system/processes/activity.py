@@ -1,4 +1,4 @@
-"""What this process is doing, for its heartbeat to the launcher and for stall detection."""
+"""Activity of this process, for its heartbeat to the launcher and for stall detection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 class Activity:
     """The current phase: its text, and a counter that all ranks increment at the same points.
 
-    A rank whose counter is lower than another's is behind, and the other ranks wait for it.
+    A rank whose counter is lower than another's is behind: the others wait for it.
     """
 
     phase: int = 0
@@ -19,7 +19,7 @@ class Activity:
     unsaved: int = 0
     """The step that a stop would finish and save; 0 where there are no trained steps that a checkpoint lacks."""
     watched: bool = False
-    """Whether this phase always uses CPU or disk unless it hangs. False for a flush to a slow disk, which may not."""
+    """True if this phase always uses CPU or disk unless it hangs. False for a flush to a slow disk, which may not."""
 
     changed: threading.Event = field(default_factory=threading.Event, repr=False)
     """Set when the answer to Ctrl-C changes (`unsaved`), so that the launcher learns of it at once."""

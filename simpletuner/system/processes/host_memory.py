@@ -1,4 +1,4 @@
-"""How much of the machine's memory is available, within the limits of a container (Linux)."""
+"""Available memory of the machine, within the limits of a container (Linux)."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 STATUS = "status.json"
 MAX_BYTES = 1 << 20
+# Between writes that only tell progress. Changes of the state are written at once.
 WRITE_SECONDS = 2.0
-"""Between writes that only tell progress. Changes of the state are written at once."""
 LOCK_SECONDS = 2.0
-"""How long the end waits for a write that hangs, as on a file system that does not answer."""
+"""Longest wait, at the end, for a write that hangs, as on a file system that does not answer."""
 
 
 class RunState(StrEnum):
-    """What a run is doing, or how it ended."""
+    """State of a run: its activity, or its end."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -58,7 +58,7 @@ class RunStatus:
 
     state: RunState
     reason: str = ""
-    """How the run stops or has ended, as a sentence."""
+    """Reason of the stop or the end, as a sentence."""
     hint: str = ""
     doing: str = ""
     """The phase, such as `training`, and how much of it is done where `total` is above 0."""
@@ -113,7 +113,7 @@ class StatusWriter:
         self.path: Path | None = None
         self.status = RunStatus(RunState.STARTING)
         self.is_own: Callable[[RunStatus], bool] = lambda found: False
-        """Whether a status is of the start that this process belongs to."""
+        """Predicate of a status of the start that this process belongs to."""
         self.holds_lock = False
         self.counted: tuple[int, float | None, float | None] | None = None
         """Step, loss, and when training ends by the last estimate, in seconds of time.monotonic()."""
@@ -149,6 +149,7 @@ class StatusWriter:
         """Let the launcher write how the run of its rank 0 ended."""
         host, pid = socket.gethostname(), os.getpid()
         self.path = folder / STATUS
+        # Rank 0 writes the launcher's pid into the status of its start.
         self.is_own = lambda found: (found.host, found.pid) == (host, pid)
 
     def train(self, step: int, max_steps: int) -> None:
@@ -218,6 +219,7 @@ class StatusWriter:
     def _write(self, durably: bool = True) -> None:
         assert self.path is not None
         shown = self._with_counted()
+        # An end that another process of this start has written stays: the first one knows the reason.
         found = read_status(self.path) if self.written else None
         if found is not None and found.has_ended and self.is_own(found):
             self.holds_lock = False  # another rank has failed, and has said so

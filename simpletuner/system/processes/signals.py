@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 from simpletuner.errors import Stopped
 from simpletuner.report import Report
 
+# Schedulers and terminals may signal both a process and its group: within this time it is one request.
 REPEAT_SECONDS = 1.0
-"""Schedulers and terminals may signal both a process and its group: within this time it is one request."""
 
 
 class StopRequest:
@@ -37,7 +37,7 @@ class StopRequest:
         self.before_exit: Callable[[str], None] = lambda sentence: None
         """Called when a second signal ends this process, with the sentence that says so."""
         self.may_exit = True
-        """Whether a second signal exits this process. Not in ranks: their launcher kills them."""
+        """True if a second signal exits this process. Not in ranks: their launcher kills them."""
 
     def check(self) -> None:
         """Raise Stopped if a signal came; for phases whose work is already safe on disk."""
@@ -198,8 +198,8 @@ def detach_closed_terminal() -> None:
                 os.close(null)
 
 
+# Linux: send this process a signal when its parent dies; see `man 2 prctl`.
 PR_SET_PDEATHSIG = 1
-"""Linux: send this process a signal when its parent dies; see `man 2 prctl`."""
 
 
 def terminate_with_parent() -> None:

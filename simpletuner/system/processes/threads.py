@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+# More gain little for blocks of columns, which wait for memory.
 MOST_THREADS = 8
-"""More gain little for blocks of columns, which wait for memory."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -42,7 +42,7 @@ def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> lis
 
 
 class SerialWorker:
-    """One thread that runs calls in order, for work that must neither delay nor end a run."""
+    """A thread that runs calls in order, for work that must neither delay nor end a run."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         """`failed` is called with the first error, by a later `submit` or `close`."""
@@ -56,7 +56,7 @@ class SerialWorker:
 
     @property
     def is_queued(self) -> bool:
-        """Whether the last call has not begun."""
+        """Return whether the last call has not begun."""
         return self.last is not None and not (self.last.running() or self.last.done())
 
     def submit(self, call: Callable[..., object], *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""What `cache list` and `cache clear` find: one item per file or folder that simpletuner wrote."""
+"""Caches that `cache list` and `cache clear` find: one item per file or folder that simpletuner wrote."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READ_BYTES = 1 << 20
 
 
 class CacheKind(StrEnum):
-    """What can be cleared."""
+    """A kind of cache that can be cleared."""
 
     BLOCKS = "blocks"
     DEEPSPEED = "deepspeed"
@@ -43,7 +43,7 @@ class CacheKind(StrEnum):
 
 @dataclass(frozen=True)
 class CacheItem:
-    """One cache; `kept` says why clearing skips it, `others` are files in it that simpletuner did not write.
+    """A cache; `kept` says why clearing skips it, `others` are files in it that simpletuner did not write.
 
     `datasets` are the ids of the datasets that the settings keep there, `bucket` is what it is a local copy of.
     """

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from simpletuner.caches.fill.jobs import CacheRequest
     from simpletuner.settings import Loaded
 
+# In the name of shards that hold what was kept of others.
 REWRITING_RANK = 998
-"""In the name of shards that hold what was kept of others."""
 
 Needed = Mapping[Path, Iterable["CacheRequest"]]
-"""What a run needs, by the resolved folder that caches it."""
+"""Records that a run needs, by the resolved folder that caches them."""
 
 
 @dataclass(frozen=True)
 class Unused:
-    """What no request names in one cache: files without a used record, and `mixed` shards, which are rewritten.
+    """Unused parts of one cache: files without a used record, and `mixed` shards, which are rewritten.
 
     `used` says which rows of the index are used.
     """
@@ -110,6 +110,7 @@ def remove_unused(found: Sequence[Unused]) -> int:
     """
     with ExitStack() as stack, removal_errors():
         for each in found:
+            # All locks before the first removal: either nothing is in use, or nothing is removed.
             lock_exclusively(each.item, stack)
             if list_sources(each.item.path) != list(each.index.sources):
                 raise EnvironmentNotReady(
@@ -142,6 +143,7 @@ def rewrite(shard: Path, unused: Unused) -> None:
             # A damaged record is made again by the next run.
             if is_used(place, unused) and place.checksum in ("", place.checksum_with(record)):
                 writer.copy(place, record)
+    # After the new shard is closed: a kill leaves the record twice, never not at all.
     shard.unlink()
     index_of(shard).unlink(missing_ok=True)
 
@@ -150,5 +152,6 @@ def is_used(place: RecordLocation, unused: Unused) -> bool:
     row = int(unused.index.find(record_keys([(place.name, place.parts)]))[0])
     if row < 0 or not unused.used[row]:
         return False
+    # Of two records with one key only the last one is found by readers, so the other one is unused.
     found = unused.index.location(place.shard.parent, row, place.name, place.parts)
     return (found.shard, found.offset) == (place.shard, place.offset)

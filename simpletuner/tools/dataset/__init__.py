@@ -1,1 +1,1 @@
-"""What `simpletuner dataset` does."""
+"""Implementation of `simpletuner dataset`."""

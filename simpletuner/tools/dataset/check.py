@@ -38,7 +38,7 @@ from simpletuner.tools.dataset.findings import DatasetFinding, finding, findings
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What to look at besides headers and captions."""
+    """Options of the check, in addition to headers and captions."""
 
     decode: bool = True
     sheets: Path | None = None
@@ -46,7 +46,7 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class CheckedDataset:
-    """One dataset: its buckets, what is worth a look, and its contact sheets by bucket."""
+    """A dataset: its buckets, findings, and contact sheets by bucket."""
 
     summary: DatasetSummary
     findings: list[DatasetFinding]
@@ -95,6 +95,7 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
         result.not_checked |= dict.fromkeys(
             ("images", "repeats"), "not decoded: damaged ones and duplicates stay unknown"
         )
+    # A world of one rank: the functions of a run are collective, and are called unchanged.
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory(prefix="simpletuner-") as folder:
         session = Session(loaded, Mesh(world), report, StopRequest())
         data = scan_data(session, copy_of_scans(settings, Path(folder) / "scan"))

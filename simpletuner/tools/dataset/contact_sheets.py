@@ -1,4 +1,4 @@
-"""One PNG per bucket: its images with what is cropped away darkened, the most cropped first."""
+"""Contact sheets, one PNG per bucket: the cropped parts of its images darkened, the most cropped first."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def shown_name(name: str) -> str:
 
 
 def fit(name: str, typesetter: Typesetter) -> str:
-    """Cut a name at its beginning to the width of a cell: images of a folder begin alike."""
+    """Truncate a name on the left to the width of a cell; names in one folder usually share a prefix."""
     cut = name
     while cut and typesetter.length(f"…{cut}" if cut != name else name) > CELL_PX:
         cut = cut[1:]

@@ -15,8 +15,8 @@ from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, read_rgb
 from simpletuner.data.samples.samples import DatasetSamples, Sample
 from simpletuner.system.processes.threads import run_bounded
 
+# Images are decoded no larger than needed for this, where their format allows.
 SMALL_PX = 128
-"""Images are decoded no larger than needed for this, where their format allows."""
 COLOURS_PX = 16
 NOISE = 2
 """Levels by which compression may change the mean brightness of a part."""
@@ -24,7 +24,7 @@ NOISE = 2
 
 @dataclass(frozen=True)
 class Content:
-    """What one image is compared by."""
+    """Fingerprints by which an image is compared."""
 
     checksum: bytes
     gradients: int
@@ -32,7 +32,7 @@ class Content:
     colours: np.ndarray
     """(16, 16, 3) uint8."""
     doubt: str = ""
-    """What may be wrong about the colours."""
+    """Remark on its colours."""
 
     @cached_property
     def contrast(self) -> float:

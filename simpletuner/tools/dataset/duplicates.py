@@ -8,20 +8,21 @@ import numpy as np
 
 from simpletuner.tools.dataset.contents import Content
 
+# By how many bits of dHash two images may differ, of which one of four parts of 16 bits must be the same: so
+# all pairs that differ by 3 are looked at, and most of the others.
 MAX_BITS = 8
-"""By how many bits of dHash two images may differ, of which one of four parts of 16 bits must be the same: so all pairs
-that differ by 3 are looked at, and most of the others."""
 PARTS = 4
 MAX_DIFFERENCE = 4.0
 """Mean difference of their colours, of 255; another size and JPEG of quality 30 make up to 2."""
+# Of their contrast: two photographs of gravel have the same mean colours, and differ by about their contrast.
 MAX_SHARE = 0.25
-"""Of their contrast: two photographs of gravel have the same mean colours, and differ by about their contrast."""
+# With how many of those that follow in the order of hashes an image is compared: plain images all have one
+# hash.
 MAX_COMPARED = 64
-"""With how many of those that follow in the order of hashes an image is compared: plain images all have one hash."""
+# Pairs whose colours are compared at once: of 100,000 plain images all of one hash they would take 400 MB.
 BLOCK = 1024
-"""Pairs whose colours are compared at once: of 100,000 plain images all of one hash they would take 400 MB."""
+# Of float32 means of bytes.
 ROUNDING = 1e-3
-"""Of float32 means of bytes."""
 
 Groups = list[list[int]]
 

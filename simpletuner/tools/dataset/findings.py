@@ -1,4 +1,4 @@
-"""What is worth a look in a dataset, each kind with a sentence for people and all names for scripts."""
+"""Findings in a dataset, each kind with a sentence for people and all names for scripts."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 # pyarrow comes without types.
@@ -22,17 +22,17 @@ from simpletuner.data.samples.samples import DatasetSamples, Sizes
 from simpletuner.data.scan.file_list import CAPTION_VERSION
 from simpletuner.system.numbers import count_noun
 
+# An image with a shorter side has nothing to learn from, whatever the resolution.
 TINY_PX = 64
-"""An image with a shorter side has nothing to learn from, whatever the resolution."""
 MAX_SUFFIXES = 6
 
 
 @dataclass(frozen=True)
 class DatasetFinding:
-    """One kind of thing found in one dataset."""
+    """A kind of finding in one dataset."""
 
     topic: str
-    """What it is about: files, images, sizes, captions, repeats."""
+    """Subject: files, images, sizes, captions, repeats."""
     kind: str
     """A name for scripts."""
     count: int

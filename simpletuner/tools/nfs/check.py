@@ -18,8 +18,8 @@ from simpletuner.tools.nfs.rendezvous import Node, Rendezvous, RendezvousError
 from simpletuner.tools.nfs.results import CHECKS, Finding, Status, explain_errno, failed, parse_finding, skipped, worst
 from simpletuner.tools.nfs.workspace import cleanup_after_kill
 
+# After how long the watchdog says that the filesystem does not answer.
 UNRESPONSIVE_SECONDS = 10.0
-"""After how long the watchdog says that the filesystem does not answer."""
 
 Check = Callable[[Rendezvous], Finding]
 IN_ORDER: dict[str, Check] = {
@@ -41,7 +41,7 @@ INDEPENDENT = ("write", "see", "mount", "space")
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """What this node found, and what every other node that finished found."""
+    """Findings of this node, and of every other node that finished."""
 
     node: Node
     findings: tuple[Finding, ...]
@@ -109,7 +109,7 @@ def attempt(name: str, make: Check, peers: Rendezvous) -> Finding:
 
 
 def share(findings: Iterable[Finding], peers: Rendezvous) -> dict[int, tuple[Finding, ...]]:
-    """Publish this node's findings, and return those of all others that finished."""
+    """Publish this node's findings, and return the findings of all others that finished."""
     peers.stage, others = "outcome", dict[int, tuple[Finding, ...]]()
     with suppress(OSError):  # a folder that fails even now has been found wrong by the checks
         peers.post("findings", [finding.as_json() for finding in findings])

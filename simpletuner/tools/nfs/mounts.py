@@ -52,7 +52,7 @@ EFS_SOURCE = re.compile(r"(fs-[0-9a-f]+)(\.efs\.[a-z0-9.-]+)?:/")
 
 
 class Reach(StrEnum):
-    """Who sees the files of a filesystem."""
+    """Visibility of a filesystem's files to other nodes."""
 
     SHARED = "shared"
     LOCAL = "local"

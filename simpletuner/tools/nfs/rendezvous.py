@@ -1,4 +1,4 @@
-"""How nodes find each other in a shared folder, exchange values, and notice who has gone.
+"""Rendezvous of nodes in a shared folder: they find each other, exchange values, and notice who has gone.
 
 A folder, unlike the store of a run, may still hold what a dead session left. So a node registers with a random nonce,
 and two nodes have found each other once each has acknowledged the other's nonce: a dead process acknowledges nothing.
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from simpletuner.tools.nfs.visibility import Pong
 
 HEARTBEAT_SECONDS = 0.1
+# A registered node without a new heartbeat for this long is dead.
 STALE_SECONDS = 3.0
-"""A registered node without a new heartbeat for this long is dead."""
 CLAIM_ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
 class Node:
-    """What one node checks; `address` and `port` are where the run's machine 0 listens.
+    """A node of the check; `address` and `port` are where the run's machine 0 listens.
 
     Tests replace clock, locks and the list of mounts by broken ones.
     """
@@ -72,7 +72,7 @@ class Node:
 
 
 class RendezvousError(Exception):
-    """What was waited for will not come; `ranks` are the nodes that it would have come from."""
+    """The end of a wait for nodes that will not answer; `ranks` are these nodes."""
 
     def __init__(self, sentence: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(sentence)
@@ -80,7 +80,7 @@ class RendezvousError(Exception):
 
 
 class Rendezvous:
-    """One node's view of the check and of the other nodes; `stage` is the name of the present check."""
+    """A node's view of the check and of the other nodes; `stage` is the name of the present check."""
 
     def __init__(self, node: Node, stop: StopRequest, say: Callable[[str], None]) -> None:
         self.node, self.stop, self.say, self.workspace = node, stop, say, Workspace(node.path)
@@ -89,10 +89,10 @@ class Rendezvous:
         self.messages = MessageStore(self.store)
         self.stage = "write"
         self.last_progress = time.monotonic()
-        """When this node was last seen not to be blocked in a system call."""
+        """Time at which this node was last seen not to be blocked in a system call."""
         self.is_registered = False
         self.reaches: dict[int, str] = {}
-        """Who sees the files of each node's mount (`mounts.Reach`); empty where the nodes did not meet."""
+        """Visibility of each node's mount (`mounts.Reach`); empty where the nodes did not meet."""
         self.rounds: list[list[Pong]] = []
         """Answers of the other nodes to this one's pings."""
         self.infos: dict[int, NodeInfo] = {node.rank: self.info}
@@ -160,7 +160,7 @@ class Rendezvous:
         raise RendezvousError(f"{format_ranks(pending)} said nothing for {self.node.timeout_seconds:g} s", pending)
 
     def gather(self, name: str, value: Any = None) -> dict[int, Any]:
-        """Post a value and return those of all nodes, including this one's."""
+        """Post a value and return the values of all nodes, this one included."""
         self.post(name, value)
         return {self.node.rank: value, **self.wait(name, self.node.others)}
 

@@ -26,7 +26,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's result; `values` are the numbers of the sentence for scripts, `fix` what to type or to change."""
+    """A check's result; `values` are the numbers of the sentence for scripts, `fix` what to type or to change."""
 
     check: str
     status: Status
@@ -96,7 +96,7 @@ ERRNO_MESSAGES: dict[int, tuple[str, str]] = {
     errno.ENOTDIR: ("{path}, or a folder above it, is a file", "give --path=FOLDER"),
     **dict.fromkeys((errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP), NO_LOCKS),
 }
-"""What an errno of the filesystem means for a run, and the fix."""
+"""Meaning of the filesystem's errno values for a run, and the fix."""
 
 
 def explain_errno(error: OSError, path: Path) -> tuple[str, str]:

@@ -32,7 +32,7 @@ from simpletuner.tools.nfs.results import (
 from simpletuner.tools.nfs.workspace import invalidate_dir_cache, read_bytes, write_atomically
 
 LATE_SECONDS = 5.0
-"""How long to rely on the client's caches; after it they are invalidated, and the finding is a warning."""
+"""Time for which the client's caches are relied on; after it they are invalidated, and the finding is a warning."""
 ROUNDS = 2
 SLOW_CACHE_FIX = "mount with shorter caches: add `lookupcache=positive,acdirmax=5` to the options in /etc/fstab"
 CLOCK_WARN_SECONDS, CLOCK_FAIL_SECONDS = 1.0, 60.0
@@ -41,7 +41,7 @@ CLOCK_FIX = "on every node: sudo timedatectl set-ntp true; timedatectl timesync-
 
 @dataclass(frozen=True)
 class Pong:
-    """What one answer shows: the other clock is `offset_seconds` ahead, within `uncertainty_seconds`."""
+    """Facts from one answer: the other clock is `offset_seconds` ahead, within `uncertainty_seconds`."""
 
     rank: int
     round_trip_seconds: float
@@ -71,7 +71,7 @@ def ping_folder(peers: Rendezvous, rank: int) -> Path:
 
 
 def exchange_pings(peers: Rendezvous, number: int) -> list[Pong]:
-    """Write a ping, answer those of all others, and return their answers to it.
+    """Write a ping, answer every other node's, and return their answers.
 
     Round 0 looks for files as any program does; later ones ask the server, so that clocks are not measured by caches.
     """

@@ -117,6 +117,7 @@ class Workspace:
         self.probe(rank).unlink(missing_ok=True)
         files = [(path.name.partition("-")[0], path) for path in sorted(self.folder.glob("[0-9]*-*"))]
         present = {owner for owner, path in files if path.name == f"{card_key(owner)}.json"} - {str(rank)}
+        # The card goes last: while it is there, no other process takes this rank and its files.
         own_card = self.folder / f"{card_key(rank)}.json"
         for owner, path in sorted(files, key=lambda file: (file[0] != str(rank), file[1] == own_card)):
             if owner not in present:

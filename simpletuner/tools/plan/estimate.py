@@ -17,7 +17,7 @@ from simpletuner.training.auto.workload import Workload
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What one configuration takes."""
+    """Costs of one configuration."""
 
     settings: Settings
     memory: MemoryEstimate
@@ -27,7 +27,7 @@ class RunPlan:
     step_seconds: float | None
     """None without a device."""
     parts: StepSeconds | None
-    """What `step_seconds` is made of, where it was estimated."""
+    """Parts of `step_seconds`, where it was estimated."""
     steps: int | None
     flops_per_sample: int
     disk: DiskUsage
@@ -52,7 +52,7 @@ class RunPlan:
         return self.samples_per_second * self.flops_per_sample / (ranks * device.peak_tflops * 1e12)
 
     def shortfall(self, budget: MemoryBudget) -> str:
-        """Describe what is needed of which there is less; empty if all fits, or if nothing is known."""
+        """Describe which resource is insufficient; empty if everything fits or capacity is unknown."""
         return budget.shortfall(self.peak_bytes, self.memory.host_bytes, self.peak_phase)
 
 

@@ -1,4 +1,4 @@
-"""What a plan is made from: the family without weights, the sizes of the samples, the number of steps."""
+"""Inputs of a plan: the family without weights, the sizes of the samples, the number of steps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SampleSizes:
 
 
 def count_sizes(loaded: Loaded, report: Report) -> SampleSizes:
-    """Read the sizes of all images, or of what earlier starts kept; without images take squares of `resolution`.
+    """Return image sizes from the kept scan or the files; assume squares of `resolution` if there are none.
 
     What would end the run, such as buckets that do not fill the effective batch, becomes the `problem`.
     """

@@ -27,7 +27,7 @@ from simpletuner.training.auto.workload import Workload
 
 @dataclass(frozen=True)
 class Planner:
-    """What a plan is made from; flags and config are read again for each combination of settings that is tried."""
+    """Inputs of a plan; flags and config are read again for each combination of settings that is tried."""
 
     loaded: Loaded
     flags: Mapping[str, Any]

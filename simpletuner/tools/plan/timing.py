@@ -14,24 +14,24 @@ from simpletuner.parallel.devices.memory import FLOAT32_BYTES, MemoryInputs, com
 from simpletuner.settings import Settings
 
 PRODUCTS, ATTENTION, TRAFFIC, LINK = 0.71, 0.55, 0.8, 0.7
-"""What is reached of a device's peak by products and by attention, of its memory's and its links' rate."""
+"""Achieved shares of a device's peak, by products and by attention, and of its memory's and its links' rate."""
 
 COMPILED_TRAFFIC = 0.28
-"""What is left of the memory traffic of pointwise operators once a compiler has fused them."""
+"""Share of pointwise operators' memory traffic that is left once a compiler has fused them."""
 
+# Of one operator without compiler, on the host: what small samples cost at least.
 LAUNCH_SECONDS = 6e-6
-"""Of one operator without compiler, on the host: what small samples cost at least."""
 
+# Between machines, for each GPU: 200 Gbit/s.
 NETWORK_GB_PER_SECOND = 25.0
-"""Between machines, for each GPU: 200 Gbit/s."""
 
 HOST_GB_PER_SECOND = 25.0
-"""What PCIe carries to a GPU, and a share of the host's memory to one rank's optimizer."""
+"""Rate of PCIe to a GPU, and of the host's memory for one rank's optimizer."""
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """One optimizer step of one rank. What is communicated runs beside what is computed."""
+    """An optimizer step of one rank. Communication overlaps with computation."""
 
     products: float
     attention: float

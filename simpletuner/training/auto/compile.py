@@ -1,4 +1,4 @@
-"""Whether `dynamo_backend=auto` compiles: where the steps of a run outweigh the time that the compiler takes."""
+"""Resolution of `dynamo_backend=auto`: compile where the steps of a run outweigh the time that the compiler takes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from simpletuner.settings.declared.sections import Settings
 from simpletuner.system.numbers import count_noun
 
 SECONDS_PER_GRAPH = 45
-"""What inductor takes for one kind of block and one shape, forward and backward: 1 to 2 minutes are reported for the
-two kinds of blocks of FLUX. Not measured here."""
+"""Time of inductor for one kind of block and one shape, forward and backward: 1 to 2 minutes are reported for the two
+kinds of blocks of FLUX. Not measured here."""
 
 SECONDS_SAVED = 0.25
 """Per step, at least: of a step of FLUX (8 samples of 1024 px) 0.85 s are expected. Not measured here."""
@@ -26,12 +26,12 @@ SECONDS_SAVED = 0.25
 
 @dataclass(frozen=True)
 class Graphs:
-    """What is compiled, once each: every kind of block for every shape of a batch's inputs."""
+    """Compiled graphs: every kind of block for every shape of a batch's inputs."""
 
     shapes: int
     kinds: int
     is_limit: bool = False
-    """Whether there are at most so many shapes, since captions have any length."""
+    """True if this is an upper limit to the number of shapes, since captions have any length."""
 
     @property
     def seconds(self) -> int:

@@ -23,8 +23,8 @@ from simpletuner.settings.foreign.deepspeed.config import deepspeed_config
 from simpletuner.system.numbers import count_noun, format_gib
 from simpletuner.training.auto.workload import Workload
 
+# Of CUDA and its libraries in each process; not measured.
 CONTEXT_BYTES = 550 * 2**20
-"""Of CUDA and its libraries in each process; not measured."""
 
 
 def estimate_training(settings: Settings, workload: Workload) -> MemoryEstimate:
@@ -60,13 +60,14 @@ def training_rows(
         formula = f"at the peak of the backward pass; {format_gib(whole)} at its end"
         yield MemoryRow("gradients", gpu=gradients, host=whole * on_host, formula=formula if whole else "released")
         yield activations_row(settings, activations, trace.kept_bytes)
+    # Copies from which a thread writes or averages while the GPU computes.
     yield from host_rows(settings, inputs, checkpoint, on_gpu)
     if on_gpu:
         yield MemoryRow("CUDA", gpu=CONTEXT_BYTES, formula="context and libraries, assumed")
 
 
 def host_rows(settings: Settings, inputs: MemoryInputs, checkpoint: int, on_gpu: bool) -> Iterator[MemoryRow]:
-    """Yield what is held of weights a second time in the host's memory, to copy it without waiting."""
+    """Yield host-memory rows for copies of the weights (EMA, checkpoints)."""
     share = inputs.num_parameters / (inputs.num_ranks if settings.parallel.zero_stage else shard_ranks(settings))
     if on_gpu and inputs.ema_device == "cpu":
         yield MemoryRow("EMA's copy", host=FLOAT32_BYTES * share, formula="of the weights, page-locked")

@@ -1,4 +1,5 @@
-"""What `gradient_checkpointing=auto` recomputes: as little as fits, by bytes that are counted before training."""
+"""Resolution of `gradient_checkpointing=auto`: recompute as little as fits, by bytes that are counted before
+training."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from simpletuner.system.processes.host_memory import available_bytes
 from simpletuner.training.auto.memory_estimate import CONTEXT_BYTES, estimate_training
 from simpletuner.training.auto.workload import Workload
 
+# Of the memory that is free: torch's allocator leaves gaps between tensors. Not measured.
 USABLE = 0.95
-"""Of the memory that is free: torch's allocator leaves gaps between tensors. Not measured."""
 
 BUDGETS = (0.75, 0.5, 0.25)
 

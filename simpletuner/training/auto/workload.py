@@ -123,7 +123,7 @@ class Workload:
 
 
 def has_bf16_weights(settings: Settings) -> bool:
-    """Whether the weights that compute are bf16 themselves, not float32 under autocast."""
+    """Return whether the weights that compute are bf16 themselves, not float32 under autocast."""
     parallel = settings.parallel
     is_cast = parallel.fsdp_enable or parallel.zero_stage is not None or settings.optimizer.state_layout != "fp32"
     return settings.training.mixed_precision == "bf16" and is_cast

@@ -12,8 +12,8 @@ import numpy as np
 from simpletuner.training.metrics.curves import WINDOW_SHARE, thin_out, window_of
 from simpletuner.training.metrics.metrics_reader import MetricColumns
 
+# Of the coordinates of a chart, not of the screen. Whole numbers take a third of the time to format.
 WIDTH, HEIGHT = 6000, 2000
-"""Of the coordinates of a chart, not of the screen. Whole numbers take a third of the time to format."""
 COLUMNS = 600
 """Parts of the width, in each of which the least and the greatest point of a curve are drawn."""
 
@@ -24,7 +24,7 @@ Scale = Literal["linear", "log"]
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart: what it shows, and (points,) steps and values."""
+    """A line of a chart: its label, and (points,) steps and values."""
 
     label: str
     style: Style

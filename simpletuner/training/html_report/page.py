@@ -1,4 +1,4 @@
-"""Write report.html from what is in output_dir, in a thread, so that no step waits for it."""
+"""Write report.html from the files in output_dir, in a thread, so that no step waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HtmlReport:
         self.worker = SerialWorker("report.html", self._warn)
 
     def renew(self, step: int) -> None:
-        """Have the page written after a step, without waiting for it; not while an earlier one waits to be begun."""
+        """Queue writing the page after a step, without waiting; skip it while an earlier request is queued."""
         if not self.worker.is_queued:
             self.worker.submit(self.write, f"running: step {step:,} of {self.max_steps:,}")
 

@@ -15,19 +15,19 @@ import xxhash
 from simpletuner.system.files.cache_files import is_plain_folder
 from simpletuner.training.images.image_files import ImageInfo, read_info, read_rgb
 
+# In the report. Of more rounds some evenly chosen ones are shown, the first and the last among them.
 MAX_IMAGES = 600
-"""In the report. Of more rounds some evenly chosen ones are shown, the first and the last among them."""
+# Of all thumbnails, which base64 makes a third larger.
 MAX_BYTES = 12 << 20
-"""Of all thumbnails, which base64 makes a third larger."""
+# Of an image that is decoded: 8192x8192 px take 200 MB.
 MAX_PIXELS = 1 << 26
-"""Of an image that is decoded: 8192x8192 px take 200 MB."""
+# Longer sides of thumbnails: the first at which all together are within MAX_BYTES.
 EDGES_PX = (384, 256, 160, 96)
-"""Longer sides of thumbnails: the first at which all together are within MAX_BYTES."""
 WEIGHTS = ("base", "trained", "ema")
 FILE = re.compile(rf"(?P<weights>{'|'.join(WEIGHTS)})-(?P<name>\d+(-\d+x\d+)?)\.png")
 
+# As WebP, and its (width, height).
 Thumbnail = tuple[bytes, tuple[int, int]]
-"""As WebP, and its (width, height)."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Gallery:
         return one.path == two.path or self._digest(one.path) == self._digest(two.path)
 
     def _digest(self, path: Path) -> bytes:
-        """Return a hash of an image's pixels; of a damaged one one of its own."""
+        """Return a hash of an image's pixels; a unique one if it is damaged."""
         if path not in self.digests:
             content = str(path).encode()
             with suppress(OSError):

@@ -19,7 +19,7 @@ BREAKABLE = re.compile(r"\s+|[\u2e80-\u9fff\uac00-\ud7af\uff00-\uffef]|[^\s\u2e8
 
 MAX_LINES = 100
 EMOJI = 0x1F000
-"""Where the blocks of emoji begin."""
+"""First code point of the blocks of emoji."""
 
 
 class Typesetter:

@@ -31,7 +31,7 @@ COMMON_CHUNK = "parameters"
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """How an image was generated."""
+    """Parameters with which an image was generated."""
 
     prompt: str
     negative_prompt: str

@@ -13,10 +13,10 @@ from simpletuner.training.images.image_files import ImageInfo, read_rgb
 
 GAP = 8
 EMPTY = "(empty prompt)"
+# Smaller images are enlarged by a whole factor, up to about this.
 MIN_WIDTH_PX = 192
-"""Smaller images are enlarged by a whole factor, up to about this."""
+# Of the grid; further prompts follow in a band below.
 MAX_WIDTH_PX = 8192
-"""Of the grid; further prompts follow in a band below."""
 
 Cell = tuple[Path, ImageInfo]
 

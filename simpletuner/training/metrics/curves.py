@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+# Of all steps: how many the running mean is over.
 WINDOW_SHARE = 0.05
-"""Of all steps: how many the running mean is over."""
 
 
 def window_of(points: int, share: float = WINDOW_SHARE) -> int:
@@ -14,7 +14,7 @@ def window_of(points: int, share: float = WINDOW_SHARE) -> int:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of the `window` values around each; at the ends, where fewer are there, the line through those.
+    """Return the centred running mean; near the ends, where the window is truncated, a linear fit.
 
     A mean of what is there would be that of a point further inside: of a falling loss, too low at first and too high
     at last. An exponential mean lags everywhere.

@@ -1,4 +1,4 @@
-"""How fast a run has been lately, and how long the rest of it takes, saving and validation included."""
+"""Speed of a run and estimated time left, saving and validation included."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from simpletuner.system.files.regular_files import read_file
 
 RECENT_STEPS = 50
 SAVING, WRITING, EXPORTING = "saving", "writing a checkpoint", "writing the pipeline"
-"""What training waits for: for a checkpoint or its copy; at the end until a copy is written; then for the export."""
+"""Waits of training: for a checkpoint or its copy; at the end until a copy is written; then for the export."""
 DURATIONS = "durations.json"
 MAX_SECONDS = 7 * 24 * 3600.0
 """The longest that anything between steps is believed to take."""
 
 
 class Durations:
-    """Mean seconds of all that is not a step; of what has not run in this start yet, those of earlier starts."""
+    """Mean durations of saves and evaluations, taken from earlier starts of this run until they are measured."""
 
     def __init__(self, path: Path | None = None) -> None:
         """`path` is a file that keeps them; ranks without one start with nothing."""
@@ -69,7 +69,7 @@ class Pace:
         """Seconds of a step, and the part of them that was spent waiting for its batch."""
         self.measured = 0
         self.pending: list[str] = []
-        """What is due at the present step and has not run yet."""
+        """Titles of work that is due at the present step and has not run yet."""
 
     def add_step(self, seconds: float, data_seconds: float) -> None:
         self.measured += 1
@@ -111,7 +111,7 @@ class Pace:
         return (self.max_steps - step) * self.step_seconds + between + after
 
     def _runs_after(self, step: int, every: int) -> int:
-        """How often something still runs that is due at each multiple of `every` and after the last step."""
+        """Count the future runs of work that is due at each multiple of `every` and after the last step."""
         if step >= self.max_steps:
             return 0
         return self.max_steps // every - step // every + bool(self.max_steps % every) if every else 1

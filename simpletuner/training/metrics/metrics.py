@@ -27,7 +27,7 @@ HELD_OUT_LINES = {"eval_loss": ("held-out images", "#d94801"), "eval_loss_ema": 
 
 
 class Tracker(Protocol):
-    """Where metrics and images are shown; values are named `group/name`. A tracker that fails must not raise."""
+    """A destination of metrics and images; values are named `group/name`. A tracker that fails must not raise."""
 
     def write(self, row: Mapping[str, Any], group: str) -> None: ...
 

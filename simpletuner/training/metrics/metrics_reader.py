@@ -22,8 +22,8 @@ TAIL_BYTES = 64 << 10
 MAX_BYTES = 4 << 30
 """The largest file of metrics that is read: 15 million rows of 280 bytes."""
 NUMBERS = {int, float, bool}
+# Up to which float64 has all integers.
 LARGEST_INTEGER = 1 << 53
-"""Up to which float64 has all integers."""
 
 
 class MetricsReader:
@@ -45,7 +45,7 @@ class MetricsReader:
         return rows_in(content[:end]), from_start
 
     def _appended(self) -> tuple[bytes, bool]:
-        """Return what follows the last line that was read, if that still stands where it was, else the whole file.
+        """Return the content after the last line that was read, or the whole file if that line has moved.
 
         A start drops the rows after its checkpoint and appends others, so a file may have been replaced and be longer.
         Its inode would not tell, since file systems use them again; timings make each row differ from all others.
@@ -119,14 +119,14 @@ class MetricColumns:
         return steps[kept], values[kept]
 
     def smoothed(self, name: str, share: float) -> tuple[int, np.ndarray]:
-        """Return how many points a running mean over a share of all is of, and its values at those of `finite`."""
+        """Return the window of a running mean over a share of all points, and its values at the points of `finite`."""
         values = self.finite(name)[1]
         window = window_of(len(values), share)
         return window, running_mean(values, window)
 
 
 def read_columns(path: Path) -> MetricColumns:
-    """Return all metrics of a file; those of a file that is not there are empty."""
+    """Return all metrics of a file; empty if there is no file."""
     return MetricColumns(path).update()
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from simpletuner.training.metrics.curves import running_mean, window_of
 from simpletuner.training.metrics.metrics_reader import MetricColumns
 
+# Between half as many and these are kept; a chart has 600 columns. Must be even.
 MAX_BLOCKS = 4096
-"""Between half as many and these are kept; a chart has 600 columns. Must be even."""
 
 
 class ThinnedColumn:
@@ -80,7 +80,7 @@ def summarized(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 class ThinnedColumns(MetricColumns):
-    """The metrics of a run as charts need them. Reading a new line costs the same whatever stands before it."""
+    """Metrics of a run, thinned out for charts. The cost of a new line does not depend on the length of the file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, ThinnedColumn)

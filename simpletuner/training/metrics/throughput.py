@@ -21,7 +21,7 @@ from simpletuner.system.numbers import format_gib
 
 @dataclass
 class Throughput:
-    """What rank 0 measures of its own device; the others have as much to do."""
+    """Measurements of rank 0 on its own device; the others have as much to do."""
 
     counter: FlopCounter
     peak_tflops: float | None

@@ -19,10 +19,10 @@ from simpletuner.system.files.atomic import write_json
 from simpletuner.system.processes.python_process import module_command
 from simpletuner.training.metrics.wandb_process import STATE, read_state
 
+# Before the process is started again after it failed; doubles each time.
 RETRY_SECONDS = 60.0
-"""Before the process is started again after it failed; doubles each time."""
 CLOSE_SECONDS = 120.0
-"""How long what is left may take to be sent when the run ends."""
+"""Longest time in which the rest is sent when the run ends."""
 
 
 class WeightsAndBiases:
@@ -78,13 +78,14 @@ class WeightsAndBiases:
             self._run_process()
             if self.closing.wait(0 if self.is_sent else pause):
                 return
+            # A server that is down for hours is not asked each minute.
             pause *= 2
 
     def _run_process(self) -> None:
         """Run the process to its end, and report what it says."""
         command = module_command("simpletuner.training.metrics.wandb_process")
         pipe = subprocess.PIPE
-        # A session of its own: Ctrl-C is for the run, which ends the process by its input.
+        # A separate session: Ctrl-C is for the run, which ends the process by its input.
         with subprocess.Popen(
             command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe
         ) as process:

@@ -20,14 +20,14 @@ from simpletuner.system.files.atomic import write_json
 from simpletuner.system.files.regular_files import read_file
 from simpletuner.training.metrics.metrics_reader import METRICS, MetricsReader
 
+# In output_dir: the run's id, and the last step of each group that was handed to the library.
 STATE = "wandb.json"
-"""In output_dir: the run's id, and the last step of each group that was handed to the library."""
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
-"""How long connecting may take before it is reported, and before a run that ends gives up; WANDB_INIT_TIMEOUT, which is
-the library's own, takes precedence."""
+"""Longest time to connect before a report, and before a run that ends gives up; WANDB_INIT_TIMEOUT, which is the
+library's own, takes precedence."""
 FINISH_SECONDS = 110.0
-"""How long sending what is left may take once the run has ended."""
+"""Longest time in which the rest is sent once the run has ended."""
 GRID = re.compile(r"grid-(\d+)\.png")
 
 
@@ -92,6 +92,7 @@ class Follower:
             write_json(self.output / STATE, self.state)
 
     def _log(self, group: str, step: int, values: dict[str, Any]) -> None:
+        # A run that went back to a checkpoint repeats steps, which wandb takes once only.
         if step > self.sent.get(group, -1):
             self.run.log(values)
             self.sent[group] = step

@@ -24,6 +24,7 @@ def push_to_hub(session: Session) -> None:
     for words in uploads(session.settings):
         session.world.activity.begin(f"uploading to {repository}", watched=False)
         session.report.say(f"uploading {words[3]} to {repository}")
+        # By the command that a warning can print for a user to repeat.
         done = subprocess.run(
             module_command(HF, *words[1:]),
             stdin=subprocess.DEVNULL,

@@ -18,8 +18,8 @@ from simpletuner.system.http_requests import http_request
 from simpletuner.system.processes.threads import SerialWorker
 from simpletuner.training.metrics.metrics_reader import METRICS, last_row
 
+# For one POST. At the end of a run a message may have to wait for the one before.
 SECONDS = 5.0
-"""For one POST. At the end of a run a message may have to wait for the one before."""
 
 
 class Notifier:
@@ -31,6 +31,7 @@ class Notifier:
 
     def send_round(self, step: int) -> None:
         """Post after a round, unless an earlier message has not been sent yet."""
+        # A server that does not answer must not queue up messages; the newest round is told by the next one.
         if self.worker.is_idle:
             self._send("round", f"step {step:,}")
 

@@ -1,4 +1,4 @@
-"""Where in the data and in the schedule a run begins or resumes."""
+"""Position in the data and in the schedule at which a run begins or resumes."""
 
 from __future__ import annotations
 

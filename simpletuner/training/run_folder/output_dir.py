@@ -51,6 +51,7 @@ def open_output_dir(session: Session, stack: ExitStack) -> None:
                 check_targets(pipelines_of(session.settings))
         except SimpleTunerError as caught:
             error = caught
+    # Rank 0 alone holds the lock; the others must end with it, by the same error.
     failure = session.world.gather_texts(json.dumps([error.exit_code, error.message, error.hint]) if error else "")[0]
     if error is not None:
         raise error

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and whether it fits."""
+"""Choice of the checkpoint that a run resumes from, and checks that it fits."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ def checkpoint_to_resume(session: Session, damaged: Mapping[Path, str]) -> Check
     """
     settings = session.settings
     root, wish = checkpoints_of(settings), settings.checkpoints.resume_from_checkpoint
+    # The newest that is complete and not known to be damaged: losing the steps since the one before is better
+    # than a run that cannot start, and the damaged one is left for the user to look at.
     checkpoint, passed_over = find_newest(root, wish, session.world, damaged)
     for why in passed_over.values():
         session.report.warn(f"passed over: {why}")
     if checkpoint is None:
         return None
+    # Refused before anything is loaded or written: the run in this folder would go on as another model's.
     family, wanted = checkpoint.state.get("model_family"), settings.model.model_family
     if family not in (None, "", wanted):
         raise SettingsError(
@@ -60,7 +63,11 @@ def check_fits(checkpoint: Checkpoint, family: ModelFamily, world: World, verifi
     """
     if family.adapter is not None:
         refuse_other_adapter(checkpoint, family.adapter)
+    # Ranks read the same headers, but one may fail to: all must raise, or the others wait in the next
+    # collective.
     if problem := next(filter(None, world.gather_texts(find_misfit(checkpoint, family))), ""):
+        # A flipped bit in a header looks like another model; damage is the better explanation, and starts
+        # over with an older checkpoint.
         if verification is not None:
             verification.wait()
         hint = "check pretrained_model_name_or_path, give another --output_dir, or --resume_from_checkpoint=none"
@@ -79,7 +86,7 @@ def refuse_other_adapter(checkpoint: Checkpoint, adapter: Adapter) -> None:
 
 
 def find_misfit(checkpoint: Checkpoint, family: ModelFamily) -> str:
-    """Return which weights of a checkpoint are not those of the denoiser; empty if all are."""
+    """Describe weights of a checkpoint that do not match the denoiser; empty if all do."""
     wanted = family.trained_shapes()
     try:
         found = read_shapes(checkpoint.files("model"), str(checkpoint.folder))
@@ -120,5 +127,6 @@ def warn_of_changed_base(session: Session, checkpoint: Checkpoint, base: Mapping
 def set_later_aside(session: Session, step: int) -> None:
     """Move checkpoints after `step` aside, on rank 0: a run that goes back must not mix with them."""
     root = checkpoints_of(session.settings)
+    # Moved and not removed: going back is the one decision of a start that could lose hours of training.
     if session.world.is_first and (moved := set_aside(root, step)):
         session.report.warn(f"later checkpoints are set aside in {root / SET_ASIDE}: {', '.join(moved)}")

@@ -19,11 +19,11 @@ from simpletuner.settings.showing.explain import ExplainedSetting, explain_setti
 from simpletuner.settings.showing.export import as_flags, format_command
 from simpletuner.training.metrics.metrics_reader import MetricColumns
 
+# Of a table of names and values.
 Rows = list[tuple[str, Any]]
-"""Of a table of names and values."""
 
 LOSS_STEPS = 20
-"""How many steps, at most, the first and the last loss are means of; they never overlap."""
+"""Largest number of steps that the first and the last loss are means of; they never overlap."""
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -28,7 +28,7 @@ Changes = dict[str, list[Any]]
 
 
 def report_changes(session: Session, checkpoint: Checkpoint | None) -> None:
-    """Print which settings differ from those of the last start, and what that does to the state of the run."""
+    """Print the settings that changed since the last start, and their effect on the state of the run."""
     output = session.settings.training.output_dir
     before = read_settings(output / SETTINGS) if session.world.is_first else None
     changes = changed(before, settings_as_json(session.loaded)) if before is not None else {}

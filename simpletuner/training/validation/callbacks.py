@@ -1,4 +1,4 @@
-"""What follows a round of validation: the report is renewed, a message is sent."""
+"""Callbacks after a round of validation: the report is renewed, a message is sent."""
 
 from __future__ import annotations
 

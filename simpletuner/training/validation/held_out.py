@@ -22,7 +22,7 @@ from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.state import TrainingState
 
 NAMES = {"trained": "eval_loss", "ema": "eval_loss_ema"}
-"""What a loss is called in the metrics, by the weights that it is measured with."""
+"""Names of a loss in the metrics, by the weights that it is measured with."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class HeldOutLoss:
     """All held-out images, however many ranks share them."""
     rank_slice: RankSlice
     timesteps: int
-    """How many there are for each image."""
+    """Number of timesteps for each image."""
     dtype: torch.dtype
     interval: int
     metrics: Metrics | None
@@ -52,7 +52,7 @@ class HeldOutLoss:
 
     @property
     def count(self) -> int:
-        """How many batches are measured."""
+        """Number of batches that are measured."""
         return len(self.variants) * len(self.batches) * self.timesteps
 
     def run(self, step: int, advance: Callable[[int], None]) -> None:

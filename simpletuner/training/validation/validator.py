@@ -33,10 +33,10 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class PlannedImage:
-    """One image of each round: its encoded prompts, and how it is sampled."""
+    """An image of each round: its encoded prompts, and its sampling parameters."""
 
     name: str
-    """Tells the images of one round and set of weights apart: by name, those of a prompt follow one another."""
+    """Names the images of one round and set of weights; sorted by name, images of a prompt are neighbours."""
     number: int
     """Of its prompt."""
     prompt: str
@@ -77,7 +77,7 @@ class Validator:
     dtype: torch.dtype
     folder: Path
     metrics: Metrics | None
-    """Where the grid is shown to a tracker; None on ranks that do not write."""
+    """Destination of the grid, for trackers; None on ranks that do not write."""
     interval: int
     title: str = "generating validation images"
     kept: dict[str, list[tuple[PlannedImage, Tensor]]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Validator:
 
     @property
     def count(self) -> int:
-        """How many images the next round samples."""
+        """Number of images in the next round."""
         variants = [variant for variant in self.variants if variant not in self.kept]
         return len(variants) * len(self.images)
 
@@ -205,7 +205,7 @@ def open_validator(
 
 
 def plan_images(settings: Settings, prepared: Prepared) -> list[PlannedImage]:
-    """Return the images of each round. Each prompt has a seed of its own, whichever rank it falls to."""
+    """Return the images of each round. Each prompt has its own seed, whichever rank samples it."""
     validation, read = settings.validation, cache(prepared.prompts.read)  # one negative prompt serves many images
     seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
     planned: list[PlannedImage] = []

@@ -238,7 +238,7 @@ def map_entry(entry: FileEntry, engine: str) -> Iterator[MappedField]:
 
 
 def to_fields(settings: Settings) -> dict[str, Any]:
-    """What accelerate's own configuration can say of the settings."""
+    """Return the fields of accelerate's own configuration that the settings fill."""
     engine = {"compute_environment": "LOCAL_MACHINE", "distributed_type": engine_name(settings)}
     return engine | export(TABLE, settings)
 

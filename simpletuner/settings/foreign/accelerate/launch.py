@@ -1,4 +1,4 @@
-"""What `accelerate launch` resolved and hands to its ranks in the environment, as the fields of its file."""
+"""Fields that `accelerate launch` resolved and hands to its ranks in the environment, as those of its file."""
 
 from __future__ import annotations
 

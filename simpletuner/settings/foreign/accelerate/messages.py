@@ -1,4 +1,4 @@
-"""What to say about the fields of an accelerate file that do not become settings."""
+"""Messages about the fields of an accelerate file that do not become settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simpletuner.settings.foreign.key_table import MappedField
 from simpletuner.settings.values.spelling import normalize_name
 
 MAX_NAMED = 5
-"""How many unknown fields are named; the others are counted."""
+"""Largest number of unknown fields that are named; the others are counted."""
 ALONE = ("no", "multi_cpu")
 """Values of distributed_type for which accelerate's default of one rank is not a slip."""
 

@@ -24,7 +24,7 @@ AIO = {
     "overlap_events": True,
     "use_gds": False,
 }
-"""How files are read and written: DeepSpeed's own defaults, as benchmarked for an NVMe disk by its `ds_nvme_tune`."""
+"""Reading and writing of files: DeepSpeed's own defaults, as benchmarked for an NVMe disk by its `ds_nvme_tune`."""
 
 BUFFER_ELEMENTS = 100_000_000
 """DeepSpeed's default for a buffer through which weights travel to files; a larger tensor needs a larger one."""
@@ -32,7 +32,7 @@ BUFFER_ELEMENTS = 100_000_000
 
 @dataclass(frozen=True)
 class DeepSpeedOptions:
-    """What our code asks about DeepSpeed: its stage, where state is kept, and the optimizer."""
+    """DeepSpeed's options that our code asks for: its stage, the devices of the state, and the optimizer."""
 
     stage: Literal[1, 2, 3]
     offload_optimizer: Device
@@ -45,7 +45,7 @@ class DeepSpeedOptions:
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether something is offloaded to files."""
+        """Return whether something is offloaded to files."""
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
 

@@ -23,7 +23,7 @@ from simpletuner.settings.foreign.key_table import (
 )
 
 AUTO = "auto"
-"""What accelerate and transformers write for a value that is to be filled in."""
+"""Placeholder of accelerate and transformers for a value that is to be filled in."""
 
 
 def reader(name: str, convert: Convert) -> Convert:
@@ -108,7 +108,7 @@ def read_cpu_offload(value: Any) -> str:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value turns something off: nothing, false, none, or an object that is not enabled."""
+    """Return whether a value turns something off: nothing, false, none, or an object that is not enabled."""
     if isinstance(value, Mapping):
         return value.get("enabled") in (False, AUTO) or all(map(is_off, value.values()))
     return value is None or value is False or value in ([], "none", AUTO)

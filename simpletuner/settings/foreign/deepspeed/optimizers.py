@@ -28,7 +28,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer: DeepSpeed's name, which of our settings it takes, its other parameters."""
+    """An optimizer: DeepSpeed's name, our settings that it takes, its other parameters."""
 
     name: str
     shared: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What DeepSpeed's JSON says: values of settings, what is passed on to DeepSpeed, mistakes and warnings."""
+"""Parsed form of DeepSpeed's JSON: values of settings, keys passed on to DeepSpeed, mistakes and warnings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = ("optimizer", "scheduler")
 
 @dataclass
 class ParsedConfig:
-    """What a JSON says that was given at `place`, or that was read from `file`."""
+    """Content of a JSON that was given at `place`, or read from `file`."""
 
     place: str
     file: str = ""
@@ -57,7 +57,8 @@ class ParsedConfig:
         return f"{self.file} {path}" if self.file else f"{self.place} deepspeed_config.{path}"
 
     def name_of(self, path: str) -> str:
-        """How messages call a key: a file's keys by themselves, those given inline with the setting before them."""
+        """Return the name of a key in messages: a file's keys by themselves, inline ones with the setting before
+        them."""
         return path if self.file else f"deepspeed_config.{path}"
 
     @property

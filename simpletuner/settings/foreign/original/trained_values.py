@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OptimizerThere:
-    """One of the original's optimizers: the one that takes its place, and the values that it has there."""
+    """An optimizer of the original: its replacement here, and the values that it has there."""
 
     ours: str
     betas: tuple[float, float] | None = None
@@ -66,7 +66,7 @@ NOT_WITH_FSDP2 = ("optimi_", "bnb_", "soap")
 
 @dataclass(frozen=True)
 class FamilyThere:
-    """What the original does with every run of a family."""
+    """Behaviour of the original in every run of a family."""
 
     forces: Mapping[str, Any] = field(default_factory=dict)
     """Settings that have these values whatever the file says."""
