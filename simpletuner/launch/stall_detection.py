@@ -23,7 +23,7 @@ BUSY_SHARE = 0.05
 """A process that waits in a hung call uses less CPU than this: its threads only poll."""
 SAMPLE_SECONDS = 5.0
 PAUSE_SECONDS = 10.0
-"""If nobody asked for this long, this process was stopped itself, as by Ctrl-Z, probably together with the others."""
+"""Silence after which this process must have been stopped itself, as by Ctrl-Z, probably together with the others."""
 STATES: dict[str, str] = {
     psutil.STATUS_STOPPED: "the process is stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "the process is held by a debugger",

@@ -15,7 +15,7 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True)
 class Mount:
-    """One mount; `root` is the part of its source that is mounted, which shows bind mounts; `device` is MAJOR:MINOR."""
+    """Mount point; `root` is the part of its source that is mounted, which shows bind mounts; `device` is MAJOR:MINOR."""
 
     number: int
     parent: int

@@ -1,4 +1,4 @@
-"""What saving and resuming rely on: files that can be written, atomic rename, and locks."""
+"""Checks of what saving and resuming rely on: writable files, atomic rename, and locks."""
 
 from __future__ import annotations
 
