@@ -15,7 +15,7 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True)
 class Mount:
-    """Mount point; `root` is the part of its source that is mounted, which shows bind mounts; `device` is MAJOR:MINOR."""
+    """Mount point; `root` is the part of its source that is mounted, which shows bind mounts; `device` is `8:1`."""
 
     number: int
     parent: int
