@@ -1,4 +1,4 @@
-"""A name of the package leads to one thing."""
+"""A name of the package leads to one thing, and a folder can be taken in at a glance."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def test_no_class_name_stands_twice():
     counts = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     doubled = {name for name, count in counts.items() if count > 1}
     assert doubled == set()
+
+
+def test_no_folder_has_more_than_15_modules():
+    folders = Counter(file.parent for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
+    assert {str(folder.relative_to(PACKAGE)): count for folder, count in folders.items() if count > 15} == {}
