@@ -133,6 +133,7 @@ def find_waits(case: Case) -> Record:
     settings = case.settings
     with opened_family(settings, Report(quiet=True)) as family, random_engine(settings, family) as (engine, world):
         on_gpu, stop = world.device.type == "cuda", StopRequest()
+        vote = StopVote(stop)
         inputs = random_inputs(settings, Workload(family, case.size), torch.device("cpu"))
         latents = inputs.pop("latents")
         samples = len(latents)
@@ -141,7 +142,7 @@ def find_waits(case: Case) -> Record:
         trainer = Trainer(
             engine=engine, family=family, objective=family.objective(), batches=iter(()), ema=None, evaluations=(),
             learning_rate=LearningRate(Schedule(100), settings.optimizer), checkpointer=cast(Checkpointer, None),
-            logger=StepLogger(Mesh(world), StopVote(stop), None, None, samples), device=world.device,
+            logger=StepLogger(Mesh(world), vote, None, None, samples), stop_vote=vote, device=world.device,
             activity=world.activity, stop=stop, report=Report(quiet=True), step=0, max_steps=100, checkpoint_every=100,
             max_grad_norm=1.0, dtype=torch.bfloat16, dropout_seed=0, profiler=None, durations=Durations(),
         )  # fmt: skip

@@ -268,6 +268,7 @@ def build_trainer(
         logger=StepLogger(
             mesh, stop_vote, metrics, open_throughput(session, family), settings.effective_batch_size, session.status
         ),
+        stop_vote=stop_vote,
         checkpointer=checkpointer,
         evaluations=[
             *open_evaluations(session, family, state, prepared, metrics),

@@ -60,8 +60,6 @@ class DeepSpeedEngine:
     `master_device` is where the float32 master weights are.
     """
 
-    updates_in_backward = False
-
     def __init__(
         self,
         deepspeed_engine: Any,
@@ -74,6 +72,7 @@ class DeepSpeedEngine:
         self.model, self.module, self.optimizer = deepspeed_engine, deepspeed_engine.module, deepspeed_engine.optimizer
         self.partitions, self.row_shards, self.fixed = partitions, row_shards, fixed
         self.master_device, self.close = master_device, close
+        self.before_update: Callable[[], None] = lambda: None
         self.ranges = gather_ranges(partitions, [name for name, _ in partitions.local_shards()])
         inner, parameters = self.optimizer.optimizer, trainable_parameters(self.module)
         self.moments_of = {name: {*new_moments(inner, each)} for name, each in parameters.items()}
@@ -100,6 +99,7 @@ class DeepSpeedEngine:
             group["lr"] = learning_rate
 
     def step(self, max_grad_norm: float) -> Tensor:
+        self.before_update()
         self.optimizer.clip_grad = max_grad_norm  # what `gradient_clipping` in the JSON sets at start
         self.model.step()
         norm = self.model.get_global_grad_norm()  # before clipping

@@ -38,10 +38,8 @@ class Engine(Protocol):
         """Number of parameters, over all ranks."""
         ...
 
-    @property
-    def updates_in_backward(self) -> bool:
-        """Return whether weights change in the backward pass already, not only in `step`."""
-        ...
+    before_update: Callable[[], None]
+    """Called before weights change, in `step` or in the backward pass: orders reads of them (`EMA`) before that."""
 
     @property
     def micro_batch(self) -> Callable[[bool], AbstractContextManager[None]]:

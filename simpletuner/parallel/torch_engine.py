@@ -68,6 +68,7 @@ class TorchEngine:
     """
 
     updates_in_backward = False
+    """True if each weight changes in the backward pass, as soon as its gradient is there."""
     clips_values = False
     """True if `max_grad_norm` limits each value of the gradients instead of their norm."""
 
@@ -93,8 +94,11 @@ class TorchEngine:
         self.num_parameters = sum(map(Tensor.numel, module.parameters() if adapter is None else adapter.values()))
         self.optimizer = make_optimizer(self.parameters)
         self.released_norms: list[Tensor] = []
+        self.before_update: Callable[[], None] = lambda: None
 
     def backward(self, loss: Tensor) -> None:
+        if self.updates_in_backward:
+            self.before_update()
         loss.backward()
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -103,6 +107,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def step(self, max_grad_norm: float) -> Tensor:
+        self.before_update()
         for each in self.parameters.values():
             # At each step: gradients are freed after it (None), so the next backward pass makes other
             # tensors.

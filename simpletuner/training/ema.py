@@ -27,7 +27,7 @@ class EMA:
     """This rank's shard of each averaged weight by name, of the shape that `Engine.local_shards` yields.
 
     An update needs no communication, since the shards are cut like the weights themselves. An average in host memory of
-    weights on a GPU is updated while the next step computes: `wait_for_copy` must be called before weights change.
+    weights on a GPU is updated while the next step computes: the engine calls `wait_for_copy` before weights change.
     """
 
     def __init__(self, engine: Engine, settings: Ema) -> None:
@@ -42,6 +42,7 @@ class EMA:
                 self.shards[name] = shard.detach().to(device, torch.float32, copy=True)
         is_delayed = on_gpu and settings.ema_device == "cpu"
         self.delayed = DelayedAverage(self.shards, torch.cuda.Stream()) if is_delayed else None
+        engine.before_update = self.wait_for_copy
 
     def decay(self) -> float:
         """Return min(decay, (1 + n) / (10 + n)) after n updates: a young average would remember its first weights."""

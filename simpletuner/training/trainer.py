@@ -27,7 +27,7 @@ from simpletuner.training.ema import EMA
 from simpletuner.training.metrics.eta import SAVING, Durations, Pace
 from simpletuner.training.optimizers import LearningRate
 from simpletuner.training.profiling import StepProfiler
-from simpletuner.training.step_logger import TRAINING, StepLogger, StepOutput
+from simpletuner.training.step_logger import TRAINING, StepLogger, StepOutput, StopVote
 
 
 class EvaluationStopped(Exception):
@@ -76,6 +76,7 @@ class Trainer:
     learning_rate: LearningRate
     ema: EMA | None
     logger: StepLogger
+    stop_vote: StopVote
     checkpointer: Checkpointer
     evaluations: Sequence[Evaluation]
     device: torch.device
@@ -128,7 +129,7 @@ class Trainer:
         for evaluation in self.evaluations:
             if self.step == 0 or (self.is_due(evaluation) and not evaluation.is_complete(self.step)):
                 self.evaluate(evaluation)
-        if self.logger.stop_vote.passed:
+        if self.stop_vote.passed:
             raise self.stop.stopped(f"at step {self.step}; nothing is lost")
         self.logger.restart_clock()
 
@@ -149,7 +150,8 @@ class Trainer:
         self.activity.begin(f"step {self.step + 1}", unsaved=self.step + 1, shown_as=TRAINING)
         # Set at each step, so that a resumed run has the dropout masks that the undisturbed one had.
         seed_dropout(hash_key(self.dropout_seed, self.step))
-        self.engine.set_learning_rate(learning_rate := self.learning_rate.at(self.step))
+        learning_rate = self.learning_rate.at(self.step)
+        self.engine.set_learning_rate(learning_rate)
         losses = []
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             micro_batch = micro_batch.to(self.device, self.family.host_inputs)
@@ -157,19 +159,12 @@ class Trainer:
             target = self.regression_target(noised, micro_batch)
             with self.engine.micro_batch(number == len(batch.micro_batches)):
                 prediction = self.family.predict(
-                    self.engine.model, noised.noised.to(self.dtype), noised.timesteps, micro_batch.conditioning
+                    self.engine.model, noised.x_t.to(self.dtype), noised.timesteps, micro_batch.conditioning
                 )
                 loss = sample_losses(prediction, target, noised.weights).mean()
-                # The average may still be copying the weights of the last step (ema.py). Here the backward
-                # pass changes them, ...
-                if self.ema is not None and self.engine.updates_in_backward:
-                    self.ema.wait_for_copy()
                 # Micro batches are of equal size, so the mean of their means is the mean over the batch.
                 self.engine.backward(loss / len(batch.micro_batches))
             losses.append(loss.detach())
-        if self.ema is not None:
-            self.ema.wait_for_copy()
-        # ... and here the optimizer does.
         grad_norm = self.engine.step(self.max_grad_norm)
         return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate)
 
@@ -180,14 +175,14 @@ class Trainer:
         # Not through DDP, which would count the forward pass as one with a backward pass to come.
         with torch.no_grad(), self.engine.inference(), without_adapter(self.engine.module):
             base = self.family.predict(
-                self.engine.module, noised.noised.to(self.dtype), noised.timesteps, batch.conditioning
+                self.engine.module, noised.x_t.to(self.dtype), noised.timesteps, batch.conditioning
             )
         return torch.where(per_sample(batch.from_base, noised.target), base.to(noised.target.dtype), noised.target)
 
     def save_and_evaluate(self, batch: StepBatch) -> None:
         """Do what is due after a step. The last step is always saved, and so is the one at which the run stops."""
         is_last = self.step == self.max_steps
-        save_due = is_last or self.step % self.checkpoint_every == 0 or self.logger.stop_vote.passed
+        save_due = is_last or self.step % self.checkpoint_every == 0 or self.stop_vote.passed
         evaluations = [each for each in self.evaluations if self.is_due(each)]
         if not (save_due or evaluations):
             return
@@ -199,7 +194,7 @@ class Trainer:
         for evaluation in evaluations:
             self.evaluate(evaluation, unsaved=0 if save_due else self.step)
         self.durations.write()
-        if self.logger.stop_vote.passed:
+        if self.stop_vote.passed:
             if not save_due:
                 self.save(batch)
             self.checkpointer.wait()
@@ -218,8 +213,8 @@ class Trainer:
 
     def evaluate(self, evaluation: Evaluation, unsaved: int = 0) -> None:
         """Run an evaluation at this step, unless the run is to stop. Collective."""
-        stop_vote, title = self.logger.stop_vote, f"{evaluation.title} at step {self.step}"
-        if stop_vote.passed:
+        title = f"{evaluation.title} at step {self.step}"
+        if self.stop_vote.passed:
             return
         self.activity.begin(title, unsaved=unsaved, watched=False)
         with (
@@ -232,7 +227,7 @@ class Trainer:
     def advance(self, progress: Progress, done: int) -> None:
         """Show that an evaluation has done more. Raises EvaluationStopped when the run is to stop. Collective."""
         progress.update(min(progress.done + done, progress.total))
-        if self.logger.stop_vote.take(self.logger.mesh.world):
+        if self.stop_vote.take(self.logger.mesh.world):
             raise EvaluationStopped
 
 

@@ -57,8 +57,8 @@ def test_gradients_in_bf16_are_nearest_to_float32_at_the_rounding_that_the_famil
     for rounding in (keep_float32, round_to_bf16, round_to_bf16_times_1000):
         rounded = rounding(sigmas)
         example = FlowMatching().at(latents, noise, rounded)
-        exact = gradients(family, model, example.noised, rounded, example.target, conditioning)
-        found = gradients(family, model, example.noised.bfloat16(), sigmas, example.target, conditioning)
+        exact = gradients(family, model, example.x_t, rounded, example.target, conditioning)
+        found = gradients(family, model, example.x_t.bfloat16(), sigmas, example.target, conditioning)
         errors[rounding] = ((found - exact).norm() / exact.norm()).item()
     best = min(errors.values())
     assert errors[objective.round_sigmas] < 1.2 * best and best < 0.03, errors

@@ -150,7 +150,7 @@ def test_neither_checkpointing_nor_fused_projections_change_prediction_or_gradie
     example = family.objective().add_noise(clean, noise, torch.full((1,), 0.5))
 
     def predict() -> list[torch.Tensor]:
-        predicted = family.predict(denoiser, example.noised, example.timesteps, conditioning)
+        predicted = family.predict(denoiser, example.x_t, example.timesteps, conditioning)
         predicted.square().mean().backward()
         gradients = [parameter.grad for parameter in denoiser.parameters() if parameter.grad is not None]
         denoiser.zero_grad()
@@ -212,7 +212,7 @@ def test_the_scheduler_s_step_brings_back_clean_latents_from_the_target(key, pip
     arguments = (clean, time, noise) if hasattr(scheduler, "scale_noise") else (clean, noise, time)
     sample = mixed(*arguments)
     shown = scheduler.scale_model_input(sample, time[0]) if hasattr(scheduler, "scale_model_input") else sample
-    torch.testing.assert_close(shown, example.noised, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(shown, example.x_t, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(scheduler.step(example.target, time[0], sample).prev_sample, clean, atol=1e-3, rtol=1e-3)
 
 

@@ -86,7 +86,7 @@ def test_a_micro_batch_copies_nothing_pageable_and_reads_nothing(key, pipelines)
     for _ in range(2):  # what is made once, at the first step, is no wait
         with waits_seen() as waits:
             noised = objective.add_noise(latents, torch.empty_like(latents), torch.empty(2, device=META))
-            prediction = family.predict(model, noised.noised, noised.timesteps, conditioning)
+            prediction = family.predict(model, noised.x_t, noised.timesteps, conditioning)
             sample_losses(prediction, noised.target, noised.weights).mean().backward()
     theirs = [wait for wait in waits if wait.startswith("diffusers/")]
     assert [wait for wait in waits if wait not in theirs] == []

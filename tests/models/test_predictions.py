@@ -99,7 +99,7 @@ def test_a_weight_gets_a_gradient_unless_the_family_calls_it_unused(key, pipelin
     clean = family.vae(CPU).encode(torch.zeros(len(CAPTIONS), 3, SIZE[1], SIZE[0]))
     noised = family.objective().add_noise(clean, torch.randn_like(clean), torch.full((len(CAPTIONS),), 0.5))
     texts = rows(encoder.encode(CAPTIONS))
-    family.predict(denoiser, noised.noised, noised.timesteps, conditioning_of(family, texts)).square().mean().backward()
+    family.predict(denoiser, noised.x_t, noised.timesteps, conditioning_of(family, texts)).square().mean().backward()
     trained = {name for name, parameter in family.denoiser().named_parameters() if parameter.requires_grad}
     for name, parameter in denoiser.named_parameters():
         if name in trained:

@@ -34,7 +34,6 @@ class FakeEngine:
     """An engine without weights: it notes what it is asked for."""
 
     model = None
-    updates_in_backward = False
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -124,7 +123,7 @@ def build(world, tmp_path):
     def build(losses=(1.0,), micro_batches: int = 1, step: int = 0, **changes: Any) -> Trainer:
         calls: list[str] = []
         stop, noted = changes.pop("stop", StopRequest()), Noted(calls, changes.pop("validate_every", 100))
-        metrics = Metrics(tmp_path, step)
+        metrics, stop_vote = Metrics(tmp_path, step), StopVote(stop)
         opened.append(metrics)
         values = {
             "engine": FakeEngine(calls),
@@ -133,7 +132,8 @@ def build(world, tmp_path):
             "batches": batches_of(list(losses), micro_batches, step),
             "learning_rate": LearningRate(Schedule(4), Optimizer(learning_rate=1.0, lr_scheduler="linear")),
             "ema": None,
-            "logger": StepLogger(Mesh(world), StopVote(stop), metrics, None, 2),
+            "logger": StepLogger(Mesh(world), stop_vote, metrics, None, 2),
+            "stop_vote": stop_vote,
             "checkpointer": noted,
             "evaluations": [noted],
             "device": world.device,

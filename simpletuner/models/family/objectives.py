@@ -27,7 +27,8 @@ PREDICTIONS = ("epsilon", "v_prediction")
 class NoisedLatents:
     """Input of the denoiser and target of its prediction; `weights` (B) scale each sample's loss."""
 
-    noised: Tensor
+    x_t: Tensor
+    """Latents with noise."""
     timesteps: Tensor
     target: Tensor
     weights: Tensor

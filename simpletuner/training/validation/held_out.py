@@ -83,7 +83,7 @@ class HeldOutLoss:
 
     def _losses(self, denoiser: nn.Module, batch: Batch) -> Tensor:
         noised = self.objective.add_noise(batch.latents, batch.noise, batch.u)
-        latents = noised.noised.to(self.dtype)
+        latents = noised.x_t.to(self.dtype)
         prediction = self.family.predict(denoiser, latents, noised.timesteps, batch.conditioning)
         return sample_losses(prediction, noised.target, noised.weights)
 

@@ -141,7 +141,7 @@ def test_losses_and_gradients_are_those_of_a_peft_loop_written_by_hand(key, pipe
     for batch in batches:
         [part] = batch.micro_batches
         noised = trainer.objective.add_noise(part.latents, part.noise, part.u)
-        predicted = trainer.family.predict(denoiser, noised.noised, noised.timesteps, part.conditioning)
+        predicted = trainer.family.predict(denoiser, noised.x_t, noised.timesteps, part.conditioning)
         loss = sample_losses(predicted, noised.target, noised.weights).mean()
         loss.backward()
         if not losses:

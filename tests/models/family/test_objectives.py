@@ -126,7 +126,7 @@ def test_the_scheduler_brings_back_clean_latents_from_the_target(prediction, zer
         u[0] = 1 - 1e-7  # the last timestep, where epsilon says nothing about the picture
     noised = Diffusion(scheduler.alphas_cumprod, prediction).add_noise(latents, noise, u)
     for row, t in enumerate(noised.timesteps.tolist()):
-        step = scheduler.step(noised.target[row], t, noised.noised[row])
+        step = scheduler.step(noised.target[row], t, noised.x_t[row])
         torch.testing.assert_close(step.pred_original_sample, latents[row], atol=2e-3, rtol=1e-3)
 
 
@@ -134,7 +134,7 @@ def test_noisy_latents_are_those_of_the_scheduler():
     scheduler = DDIMScheduler(beta_schedule="scaled_linear")
     latents, noise, u = random_latents()
     noised = Diffusion(scheduler.alphas_cumprod, "v_prediction").add_noise(latents, noise, u)
-    torch.testing.assert_close(noised.noised, scheduler.add_noise(latents, noise, noised.timesteps))
+    torch.testing.assert_close(noised.x_t, scheduler.add_noise(latents, noise, noised.timesteps))
     torch.testing.assert_close(noised.target, scheduler.get_velocity(latents, noise, noised.timesteps))
 
 
@@ -161,8 +161,8 @@ def test_flow_matching_brings_back_clean_latents_and_noise_from_the_target():
     latents, noise, u = random_latents()
     noised = FlowMatching().add_noise(latents, noise, u)
     s = noised.timesteps.view(-1, 1, 1, 1)
-    torch.testing.assert_close(noised.noised - s * noised.target, latents, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(noised.noised + (1 - s) * noised.target, noise, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(noised.x_t - s * noised.target, latents, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(noised.x_t + (1 - s) * noised.target, noise, atol=1e-5, rtol=1e-5)
     assert torch.equal(noised.weights, torch.ones(6))
 
 
