@@ -26,18 +26,14 @@ from simpletuner.settings.files.file_entries import NotParsed
 from simpletuner.settings.files.formats import read_text
 from simpletuner.settings.files.raw_values import Origin, Source
 from simpletuner.settings.foreign.recognition import is_dataset_file
-from simpletuner.settings.importing.sorting import (
+from simpletuner.settings.importing.original_files import (
     Original,
-    first_existing,
     names_accelerate,
     read_original,
-    read_there,
-    relocated,
     setting_of,
     split_variables,
-    take_values,
-    working_folder,
 )
+from simpletuner.settings.importing.sorting import first_existing, read_there, relocated, take_values, working_folder
 from simpletuner.settings.importing.toml import MARK, sources_of
 from simpletuner.settings.importing.translation import There, translate
 from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_json

@@ -21,8 +21,9 @@ from simpletuner.models.catalog.support import check_runnable
 from simpletuner.settings.declared.sections import Data
 from simpletuner.settings.files.formats import read_entries, suffix_of
 from simpletuner.settings.foreign.recognition import KOHYA, is_dataset_file, trainer_of
+from simpletuner.settings.importing.original_files import LeftOut, Original
 from simpletuner.settings.importing.other_trainers import translate_kohya, translate_pipe
-from simpletuner.settings.importing.sorting import LeftOut, Original, first_existing, take_translated
+from simpletuner.settings.importing.sorting import first_existing, take_translated
 from simpletuner.settings.importing.toml import sources_of
 from simpletuner.settings.resolving.loading import resolve
 

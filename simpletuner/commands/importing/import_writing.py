@@ -12,7 +12,7 @@ from simpletuner.errors import Mistake, SettingsError, collect_error
 from simpletuner.report import Report
 from simpletuner.run_log import CONTROLS
 from simpletuner.settings.declared.errors import shown_value
-from simpletuner.settings.importing.sorting import LeftOut, Original
+from simpletuner.settings.importing.original_files import LeftOut, Original
 from simpletuner.settings.importing.toml import write_toml
 from simpletuner.settings.resolving.loading import Loaded
 from simpletuner.system.files.atomic import refuse_overwriting, save

@@ -17,7 +17,8 @@ from simpletuner.settings.declared.secret_names import is_secret
 from simpletuner.settings.declared.sections import Data
 from simpletuner.settings.foreign.key_table import Ignores
 from simpletuner.settings.foreign.original.names import TABLE, is_off
-from simpletuner.settings.importing.sorting import Effect, LeftOut, relocated
+from simpletuner.settings.importing.original_files import Effect, LeftOut
+from simpletuner.settings.importing.sorting import relocated
 from simpletuner.settings.values.spelling import normalize_name
 
 PATHS = ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file", "csv_cache_dir", "caption_filter_list")

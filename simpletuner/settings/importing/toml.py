@@ -11,7 +11,8 @@ from simpletuner.report import printable
 from simpletuner.settings.declared.errors import shorten
 from simpletuner.settings.files.raw_values import RawValue, Source
 from simpletuner.settings.foreign.original.names import OPTIMIZERS
-from simpletuner.settings.importing.sorting import Effect, Original, same_value
+from simpletuner.settings.importing.original_files import Effect, Original
+from simpletuner.settings.importing.sorting import same_value
 from simpletuner.settings.importing.warnings import defaults_there, remark_on
 from simpletuner.settings.resolving.loading import Loaded, canonical_name, plain_name, settings_as_json
 from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG

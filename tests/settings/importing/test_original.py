@@ -23,8 +23,9 @@ from simpletuner.settings.files.raw_values import RawValue
 from simpletuner.settings.foreign.original.names import OPTIMIZERS, TABLE, map_name, names_of
 from simpletuner.settings.foreign.original.refusals import REFUSED
 from simpletuner.settings.foreign.original.tables import ASKS_FOR_NOTHING, RENAMED
+from simpletuner.settings.importing.original_files import Original, with_arguments
 from simpletuner.settings.importing.page import original_page
-from simpletuner.settings.importing.sorting import NotTaken, Original, take_value, with_arguments
+from simpletuner.settings.importing.sorting import NotTaken, take_value
 from simpletuner.settings.importing.warnings import DEFAULTS, MEANINGS, SAME_RESULT, remark_on
 from simpletuner.settings.resolving.loading import canonical_name, without_point
 from simpletuner.settings.resolving.sources import ACCELERATE_CONFIG, to_setting_type
