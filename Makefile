@@ -50,7 +50,7 @@ goldens: completions
 	$(BIN)/simpletuner config docs > docs/options.md
 	$(BIN)/simpletuner config docs --original > docs/from-the-original.md
 
-RUN_TESTS := $(BIN)/python -m pytest -n $$(nproc) --dist worksteal
+RUN_TESTS := $(BIN)/python -m pytest -n $$(nproc) --dist worksteal --durations=20
 
 test: install tools
 	$(RUN_TESTS)
