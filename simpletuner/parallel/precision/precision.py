@@ -48,6 +48,10 @@ class Precision:
     ) -> MakeEngine:
         """Allocate this rank's shards, load the weights, and return the engine that steps them. Collective."""
         allocate(model, device, parameters_on)
+        return self.fill(model, load_weights)
+
+    def fill(self, model: nn.Module, load_weights: LoadWeights) -> MakeEngine:
+        """Load the weights into allocated memory, and return the engine that steps them. Collective."""
         load_weights(model.state_dict())
         return TorchEngine
 
@@ -60,15 +64,7 @@ class SplitPrecision(Precision):
         hold_in_bf16(model)
         super().prepare(model, blocks)
 
-    def load(
-        self,
-        model: nn.Module,
-        blocks: tuple[str, ...],
-        device: torch.device,
-        parameters_on: torch.device,
-        load_weights: LoadWeights,
-    ) -> MakeEngine:
-        allocate(model, device, parameters_on)
+    def fill(self, model: nn.Module, load_weights: LoadWeights) -> MakeEngine:
         return partial(SplitEngine, load_split(model, load_weights))
 
 

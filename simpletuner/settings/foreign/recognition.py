@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from simpletuner.settings.declared.sections import SECTION_OF
@@ -48,6 +50,23 @@ def names_of_original(names: Iterable[str]) -> list[str]:
     return [
         f"{name} (here {rule.setting})" if isinstance(rule := TABLE.rules.get(name), Maps) else name for name in theirs
     ]
+
+
+def is_value_of_original(setting: str, value: Any) -> bool:
+    """Return whether a value is one that the original's files have for a setting and that means another one here."""
+    rule = TABLE.rules.get(setting)
+    if not isinstance(rule, Maps):
+        return False
+    try:
+        return rule.read(value) != value
+    except ValueError:  # the original's, and refused with a reason
+        return True
+
+
+def import_hint(file: str | Path) -> str:
+    """Return the hint that names the command which translates a file."""
+    command = shlex.join(["simpletuner", "config", "import", str(file), "--output=run.toml"])
+    return f"`{command}` translates it, or says what would be lost"
 
 
 def answer_for(name: str) -> str:

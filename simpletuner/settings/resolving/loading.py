@@ -30,7 +30,7 @@ from simpletuner.settings.files.file_entries import TOO_DEEP, check_depth, reaso
 from simpletuner.settings.files.formats import read_text
 from simpletuner.settings.files.raw_values import Origin, RawValue, Source
 from simpletuner.settings.foreign.accelerate.messages import missing_ranks
-from simpletuner.settings.foreign.recognition import answer_for, names_of_original
+from simpletuner.settings.foreign.recognition import answer_for, import_hint, is_value_of_original, names_of_original
 from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config
 from simpletuner.settings.resolving.places import with_places
 from simpletuner.settings.resolving.sources import RANKS, MergedValues, collect_sources
@@ -97,7 +97,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     # Rules compare typed values: of a setting that is not valid by itself they know nothing.
     mistakes += [with_places(rule, origins) for rule in found if invalid.isdisjoint((rule.setting, *rule.others))]
     if mistakes:
-        raise InvalidSettings(settings, invalid, origins, mistakes)
+        raise InvalidSettings(settings, invalid, origins, mistakes, hint_for_values(sources, invalid))
     about = [str(with_places(warning, origins)) for warning in warnings_about(settings)]
     settings, reasons = normalize(settings)
     # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
@@ -127,8 +127,16 @@ def refuse_original(source: Source) -> None:
         if theirs:
             more = f" and {len(theirs) - SHOWN} more" if len(theirs) > SHOWN else ""
             message = f"{source.name} is a file of the original SimpleTuner: it has {', '.join(theirs[:SHOWN])}{more}"
-            command = f"simpletuner config import {source.name} --output=run.toml"
-            raise SettingsError(message, f"`{command}` translates it, or says what would be lost")
+            raise SettingsError(message, import_hint(source.name))
+
+
+def hint_for_values(sources: Iterable[Source], invalid: frozenset[str]) -> str:
+    """Return the hint to translate a file whose refused values are the original's; empty for other mistakes."""
+    for source in sources:
+        for given in source.values if source.is_file else ():
+            if (name := canonical_name(given.name)) in invalid and is_value_of_original(name, given.value):
+                return import_hint(source.name)
+    return ""
 
 
 def canonical_values(source: Source, mistakes: list[Mistake]) -> Iterable[RawValue]:

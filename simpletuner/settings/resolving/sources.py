@@ -28,7 +28,7 @@ from simpletuner.settings.foreign.accelerate.fields import default_file, map_fil
 from simpletuner.settings.foreign.accelerate.launch import launched_entries
 from simpletuner.settings.foreign.accelerate.messages import mistakes_of, place_of_ranks, warnings_of
 from simpletuner.settings.foreign.key_table import MappedField
-from simpletuner.settings.foreign.recognition import trainer_of
+from simpletuner.settings.foreign.recognition import import_hint, trainer_of
 from simpletuner.settings.resolving.variables import folder_variables, from_env_file, from_environment
 from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, normalize_name, normalize_value
 from simpletuner.system.files.paths import shown_path
@@ -174,7 +174,7 @@ def from_file(path: Path, environment: Mapping[str, str] = os.environ) -> Source
         return from_env_file(path, environment)
     if trainer := trainer_of({entry.key: entry.value for entry in entries}):
         message = f"{shown_path(path)} is a file of {trainer}"
-        raise SettingsError(message, f"`simpletuner config import {path} --output=run.toml` translates it")
+        raise SettingsError(message, import_hint(path))
     return Source(shown_path(path), [raw_value(path, entry) for entry in entries], is_file=True)
 
 

@@ -167,6 +167,19 @@ def test_settings_of_lora_have_no_effect_on_a_full_run(tmp_path):
     assert warning == f"lora_rank = 8 has no effect with model_type=full: it is for LoRA {place}"
 
 
+def test_values_of_the_originals_alone_lead_to_the_import_and_typos_do_not(tmp_path):
+    folder = tmp_path / "my config"
+    folder.mkdir()
+    for values in ({"optimizer": "optimi-lion"}, {"max_train_steps": 0}, {"optimizer": "prodigy"}):
+        with pytest.raises(SettingsError) as caught:
+            load_file(folder, values)
+        assert f"`simpletuner config import '{folder}/c.json' --output=run.toml`" in caught.value.hint
+    for values in ({"optimizer": "adamm"}, {"learning_rate": -1}):
+        with pytest.raises(SettingsError) as caught:
+            load_file(folder, values)
+        assert "config import" not in caught.value.hint
+
+
 def test_a_flag_of_the_original_is_answered_with_ours_or_with_the_reason(monkeypatch, capsys):
     for flag, said in {
         "--lr_schedule": "it is called `lr_scheduler` here",
