@@ -107,7 +107,7 @@ def test_commands_that_read_settings_say_whose_file_it_is_and_what_to_do(run, te
         code, _, err = run(*command)
         assert code == 2 and err.splitlines() == [
             f"error: their.toml is a file of {whose}",
-            "hint: `simpletuner config import their.toml --output=run.toml` translates it",
+            "hint: `simpletuner config import their.toml --output=run.toml` translates it, or says what would be lost",
         ]
 
 
