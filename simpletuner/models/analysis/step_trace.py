@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
 from simpletuner.models.analysis.flops import convolution_backward
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.private_api.of_torch import FakeTensorMode, TorchDispatchMode, tree_iter
 from simpletuner.settings.values.shape import Shape
 
 aten = torch.ops.aten

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from simpletuner.models.analysis.step_trace import (
     StepTrace,
@@ -31,6 +30,7 @@ from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.parallel.model.module_stats import count_parameters
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.parallel.precision.split_engine import hold_in_bf16
+from simpletuner.private_api.of_torch import FakeTensorMode
 from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape
 from simpletuner.training.optimizers import trained_weights
