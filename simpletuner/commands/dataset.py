@@ -24,7 +24,7 @@ SHOWN = (
     "instance_data_dir", "data_backend_config", "model_family", "pretrained_model_name_or_path", "caption_strategy",
     "caption_encoding", "skip_uncaptioned", "resolution", "resolution_type", "crop", "crop_aspect", "repeats",
     "minimum_image_size", "aspect_bucket_alignment", "allow_dataset_oversubscription", "train_batch_size",
-    "gradient_accumulation_steps", "num_processes", "eval_split", "output_dir",
+    "gradient_accumulation_steps", "global_batch_size", "num_processes", "eval_split", "output_dir",
 )  # fmt: skip
 TOPICS = {
     "files": "all files with images are read",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-# The type of the values in a model's `_cp_plan`.
-from diffusers.models._modeling_parallel import ContextParallelInput as ContextParallelInput
-
 
 def context_parallel_splits(model: Any) -> Any:
-    """Return what of a denoiser's inputs and outputs is split over the sequence, by module, as its class says."""
+    """Return what of a denoiser's inputs and outputs is split over the sequence, by module, as its class says.
+
+    The values have the attributes of TokenSplit.
+    """
     return model._cp_plan
 
 

@@ -66,6 +66,16 @@ def test_saved_by_two_ranks_resumed_by_one_and_by_four(form, sdxl_flags, train, 
         assert [row["step"] for row in run.rows] == list(range(1, 15))
 
 
+def test_a_global_batch_stays_the_same_on_two_ranks_then_one_then_four(sdxl_flags, train, tmp_path):
+    flags = (*sdxl_flags, "--train_batch_size=1", "--global_batch_size=4", "--lr_scheduler=constant")
+    straight = train(tmp_path / "straight", *flags, "--max_train_steps=6")
+    for steps, world in ((2, 2), (4, 1), (6, 4)):
+        run = train(tmp_path / "run", *flags, f"--max_train_steps={steps}", world=world)
+        batch = {2: "1 x 2 x 2", 1: "1 x 1 x 4", 4: "1 x 4 x 1"}[world]
+        assert f"4 = {batch} (batch x ranks x accumulation)" in run.said
+    assert run.losses == pytest.approx(straight.losses, rel=1e-5)
+
+
 def test_changed_pictures_are_noticed_and_training_goes_on_with_the_next_epoch(sdxl_flags, shapes, train, tmp_path):
     pictures = tmp_path / "pictures"
     shutil.copytree(shapes, pictures)

@@ -32,17 +32,14 @@ def facts_of(world: World, parallel: Parallel) -> dict[str, Any]:
         with engine.micro_batch(is_last):
             engine.backward(engine.model(torch.ones(4, 16)).square().mean())
         gradients.append(list(weight.grad.to_local().shape) if isinstance(weight.grad, DTensor) else None)
+    # In what units reduce gradients, and where they keep weights: torch keeps that in private fields.
+    states = [module._get_fsdp_state() for module in engine.module.modules() if isinstance(module, FSDPModule)]
     return {
         "mesh": list(weight.device_mesh.mesh_dim_names or ()),
         "shard": list(weight.to_local().shape),
-        "offload": sorted(policies(engine.module, "offload_policy")),
-        "reduced in": sorted(policies(engine.module, "mp_policy")),
+        "offload": sorted(
+            {type(group.offload_policy).__name__ for state in states for group in state._fsdp_param_groups}
+        ),
+        "reduced in": sorted({str(state._mp_policy.reduce_dtype) for state in states}),
         "gradients": gradients,
     }
-
-
-def policies(model: torch.nn.Module, kind: str) -> set[str]:
-    """Return in what all units reduce gradients, or where they keep weights; torch keeps that in private fields."""
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    found = [getattr(group, kind) for state in states for group in state._fsdp_param_groups]
-    return {str(getattr(policy, "reduce_dtype", type(policy).__name__)) for policy in found}

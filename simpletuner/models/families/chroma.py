@@ -13,7 +13,7 @@ from simpletuner.models.families.flux import Flux, pack, position_ids, unpack
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16_times_1000
 from simpletuner.models.family.text_encoding import Conditioning
-from simpletuner.parallel.context.context_parallel import TOKENS, ContextParallelInput
+from simpletuner.parallel.context.context_parallel import TOKENS, TokenSplit
 from simpletuner.settings.values.shape import Shape
 
 
@@ -34,8 +34,8 @@ class Chroma(ModelFamily):
             "": {
                 "hidden_states": TOKENS,
                 "encoder_hidden_states": TOKENS,
-                "img_ids": ContextParallelInput(split_dim=0, expected_dims=2),
-                "txt_ids": ContextParallelInput(split_dim=0, expected_dims=2),
+                "img_ids": TokenSplit(split_dim=0, expected_dims=2),
+                "txt_ids": TokenSplit(split_dim=0, expected_dims=2),
             }
         },
     )

@@ -24,11 +24,20 @@ from simpletuner.parallel.context.attention_exchange import (
     gather,
     part_lengths,
 )
-from simpletuner.private_api.of_diffusers import ContextParallelInput, context_parallel_splits
+from simpletuner.private_api.of_diffusers import context_parallel_splits
 
-TOKENS = ContextParallelInput(split_dim=1, expected_dims=3)
 
-Splits = Mapping[str, Mapping[str | int, ContextParallelInput]]
+@dataclass(frozen=True)
+class TokenSplit:
+    """The axis of a sequence that is split, and the number of axes if it is known, as diffusers' plans have them."""
+
+    split_dim: int
+    expected_dims: int | None = None
+
+
+TOKENS = TokenSplit(split_dim=1, expected_dims=3)
+
+Splits = Mapping[str, Mapping[str | int, TokenSplit]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class SplitModel:
     strategy: str
     lengths: dict[str, int] = field(default_factory=dict)
 
-    def part(self, name: str, tensor: Any, split: ContextParallelInput) -> Any:
+    def part(self, name: str, tensor: Any, split: TokenSplit) -> Any:
         """Return this rank's part of a tensor; one with other dimensions, such as a timestep, is returned unchanged."""
         if tensor is None or split.expected_dims not in (None, tensor.ndim):
             return tensor
@@ -102,9 +111,7 @@ def modules_of(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
         yield from modules_of(child, rest)
 
 
-def split_tensors(
-    module: nn.Module, place: str, parts: Mapping[str | int, ContextParallelInput], split: SplitModel
-) -> None:
+def split_tensors(module: nn.Module, place: str, parts: Mapping[str | int, TokenSplit], split: SplitModel) -> None:
     """Split arguments of a module's forward before it runs, and outputs after it."""
     positions = {name: number for number, name in enumerate(inspect.signature(module.forward).parameters)}
     inputs = {name: each for name, each in parts.items() if isinstance(name, str)}

@@ -142,6 +142,7 @@ class Training(Section):
     seed: int = knob(42, "Determines data order, noise, timesteps and crops.", ge=0, aliases=("training_seed",))
     train_batch_size: int = knob(4, "Samples per rank in one forward pass.", ge=1)
     gradient_accumulation_steps: int = knob(1, "Forward passes per optimizer step.", ge=1)
+    global_batch_size: int | None = knob(None, "Samples per optimizer step over all ranks, whatever their number: gradient_accumulation_steps follows from it.", ge=1)
     max_train_steps: int | None = knob(None, "Stop after this many optimizer steps; empty: num_train_epochs counts.", ge=1)
     num_train_epochs: int = knob(1, "Stop after this many epochs, unless max_train_steps is given; 0: only that counts.", ge=0)
     mixed_precision: Literal["no", "bf16"] = knob("bf16", "Compute in bf16 over float32 master weights, or in float32.")

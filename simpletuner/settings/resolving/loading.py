@@ -32,6 +32,7 @@ from simpletuner.settings.files.raw_values import Origin, RawValue, Source
 from simpletuner.settings.foreign.accelerate.messages import missing_ranks
 from simpletuner.settings.foreign.recognition import answer_for, import_hint, is_value_of_original, names_of_original
 from simpletuner.settings.resolving.deepspeed_source import apply_deepspeed_config
+from simpletuner.settings.resolving.global_batch import apply_global_batch_size
 from simpletuner.settings.resolving.places import with_places
 from simpletuner.settings.resolving.sources import RANKS, MergedValues, collect_sources
 from simpletuner.settings.rules.rules import find_contradictions, find_missing, normalize, warnings_about
@@ -89,6 +90,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
         found += source.mistakes
     warnings += sort_outranked(outranked, merged)
     warnings += apply_deepspeed_config(merged)
+    apply_global_batch_size(merged)
     mistakes, origins = merged.mistakes, merged.origins
     settings, invalid = validate(merged.values, origins, mistakes)
     if complete and RANKS not in merged.origins:
@@ -294,7 +296,10 @@ def settings_as_json(loaded: Loaded) -> dict[str, Any]:
     """
     dumped = loaded.settings.model_dump(mode="json")
     values = {name: without_point(dumped[section][name]) for name, section in SECTION_OF.items()}
-    return values | {name: loaded.origins[name].given for name in loaded.origins if values[name] and is_secret(name)}
+    if values["global_batch_size"] is not None:
+        del values["gradient_accumulation_steps"]  # follows from it, on as many ranks as a replay has
+    secret = (name for name in loaded.origins if is_secret(name) and values[name])
+    return values | {name: loaded.origins[name].given for name in secret}
 
 
 def without_point(value: Any) -> Any:

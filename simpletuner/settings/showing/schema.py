@@ -97,6 +97,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_train_steps",
         "train_batch_size",
         "gradient_accumulation_steps",
+        "global_batch_size",
         "learning_rate",
         "lr_scheduler",
         "lr_warmup_steps",
