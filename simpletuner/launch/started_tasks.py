@@ -133,9 +133,15 @@ def started_task(environment: Mapping[str, str]) -> Task | None:
         return task_of_slurm(environment, step)
     for names in MPI:
         if count := number_of(environment, names.count):
-            numbers = (number_of(environment, *each) for each in ((names.rank,), names.local_rank, names.local_count))
-            job = environment.get("PMIX_NAMESPACE", "") or environment.get("PALS_APID", "")
-            return Task(names.program, names.count, count, *numbers, job=job)
+            return Task(
+                names.program,
+                names.count,
+                count,
+                number_of(environment, names.rank),
+                number_of(environment, *names.local_rank),
+                number_of(environment, *names.local_count),
+                job=environment.get("PMIX_NAMESPACE", "") or environment.get("PALS_APID", ""),
+            )
     return None
 
 
