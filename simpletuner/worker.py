@@ -28,7 +28,7 @@ from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precisio
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.world import STALL_SECONDS, joined_world, report_first_failure
-from simpletuner.preparation.prepare import Plan, Prepared, folders_of, plan_data, prepare
+from simpletuner.preparation.prepare import Plan, Prepared, folders_of, plan_data, prepare, samples_by_size
 from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -173,6 +173,9 @@ def train(
     session.world.activity.begin("reading the base model", watched=False)
     family = load_family(session.settings, session.world, session.stop.check)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
+    session.world.activity.begin("proving the pipeline", watched=False)
+    family.prove(sorted(samples_by_size(plan)), session.world.device)
+    session.world.activity.begin("reading the base model", watched=False)
     check_export(family, pipelines_of(session.settings))
     wait_for_base_checksums = start_base_checksums(session, family, checkpoint)
     check_engine(session, family)
@@ -191,7 +194,7 @@ def train(
         set_later_aside(session, state.step)
         rows = describe_run(resolved, family, state, prepared.plan)
         session.report.table("simpletuner train", rows)
-        record_settings(session, state.step)
+        record_settings(session, state.step, family.facts())
         facts = facts_of(session.loaded, rows, prepared.plan)
         with open_html_report(session, facts, state.schedule.max_steps) as page:
             after_rounds = [page.renew, notifier.send_round] if page is not None else []
@@ -231,7 +234,7 @@ def open_state(
         base_fingerprints=base_fingerprints(family),
     )
     if checkpoint is not None:
-        warn_of_changed_base(session, checkpoint, state.base_fingerprints)
+        warn_of_changed_base(session, checkpoint, state.base_fingerprints, family.facts())
         state.restore(checkpoint, settings, session.report)
         warn_of_changed_data(session, plan, checkpoint)
     return state

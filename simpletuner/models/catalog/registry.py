@@ -26,6 +26,9 @@ TINY = "tiny"
 ENTRY_POINTS = "simpletuner.families"
 """Entry point group of installed packages that register families: name = "package.module:ClassName"."""
 
+AUTO = "auto"
+"""The family of any pipeline that passes its proof."""
+
 PRESETS = Path(__file__).parents[1] / "presets"
 
 
@@ -265,6 +268,8 @@ def class_path_of(model: Model) -> str | None:
         return own[name]
     if preset := load_preset(name):
         return preset.family_class
+    if name == AUTO:
+        return "simpletuner.models.automatic.family:AutomaticFamily"
     return next((point.value for point in entry_points(group=ENTRY_POINTS, name=name)), None)
 
 

@@ -25,7 +25,7 @@ def sampling_shift(family: ModelFamily) -> ShiftOfSize:
     is_exponential = config.get("time_shift_type", "exponential") == "exponential"
 
     def shift(size: tuple[int, int]) -> float:
-        mu = family.shift_exponent(family.image_tokens(size), config)
+        mu = family.mu(size, config)
         return math.exp(mu) if is_exponential else mu
 
     return shift
