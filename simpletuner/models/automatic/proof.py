@@ -136,17 +136,8 @@ class Proof:
         alone = self._predictor(replace(self.found, axes=None)).predict(self.denoise, noised, times, texts)
         try:
             together = self.predictor.predict(self.denoise, noised, times, texts)
-        # Anything that a model does not take may be raised; what is refused here only costs speed.
-        except (
-            SettingsError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.80}"
+        except SettingsError as error:  # refused here, it only costs speed
+            return error.message.partition(f"{self.study.name}: ")[2]
         off = distance(together, alone)
         return "" if off < CLOSE else f"two samples in one call differ by {off:.1g} from each alone"
 
@@ -155,7 +146,10 @@ class Proof:
         noised = random(self.found.layout.shape, 4).to(self.device)
         time = torch.tensor([500 if self.found.schedule.objective == "diffusion" else 0.5], device=self.device)
         with torch.enable_grad():
-            self.predictor.predict(self.denoise, noised, time, [self.text(1)]).square().mean().backward()
+            prediction = self.predictor.predict(self.denoise, noised, time, [self.text(1)])
+        if not prediction.requires_grad:
+            raise self.study.refused("its call computes no gradients")
+        prediction.square().mean().backward()
         return tuple(name for name, parameter in named() if parameter.grad is None)
 
     def text(self, number: int) -> list[Any]:

@@ -34,8 +34,15 @@ ALWAYS = {
 }
 """Arguments of every run, as far as a pipeline has them."""
 
+FRAMES = ("num_frames", "frames", "video_length")
+"""What pipelines call the length of a video."""
+
 GUIDERS = ("guider", "ocr_guider")
 """Components that guide in place of an argument (HunyuanVideo 1.5)."""
+
+
+FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+"""Raised by code that is given what it was not written for."""
 
 
 class Ended(Exception):
@@ -123,8 +130,8 @@ class EnteredPipeline:
         self, entry: Entry, prompts: Sequence[str], size: Size, guided: bool = False, **arguments: Any
     ) -> tuple[Any, ...] | None:
         """Run the pipeline for images of (width, height) px, and return its output; None where a seam ended it."""
-        given = {"prompt": list(prompts), "width": size[0], "height": size[1], "num_frames": 1, "output_type": "latent"}
-        given |= {"num_inference_steps": 4, **ALWAYS, **arguments}
+        given = {"prompt": list(prompts), "width": size[0], "height": size[1], "output_type": "latent"}
+        given |= {**dict.fromkeys(FRAMES, 1), "num_inference_steps": 4, **ALWAYS, **arguments}
         assert not self.running, "a seam entered the pipeline once more"
         self.entry, self.running = entry, True
         # Not by setattr, which would look up each component's class for the pipeline's config.
@@ -141,6 +148,12 @@ class EnteredPipeline:
             )
         except Ended:
             return None
+        except torch.OutOfMemoryError:
+            raise
+        except FOREIGN_ERRORS as error:
+            raise refused(
+                self.cls.__name__, f"its own call fails with {type(error).__name__}: {first_line(error)}"
+            ) from error
         finally:
             for each in guiders:
                 each.enable()
@@ -253,6 +266,10 @@ class EnteredPipeline:
         copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
         copy.__kwdefaults__ = function.__kwdefaults__
         return copy
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:120]
 
 
 def drawing_functions(cls: Any) -> Iterator[tuple[str, Any]]:

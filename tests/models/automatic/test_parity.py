@@ -5,6 +5,7 @@ Nothing here names a family: a new preset is tested by being there, and a sign e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,11 @@ def inputs_of(family: ModelFamily, denoiser: nn.Module, text: Conditioning) -> d
 
 @pytest.mark.parametrize("key", TRAINABLE)
 def test_auto_trains_and_samples_as_the_class_does(key, pipelines):
+    expect_parity(key, pipelines)
+
+
+def expect_parity(key: str, pipelines: Callable[[str], Path]) -> None:
+    """Compare inputs of the denoiser, predictions, losses, gradients, unused weights and samples."""
     hand, auto = opened(key, pipelines(key)), automatic(pipelines(key))
     hand.settings = hand.settings.model_copy(update=SAME)
     denoiser = getattr(diffusers_pipeline(hand), hand.denoiser_name)
