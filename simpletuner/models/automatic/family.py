@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from simpletuner.data.images.geometry import Size
 from simpletuner.models.automatic.components import (
@@ -59,6 +61,7 @@ class AutomaticFamily(ModelFamily):
         super().__init__(folder, settings)
         self.max_length = settings.data.tokenizer_max_length
         self._found: Findings | None = None
+        self._inputs: dict[Any, list[dict[str, Any]]] = {}
         self._predictors: dict[torch.device, Predictor] = {}
 
     @classmethod
@@ -163,10 +166,53 @@ class AutomaticFamily(ModelFamily):
         return chosen
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
+        if noised_BCHW.is_meta or isinstance(noised_BCHW, FakeTensor):
+            return self._predict_without_memory(model, noised_BCHW, conditioning)
         found, predictor = self.found, self.predictor(noised_BCHW.device)
         texts = [found.text.leaves(conditioning, sample) for sample in range(len(noised_BCHW))]
         denoise = self.denoise(model, noised_BCHW.dtype)
         return predictor.predict(denoise, noised_BCHW.float(), timesteps_B, texts)
+
+    def _predict_without_memory(self, model: nn.Module, noised: Tensor, conditioning: Conditioning) -> Tensor:
+        """Call a denoiser without memory with the shapes that a run on the CPU gives it: a pipeline reads numbers."""
+        rows = tuple((name, len(conditioning[name][0])) for name in self.found.text.names.values())
+        kept, device = self.found.float32_inputs, noised.device
+
+        def empty(given: Mapping[str, Any], name: str) -> Any:
+            # Constants have no gradient: CogVideoX writes into what is multiplied by its rotary table.
+            dtype, has_gradient = (torch.float32, False) if name in kept else (noised.dtype, noised.requires_grad)
+
+            def one(each: Tensor) -> Tensor:
+                if not each.is_floating_point():
+                    return each
+                return torch.empty(each.shape, dtype=dtype, device=device, requires_grad=has_gradient)
+
+            return tree_map_only(Tensor, one, given[name])
+
+        outputs: list[Any] = []
+        for given in self._recorded(tuple(noised.shape), rows):
+            outputs += tree_leaves(model(**{name: empty(given, name) for name in given}))
+        return torch.cat([each.flatten() for each in outputs if isinstance(each, Tensor)])
+
+    def _recorded(self, shape: tuple[int, ...], rows: tuple[tuple[str, int], ...]) -> list[dict[str, Any]]:
+        """Return all inputs of the denoiser in the calls for a batch, given the rows of its texts; keeps them."""
+        key = (shape, rows)
+        if key not in self._inputs:
+            seen: list[dict[str, Any]] = []
+            cpu, found = torch.device("cpu"), self.found
+            predictor = self.predictor(cpu)
+
+            def record(given: dict[str, Any]) -> Any:
+                seen.append(given)
+                return predictor.blank(given)
+
+            # Whoever counts would count this run, too.
+            with _disable_current_modes(), torch.no_grad():
+                ones = [found.text.ones(dict(rows))] * shape[0]
+                times = torch.full((shape[0],), 500 if found.schedule.objective == "diffusion" else 0.5)
+                predictor.predict(record, torch.zeros(shape), times, ones)
+            self._inputs[key] = seen
+        return self._inputs[key]
 
     def denoise(self, model: nn.Module, dtype: torch.dtype) -> Denoise:
         """Return the call of a denoiser that computes in a dtype: the pipeline itself stays in float32."""
@@ -177,6 +223,10 @@ class AutomaticFamily(ModelFamily):
         return self._found.unused if self._found is not None else ()
 
     # What it overrides.
+
+    @property
+    def has_any_text_length(self) -> bool:
+        return self.found.text.has_any_length
 
     def mu(self, size: Size, config: Mapping[str, Any]) -> float:
         """Return the shift that the pipeline itself computes; `size` is (height, width) in latent cells."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from diffusers.utils.torch_utils import randn_tensor as draw
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from simpletuner.data.images.geometry import Size
 from simpletuner.errors import SettingsError
@@ -172,7 +173,8 @@ class EnteredPipeline:
             with torch.no_grad():
                 encoded = real(*args, **kwargs)
         entry.encoded.append(encoded)
-        return encoded
+        # The pipeline computes in float32, as a class does; text encoders may be in bf16.
+        return tree_map_only(Tensor, lambda each: each.float() if each.is_floating_point() else each, encoded)
 
     def _randn_tensor(self, shape: Any, *args: Any, **kwargs: Any) -> Tensor:
         entry = self.entry

@@ -32,9 +32,11 @@ class TextLayout:
     names: Mapping[int, str]
     """Name in the record, by the leaf's number."""
     varying: Mapping[int, int]
-    """Axis whose length depends on the caption, 0 where none does."""
+    """Axis whose length depends on the caption, or else that of tokens."""
     rest: Mapping[int, tuple[int, ...]]
     """Lengths of the other axes: a record has matrices, of which the cache does not store rows of padding."""
+    has_any_length: bool
+    """True if embeddings are as long as their caption."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes in the record of the longest caption that was studied."""
 
@@ -58,7 +60,9 @@ class TextLayout:
         rows = {number: [as_rows(leaf, varying[number]) for leaf in column] for number, column in differing.items()}
         shapes = {names[number]: max(tuple(each.shape) for each in column) for number, column in rows.items()}
         rest = {n: tuple(column[0].movedim(varying[n], 0).shape[1:]) for n, column in differing.items()}
-        return cls(structures[0], tuple(flat[0]), names, varying, rest, {**shapes, LENGTHS: (len(names),)})
+        any_length = len({leaf.shape for leaf in differing[embeds]}) > 1
+        shapes |= {LENGTHS: (len(names),)}
+        return cls(structures[0], tuple(flat[0]), names, varying, rest, any_length, shapes)
 
     def record(self, encoded: Any, pipeline: str) -> Conditioning:
         """Return one caption's tensors, with a batch axis of one."""
@@ -91,12 +95,17 @@ class TextLayout:
         return tree_unflatten(leaves, self.structure)
 
     def example(self, device: torch.device) -> Any:
-        """Return a text of ones: for what does not depend on it."""
-        ones = {name: torch.ones(1, *shape, device=device) for name, shape in self.shapes.items()}
-        lengths = [[self.shapes[name][0] for name in self.names.values()]]
-        dtypes = {name: self.constants[number].dtype for number, name in self.names.items()}
-        record = {name: each.to(dtypes.get(name)) for name, each in ones.items()}
-        return self.one(record | {LENGTHS: torch.tensor(lengths)}, 0)
+        """Return a text of ones, as long as the longest: for what does not depend on it."""
+        rows = {name: self.shapes[name][0] for name in self.names.values()}
+        return self.build([to_float32(leaf, device) for leaf in self.ones(rows)])
+
+    def ones(self, rows: Mapping[str, int]) -> list[Any]:
+        """Return the leaves of a text of ones, with so many rows in each of its matrices."""
+        record: Conditioning = {LENGTHS: torch.tensor([list(rows.values())])}
+        for number, name in self.names.items():
+            shape = (1, rows[name], *self.shapes[name][1:])
+            record[name] = torch.ones(shape, dtype=self.constants[number].dtype)
+        return self.leaves(record, 0)
 
 
 def collate_texts(layout: TextLayout, axes: Sequence[int | None], texts: Sequence[Sequence[Any]]) -> Any:
@@ -168,7 +177,8 @@ def varying_axis(column: Sequence[Tensor], pipeline: str) -> int:
     axes = [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if len(set(lengths)) > 1]
     if len(axes) > 1:
         raise refused(pipeline, f"its encode_prompt returns {shapes[0]} and {shapes[-1]} for two captions")
-    return axes[0] if axes else 0
+    # Of texts of one length the rows are tokens, too: the cache does not store those that are zero.
+    return axes[0] if axes else int(len(shapes[0]) > 2)
 
 
 def all_equal(column: Sequence[Any]) -> bool:

@@ -60,7 +60,12 @@ def text_parts(family: ModelFamily) -> list[str]:
 
     Raises EnvironmentNotReady where one half of a pair is missing, or all are.
     """
-    named = [name for name in family.index if name.startswith(TEXT_PARTS)]
+    # Not Krea 2's text_encoder_select_layers, which are numbers.
+    named = [
+        name
+        for name, value in family.index.items()
+        if name.startswith(TEXT_PARTS) and isinstance(value, list) and not any(isinstance(each, int) for each in value)
+    ]
     present = [name for name in named if family.index[name] != [None, None]]
     encoders = [name for name in present if name.startswith("text_encoder")]
     for encoder in encoders:
