@@ -14,7 +14,7 @@ from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import CheckpointDamaged, Checksums, Verification
 from simpletuner.data.batches.prefetch import RankSlice, prefetch
 from simpletuner.data.sampler.permutation import hash_key
-from simpletuner.errors import explain_system_errors
+from simpletuner.errors import EnvironmentNotReady, explain_system_errors
 from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.launch.node_info import check_local_ranks, node_info
 from simpletuner.launch.rendezvous import Group, verify_same_config
@@ -27,8 +27,8 @@ from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precision
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.attention_backend import attention_by
-from simpletuner.parallel.world import STALL_SECONDS, joined_world, report_first_failure
-from simpletuner.preparation.prepare import Plan, Prepared, folders_of, plan_data, prepare, samples_by_size
+from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
+from simpletuner.preparation.prepare import Plan, Prepared, folders_of, plan_data, prepare, samples_by_shape
 from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -174,7 +174,8 @@ def train(
     family = load_family(session.settings, session.world, session.stop.check)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     session.world.activity.begin("proving the pipeline", watched=False)
-    family.prove(sorted(samples_by_size(plan)), session.world.device)
+    family.prove(sorted(samples_by_shape(plan)), session.world.device)
+    verify_same_facts(family.facts(), session.world)
     session.world.activity.begin("reading the base model", watched=False)
     check_export(family, pipelines_of(session.settings))
     wait_for_base_checksums = start_base_checksums(session, family, checkpoint)
@@ -205,6 +206,16 @@ def train(
             with trainer.durations.timed(EXPORTING):
                 export(session, family, state, partial(write_card, session, family, facts))
             trainer.durations.write()
+
+
+def verify_same_facts(facts: Mapping[str, str], world: World) -> None:
+    """Collective: raise EnvironmentNotReady where ranks found different facts: they would call the denoiser unequally
+    often, and wait for one another's shards."""
+    if facts and len(found := set(world.gather_texts(str(sorted(facts.items()))))) > 1:
+        raise EnvironmentNotReady(
+            f"ranks found different facts about the pipeline: {' and '.join(sorted(found))}",
+            "use the same versions of diffusers, transformers and torch, and the same GPUs, on all machines",
+        )
 
 
 def start_base_checksums(

@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.analysis.flops import convolution_backward
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.private_api.of_torch import FakeTensorMode, TorchDispatchMode, tree_iter
+from simpletuner.settings.values.shape import Shape
 
 aten = torch.ops.aten
 
@@ -241,13 +239,13 @@ def gradients_released(
 
 
 @torch.no_grad()
-def trace_vae(model: nn.Module, dtype: torch.dtype, size: Size, samples: int, decodes: bool) -> int:
-    """Return the most bytes, weights included, that a VAE on the meta device takes for images of a size in px."""
+def trace_vae(model: nn.Module, dtype: torch.dtype, shape: Shape, samples: int, decodes: bool) -> int:
+    """Return the most bytes, weights included, that a VAE on the meta device takes for images of a shape in px."""
     mode = new_mode()
     parameters = list(with_fake_parameters(model, mode, dtype).parameters())
     has_frames = any(each.ndim == 5 for each in parameters)
     with mode:
-        images = torch.empty(samples, 3, *((1,) if has_frames else ()), size[1], size[0], dtype=dtype)
+        images = torch.empty(samples, 3, *((1,) if has_frames else ()), shape.height, shape.width, dtype=dtype)
     vae: Any = model
     encoded = vae.encode(images)
     latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()

@@ -16,6 +16,7 @@ from simpletuner.models.family.vae import Vae, cell_px
 from simpletuner.models.folder.diffusers_io import TEXT_PARTS, build_on_meta, diffusers_class, require_packages
 from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import weights_files
+from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:
     from simpletuner.models.automatic.family import AutomaticFamily
@@ -116,10 +117,10 @@ class AutomaticVae(Vae):
 
     def normalize(self, latents_BCHW: Tensor) -> Tensor:
         height, width = (side * cell_px(self.model) for side in latents_BCHW.shape[-2:])
-        return self.predictor.from_vae(latents_BCHW.cpu(), (width, height))
+        return self.predictor.from_vae(latents_BCHW.cpu(), Shape(1, height, width))
 
-    def denormalize(self, latents: Tensor) -> Tensor:
-        for_vae = self.predictor.to_vae(latents.cpu())
+    def denormalize(self, latents_BCHW: Tensor) -> Tensor:
+        for_vae = self.predictor.to_vae(latents_BCHW.cpu())
         return for_vae.squeeze(2) if for_vae.ndim == 5 else for_vae
 
 

@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.automatic.components import (
     AutomaticVae,
     denoiser_of,
@@ -28,7 +24,7 @@ from simpletuner.models.automatic.components import (
 )
 from simpletuner.models.automatic.prediction import Denoise, Predictor, capture
 from simpletuner.models.automatic.proof import Proof
-from simpletuner.models.automatic.seams import Entry, refused
+from simpletuner.models.automatic.seams import PipelineRun, refused
 from simpletuner.models.automatic.study import (
     Findings,
     Study,
@@ -44,10 +40,12 @@ from simpletuner.models.family.objectives import Objective, diffusion, flow_matc
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.folder.diffusers_io import cast_floating
 from simpletuner.parallel.engine import compute_dtype
+from simpletuner.private_api.of_torch import FakeTensor, outside_modes, tree_flatten, tree_leaves, tree_map_only
 from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.values.shape import Shape
 
-SMALLEST = (64, 64)
-"""Size in px that is studied where no bucket is known."""
+SMALLEST = Shape(1, 64, 64)
+"""Shape in px that is studied where no bucket is known."""
 
 
 class AutomaticFamily(ModelFamily):
@@ -76,18 +74,18 @@ class AutomaticFamily(ModelFamily):
 
     @property
     def found(self) -> Findings:
-        """What was proven at the start of a run, or else is now."""
+        """Findings that were proven at the start of a run, or else are now."""
         if self._found is None:
             self.prove([SMALLEST], torch.device("cpu"))
         assert self._found is not None
         return self._found
 
-    def prove(self, sizes: list[Size], device: torch.device) -> None:
-        """Study the pipeline at the smallest of these sizes in px, and prove what was found.
+    def prove(self, shapes: list[Shape], device: torch.device) -> None:
+        """Study the pipeline at the smallest of these shapes in px, and prove what was found.
 
-        Raises SettingsError where it cannot be trained, or does not keep to one of the sizes.
+        Raises SettingsError where it cannot be trained, or does not keep to one of the shapes.
         """
-        smallest, settings = min(sizes, key=lambda size: size[0] * size[1]), self.settings
+        smallest, settings = min(shapes, key=lambda shape: shape.area), self.settings
         vae = AutomaticVae(self, device, lambda model: None)
         entered = open_pipeline(self, device, compute_dtype(settings), vae.model)
         module = load_shared(self, device).requires_grad_(False)
@@ -99,10 +97,10 @@ class AutomaticFamily(ModelFamily):
         found = proof.prove()
         module.requires_grad_(True)
         unused = proof.unused_parameters(lambda: module.named_parameters(remove_duplicate=False))
-        for size in sizes:
-            drawn, wanted = noise_shape(entered, study.encoded[0], size, found.arguments), found.layout.shape_for(size)
+        for shape in shapes:
+            drawn, wanted = noise_shape(entered, study.encoded[0], shape, found.arguments), found.layout.axes_for(shape)
             if drawn[1:] != wanted:
-                raise study.refused(f"it draws noise of shape {drawn[1:]} for {size[0]}x{size[1]} px, not {wanted}")
+                raise study.refused(f"it draws noise of shape {drawn[1:]} for {shape} px, not {wanted}")
         self._found = replace(found, unused=unused)
         for name in ("meta_denoiser", "adapter"):  # which weights are trained is known only now
             self.__dict__.pop(name, None)
@@ -130,7 +128,7 @@ class AutomaticFamily(ModelFamily):
 
     # What a family defines.
 
-    def objective(self) -> Objective:  # type: ignore[override]
+    def objective(self) -> Objective:
         return diffusion(self) if samples_by_diffusion(self.scheduler()) else flow_matching(self)
 
     def text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
@@ -207,7 +205,7 @@ class AutomaticFamily(ModelFamily):
                 return predictor.blank(given)
 
             # Whoever counts would count this run, too.
-            with _disable_current_modes(), torch.no_grad():
+            with outside_modes(), torch.no_grad():
                 ones = [found.text.ones(dict(rows))] * shape[0]
                 times = torch.full((shape[0],), 500 if found.schedule.objective == "diffusion" else 0.5)
                 predictor.predict(record, torch.zeros(shape), times, ones)
@@ -228,20 +226,18 @@ class AutomaticFamily(ModelFamily):
     def has_any_text_length(self) -> bool:
         return self.found.text.has_any_length
 
-    def mu(self, size: Size, config: Mapping[str, Any]) -> float:
-        """Return the shift that the pipeline itself computes; `size` is (height, width) in latent cells."""
+    def mu(self, shape: Shape, config: Mapping[str, Any]) -> float:
+        """Return the shift that the pipeline itself computes, by a shape in latent cells."""
         predictor, layout = self.predictor(torch.device("cpu")), self.found.layout
-        shape = list(layout.shape)
-        shape[layout.rows], shape[layout.columns] = size
         text = self.found.text.example(torch.device("cpu"))
-        entry = Entry(text=text, time=torch.zeros(1), denoise=predictor.blank)
-        predictor.entered.run(entry, ["x"], layout.size(shape), **self.found.arguments)
+        entry = PipelineRun(text=text, time=torch.zeros(1), denoise=predictor.blank)
+        predictor.entered.run(entry, ["x"], layout.in_px(layout.axes(shape)), **self.found.arguments)
         if entry.mu is None:
             raise refused(self.pipeline_class.__name__, "it gives no shift to a scheduler that has none of its own")
         return entry.mu
 
-    def input_shapes(self, size: Size) -> dict[str, tuple[int, ...]]:
-        return {"latents": self.found.layout.shape_for(size), **self.conditioning_shapes()}
+    def input_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+        return {"latents": self.found.layout.axes_for(shape), **self.conditioning_shapes()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self.found.text.shapes)
@@ -253,7 +249,7 @@ class AutomaticFamily(ModelFamily):
         found, device = self.found, positive["prompt_embeds"].device
         predictor = Predictor(open_pipeline(self, device, None, vae.model), found)
         seen: list[Tensor] = []
-        entry = Entry(denoise=self.denoise(model, positive["prompt_embeds"].dtype), decode=capture(seen))
+        entry = PipelineRun(denoise=self.denoise(model, positive["prompt_embeds"].dtype), decode=capture(seen))
         leaves, other = (found.text.leaves(each, 0) for each in (positive, negative))
         guidance = None if found.embeds_guidance or sampling.guidance <= 1 else found.guidance
         if guidance is None:
@@ -266,7 +262,7 @@ class AutomaticFamily(ModelFamily):
         arguments |= {"output_type": "pt", "num_inference_steps": sampling.steps}
         arguments["generator"] = torch.Generator().manual_seed(sampling.seed)
         with torch.no_grad():
-            predictor.entered.run(entry, ["x"], sampling.size, guidance is not None, **arguments)
+            predictor.entered.run(entry, ["x"], sampling.shape, guidance is not None, **arguments)
         return vae.normalize(seen[0].squeeze(2) if seen[0].ndim == 5 else seen[0])
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simpletuner.data.images.geometry import Size
-from simpletuner.models.automatic.seams import Ended, EnteredPipeline, Entry, refused
+from simpletuner.models.automatic.seams import Ended, EnteredPipeline, PipelineRun, refused
 from simpletuner.models.automatic.study import Findings, latents_among
 from simpletuner.models.automatic.text import collate_texts
+from simpletuner.settings.values.shape import Shape
 
 Denoise = Callable[[dict[str, Any]], Any]
 
@@ -41,7 +41,7 @@ class VaeMap:
 
 @dataclass
 class Predictor:
-    """One pipeline on one device. Latents are in the shape of the noise that it draws."""
+    """Predictions by one pipeline on one device. Latents are in the shape of the noise that it draws."""
 
     entered: EnteredPipeline
     found: Findings
@@ -55,8 +55,8 @@ class Predictor:
             each = zip(noised.split(1), timesteps.split(1), texts, strict=True)
             return torch.cat([self.predict(denoise, one, time, [text]) for one, time, text in each])
         text = found.text.build(texts[0]) if found.axes is None else collate_texts(found.text, found.axes, texts)
-        entry = Entry(text=text, noise=noised, time=found.schedule.time(timesteps).to(device), denoise=denoise)
-        self.entered.run(entry, ["x"] * len(noised), found.layout.size(noised.shape[1:]), **found.arguments)
+        entry = PipelineRun(text=text, noise=noised, time=found.schedule.time(timesteps).to(device), denoise=denoise)
+        self.entered.run(entry, ["x"] * len(noised), found.layout.in_px(noised.shape[1:]), **found.arguments)
         prediction, sample = self._handed(entry)
         if prediction.shape != sample.shape or len(entry.calls) != 1:
             raise refused(
@@ -83,16 +83,16 @@ class Predictor:
             self.orders[shape] = self._permutation(low[1], high[1], shape)
         return self.orders[shape].to(device)
 
-    def vae_map(self, size: Size) -> VaeMap:
-        """Return how a pipeline makes latents of (width, height) px ready for its VAE."""
-        shape, device = self.found.layout.shape_for(size), self.entered.device
-        if shape not in self.maps:
-            zeros, ones = torch.zeros(1, *shape, device=device), torch.ones(1, *shape, device=device)
-            shift, unit, low, high = (self.for_vae(noise) for noise in (zeros, ones, *digits(shape, device)))
+    def vae_map(self, shape: Shape) -> VaeMap:
+        """Return how a pipeline makes latents ready for its VAE, of an image of a shape in px."""
+        axes, device = self.found.layout.axes_for(shape), self.entered.device
+        if axes not in self.maps:
+            zeros, ones = torch.zeros(1, *axes, device=device), torch.ones(1, *axes, device=device)
+            shift, unit, low, high = (self.for_vae(noise) for noise in (zeros, ones, *digits(axes, device)))
             scale = unit - shift
-            where = self._permutation((low - shift) / scale, (high - shift) / scale, shape)
-            self.maps[shape] = VaeMap(tuple(shift.shape[1:]), where, scale.flatten(), shift.flatten())
-        return self.maps[shape]
+            where = self._permutation((low - shift) / scale, (high - shift) / scale, axes)
+            self.maps[axes] = VaeMap(tuple(shift.shape[1:]), where, scale.flatten(), shift.flatten())
+        return self.maps[axes]
 
     @torch.no_grad()
     def for_vae(self, latents: Tensor) -> Tensor:
@@ -103,16 +103,16 @@ class Predictor:
             raise refused(self.entered.cls.__name__, "it does not decode by `vae.decode`")
         return seen[0].double()
 
-    def from_vae(self, latents: Tensor, size: Size) -> Tensor:
+    def from_vae(self, latents: Tensor, shape: Shape) -> Tensor:
         """Convert latents of the VAE (B, ...) to those of the denoiser, float32."""
-        known = self.vae_map(size)
+        known = self.vae_map(shape)
         flat = (latents.flatten(1).double() - known.shift) / known.scale
-        shape = self.found.layout.shape_for(size)
-        return flat.new_empty(flat.shape).index_copy(1, known.where, flat).view(-1, *shape).float()
+        axes = self.found.layout.axes_for(shape)
+        return flat.new_empty(flat.shape).index_copy(1, known.where, flat).view(-1, *axes).float()
 
     def to_vae(self, latents: Tensor) -> Tensor:
         """Convert latents of the denoiser (B, ...) to those of the VAE, float32."""
-        known = self.vae_map(self.found.layout.size(latents.shape[1:]))
+        known = self.vae_map(self.found.layout.in_px(latents.shape[1:]))
         flat = latents.flatten(1).double()[:, known.where] * known.scale + known.shift
         return flat.view(-1, *known.shape).float()
 
@@ -121,16 +121,16 @@ class Predictor:
         return self.found.outputs.make(latents_among(given, self.found.latents_input))
 
     @torch.no_grad()
-    def _blank(self, noise: Tensor, at_step: Any = None, decode: Any = None) -> Entry:
+    def _blank(self, noise: Tensor, at_step: Any = None, decode: Any = None) -> PipelineRun:
         found, device = self.found, self.entered.device
         time, text = found.schedule.example().to(device), found.text.example(device)
-        entry = Entry(text=text, noise=noise, time=time, denoise=self.blank, at_step=at_step, decode=decode)
+        entry = PipelineRun(text=text, noise=noise, time=time, denoise=self.blank, at_step=at_step, decode=decode)
         output = {"output_type": "latent" if decode is None else "pt"}
-        self.entered.run(entry, ["x"], found.layout.size(noise.shape[1:]), **found.arguments, **output)
+        self.entered.run(entry, ["x"], found.layout.in_px(noise.shape[1:]), **found.arguments, **output)
         self._handed(entry)
         return entry
 
-    def _handed(self, entry: Entry) -> tuple[Tensor, Tensor]:
+    def _handed(self, entry: PipelineRun) -> tuple[Tensor, Tensor]:
         if entry.handed is None:
             raise refused(self.entered.cls.__name__, "it never calls its scheduler's `step`")
         return entry.handed

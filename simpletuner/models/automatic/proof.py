@@ -1,4 +1,4 @@
-"""The proof that training by a pipeline's own call is right, on its real components, at one size in px.
+"""The proof that training by a pipeline's own call is right, on its real components, at one shape in px.
 
 Each check raises SettingsError with one sentence. What the study inferred (sign, time, order, scale) is shown by the
 pipeline's own loop with its own scheduler, so nothing rests on what diffusers' code looks like.
@@ -16,7 +16,7 @@ from torch import Tensor
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.components import AutomaticVae
 from simpletuner.models.automatic.prediction import Predictor
-from simpletuner.models.automatic.seams import Entry, tensors_of
+from simpletuner.models.automatic.seams import PipelineRun, tensors_of
 from simpletuner.models.automatic.study import Findings, Study, noise_levels, random, samples_by_diffusion
 from simpletuner.models.family.objectives import velocity
 
@@ -53,7 +53,7 @@ class Proof:
 
     def latents_of_image(self) -> Tensor:
         """Return normalized latents (1, ...) of an image, which the pipeline's loop is to end at."""
-        width, height = self.study.size
+        _, height, width = self.study.shape
         ramp = torch.linspace(-1, 1, width).expand(1, 3, height, width)
         clean = self.vae.encode(ramp * torch.tensor([1.0, -1.0, 0.5]).view(1, 3, 1, 1))
         if tuple(clean.shape[1:]) != self.found.layout.shape:
@@ -80,7 +80,9 @@ class Proof:
         """
         ends: list[Tensor] = []
 
-        def at_step(scheduler: Any, own: Any, output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kw: Any):
+        def at_step(
+            scheduler: Any, own: Any, output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kw: Any
+        ) -> Any:
             target = self.predictor.to_step(clean, sample).to(sample.dtype)
             exact = sign * exact_prediction(scheduler, sample, timestep, target, len(ends))
             stepped = own(exact.to(output.dtype), timestep, sample, *args, **kw)
@@ -89,7 +91,7 @@ class Proof:
 
         noise = random(clean.shape[1:], 1)
         self.predictor.order(tuple(clean.shape[1:]), self.device)
-        output = self.loop(Entry(noise=noise, denoise=self.predictor.blank, at_step=at_step), "pt")
+        output = self.loop(PipelineRun(noise=noise, denoise=self.predictor.blank, at_step=at_step), "pt")
         ended = self.predictor.from_step(ends[-1].float(), tuple(clean.shape[1:])).cpu()
         return ended, output[0].detach().float().cpu()
 
@@ -97,7 +99,7 @@ class Proof:
         expected = self.vae.decode(clean).add(1).div(2).clamp(0, 1)
         image = image.flatten(0, -4)  # a video of one frame has an axis more
         if image.shape != expected.shape:
-            width, height = self.study.size
+            _, height, width = self.study.shape
             raise self.study.refused(f"its image for {width}x{height} px is {image.shape[-1]}x{image.shape[-2]} px")
         off = float((image - expected).abs().mean())
         if off > ALIKE:
@@ -107,18 +109,20 @@ class Proof:
         """Compare the second call of a real loop with a single one at its time and latents."""
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-        def at_step(scheduler: Any, own: Any, output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kw: Any):
+        def at_step(
+            scheduler: Any, own: Any, output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kw: Any
+        ) -> Any:
             scaled = hasattr(scheduler, "scale_model_input")
             shown = scheduler.scale_model_input(sample, timestep) if scaled else sample
             seen.append((scheduler.timesteps[len(seen)].reshape(1), shown, output))
             return own(output, timestep, sample, *args, **kw)
 
-        entry = Entry(noise=random(self.found.layout.shape, 2), denoise=self.denoise, at_step=at_step)
+        entry = PipelineRun(noise=random(self.found.layout.shape, 2), denoise=self.denoise, at_step=at_step)
         self.loop(entry, "latent")
         time, shown, output = seen[1]
         latents = self.predictor.from_step(shown, self.found.layout.shape).float()
-        single = Entry(text=self.study.encoded[0], noise=latents, time=time, denoise=self.denoise)
-        self.study.entered.run(single, ["x"], self.study.size, **self.found.arguments)
+        single = PipelineRun(text=self.study.encoded[0], noise=latents, time=time, denoise=self.denoise)
+        self.study.entered.run(single, ["x"], self.study.shape, **self.found.arguments)
         assert single.handed is not None
         if (off := distance(single.handed[0], output)) > CLOSE or not output.isfinite().all():
             inputs = differing(entry.calls[1], single.calls[0]) or "the prediction"
@@ -163,14 +167,14 @@ class Proof:
     def denoise(self, given: dict[str, Any]) -> Any:
         return self.study.module(**given)
 
-    def loop(self, entry: Entry, output_type: str) -> tuple[Any, ...]:
+    def loop(self, entry: PipelineRun, output_type: str) -> tuple[Any, ...]:
         """Run the pipeline's own loop."""
         entry.text = self.study.encoded[0]
         arguments = {**self.found.arguments, "output_type": output_type, "num_inference_steps": STEPS}
         # Ancestral schedulers draw while they step.
         arguments["generator"] = torch.Generator().manual_seed(5)
         with torch.no_grad():
-            output = self.study.entered.run(entry, ["x"], self.study.size, **arguments)
+            output = self.study.entered.run(entry, ["x"], self.study.shape, **arguments)
         if output is None or len(entry.calls) < 2:
             raise self.study.refused(f"its loop of {STEPS} steps calls its denoiser {len(entry.calls)} times")
         return output

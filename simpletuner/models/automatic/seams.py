@@ -1,4 +1,4 @@
-"""Entry into a pipeline's own `__call__` at four seams, so that one run of it is one call of the denoiser.
+"""PipelineRun into a pipeline's own `__call__` at four seams, so that one run of it is one call of the denoiser.
 
 1. `encode_prompt` replays what it returned when a caption was cached.
 2. `randn_tensor` hands in the noised latents: packing, patches and extra axes are the pipeline's.
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from diffusers.utils.torch_utils import randn_tensor as draw
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.errors import SettingsError
+from simpletuner.private_api.of_torch import tree_map_only
+from simpletuner.settings.values.shape import Shape
 
 ALWAYS = {
     "clean_caption": False,
@@ -36,7 +36,7 @@ ALWAYS = {
 """Arguments of every run, as far as a pipeline has them."""
 
 FRAMES = ("num_frames", "frames", "video_length")
-"""What pipelines call the length of a video."""
+"""Names that pipelines have for the length of a video."""
 
 GUIDERS = ("guider", "ocr_guider")
 """Components that guide in place of an argument (HunyuanVideo 1.5)."""
@@ -59,8 +59,8 @@ def refused(pipeline: Any, why: str) -> SettingsError:
 
 
 @dataclass
-class Entry:
-    """What the seams hand in during one run, and what they see."""
+class PipelineRun:
+    """Values that the seams hand in during one run, and what they see."""
 
     text: Sequence[Any] | None = None
     """Returned by `encode_prompt`, one for each of its calls; None: it really encodes."""
@@ -110,7 +110,7 @@ class EnteredPipeline:
     """
 
     def __init__(self, cls: Any, load: Callable[[Any], Any], denoiser: str, device: torch.device) -> None:
-        self.device, self.denoiser, self.entry = device, denoiser, Entry()
+        self.device, self.denoiser, self.entry = device, denoiser, PipelineRun()
         self.cls, self.running = cls, False
         if not hasattr(cls, "encode_prompt"):
             raise refused(cls.__name__, "it has no encode_prompt, whose embeddings could be cached")
@@ -128,11 +128,11 @@ class EnteredPipeline:
             self.stand_ins["vae"] = StandIn(vae, decode=self._decode)
 
     def run(
-        self, entry: Entry, prompts: Sequence[str], size: Size, guided: bool = False, **arguments: Any
+        self, entry: PipelineRun, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: Any
     ) -> tuple[Any, ...] | None:
-        """Run the pipeline for images of (width, height) px, and return its output; None where a seam ended it."""
-        given = {"prompt": list(prompts), "width": size[0], "height": size[1], "output_type": "latent"}
-        given |= {**dict.fromkeys(FRAMES, 1), "num_inference_steps": 4, **ALWAYS, **arguments}
+        """Run the pipeline for images of a shape in px, and return its output; None where a seam ended it."""
+        given = {"prompt": list(prompts), "width": shape.width, "height": shape.height, "output_type": "latent"}
+        given |= {**dict.fromkeys(FRAMES, shape.frames), "num_inference_steps": 4, **ALWAYS, **arguments}
         assert not self.running, "a seam entered the pipeline once more"
         self.entry, self.running = entry, True
         # Not by setattr, which would look up each component's class for the pipeline's config.
@@ -159,7 +159,7 @@ class EnteredPipeline:
             for each in guiders:
                 each.enable()
             self.pipeline.__dict__.update(before)
-            self.entry, self.running = Entry(), False
+            self.entry, self.running = PipelineRun(), False
 
     # The seams.
 
@@ -204,7 +204,7 @@ class EnteredPipeline:
             return self.entry.decode(latents)
         return vae.decode(latents.to(vae.dtype), *args, **kwargs)
 
-    def _scheduler(self, entry: Entry) -> Any:
+    def _scheduler(self, entry: PipelineRun) -> Any:
         if entry.time is not None:
             self.one_step.timesteps = entry.time if len(entry.time) == 1 else entry.time[None]
             return self.one_step

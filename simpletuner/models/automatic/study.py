@@ -1,4 +1,4 @@
-"""What running a pipeline shows of it: its objective, how guidance is off, and what its denoiser is given.
+"""Study of a pipeline by running it: its objective, how guidance is off, and what its denoiser is given.
 
 Nothing here is believed: `proof.py` runs the pipeline's own loop with it.
 """
@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.errors import SettingsError
-from simpletuner.models.automatic.seams import Ended, EnteredPipeline, Entry, refused, tensors_of
+from simpletuner.models.automatic.seams import Ended, EnteredPipeline, PipelineRun, refused, tensors_of
 from simpletuner.models.automatic.text import TextLayout, all_equal, batch_axes, same, to_float32
+from simpletuner.private_api.of_torch import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from simpletuner.settings.values.shape import Shape
 
 CAPTIONS = (
     "a red circle",
@@ -28,15 +28,15 @@ CAPTIONS = (
 """Short and long ones; the last is as long as text encoders read."""
 
 FLOW_LEVEL, DIFFUSION_TIME = 0.3, 300
-"""Where inputs are studied."""
+"""Points at which inputs are studied."""
 
 GUIDED = 5.0
 """A scale above which every pipeline guides."""
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What a pipeline's scheduler samples from, and the time that its denoiser gets."""
+class NoiseSchedule:
+    """Objective that a pipeline's scheduler samples from, and the time that its denoiser gets."""
 
     objective: Literal["flow", "diffusion"]
     slope: float = 1.0
@@ -53,11 +53,11 @@ class Schedule:
         return self.time(own)
 
 
-def study_schedule(scheduler: Any, pipeline: str) -> Schedule:
+def study_schedule(scheduler: Any, pipeline: str) -> NoiseSchedule:
     """Find the objective and the time in a scheduler. Raises SettingsError for one that is neither."""
     config = scheduler.config
     if samples_by_diffusion(scheduler):
-        return Schedule("diffusion")
+        return NoiseSchedule("diffusion")
     if "sigma_data" in config:
         raise refused(pipeline, f"{type(scheduler).__name__} is for EDM, which is not trained here")
     own = type(scheduler).from_config(config)
@@ -72,7 +72,7 @@ def study_schedule(scheduler: Any, pipeline: str) -> Schedule:
     if off > 1.01 * abs(slope) / 1000 * (1 + (abs(slope) == 1)):
         raise refused(pipeline, f"{type(scheduler).__name__} has times that are no multiple of its noise levels")
     assert len(sigmas) == len(levels)
-    return Schedule("flow", slope, offset)
+    return NoiseSchedule("flow", slope, offset)
 
 
 def samples_by_diffusion(scheduler: Any) -> bool:
@@ -95,21 +95,25 @@ class Layout:
     columns: int
     cell_px: int
 
-    def size(self, shape: Sequence[int]) -> Size:
-        """Return the (width, height) in px of latents of this shape, without batch."""
-        return shape[self.columns] * self.cell_px, shape[self.rows] * self.cell_px
+    def in_px(self, latents: Sequence[int]) -> Shape:
+        """Return the shape in px of an image whose latents have these axes, without batch."""
+        return Shape(1, latents[self.rows] * self.cell_px, latents[self.columns] * self.cell_px)
 
-    def shape_for(self, size: Size) -> tuple[int, ...]:
-        shape = list(self.shape)
-        shape[self.columns], shape[self.rows] = size[0] // self.cell_px, size[1] // self.cell_px
-        return tuple(shape)
+    def axes(self, cells: Shape) -> tuple[int, ...]:
+        """Return the axes of latents, without batch, of a shape in latent cells."""
+        axes = list(self.shape)
+        axes[self.rows], axes[self.columns] = cells.height, cells.width
+        return tuple(axes)
+
+    def axes_for(self, shape: Shape) -> tuple[int, ...]:
+        return self.axes(shape.in_cells(self.cell_px))
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a pipeline was found to do; the arguments that its calls are made with."""
+    """Facts that were found of a pipeline, and the arguments that its calls are made with."""
 
-    schedule: Schedule
+    schedule: NoiseSchedule
     text: TextLayout
     layout: Layout
     arguments: dict[str, Any]
@@ -125,7 +129,7 @@ class Findings:
     axes: tuple[int | None, ...] | None = None
     """Batch axes of the text's leaves; None: one call of the pipeline per sample."""
     unbatched: str = ""
-    """Why samples are not in one call."""
+    """Reason for which samples are not in one call."""
     guidance: GuidedText | None = None
     """None: images are sampled without guidance."""
     unguided: str = ""
@@ -200,12 +204,12 @@ def latents_among(given: dict[str, Any], name: str) -> list[Tensor]:
 
 @dataclass
 class Study:
-    """Runs of one pipeline with all its components, at one size in px."""
+    """Runs of one pipeline with all its components, at one shape in px."""
 
     entered: EnteredPipeline
     module: Callable[..., Any]
     """The denoiser, with weights."""
-    size: Size
+    shape: Shape
     guidance: float = 1.0
     """Embedded guidance scale to train with, where a denoiser has one."""
     given: dict[str, Any] = field(default_factory=dict)
@@ -234,9 +238,9 @@ class Study:
             return self.find_guidance(self.find_batches(self.find_embedded_guidance(found)))
         raise SettingsError(reasons[0], self.refused("").hint)
 
-    def find_with(self, schedule: Schedule, arguments: dict[str, Any]) -> Findings:
+    def find_with(self, schedule: NoiseSchedule, arguments: dict[str, Any]) -> Findings:
         """Study the pipeline with arguments by which guidance may be off."""
-        self.encoded = [encode(self.entered, caption, self.size, arguments) for caption in CAPTIONS]
+        self.encoded = [encode(self.entered, caption, self.shape, arguments) for caption in CAPTIONS]
         text = TextLayout.of(self.encoded, self.name)
         layout = self.find_layout(arguments)
         noise = random(layout.shape, 0)
@@ -265,12 +269,12 @@ class Study:
 
     def run(
         self, text: Any, noise: Tensor, time: Tensor, arguments: dict[str, Any], denoise: Any = None, count: int = 1
-    ) -> Entry:
+    ) -> PipelineRun:
         """Make one prediction; without `denoise` its inputs alone are recorded."""
-        entry = Entry(text=text, noise=noise.to(self.entered.device), time=time.to(self.entered.device))
+        entry = PipelineRun(text=text, noise=noise.to(self.entered.device), time=time.to(self.entered.device))
         entry.denoise = denoise or stop
         with torch.no_grad():
-            self.entered.run(entry, ["x"] * count, self.size, **arguments)
+            self.entered.run(entry, ["x"] * count, self.shape, **arguments)
         if not entry.calls:
             raise self.refused("it never calls its denoiser")
         if not entry.drawn:
@@ -289,9 +293,9 @@ class Study:
 
     def find_layout(self, arguments: dict[str, Any]) -> Layout:
         """Find the axes of the noise by drawing it at three sizes, and that the pipeline keeps to the sizes."""
-        (width, height), text = self.size, self.encoded[0]
-        sizes = ((width, height), (width * 2, height), (width, height * 2))
-        square, wide, high = (noise_shape(self.entered, text, size, arguments) for size in sizes)
+        (frames, height, width), text = self.shape, self.encoded[0]
+        shapes = (self.shape, Shape(frames, height, width * 2), Shape(frames, height * 2, width))
+        square, wide, high = (noise_shape(self.entered, text, shape, arguments) for shape in shapes)
         columns, rows = changed_axes(square, wide), changed_axes(square, high)
         if len(columns) != 1 or len(rows) != 1 or wide[columns[0]] != 2 * square[columns[0]]:
             raise self.refused(
@@ -321,15 +325,15 @@ class Study:
 
     def find_batches(self, found: Findings) -> Findings:
         arguments, texts = found.arguments, [CAPTIONS[0]]
-        one = encode(self.entered, texts, self.size, arguments)
-        axes, why = batch_axes(one, encode(self.entered, texts * 2, self.size, arguments))
+        one = encode(self.entered, texts, self.shape, arguments)
+        axes, why = batch_axes(one, encode(self.entered, texts * 2, self.shape, arguments))
         return replace(found, axes=tuple(axes) if axes is not None else None, unbatched=why)
 
     def find_guidance(self, found: Findings) -> Findings:
         """Find which part of a guided run's text is of the prompt, and which of the negative prompt."""
         count, prompt, negative = len(found.text.names), CAPTIONS[0], CAPTIONS[2]
         own, other_prompt, other_negative = (
-            tree_flatten(encode_guided(self.entered, *both, self.size, found))
+            tree_flatten(encode_guided(self.entered, *both, self.shape, found))
             for both in ((prompt, negative), (CAPTIONS[1], negative), (prompt, CAPTIONS[1]))
         )
         if not own[1] == other_prompt[1] == other_negative[1]:
@@ -350,24 +354,24 @@ def stop(given: dict[str, Any]) -> Any:
     raise Ended
 
 
-def encode(entered: EnteredPipeline, captions: str | list[str], size: Size, arguments: dict[str, Any]) -> list[Any]:
+def encode(entered: EnteredPipeline, captions: str | list[str], shape: Shape, arguments: dict[str, Any]) -> list[Any]:
     """Return what each call of encode_prompt returns for captions."""
-    entry = Entry(stop_at_noise=True, time=torch.zeros(1, device=entered.device), denoise=stop)
+    entry = PipelineRun(stop_at_noise=True, time=torch.zeros(1, device=entered.device), denoise=stop)
     with torch.no_grad():
-        entered.run(entry, [captions] if isinstance(captions, str) else captions, size, **arguments)
+        entered.run(entry, [captions] if isinstance(captions, str) else captions, shape, **arguments)
     if not entry.encoded:
         raise refused(entered.cls.__name__, "it draws noise before it calls encode_prompt, or never calls it")
     return entry.encoded
 
 
 def encode_guided(
-    entered: EnteredPipeline, prompt: str, negative: str | None, size: Size, found: Findings
+    entered: EnteredPipeline, prompt: str, negative: str | None, shape: Shape, found: Findings
 ) -> list[Any]:
     """Return what each call of encode_prompt returns for a prompt and a negative one, with guidance on."""
-    entry = Entry(stop_at_noise=True, time=torch.zeros(1, device=entered.device), denoise=stop)
+    entry = PipelineRun(stop_at_noise=True, time=torch.zeros(1, device=entered.device), denoise=stop)
     given = {} if negative is None else {"negative_prompt": [negative]}
     with torch.no_grad():
-        entered.run(entry, [prompt], size, True, **guided_arguments(found, GUIDED), **given)
+        entered.run(entry, [prompt], shape, True, **guided_arguments(found, GUIDED), **given)
     return entry.encoded
 
 
@@ -377,11 +381,11 @@ def guided_arguments(found: Findings, scale: float) -> dict[str, Any]:
     return found.arguments | {"guidance_scale": scale, "true_cfg_scale": scale}
 
 
-def noise_shape(entered: EnteredPipeline, text: Any, size: Size, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """Return the shape of the noise that a pipeline draws for an image of (width, height) px."""
-    entry = Entry(text=text, stop_at_noise=True, time=torch.zeros(1, device=entered.device), denoise=stop)
+def noise_shape(entered: EnteredPipeline, text: Any, shape: Shape, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Return the shape of the noise that a pipeline draws for an image of a shape in px."""
+    entry = PipelineRun(text=text, stop_at_noise=True, time=torch.zeros(1, device=entered.device), denoise=stop)
     with torch.no_grad():
-        entered.run(entry, ["x"], size, **arguments)
+        entered.run(entry, ["x"], shape, **arguments)
     if not entry.drawn:
         raise refused(entered.cls.__name__, "it draws no noise by randn_tensor, so it cannot be given noised latents")
     return entry.drawn[0]

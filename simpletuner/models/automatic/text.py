@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from simpletuner.models.automatic.seams import refused
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.folder.safetensors_dtypes import DTYPES
+from simpletuner.private_api.of_torch import TreeSpec, tree_flatten, tree_unflatten
 
 LENGTHS = "text_lengths"
 EMBEDS = "prompt_embeds"

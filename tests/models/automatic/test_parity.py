@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from models.test_inputs import CPU, SIZE, TRAINABLE, diffusers_pipeline, opened, recorded_call, same
+from models.test_inputs import CPU, SHAPE, TRAINABLE, diffusers_pipeline, opened, recorded_call, same
 from torch import Tensor, nn
 
 from simpletuner.data.batches.prefetch import stack_conditioning
 from simpletuner.data.images.geometry import Geometry
-from simpletuner.models.automatic.family import AutomaticFamily
+from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import sample_losses
@@ -36,13 +36,13 @@ def automatic(folder: Path, proven: bool = True) -> AutomaticFamily:
     family = family_class(model).open(folder, Settings(model=model, **SAME))
     assert isinstance(family, AutomaticFamily)
     if proven:
-        family.prove([(64, 64)], CPU)
+        family.prove([SMALLEST], CPU)
     return family
 
 
 def conditioning_of(family: ModelFamily) -> list[Conditioning]:
     """Return the conditioning of each caption, as the cache keeps it; the last one is no caption."""
-    size = family.size_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
+    size = family.size_conditioning(Geometry(SHAPE, SHAPE, (0, 0), SHAPE))
     encoded = family.text_encoder(CPU, torch.float32).encode(CAPTIONS)
     empty = family.unconditional({name: value[-1:] for name, value in encoded.items()})
     rows = [{name: value[number] for name, value in encoded.items()} for number in range(len(CAPTIONS) - 1)]
@@ -51,7 +51,7 @@ def conditioning_of(family: ModelFamily) -> list[Conditioning]:
 
 def trained(family: ModelFamily, denoiser: nn.Module, texts: list[Conditioning]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the prediction, flat, the loss of each sample, and all gradients."""
-    pixels = torch.rand(1, 3, SIZE[1], SIZE[0], generator=torch.Generator().manual_seed(0)) * 2 - 1
+    pixels = torch.rand(1, 3, *SHAPE[1:], generator=torch.Generator().manual_seed(0)) * 2 - 1
     clean = family.vae(CPU).encode(pixels)
     clean = clean.expand(len(texts), *clean.shape[1:])
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1))
@@ -65,7 +65,7 @@ def trained(family: ModelFamily, denoiser: nn.Module, texts: list[Conditioning])
 
 
 def inputs_of(family: ModelFamily, denoiser: nn.Module, text: Conditioning) -> dict[str, Any]:
-    noised = torch.randn(1, *family.input_shapes(SIZE)["latents"], generator=torch.Generator().manual_seed(2))
+    noised = torch.randn(1, *family.input_shapes(SHAPE)["latents"], generator=torch.Generator().manual_seed(2))
     times = torch.tensor([0.5 if "Flow" in type(family.objective()).__name__ else 500])
     return recorded_call(denoiser, lambda: family.predict(denoiser, noised, times, stack_conditioning([text])))
 
@@ -93,7 +93,7 @@ def expect_parity(key: str, pipelines: Callable[[str], Path]) -> None:
     assert (grads - expected[2]).norm() < 1e-5 * expected[2].norm()
     assert {*auto.unused_parameters()} == {name for name, each in denoiser.named_parameters() if each.grad is None}
 
-    sampling = SamplingParams(SIZE, 2, 3.0, seed=7)
+    sampling = SamplingParams(SHAPE, 2, 3.0, seed=7)
     samples = [
         family.sample(denoiser, family.vae(CPU), sampling, *(stack_conditioning([text]) for text in (own[0], own[2])))
         for family, own in ((auto, texts[1]), (hand, texts[0]))

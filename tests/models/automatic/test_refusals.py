@@ -19,7 +19,7 @@ from models.automatic.test_parity import SAME, automatic, expect_parity
 from models.test_inputs import CPU
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.automatic.family import AutomaticFamily
+from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
 from simpletuner.models.families.ltxvideo import LTXVideo
 from simpletuner.settings.declared.sections import Model, Settings
 
@@ -68,7 +68,7 @@ def test_a_fault_in_a_pipeline_s_call_is_refused(old, new, sentence, flux):
 
     family = opened_as(planted(FluxPipeline, old, new), flux)
     with pytest.raises(SettingsError) as refusal:
-        family.prove([(64, 64)], CPU)
+        family.prove([SMALLEST], CPU)
     assert sentence in refusal.value.message and refusal.value.hint == ADVICE
     assert refusal.value.message.startswith("model_family=auto cannot train FluxPipeline: ")
 
@@ -88,7 +88,7 @@ def test_a_class_with_a_wrong_sign_and_a_call_without_gradients_are_found(flux, 
             return super().__call__(prompt, height=height, width=width, return_dict=False, **kwargs)
 
     with pytest.raises(SettingsError, match="computes no gradients"):
-        opened_as(Wrapped, flux).prove([(64, 64)], CPU)
+        opened_as(Wrapped, flux).prove([SMALLEST], CPU)
 
 
 def changed(folder: Path, target: Path, file: str, **changes: Any) -> Path:
