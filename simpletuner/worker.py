@@ -14,7 +14,7 @@ from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.verification import CheckpointDamaged, Checksums, Verification
 from simpletuner.data.batches.prefetch import RankSlice, prefetch
 from simpletuner.data.sampler.permutation import hash_key
-from simpletuner.errors import explain_system_errors
+from simpletuner.errors import EnvironmentNotReady, explain_system_errors
 from simpletuner.launch.launcher_connection import connect_to_launcher
 from simpletuner.launch.node_info import check_local_ranks, node_info
 from simpletuner.launch.rendezvous import Group, verify_same_config
@@ -27,8 +27,8 @@ from simpletuner.parallel.engine import Engine, compute_dtype
 from simpletuner.parallel.gpu import explain_out_of_memory, set_float32_precision
 from simpletuner.parallel.mesh import build_mesh
 from simpletuner.parallel.model.attention_backend import attention_by
-from simpletuner.parallel.world import STALL_SECONDS, joined_world, report_first_failure
-from simpletuner.preparation.prepare import Plan, Prepared, folders_of, plan_data, prepare
+from simpletuner.parallel.world import STALL_SECONDS, World, joined_world, report_first_failure
+from simpletuner.preparation.prepare import Plan, Prepared, folders_of, plan_data, prepare, samples_by_shape
 from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.report import Report
 from simpletuner.session import Session
@@ -173,6 +173,10 @@ def train(
     session.world.activity.begin("reading the base model", watched=False)
     family = load_family(session.settings, session.world, session.stop.check)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
+    session.world.activity.begin("proving the pipeline", watched=False)
+    family.prove(sorted(samples_by_shape(plan)), session.world.device)
+    verify_same_facts(family.facts(), session.world)
+    session.world.activity.begin("reading the base model", watched=False)
     check_export(family, pipelines_of(session.settings))
     wait_for_base_checksums = start_base_checksums(session, family, checkpoint)
     check_engine(session, family)
@@ -191,7 +195,7 @@ def train(
         set_later_aside(session, state.step)
         rows = describe_run(resolved, family, state, prepared.plan)
         session.report.table("simpletuner train", rows)
-        record_settings(session, state.step)
+        record_settings(session, state.step, family.facts())
         facts = facts_of(session.loaded, rows, prepared.plan)
         with open_html_report(session, facts, state.schedule.max_steps) as page:
             after_rounds = [page.renew, notifier.send_round] if page is not None else []
@@ -202,6 +206,16 @@ def train(
             with trainer.durations.timed(EXPORTING):
                 export(session, family, state, partial(write_card, session, family, facts))
             trainer.durations.write()
+
+
+def verify_same_facts(facts: Mapping[str, str], world: World) -> None:
+    """Collective: raise EnvironmentNotReady where ranks found different facts: they would call the denoiser unequally
+    often, and wait for one another's shards."""
+    if facts and len(found := set(world.gather_texts(str(sorted(facts.items()))))) > 1:
+        raise EnvironmentNotReady(
+            f"ranks found different facts about the pipeline: {' and '.join(sorted(found))}",
+            "use the same versions of diffusers, transformers and torch, and the same GPUs, on all machines",
+        )
 
 
 def start_base_checksums(
@@ -231,7 +245,7 @@ def open_state(
         base_fingerprints=base_fingerprints(family),
     )
     if checkpoint is not None:
-        warn_of_changed_base(session, checkpoint, state.base_fingerprints)
+        warn_of_changed_base(session, checkpoint, state.base_fingerprints, family.facts())
         state.restore(checkpoint, settings, session.report)
         warn_of_changed_data(session, plan, checkpoint)
     return state

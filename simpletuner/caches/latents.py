@@ -51,6 +51,7 @@ class LatentsCache:
         self.writers = writers
         # By content, not by path: a base model that was moved or downloaded again leaves the cache valid.
         self.fingerprint, self.dtype = folder_fingerprint([family.folder / "vae"]), latents_dtype(family.settings)
+        self.facts = dict(family.cache_facts)
         self.stored_dtype = DTYPES[family.settings.data.vae_cache_dtype]
         self.reader: ShardReader | None = None
         self.doubtful: dict[str, str] = {}
@@ -65,7 +66,9 @@ class LatentsCache:
         job = CacheJob(
             title="images",
             folder=self.folder,
-            digest=short_hash([self.samples.checksum("name", "version"), self.fingerprint, self.dtype]),
+            digest=short_hash(
+                [self.samples.checksum("name", "version"), self.fingerprint, self.dtype, *self.facts.values()]
+            ),
             chunk=chunk,
             items=lambda: self.samples,
             request=self.request,
@@ -114,7 +117,7 @@ class LatentsCache:
         return self.reader.read(location)["latents"].float()
 
     def _parts(self, sample: Sample) -> KeyParts:
-        return latents_parts(sample, self.fingerprint, self.dtype)
+        return latents_parts(sample, self.fingerprint, self.dtype) | self.facts
 
     def _encode(self, decoded: Sequence[Tensor | str]) -> list[Made]:
         good = [pixels for pixels in decoded if isinstance(pixels, Tensor)]

@@ -45,7 +45,8 @@ class TextCache:
         """`writers` is given where captions are encoded while training."""
         self.folder, self.samples, self.prompts, self.compress = folder, samples, prompts, compress
         self.encoder, self.family, self.world, self.mirror, self.writers = encoder, family, world, mirror, writers
-        self.parts = text_parts(folder_fingerprint(text_folders(family.folder)), str(dtype), family.max_length)
+        encoders = folder_fingerprint(text_folders(family.folder))
+        self.parts = {**text_parts(encoders, str(dtype), family.max_length), **family.cache_facts}
         self.reader: ShardReader | None = None
         self.growing: GrowingCache[str, str] | None = None
 

@@ -80,6 +80,7 @@ class StateFields(BaseModel):
     model_family: str = ""
     model_type: Literal["full", "lora"] = "full"
     lora: dict[str, int | float | str] = {}
+    proven: dict[str, str] = {}
 
 
 @dataclass(frozen=True)

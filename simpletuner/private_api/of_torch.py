@@ -13,15 +13,24 @@ from torch._functorch import config as functorch_config
 
 # The only tensors with a device, a dtype and a shape but no memory: `plan` runs whole training steps on them. On the
 # meta device all operators are of one device, so CUDA's autocast and kernels could not be followed.
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 # Sees every operator below autograd; FlopCounterMode and torch's memory tracker are such modes.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-# The tensors among an operator's arguments, which a dispatch mode gets as lists and dicts.
+# The tensors among an operator's arguments, which a dispatch mode gets as lists and dicts; and among what a pipeline's
+# encode_prompt returns.
+from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# Within a count on fake tensors, real numbers for a pipeline that reads them.
+outside_modes = _disable_current_modes
 
 # The operators below torch's functional collectives, which are private too: torch.compile traces them.
 functional_collectives = torch.ops._c10d_functional

@@ -26,6 +26,9 @@ TINY = "tiny"
 ENTRY_POINTS = "simpletuner.families"
 """Entry point group of installed packages that register families: name = "package.module:ClassName"."""
 
+AUTO = "auto"
+"""The family of any pipeline that passes its proof."""
+
 PRESETS = Path(__file__).parents[1] / "presets"
 
 
@@ -218,7 +221,7 @@ def check_model(model: Model) -> None:
             raise SettingsError(
                 f"model_family {name} is trained by the original SimpleTuner; this version does not have it", hint
             )
-        names = [*presets(), *(model.model_families or {})]
+        names = [*presets(), AUTO, *(model.model_families or {})]
         other = FAMILY_NAMES.get(model.model_family)
         like = f"; did you mean `{other}`?" if other else nearest(model.model_family, names)
         raise SettingsError(f"Unknown model_family {name}{like}", hint)
@@ -251,7 +254,8 @@ def check_trainable(model: Model) -> None:
     if not (flavour or model.pretrained_model_name_or_path or model.model_flavour == TINY):
         raise SettingsError(
             f"{model.model_family} has no published flavours",
-            "name a pipeline folder with --pretrained_model_name_or_path, or use --model_flavour=tiny",
+            "name a pipeline folder with --pretrained_model_name_or_path"
+            + ", or use --model_flavour=tiny" * (model.model_family != AUTO),
         )
 
 
@@ -265,6 +269,8 @@ def class_path_of(model: Model) -> str | None:
         return own[name]
     if preset := load_preset(name):
         return preset.family_class
+    if name == AUTO:
+        return "simpletuner.models.automatic.family:AutomaticFamily"
     return next((point.value for point in entry_points(group=ENTRY_POINTS, name=name)), None)
 
 

@@ -118,6 +118,11 @@ class ModelFamily(ABC):
         return ()
 
     @classmethod
+    def opens(cls, pipeline: object) -> bool:
+        """Return whether the family has this pipeline class, in one of its variants."""
+        return any(pipeline in each.pipelines for each in (cls, *cls.variants()))
+
+    @classmethod
     def open(cls, folder: Path, settings: Settings) -> ModelFamily:
         """Open a pipeline folder with the class, of this family, whose pipeline model_index.json names."""
         named = read_json(folder / "model_index.json").get("_class_name")
@@ -210,11 +215,27 @@ class ModelFamily(ABC):
         patch = math.isqrt(self.packing) if self.packing > 1 else self.exported_config().get("patch_size", 1)
         return (shape.height // patch) * (shape.width // patch)
 
+    def mu(self, shape: Shape, config: Mapping[str, Any]) -> float:
+        """Return the shift that the pipeline gives to a scheduler with dynamic shifting, by a shape in latent cells."""
+        return self.shift_exponent(self.image_tokens(shape), config)
+
     def shift_exponent(self, tokens: int, config: Mapping[str, Any]) -> float:
         """Return `mu`, which the pipeline gives to a scheduler with dynamic shifting: linear in the tokens."""
         first, last = config["base_image_seq_len"], config["max_image_seq_len"]
         slope = (config["max_shift"] - config["base_shift"]) / (last - first)
         return config["base_shift"] + slope * (tokens - first)
+
+    def prove(self, shapes: list[Shape], device: torch.device) -> None:  # noqa: B027 (nothing to prove of a class)
+        """Check what has to be run to be known, before anything is encoded for images of these shapes in px."""
+
+    def facts(self) -> Mapping[str, str]:
+        """Return rows for the summary, the model card and checkpoints."""
+        return {}
+
+    @property
+    def cache_facts(self) -> Mapping[str, str]:
+        """Further parts of the keys of cached latents and texts."""
+        return {}
 
     # What is the same for all families.
 
@@ -259,8 +280,12 @@ class ModelFamily(ABC):
 
     def trained_facts(self) -> dict[str, Any]:
         """Return a checkpoint's facts about its weights."""
-        adapter = self.adapter
-        return {"model_type": "lora", "lora": adapter.as_settings()} if adapter else {"model_type": "full"}
+        adapter, proven = self.adapter, {"proven": dict(facts)} if (facts := self.facts()) else {}
+        return (
+            {"model_type": "lora", "lora": adapter.as_settings()} | proven
+            if adapter
+            else {"model_type": "full"} | proven
+        )
 
     def exported_config(self) -> dict[str, Any]:
         """The denoiser's config as diffusers writes it into config.json: with all defaults and its own class."""

@@ -27,7 +27,7 @@ def sampling_shift(family: ModelFamily) -> ShiftOfShape:
     is_exponential = config.get("time_shift_type", "exponential") == "exponential"
 
     def shift(shape: Shape) -> float:
-        mu = family.shift_exponent(family.image_tokens(shape), config)
+        mu = family.mu(shape, config)
         return math.exp(mu) if is_exponential else mu
 
     return shift

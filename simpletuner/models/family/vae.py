@@ -71,11 +71,15 @@ class Vae:
         mean, scale = self._statistics()
         return (pixel_unshuffle(latents_BCHW.to(self.device).float(), self.patch) - mean) * scale
 
+    def denormalize(self, latents_BCHW: Tensor) -> Tensor:
+        """Convert latents that the denoiser sees to the VAE's own."""
+        mean, scale = self._statistics()
+        return pixel_shuffle(latents_BCHW.to(self.device).float() / scale + mean, self.patch)
+
     @torch.no_grad()
     def decode(self, latents_BCHW: Tensor) -> Tensor:
         """Decode normalized latents to pixels BCHW in -1..1, float32, on the CPU."""
-        mean, scale = self._statistics()
-        latents = pixel_shuffle(latents_BCHW.to(self.device).float() / scale + mean, self.patch).to(self.dtype)
+        latents = self.denormalize(latents_BCHW).to(self.device, self.dtype)
         config: Any = self.model.config
         # The decoder of LTX-Video 0.9.5 also denoises, and takes the noise level of its latents: here none.
         kwargs = {"temb": latents.new_zeros(len(latents))} if config.get("timestep_conditioning") else {}

@@ -134,6 +134,16 @@ def build_on_meta(config: Mapping[str, Any], include_buffers: bool = False) -> n
         return cls.from_config({**config, "_class_name": name})
 
 
+def cast_floating(value: Any, dtype: torch.dtype, except_for: Collection[str], name: str = "") -> Any:
+    """Cast floating-point tensors in a nesting of dicts and lists, but for those below some keys."""
+    if isinstance(value, dict):
+        return {key: cast_floating(each, dtype, except_for, key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [cast_floating(each, dtype, except_for, name) for each in value]
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if floating and name not in except_for else value
+
+
 @contextmanager
 def cast_inputs(model: nn.Module, dtype: torch.dtype, except_for: Collection[str]) -> Iterator[None]:
     """Cast the floating-point inputs of a denoiser's calls, by their names in `forward` or in a dict among them."""
@@ -141,16 +151,9 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype, except_for: Collection[str
     # it computes in `dtype`.
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
-    def cast(value: Any, name: str = "") -> Any:
-        if isinstance(value, dict):
-            return {key: cast(each, key) for key, each in value.items()}
-        if isinstance(value, list):
-            return [cast(each, name) for each in value]
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if floating and name not in except_for else value
-
     def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return tuple(cast(value, name) for name, value in zip(names, args, strict=False)), cast(kwargs)
+        cast = [cast_floating(value, dtype, except_for, name) for name, value in zip(names, args, strict=False)]
+        return tuple(cast), cast_floating(kwargs, dtype, except_for)
 
     hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
     try:

@@ -60,7 +60,8 @@ def text_parts(family: ModelFamily) -> list[str]:
 
     Raises EnvironmentNotReady where one half of a pair is missing, or all are.
     """
-    named = [name for name in family.index if name.startswith(TEXT_PARTS)]
+    # Not Krea 2's text_encoder_select_layers, which are numbers.
+    named = [name for name, value in family.index.items() if name.startswith(TEXT_PARTS) and not has_numbers(value)]
     present = [name for name in named if family.index[name] != [None, None]]
     encoders = [name for name in present if name.startswith("text_encoder")]
     for encoder in encoders:
@@ -69,6 +70,10 @@ def text_parts(family: ModelFamily) -> list[str]:
     if not encoders:
         raise EnvironmentNotReady(f"{family.folder} has no text_encoder", CHECK_COPY)
     return present
+
+
+def has_numbers(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(each, int) for each in value)
 
 
 def check_text_part(family: ModelFamily, name: str) -> None:

@@ -101,7 +101,7 @@ def tiny_folder(settings: Settings) -> Path:
 def refuse_other_family(folder: Path, cls: type[ModelFamily], model: Model) -> None:
     """Raise SettingsError for a pipeline of another family, EnvironmentNotReady for a folder without a denoiser."""
     named = read_json(folder / INDEX).get("_class_name")
-    if opens(cls, named):
+    if cls.opens(named):
         return
     check_pipeline(folder, named, model.model_family)
     if not (folder / cls.denoiser_name).is_dir():
@@ -109,11 +109,6 @@ def refuse_other_family(folder: Path, cls: type[ModelFamily], model: Model) -> N
             f"{folder} has no {cls.denoiser_name}: {INDEX} says that it is a {named}",
             f"give a pipeline of model_family={model.model_family}, or another family",
         )
-
-
-def opens(cls: type[ModelFamily], pipeline: object) -> bool:
-    """Return whether a family has this pipeline class, in one of its variants."""
-    return any(pipeline in each.pipelines for each in (cls, *cls.variants()))
 
 
 def local_folder(model: Model) -> Path | None:

@@ -34,7 +34,7 @@ TEMPLATE = Path(__file__).parent / "card.md.jinja"
 OURS = "<!-- Written by simpletuner, and again at the end of a later run, unless this line is removed. -->"
 MAX_SAMPLES = 6
 # Of the first table of a run: those that say something to others.
-ROWS = ("model", "engine", "effective batch", "images")
+ROWS = ("model", "pipeline", "found", "engine", "effective batch", "images")
 OF_A_MACHINE = ("output_dir", "logging_dir", "main_process_ip", "machine_rank", "notify_url", "run_secret_file")
 """Settings that others can do nothing with."""
 

@@ -114,8 +114,14 @@ def base_fingerprints(family: ModelFamily) -> dict[str, str]:
     }
 
 
-def warn_of_changed_base(session: Session, checkpoint: Checkpoint, base: Mapping[str, str]) -> None:
-    """Warn of files of the base model that changed since the checkpoint was saved."""
+def warn_of_changed_base(
+    session: Session, checkpoint: Checkpoint, base: Mapping[str, str], facts: Mapping[str, str]
+) -> None:
+    """Warn of files of the base model that changed since the checkpoint was saved, and of another pipeline's call."""
+    proven, now = checkpoint.state.get("proven", {}), dict(facts)
+    for name in sorted(proven.keys() & now.keys()):
+        if proven[name] != now[name]:
+            session.report.warn(f"{name} was {proven[name]} at the checkpoint, and is {now[name]} now")
     before = checkpoint.state.get("base")
     if not before or before == base:
         return

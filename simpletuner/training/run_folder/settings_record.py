@@ -54,8 +54,9 @@ def effects_on(state: Mapping[str, Any], settings: Settings, changes: Changes) -
     return effects
 
 
-def record_settings(session: Session, step: int) -> None:
-    """Write the settings of a run that starts to train at `step`, and a line of history. Only rank 0 writes.
+def record_settings(session: Session, step: int, facts: Mapping[str, str]) -> None:
+    """Write the settings of a run that starts to train at `step`, and a line of history, with what was proven of its
+    pipeline. Only rank 0 writes.
 
     A start that ends before training leaves the files as they are.
     """
@@ -67,7 +68,7 @@ def record_settings(session: Session, step: int) -> None:
     if before is None or changes:
         write_json(output / SETTINGS, settings)
     time = datetime.now(UTC).isoformat(timespec="seconds")
-    start = {"time": time, "step": step, "simpletuner": __version__, "host": socket.gethostname()}
+    start = {"time": time, "step": step, "simpletuner": __version__, "host": socket.gethostname(), **facts}
     append(output / HISTORY, {**start, "changed": changes})
 
 

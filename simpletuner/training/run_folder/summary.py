@@ -35,6 +35,7 @@ def describe_run(resolved: Resolved, family: ModelFamily, state: TrainingState, 
     float8 = ", linear layers of blocks in float8" if training.float8 else ""
     return [
         ("model", f"{settings.model.model_family}, {count}, mixed precision: {training.mixed_precision}{float8}"),
+        *family.facts().items(),
         ("engine", f"{engine}, {count_noun(world.size, 'rank')}"),
         ("device", describe_device(world.device)),
         *([("wrapping", format_units(family.meta_denoiser, parallel))] if parallel.fsdp_enable else []),

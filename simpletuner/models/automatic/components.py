@@ -1,0 +1,144 @@
+"""Components of a pipeline folder as a study, training and sampling need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from simpletuner.errors import SettingsError
+from simpletuner.models.automatic.seams import EnteredPipeline, refused
+from simpletuner.models.family.vae import Vae, cell_px
+from simpletuner.models.folder.diffusers_io import TEXT_PARTS, build_on_meta, diffusers_class, require_packages
+from simpletuner.models.folder.malformed import read_json
+from simpletuner.models.folder.weights import weights_files
+from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from simpletuner.models.automatic.family import AutomaticFamily
+    from simpletuner.models.automatic.prediction import Predictor
+
+DENOISERS = ("transformer", "unet", "prior", "decoder")
+
+
+def denoiser_of(folder: Path) -> str:
+    """Return the name of a pipeline's denoiser. Raises SettingsError for one that has none, or two."""
+    index = read_json(folder / "model_index.json")
+    name = str(index.get("_class_name"))
+    found = [each for each in DENOISERS if any(index.get(each) or ())]
+    second = [f"{each}_2" for each in found if any(index.get(f"{each}_2") or ())]
+    if not found:
+        raise refused(name, f"it has none of {', '.join(DENOISERS)}")
+    if len(found + second) > 1:
+        raise refused(name, f"it has two denoisers, {' and '.join(found + second)}")
+    return found[0]
+
+
+def open_pipeline(family: AutomaticFamily, device: torch.device, text: torch.dtype | None, vae: Any) -> EnteredPipeline:
+    """Open a pipeline to be entered: with text encoders in a dtype, or with none; its denoiser is on the meta device.
+
+    Without `vae` that one is, too.
+    """
+    denoiser = build_on_meta(family.config)
+    index = family.index
+    absent: dict[str, Any] = {}
+    for name, value in index.items():
+        is_text = name.startswith(TEXT_PARTS)
+        has_weights = any((family.folder / name).glob("*.safetensors"))
+        if isinstance(value, list) and has_weights and not (is_text and text is not None):
+            absent[name] = None
+    if text is not None:
+        require_packages(index[name] for name in index if name.startswith(TEXT_PARTS))
+    vae = build_on_meta(family.vae_config) if vae is None else vae
+    parts = absent | {"vae": vae, family.denoiser_name: denoiser, "scheduler": family.scheduler()}
+    variant = family.settings.model.variant
+
+    def load(cls: Any) -> Any:
+        return cls.from_pretrained(
+            family.folder, dtype=text or torch.float32, use_safetensors=True, variant=variant, **parts
+        )
+
+    entered = EnteredPipeline(family.pipeline_class, load, family.denoiser_name, device)
+    for name in index:
+        if name.startswith("text_encoder") and isinstance(part := getattr(entered.pipeline, name, None), nn.Module):
+            part.requires_grad_(False).to(device)
+    return entered
+
+
+def load_shared(family: AutomaticFamily, device: torch.device) -> nn.Module:
+    """Load a denoiser in which equal blocks between the first and the last are the first: little memory, float32."""
+    model = build_on_meta(family.config)
+    share_equal_blocks(model)
+    wanted = {*dict(model.named_parameters()), *dict(model.named_buffers())}
+    tensors: dict[str, Tensor] = {}
+    for path in weights_files(family.folder / family.denoiser_name, family.settings.model.variant):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name).float() for name in wanted & {*file.keys()}}
+    model.load_state_dict(tensors, strict=False, assign=True)
+    return model.to(device).eval()
+
+
+def share_equal_blocks(model: nn.Module) -> None:
+    """Put the first of equal blocks in place of all between it and the last, whose weights may differ in use."""
+    for module in list(model.modules()):
+        if not isinstance(module, nn.ModuleList) or len(module) < 3:
+            continue
+        first = described(module[0])
+        for number in range(1, len(module) - 1):
+            if described(module[number]) == first:
+                module[number] = module[0]
+
+
+def described(block: nn.Module) -> tuple[str, str]:
+    """Return what equal blocks have in common: modules with their shapes, and plain attributes."""
+    plain = [
+        (name, key, value)
+        for name, module in block.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, int | float | str | None)
+    ]
+    return repr(block), repr(plain)
+
+
+class AutomaticVae(Vae):
+    """A VAE whose latents are normalized as the pipeline's loop ends, in the shape of the noise that it draws."""
+
+    def __init__(self, family: AutomaticFamily, device: torch.device, predictor: Callable[[Any], Predictor]) -> None:
+        super().__init__(family.folder / "vae", device, family.settings.model)
+        self.predictor = predictor(self.model)
+
+    @property
+    def downscale(self) -> int:
+        return self.predictor.found.layout.cell_px
+
+    def normalize(self, latents_BCHW: Tensor) -> Tensor:
+        height, width = (side * cell_px(self.model) for side in latents_BCHW.shape[-2:])
+        return self.predictor.from_vae(latents_BCHW.cpu(), Shape(1, height, width))
+
+    def denormalize(self, latents_BCHW: Tensor) -> Tensor:
+        for_vae = self.predictor.to_vae(latents_BCHW.cpu())
+        return for_vae.squeeze(2) if for_vae.ndim == 5 else for_vae
+
+
+def library_versions() -> Mapping[str, str]:
+    import diffusers
+    import transformers
+
+    return {"diffusers": diffusers.__version__, "transformers": transformers.__version__}
+
+
+def pipeline_class_of(index: Mapping[str, Any]) -> Any:
+    """Return the class that model_index.json names. Raises SettingsError where it is not a pipeline of diffusers."""
+    from diffusers import DiffusionPipeline
+
+    name = index.get("_class_name")
+    if not isinstance(name, str):
+        raise SettingsError("model_index.json names no pipeline", "name a pipeline's folder in diffusers format")
+    cls = diffusers_class(name)
+    if not (isinstance(cls, type) and issubclass(cls, DiffusionPipeline)):
+        raise refused(name, "it is no DiffusionPipeline")
+    return cls

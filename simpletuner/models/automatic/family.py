@@ -1,0 +1,274 @@
+"""model_family=auto: any pipeline of diffusers that turns a prompt into an image, if it passes its proof.
+
+No part of a pipeline's call is copied or guessed: each prediction, encoding and sample is a run of it
+(`seams.py`). What has to be known besides is studied and proven at every start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.models.automatic.components import (
+    AutomaticVae,
+    denoiser_of,
+    library_versions,
+    load_shared,
+    open_pipeline,
+    pipeline_class_of,
+)
+from simpletuner.models.automatic.prediction import Denoise, Predictor, capture
+from simpletuner.models.automatic.proof import Proof
+from simpletuner.models.automatic.seams import PipelineRun, refused
+from simpletuner.models.automatic.study import (
+    Findings,
+    Study,
+    encode,
+    encode_guided,
+    guided_arguments,
+    noise_shape,
+    samples_by_diffusion,
+)
+from simpletuner.models.automatic.text import LENGTHS
+from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.objectives import Objective, diffusion, flow_matching
+from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
+from simpletuner.models.folder.diffusers_io import cast_floating
+from simpletuner.parallel.engine import compute_dtype
+from simpletuner.private_api.of_torch import FakeTensor, outside_modes, tree_flatten, tree_leaves, tree_map_only
+from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.values.shape import Shape
+
+SMALLEST = Shape(1, 64, 64)
+"""Shape in px that is studied where no bucket is known."""
+
+
+class AutomaticFamily(ModelFamily):
+    """A pipeline that no class describes."""
+
+    pipelines = ("DiffusionPipeline",)
+    host_inputs = (LENGTHS,)
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.denoiser_name = denoiser_of(folder)
+        super().__init__(folder, settings)
+        self.max_length = settings.data.tokenizer_max_length
+        self._found: Findings | None = None
+        self._inputs: dict[Any, list[dict[str, Any]]] = {}
+        self._predictors: dict[torch.device, Predictor] = {}
+
+    @classmethod
+    def opens(cls, pipeline: object) -> bool:
+        return True
+
+    @property
+    def pipeline_class(self) -> Any:
+        return pipeline_class_of(self.index)
+
+    # Study and proof.
+
+    @property
+    def found(self) -> Findings:
+        """Findings that were proven at the start of a run, or else are now."""
+        if self._found is None:
+            self.prove([SMALLEST], torch.device("cpu"))
+        assert self._found is not None
+        return self._found
+
+    def prove(self, shapes: list[Shape], device: torch.device) -> None:
+        """Study the pipeline at the smallest of these shapes in px, and prove what was found.
+
+        Raises SettingsError where it cannot be trained, or does not keep to one of the shapes.
+        """
+        smallest, settings = min(shapes, key=lambda shape: shape.area), self.settings
+        vae = AutomaticVae(self, device, lambda model: None)
+        entered = open_pipeline(self, device, compute_dtype(settings), vae.model)
+        module = load_shared(self, device).requires_grad_(False)
+        longest = {} if self.max_length is None else {"max_sequence_length": self.max_length}
+        study = Study(entered, module, smallest, settings.objective.flux_guidance_value, longest)
+        found = study.find()
+        vae.predictor = Predictor(entered, found)
+        proof = Proof(study, found, vae)
+        found = proof.prove()
+        module.requires_grad_(True)
+        unused = proof.unused_parameters(lambda: module.named_parameters(remove_duplicate=False))
+        for shape in shapes:
+            drawn, wanted = noise_shape(entered, study.encoded[0], shape, found.arguments), found.layout.axes_for(shape)
+            if drawn[1:] != wanted:
+                raise study.refused(f"it draws noise of shape {drawn[1:]} for {shape} px, not {wanted}")
+        self._found = replace(found, unused=unused)
+        for name in ("meta_denoiser", "adapter"):  # which weights are trained is known only now
+            self.__dict__.pop(name, None)
+
+    def facts(self) -> Mapping[str, str]:
+        """Return what was proven, for the summary, the model card and checkpoints."""
+        found = self.found
+        versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
+        calls = f"one call for each sample, since {found.unbatched}" if found.unbatched else "one call for all samples"
+        guided = f"without guidance, since {found.unguided}" if found.unguided else "with guidance"
+        return {
+            "pipeline": f"{self.pipeline_class.__name__} by its own call, proven with {versions}",
+            "found": f"{found.schedule.objective}, {calls}, sampled {guided}",
+        }
+
+    @property
+    def cache_facts(self) -> Mapping[str, str]:
+        return {"pipeline": self.pipeline_class.__name__, **library_versions()}
+
+    def predictor(self, device: torch.device) -> Predictor:
+        """Return what predicts on a device, with neither text encoders nor VAE."""
+        if device not in self._predictors:
+            self._predictors[device] = Predictor(open_pipeline(self, device, None, None), self.found)
+        return self._predictors[device]
+
+    # What a family defines.
+
+    def objective(self) -> Objective:
+        return diffusion(self) if samples_by_diffusion(self.scheduler()) else flow_matching(self)
+
+    def text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+        return AutomaticTextEncoder(self, device, dtype)
+
+    def vae(self, device: torch.device) -> AutomaticVae:
+        cpu = torch.device("cpu")
+        return AutomaticVae(self, device, lambda model: Predictor(open_pipeline(self, cpu, None, model), self.found))
+
+    def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
+        """Encode captions one by one, as `encode_prompt` is called for one; the empty one as a negative prompt."""
+        records = [self.encode_caption(pipeline, caption) for caption in captions]
+        return {
+            name: nn.utils.rnn.pad_sequence([each[name][0] for each in records], batch_first=True)
+            for name in records[0]
+        }
+
+    def encode_caption(self, entered: Any, caption: str) -> Conditioning:
+        found, name = self.found, self.pipeline_class.__name__
+        if caption or found.guidance is None or not found.guidance.negative:
+            return found.text.record(encode(entered, caption, SMALLEST, found.arguments), name)
+        return found.text.record_of(self.no_caption(entered, found))
+
+    def no_caption(self, entered: Any, found: Findings) -> list[Tensor]:
+        """Return the text of no negative prompt where a pipeline takes zeros for it (SDXL), else of an empty one."""
+        guidance = found.guidance
+        assert guidance is not None
+        for negative in (None, ""):
+            leaves, structure = tree_flatten(encode_guided(entered, "a photo", negative, SMALLEST, found))
+            chosen = [leaves[number] for number in guidance.negative] if structure == guidance.structure else []
+            if negative is None and chosen and not any(leaf.any() for leaf in chosen if leaf.is_floating_point()):
+                break
+        return chosen
+
+    def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
+        if noised_BCHW.is_meta or isinstance(noised_BCHW, FakeTensor):
+            return self._predict_without_memory(model, noised_BCHW, conditioning)
+        found, predictor = self.found, self.predictor(noised_BCHW.device)
+        texts = [found.text.leaves(conditioning, sample) for sample in range(len(noised_BCHW))]
+        denoise = self.denoise(model, noised_BCHW.dtype)
+        return predictor.predict(denoise, noised_BCHW.float(), timesteps_B, texts)
+
+    def _predict_without_memory(self, model: nn.Module, noised: Tensor, conditioning: Conditioning) -> Tensor:
+        """Call a denoiser without memory with the shapes that a run on the CPU gives it: a pipeline reads numbers."""
+        rows = tuple((name, len(conditioning[name][0])) for name in self.found.text.names.values())
+        kept, device = self.found.float32_inputs, noised.device
+
+        def empty(given: Mapping[str, Any], name: str) -> Any:
+            # Constants have no gradient: CogVideoX writes into what is multiplied by its rotary table.
+            dtype, has_gradient = (torch.float32, False) if name in kept else (noised.dtype, noised.requires_grad)
+
+            def one(each: Tensor) -> Tensor:
+                if not each.is_floating_point():
+                    return each
+                return torch.empty(each.shape, dtype=dtype, device=device, requires_grad=has_gradient)
+
+            return tree_map_only(Tensor, one, given[name])
+
+        outputs: list[Any] = []
+        for given in self._recorded(tuple(noised.shape), rows):
+            outputs += tree_leaves(model(**{name: empty(given, name) for name in given}))
+        return torch.cat([each.flatten() for each in outputs if isinstance(each, Tensor)])
+
+    def _recorded(self, shape: tuple[int, ...], rows: tuple[tuple[str, int], ...]) -> list[dict[str, Any]]:
+        """Return all inputs of the denoiser in the calls for a batch, given the rows of its texts; keeps them."""
+        key = (shape, rows)
+        if key not in self._inputs:
+            seen: list[dict[str, Any]] = []
+            cpu, found = torch.device("cpu"), self.found
+            predictor = self.predictor(cpu)
+
+            def record(given: dict[str, Any]) -> Any:
+                seen.append(given)
+                return predictor.blank(given)
+
+            # Whoever counts would count this run, too.
+            with outside_modes(), torch.no_grad():
+                ones = [found.text.ones(dict(rows))] * shape[0]
+                times = torch.full((shape[0],), 500 if found.schedule.objective == "diffusion" else 0.5)
+                predictor.predict(record, torch.zeros(shape), times, ones)
+            self._inputs[key] = seen
+        return self._inputs[key]
+
+    def denoise(self, model: nn.Module, dtype: torch.dtype) -> Denoise:
+        """Return the call of a denoiser that computes in a dtype: the pipeline itself stays in float32."""
+        kept = self.found.float32_inputs
+        return lambda given: model(**cast_floating(given, dtype, kept))
+
+    def unused_parameters(self) -> tuple[str, ...]:
+        return self._found.unused if self._found is not None else ()
+
+    # What it overrides.
+
+    @property
+    def has_any_text_length(self) -> bool:
+        return self.found.text.has_any_length
+
+    def mu(self, shape: Shape, config: Mapping[str, Any]) -> float:
+        """Return the shift that the pipeline itself computes, by a shape in latent cells."""
+        predictor, layout = self.predictor(torch.device("cpu")), self.found.layout
+        text = self.found.text.example(torch.device("cpu"))
+        entry = PipelineRun(text=text, time=torch.zeros(1), denoise=predictor.blank)
+        predictor.entered.run(entry, ["x"], layout.in_px(layout.axes(shape)), **self.found.arguments)
+        if entry.mu is None:
+            raise refused(self.pipeline_class.__name__, "it gives no shift to a scheduler that has none of its own")
+        return entry.mu
+
+    def input_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+        return {"latents": self.found.layout.axes_for(shape), **self.conditioning_shapes()}
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.found.text.shapes)
+
+    def sample(
+        self, model: nn.Module, vae: Any, sampling: SamplingParams, positive: Conditioning, negative: Conditioning
+    ) -> Tensor:
+        """Sample by the pipeline's own loop, up to `vae.decode`; return latents (1, ...)."""
+        found, device = self.found, positive["prompt_embeds"].device
+        predictor = Predictor(open_pipeline(self, device, None, vae.model), found)
+        seen: list[Tensor] = []
+        entry = PipelineRun(denoise=self.denoise(model, positive["prompt_embeds"].dtype), decode=capture(seen))
+        leaves, other = (found.text.leaves(each, 0) for each in (positive, negative))
+        guidance = None if found.embeds_guidance or sampling.guidance <= 1 else found.guidance
+        if guidance is None:
+            entry.text, arguments = found.text.build(leaves), dict(found.arguments)
+            if found.embeds_guidance:
+                arguments["guidance_scale"] = sampling.guidance
+        else:
+            entry.text = guidance.build(*([each[number] for number in found.text.names] for each in (leaves, other)))
+            arguments = guided_arguments(found, sampling.guidance) | {"negative_prompt": ["x"]}
+        arguments |= {"output_type": "pt", "num_inference_steps": sampling.steps}
+        arguments["generator"] = torch.Generator().manual_seed(sampling.seed)
+        with torch.no_grad():
+            predictor.entered.run(entry, ["x"], sampling.shape, guidance is not None, **arguments)
+        return vae.normalize(seen[0].squeeze(2) if seen[0].ndim == 5 else seen[0])
+
+
+class AutomaticTextEncoder(TextEncoder):
+    """A pipeline with its text encoders, which is run as far as it encodes."""
+
+    def __init__(self, family: AutomaticFamily, device: torch.device, dtype: torch.dtype) -> None:
+        self.family = family
+        self.pipeline = open_pipeline(family, device, dtype, None)

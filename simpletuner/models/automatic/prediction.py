@@ -1,0 +1,161 @@
+"""Predictions, latents of the VAE and sampled images by a pipeline that was studied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simpletuner.models.automatic.seams import Ended, EnteredPipeline, PipelineRun, refused
+from simpletuner.models.automatic.study import Findings, latents_among
+from simpletuner.models.automatic.text import collate_texts
+from simpletuner.settings.values.shape import Shape
+
+Denoise = Callable[[dict[str, Any]], Any]
+
+DIGIT = 1024
+"""Indices of elements pass through a pipeline as two numbers below this, which float32 and scales keep apart."""
+
+
+class Stepped(tuple[Tensor]):
+    """Output of a scheduler's `step`, as a tuple and by its name."""
+
+    @property
+    def prev_sample(self) -> Tensor:
+        return self[0]
+
+
+@dataclass(frozen=True)
+class VaeMap:
+    """Latents for the VAE: element k is `scale[k]` times element `where[k]` of the denoiser's, plus `shift[k]`."""
+
+    shape: tuple[int, ...]
+    """For the VAE, without batch."""
+    where: Tensor
+    scale: Tensor
+    shift: Tensor
+
+
+@dataclass
+class Predictor:
+    """Predictions by one pipeline on one device. Latents are in the shape of the noise that it draws."""
+
+    entered: EnteredPipeline
+    found: Findings
+    orders: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    maps: dict[tuple[int, ...], VaeMap] = field(default_factory=dict)
+
+    def predict(self, denoise: Denoise, noised: Tensor, timesteps: Tensor, texts: Sequence[Sequence[Any]]) -> Tensor:
+        """Predict the objective's target for (B, ...) noised latents, float32; `texts` are leaves, by sample."""
+        found, device = self.found, noised.device
+        if len(noised) > 1 and found.axes is None:
+            each = zip(noised.split(1), timesteps.split(1), texts, strict=True)
+            return torch.cat([self.predict(denoise, one, time, [text]) for one, time, text in each])
+        text = found.text.build(texts[0]) if found.axes is None else collate_texts(found.text, found.axes, texts)
+        entry = PipelineRun(text=text, noise=noised, time=found.schedule.time(timesteps).to(device), denoise=denoise)
+        self.entered.run(entry, ["x"] * len(noised), found.layout.in_px(noised.shape[1:]), **found.arguments)
+        prediction, sample = self._handed(entry)
+        if prediction.shape != sample.shape or len(entry.calls) != 1:
+            raise refused(
+                self.entered.cls.__name__,
+                f"its scheduler gets a prediction {tuple(prediction.shape)} for latents {tuple(sample.shape)}",
+            )
+        return found.sign * self.from_step(prediction, tuple(noised.shape[1:]))
+
+    def from_step(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Reorder what the scheduler's `step` gets (B, ...) as the noise is drawn."""
+        where = self.order(shape, values.device)
+        flat = values.reshape(len(values), -1)
+        return flat.new_empty(flat.shape).index_copy(1, where, flat).view(-1, *shape)
+
+    def to_step(self, latents: Tensor, like: Tensor) -> Tensor:
+        where = self.order(tuple(latents.shape[1:]), like.device)
+        return latents.flatten(1).to(like.device)[:, where].view(like.shape)
+
+    def order(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return which element of the noise each element is that the scheduler's `step` gets."""
+        if shape not in self.orders:
+            low, high = (self._blank(noise).handed for noise in digits(shape, device))
+            assert low is not None and high is not None
+            self.orders[shape] = self._permutation(low[1], high[1], shape)
+        return self.orders[shape].to(device)
+
+    def vae_map(self, shape: Shape) -> VaeMap:
+        """Return how a pipeline makes latents ready for its VAE, of an image of a shape in px."""
+        axes, device = self.found.layout.axes_for(shape), self.entered.device
+        if axes not in self.maps:
+            zeros, ones = torch.zeros(1, *axes, device=device), torch.ones(1, *axes, device=device)
+            shift, unit, low, high = (self.for_vae(noise) for noise in (zeros, ones, *digits(axes, device)))
+            scale = unit - shift
+            where = self._permutation((low - shift) / scale, (high - shift) / scale, axes)
+            self.maps[axes] = VaeMap(tuple(shift.shape[1:]), where, scale.flatten(), shift.flatten())
+        return self.maps[axes]
+
+    @torch.no_grad()
+    def for_vae(self, latents: Tensor) -> Tensor:
+        """Return what `vae.decode` gets where a pipeline's loop ends at these latents (1, ...)."""
+        seen: list[Tensor] = []
+        entry = self._blank(latents, lambda _, sample: Stepped((sample,)), capture(seen))
+        if not seen or entry.handed is None:
+            raise refused(self.entered.cls.__name__, "it does not decode by `vae.decode`")
+        return seen[0].double()
+
+    def from_vae(self, latents: Tensor, shape: Shape) -> Tensor:
+        """Convert latents of the VAE (B, ...) to those of the denoiser, float32."""
+        known = self.vae_map(shape)
+        flat = (latents.flatten(1).double() - known.shift) / known.scale
+        axes = self.found.layout.axes_for(shape)
+        return flat.new_empty(flat.shape).index_copy(1, known.where, flat).view(-1, *axes).float()
+
+    def to_vae(self, latents: Tensor) -> Tensor:
+        """Convert latents of the denoiser (B, ...) to those of the VAE, float32."""
+        known = self.vae_map(self.found.layout.in_px(latents.shape[1:]))
+        flat = latents.flatten(1).double()[:, known.where] * known.scale + known.shift
+        return flat.view(-1, *known.shape).float()
+
+    def blank(self, given: dict[str, Any]) -> Any:
+        """Return an output of the denoiser that is zero."""
+        return self.found.outputs.make(latents_among(given, self.found.latents_input))
+
+    @torch.no_grad()
+    def _blank(self, noise: Tensor, at_step: Any = None, decode: Any = None) -> PipelineRun:
+        found, device = self.found, self.entered.device
+        time, text = found.schedule.example().to(device), found.text.example(device)
+        entry = PipelineRun(text=text, noise=noise, time=time, denoise=self.blank, at_step=at_step, decode=decode)
+        output = {"output_type": "latent" if decode is None else "pt"}
+        self.entered.run(entry, ["x"], found.layout.in_px(noise.shape[1:]), **found.arguments, **output)
+        self._handed(entry)
+        return entry
+
+    def _handed(self, entry: PipelineRun) -> tuple[Tensor, Tensor]:
+        if entry.handed is None:
+            raise refused(self.entered.cls.__name__, "it never calls its scheduler's `step`")
+        return entry.handed
+
+    def _permutation(self, low: Tensor, high: Tensor, shape: tuple[int, ...]) -> Tensor:
+        where, count = (
+            (low.double().round() + DIGIT * high.double().round()).flatten().long(),
+            torch.Size(shape).numel(),
+        )
+        if not torch.equal(where.sort().values, torch.arange(count, device=where.device)):
+            raise refused(
+                self.entered.cls.__name__, f"of {count} elements of latents {len(where)} come out, or are mixed"
+            )
+        return where
+
+
+def digits(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the indices of all elements as two digits, (1, ...) each."""
+    index = torch.arange(torch.Size(shape).numel(), device=device).view(1, *shape)
+    return (index % DIGIT).float(), (index // DIGIT).float()
+
+
+def capture(seen: list[Tensor]) -> Callable[[Tensor], Any]:
+    def decode(latents: Tensor) -> Any:
+        seen.append(latents)
+        raise Ended
+
+    return decode

@@ -1,0 +1,211 @@
+"""The proof that training by a pipeline's own call is right, on its real components, at one shape in px.
+
+Each check raises SettingsError with one sentence. What the study inferred (sign, time, order, scale) is shown by the
+pipeline's own loop with its own scheduler, so nothing rests on what diffusers' code looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simpletuner.errors import SettingsError
+from simpletuner.models.automatic.components import AutomaticVae
+from simpletuner.models.automatic.prediction import Predictor
+from simpletuner.models.automatic.seams import PipelineRun, tensors_of
+from simpletuner.models.automatic.study import Findings, Study, noise_levels, random, samples_by_diffusion
+from simpletuner.models.family.objectives import velocity
+
+STEPS = 4
+CLOSE = 1e-3
+"""Largest difference between two predictions, relative to the largest element: they are of different kernels."""
+REACHED = 2e-2
+"""Largest distance from latents of variance 1 at which a loop may end."""
+ALIKE = 2e-2
+"""Largest mean difference of two images in 0..1, one of them through a VAE in bf16."""
+
+
+@dataclass
+class Proof:
+    """Checks of what a study found."""
+
+    study: Study
+    found: Findings
+    vae: AutomaticVae
+
+    def __post_init__(self) -> None:
+        self.predictor = self._predictor(self.found)
+
+    def prove(self) -> Findings:
+        """Run all checks, and return the findings with the sign and with what can share a call."""
+        clean = self.latents_of_image()
+        self.found = replace(self.found, sign=self.find_sign(clean))
+        self.predictor = self._predictor(self.found)
+        self.check_later_step()
+        reason = self.found.unbatched or self.why_not_together()
+        if reason:
+            self.found = replace(self.found, axes=None, unbatched=reason)
+        return self.found
+
+    def latents_of_image(self) -> Tensor:
+        """Return normalized latents (1, ...) of an image, which the pipeline's loop is to end at."""
+        _, height, width = self.study.shape
+        ramp = torch.linspace(-1, 1, width).expand(1, 3, height, width)
+        clean = self.vae.encode(ramp * torch.tensor([1.0, -1.0, 0.5]).view(1, 3, 1, 1))
+        if tuple(clean.shape[1:]) != self.found.layout.shape:
+            raise self.study.refused(f"its VAE makes latents of shape {tuple(clean.shape[1:])}, not of its noise")
+        return clean
+
+    def find_sign(self, clean: Tensor) -> float:
+        """Return the sign with which exact predictions lead the pipeline's loop to known latents and their image."""
+        off: dict[float, float] = {}
+        for sign in (1.0, -1.0):
+            ended, image = self.exact_loop(clean, sign)
+            off[sign] = float((ended - clean).abs().max() / clean.abs().max().clamp(min=1))
+            if off[sign] < REACHED:
+                self.compare_images(image, clean)
+                return sign
+        raise self.study.refused(
+            f"exact predictions do not lead its own loop to known latents: it ends {min(off.values()):.2g} away"
+        )
+
+    def exact_loop(self, clean: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+        """Run the pipeline's loop with the exact prediction towards `clean` at each step.
+
+        Returns the latents that it ends at, and what it decodes.
+        """
+        ends: list[Tensor] = []
+
+        def at_step(
+            scheduler: Any, own: Any, output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kw: Any
+        ) -> Any:
+            target = self.predictor.to_step(clean, sample).to(sample.dtype)
+            exact = sign * exact_prediction(scheduler, sample, timestep, target, len(ends))
+            stepped = own(exact.to(output.dtype), timestep, sample, *args, **kw)
+            ends.append(stepped[0] if isinstance(stepped, tuple) else stepped.prev_sample)
+            return stepped
+
+        noise = random(clean.shape[1:], 1)
+        self.predictor.order(tuple(clean.shape[1:]), self.device)
+        output = self.loop(PipelineRun(noise=noise, denoise=self.predictor.blank, at_step=at_step), "pt")
+        ended = self.predictor.from_step(ends[-1].float(), tuple(clean.shape[1:])).cpu()
+        return ended, output[0].detach().float().cpu()
+
+    def compare_images(self, image: Tensor, clean: Tensor) -> None:
+        expected = self.vae.decode(clean).add(1).div(2).clamp(0, 1)
+        image = image.flatten(0, -4)  # a video of one frame has an axis more
+        if image.shape != expected.shape:
+            _, height, width = self.study.shape
+            raise self.study.refused(f"its image for {width}x{height} px is {image.shape[-1]}x{image.shape[-2]} px")
+        off = float((image - expected).abs().mean())
+        if off > ALIKE:
+            raise self.study.refused(f"its image differs from the VAE's reconstruction by {off:.2g} on average")
+
+    def check_later_step(self) -> None:
+        """Compare the second call of a real loop with a single one at its time and latents."""
+        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def at_step(
+            scheduler: Any, own: Any, output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kw: Any
+        ) -> Any:
+            scaled = hasattr(scheduler, "scale_model_input")
+            shown = scheduler.scale_model_input(sample, timestep) if scaled else sample
+            seen.append((scheduler.timesteps[len(seen)].reshape(1), shown, output))
+            return own(output, timestep, sample, *args, **kw)
+
+        entry = PipelineRun(noise=random(self.found.layout.shape, 2), denoise=self.denoise, at_step=at_step)
+        self.loop(entry, "latent")
+        time, shown, output = seen[1]
+        latents = self.predictor.from_step(shown, self.found.layout.shape).float()
+        single = PipelineRun(text=self.study.encoded[0], noise=latents, time=time, denoise=self.denoise)
+        self.study.entered.run(single, ["x"], self.study.shape, **self.found.arguments)
+        assert single.handed is not None
+        if (off := distance(single.handed[0], output)) > CLOSE or not output.isfinite().all():
+            inputs = differing(entry.calls[1], single.calls[0]) or "the prediction"
+            raise self.study.refused(
+                f"what its denoiser is given depends on the number of the step ({inputs} differs by {off:.2g}) "
+                ", so a single call does not tell it"
+            )
+
+    def why_not_together(self) -> str:
+        """Return why two samples in one call do not get what each gets alone; empty where they do."""
+        texts = [self.text(number) for number in (0, 1)]
+        noised = random(self.found.layout.shape, 3, count=2).to(self.device)
+        diffuses = self.found.schedule.objective == "diffusion"
+        times = torch.tensor([200, 800] if diffuses else [0.2, 0.8], device=self.device)
+        alone = self._predictor(replace(self.found, axes=None)).predict(self.denoise, noised, times, texts)
+        try:
+            together = self.predictor.predict(self.denoise, noised, times, texts)
+        except SettingsError as error:  # refused here, it only costs speed
+            return error.message.partition(f"{self.study.name}: ")[2]
+        off = distance(together, alone)
+        return "" if off < CLOSE else f"two samples in one call differ by {off:.1g} from each alone"
+
+    def unused_parameters(self, named: Callable[[], Any]) -> tuple[str, ...]:
+        """Return the parameters without gradient of a prediction."""
+        noised = random(self.found.layout.shape, 4).to(self.device)
+        time = torch.tensor([500 if self.found.schedule.objective == "diffusion" else 0.5], device=self.device)
+        with torch.enable_grad():
+            prediction = self.predictor.predict(self.denoise, noised, time, [self.text(1)])
+        if not prediction.requires_grad:
+            raise self.study.refused("its call computes no gradients")
+        prediction.square().mean().backward()
+        return tuple(name for name, parameter in named() if parameter.grad is None)
+
+    def text(self, number: int) -> list[Any]:
+        text = self.found.text
+        return text.leaves(text.record(self.study.encoded[number], self.study.name), 0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.study.entered.device
+
+    def denoise(self, given: dict[str, Any]) -> Any:
+        return self.study.module(**given)
+
+    def loop(self, entry: PipelineRun, output_type: str) -> tuple[Any, ...]:
+        """Run the pipeline's own loop."""
+        entry.text = self.study.encoded[0]
+        arguments = {**self.found.arguments, "output_type": output_type, "num_inference_steps": STEPS}
+        # Ancestral schedulers draw while they step.
+        arguments["generator"] = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            output = self.study.entered.run(entry, ["x"], self.study.shape, **arguments)
+        if output is None or len(entry.calls) < 2:
+            raise self.study.refused(f"its loop of {STEPS} steps calls its denoiser {len(entry.calls)} times")
+        return output
+
+    def _predictor(self, found: Findings) -> Predictor:
+        return Predictor(self.study.entered, found)
+
+
+def exact_prediction(scheduler: Any, sample: Tensor, timestep: Any, clean: Tensor, step: int) -> Tensor:
+    """Return the objective's target at a step of a scheduler whose latents are `sample`, if they end at `clean`."""
+    if not samples_by_diffusion(scheduler):
+        level = noise_levels(scheduler.sigmas)[step].to(sample.device, sample.dtype)
+        return (sample - clean) / level
+    shown = scheduler.scale_model_input(sample, timestep) if hasattr(scheduler, "scale_model_input") else sample
+    alpha = scheduler.alphas_cumprod[timestep.long().cpu()].to(sample.device)
+    noise = (shown - alpha.sqrt() * clean) / (1 - alpha).sqrt()
+    if scheduler.config.get("prediction_type", "epsilon") == "epsilon":
+        return noise
+    return velocity(clean, noise, alpha.reshape(1))
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference, relative to the largest element."""
+    return float((one.float() - other.float()).abs().max() / other.float().abs().max().clamp(min=1e-12))
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return the names of a denoiser's inputs that differ."""
+    first, second = tensors_of(one), tensors_of(other)
+    return ", ".join(
+        name
+        for name, each in first.items()
+        if name not in second or second[name].shape != each.shape or not torch.allclose(each, second[name], atol=1e-4)
+    )

@@ -1,0 +1,294 @@
+"""PipelineRun into a pipeline's own `__call__` at four seams, so that one run of it is one call of the denoiser.
+
+1. `encode_prompt` replays what it returned when a caption was cached.
+2. `randn_tensor` hands in the noised latents: packing, patches and extra axes are the pipeline's.
+3. The scheduler has one step, at the time of each sample; its `step` ends the call and has the prediction.
+4. A stand-in for the denoiser casts its inputs and calls what the engine wraps.
+
+Nothing here changes a module of diffusers: the functions that draw noise are copied with globals of their own, so a
+thread that encodes captions and one that trains do not meet.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from diffusers.utils.torch_utils import randn_tensor as draw
+from torch import Tensor
+
+from simpletuner.errors import SettingsError
+from simpletuner.private_api.of_torch import tree_map_only
+from simpletuner.settings.values.shape import Shape
+
+ALWAYS = {
+    "clean_caption": False,
+    "num_images_per_prompt": 1,
+    "num_videos_per_prompt": 1,
+    "return_dict": False,
+    # Sizes are those of the buckets, not the nearest of a list (PixArt, SANA).
+    "use_resolution_binning": False,
+}
+"""Arguments of every run, as far as a pipeline has them."""
+
+FRAMES = ("num_frames", "frames", "video_length")
+"""Names that pipelines have for the length of a video."""
+
+GUIDERS = ("guider", "ocr_guider")
+"""Components that guide in place of an argument (HunyuanVideo 1.5)."""
+
+
+FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+"""Raised by code that is given what it was not written for."""
+
+
+class Ended(Exception):
+    """Ends a pipeline's call, which has shown all that was asked of it."""
+
+
+def refused(pipeline: Any, why: str) -> SettingsError:
+    """Return the error for a pipeline that model_family=auto cannot train."""
+    name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
+    return SettingsError(
+        f"model_family=auto cannot train {name}: {why}", "a class of your own can: docs/families.md has a complete one"
+    )
+
+
+@dataclass
+class PipelineRun:
+    """Values that the seams hand in during one run, and what they see."""
+
+    text: Sequence[Any] | None = None
+    """Returned by `encode_prompt`, one for each of its calls; None: it really encodes."""
+    noise: Tensor | None = None
+    """Returned by the first `randn_tensor`; None: it really draws."""
+    time: Tensor | None = None
+    """Time of each sample (B), as the pipeline's scheduler has it; None: the pipeline's own loop."""
+    denoise: Callable[[dict[str, Any]], Any] | None = None
+    """Gets all inputs of the denoiser by name."""
+    at_step: Callable[..., Any] | None = None
+    """Gets the scheduler's own `step` and its arguments, and returns what `step` returns; None: `step` ends the run."""
+    decode: Callable[[Tensor], Any] | None = None
+    """Gets the latents for the VAE; None: the VAE's own `decode`."""
+    stop_at_noise: bool = False
+    encoded: list[Any] = field(default_factory=list)
+    drawn: list[tuple[int, ...]] = field(default_factory=list)
+    """Shapes of noise that were drawn before the denoiser's first call."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Inputs of the denoiser, by name."""
+    handed: tuple[Tensor, Tensor] | None = None
+    """Prediction and latents, as the scheduler's `step` gets them."""
+    mu: float | None = None
+    """The shift that a scheduler with dynamic shifting gets."""
+
+
+class StandIn:
+    """In place of a component: its attributes, but calls of our own. Computes in float32; `dtype` says so."""
+
+    dtype = torch.float32
+
+    def __init__(self, module: Any, **methods: Callable[..., Any]) -> None:
+        self.module = module
+        self.__dict__.update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["call"](*args, **kwargs)
+
+
+class EnteredPipeline:
+    """A pipeline of diffusers whose call is entered. Not for several threads at once.
+
+    `load` gets the class to open, a subclass of the pipeline's. The denoiser's and the VAE's attributes are read, so
+    both are there, if only on the meta device.
+    """
+
+    def __init__(self, cls: Any, load: Callable[[Any], Any], denoiser: str, device: torch.device) -> None:
+        self.device, self.denoiser, self.entry = device, denoiser, PipelineRun()
+        self.cls, self.running = cls, False
+        if not hasattr(cls, "encode_prompt"):
+            raise refused(cls.__name__, "it has no encode_prompt, whose embeddings could be cached")
+        self.pipeline = load(self._subclass(cls))
+        self.pipeline.set_progress_bar_config(disable=True)
+        # torch.no_grad leaves the function that it decorates.
+        self.run_call = self._with_own_noise(inspect.unwrap(cls.__call__))
+        self.parameters = inspect.signature(self.run_call).parameters
+        self.module = getattr(self.pipeline, denoiser)
+        self.names = list(inspect.signature(type(self.module).forward).parameters)[1:]
+        self.real_scheduler = self.pipeline.scheduler
+        self.one_step = self._one_step()
+        self.stand_ins = {denoiser: StandIn(self.module, call=self._call_denoiser)}
+        if (vae := getattr(self.pipeline, "vae", None)) is not None:
+            self.stand_ins["vae"] = StandIn(vae, decode=self._decode)
+
+    def run(
+        self, entry: PipelineRun, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: Any
+    ) -> tuple[Any, ...] | None:
+        """Run the pipeline for images of a shape in px, and return its output; None where a seam ended it."""
+        given = {"prompt": list(prompts), "width": shape.width, "height": shape.height, "output_type": "latent"}
+        given |= {**dict.fromkeys(FRAMES, shape.frames), "num_inference_steps": 4, **ALWAYS, **arguments}
+        assert not self.running, "a seam entered the pipeline once more"
+        self.entry, self.running = entry, True
+        # Not by setattr, which would look up each component's class for the pipeline's config.
+        own = {**self.stand_ins, "scheduler": self._scheduler(entry)}
+        before = {name: self.pipeline.__dict__[name] for name in own}
+        guiders = [] if guided else [each for name in GUIDERS if (each := getattr(self.pipeline, name, None))]
+        guiders = [each for each in guiders if each._enabled]
+        self.pipeline.__dict__.update(own)
+        for each in guiders:
+            each.disable()
+        try:
+            return self.run_call(
+                self.pipeline, **{name: value for name, value in given.items() if name in self.parameters}
+            )
+        except Ended:
+            return None
+        except torch.OutOfMemoryError:
+            raise
+        except FOREIGN_ERRORS as error:
+            raise refused(
+                self.cls.__name__, f"its own call fails with {type(error).__name__}: {first_line(error)}"
+            ) from error
+        finally:
+            for each in guiders:
+                each.enable()
+            self.pipeline.__dict__.update(before)
+            self.entry, self.running = PipelineRun(), False
+
+    # The seams.
+
+    def _encode(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        entry = self.entry
+        if entry.text is not None and len(entry.encoded) == len(entry.text):
+            raise refused(self.cls.__name__, "it calls encode_prompt more often than when a caption was cached")
+        if entry.text is not None:
+            encoded = entry.text[len(entry.encoded)]
+        else:
+            with torch.no_grad():
+                encoded = real(*args, **kwargs)
+        entry.encoded.append(encoded)
+        # The pipeline computes in float32, as a class does; text encoders may be in bf16.
+        return tree_map_only(Tensor, lambda each: each.float() if each.is_floating_point() else each, encoded)
+
+    def _randn_tensor(self, shape: Any, *args: Any, **kwargs: Any) -> Tensor:
+        entry = self.entry
+        if entry.calls:
+            return draw(shape, *args, **kwargs)
+        entry.drawn.append(tuple(shape))
+        if len(entry.drawn) > 1:
+            first, other = entry.drawn[:2]
+            raise refused(self.cls.__name__, f"it draws noise twice before the denoiser is called, {first} and {other}")
+        if entry.stop_at_noise:
+            raise Ended
+        if entry.noise is None:
+            return draw(shape, *args, **kwargs)
+        if tuple(entry.noise.shape) != tuple(shape):
+            wanted = tuple(entry.noise.shape)
+            raise refused(self.cls.__name__, f"it draws noise of shape {tuple(shape)} where {wanted} was expected")
+        return entry.noise
+
+    def _call_denoiser(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        self.entry.calls.append(given)
+        return self.module(**given) if self.entry.denoise is None else self.entry.denoise(given)
+
+    def _decode(self, latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+        vae = self.stand_ins["vae"].module
+        if self.entry.decode is not None:
+            return self.entry.decode(latents)
+        return vae.decode(latents.to(vae.dtype), *args, **kwargs)
+
+    def _scheduler(self, entry: PipelineRun) -> Any:
+        if entry.time is not None:
+            self.one_step.timesteps = entry.time if len(entry.time) == 1 else entry.time[None]
+            return self.one_step
+        scheduler = type(self.real_scheduler).from_config(self.real_scheduler.config)
+        if entry.at_step is not None:
+            own, at_step = scheduler.step, entry.at_step
+            scheduler.step = lambda *args, **kwargs: at_step(scheduler, own, *args, **kwargs)
+        return scheduler
+
+    def _one_step(self) -> Any:
+        """Return a scheduler of the pipeline's class, by which some pipelines decide, with a single step."""
+        real = self.real_scheduler
+        cls, own = type(real), {"init_noise_sigma": 1.0}
+        if isinstance(getattr(cls, "init_noise_sigma", None), property):
+            cls, own = type(cls.__name__, (cls,), own), {}
+        scheduler: Any = cls.from_config(real.config)
+
+        def set_timesteps(
+            num_inference_steps: Any = None,
+            device: Any = None,
+            sigmas: Any = None,
+            mu: float | None = None,
+            timesteps: Any = None,
+            **kwargs: Any,
+        ) -> None:
+            self.entry.mu, scheduler.num_inference_steps = mu, 1
+
+        def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.entry.handed = model_output, sample
+            if self.entry.at_step is None:
+                raise Ended
+            return self.entry.at_step(model_output, sample)
+
+        # On the instance: the type stays that of the real one.
+        scheduler.__dict__.update(
+            own, set_timesteps=set_timesteps, step=step, scale_model_input=lambda sample, timestep=None: sample
+        )
+        return scheduler
+
+    # How the pipeline is made to come here.
+
+    def _subclass(self, cls: Any) -> Any:
+        """Return a subclass of a pipeline's class that works on `device`, whatever its components are on."""
+        outer, on_device = self, property(lambda _: self.device)
+
+        def encode_prompt(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+            return outer._encode(MethodType(cls.encode_prompt, pipeline), *args, **kwargs)
+
+        own: dict[str, Any] = {
+            "__module__": cls.__module__,
+            "device": on_device,
+            "_execution_device": on_device,
+            "encode_prompt": encode_prompt,
+        }
+        drawing = {name: self._with_own_noise(each) for name, each in drawing_functions(cls)}
+        return type(cls.__name__, (cls,), drawing | own)
+
+    def _with_own_noise(self, function: Any) -> Any:
+        """Return a copy of a function whose global `randn_tensor` is ours."""
+        own = {**function.__globals__, "randn_tensor": self._randn_tensor}
+        copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return copy
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:120]
+
+
+def drawing_functions(cls: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all methods of a class that draw noise, but for `__call__`."""
+    for name, function in inspect.getmembers(cls, inspect.isfunction):
+        if name != "__call__" and "randn_tensor" in function.__code__.co_names:
+            yield name, function
+
+
+def tensors_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors among a denoiser's inputs by name, those of dicts and lists included."""
+    found: dict[str, Tensor] = {}
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, Mapping):
+            found |= tensors_of(value)
+        elif isinstance(value, list | tuple):
+            found |= tensors_of({f"{name}[{number}]": each for number, each in enumerate(value)})
+    return found

@@ -1,0 +1,72 @@
+"""model_family=auto trains, shards, resumes, samples and exports as a class does, and refuses with one sentence."""
+
+from __future__ import annotations
+
+import inspect
+import json
+
+import pytest
+from conftest import base
+from foreign import FOREIGN, build_foreign
+
+from simpletuner.models.automatic.seams import ALWAYS, FRAMES
+
+REFUSED = ("AllegroPipeline",)
+"""Its VAE encodes tiles only."""
+
+
+def test_auto_trains_shards_resumes_samples_and_exports_as_the_class_does(pipelines, shapes, train, tmp_path):
+    steps = ("--train_batch_size=2", "--max_train_steps=3", "--flow_schedule_shift=3")
+    caches = (f"--cache_dir_vae={tmp_path / 'latents'}", f"--cache_dir_text={tmp_path / 'text'}")
+    drawn = ("--validation_prompt=a red circle", "--validation_num_inference_steps=2", "--validation_resolution=64")
+    flags = (*base("auto", pipelines("sd3"), shapes), "--aspect_bucket_alignment=32", *caches, *drawn, *steps)
+    plain = train(tmp_path / "plain", *flags)
+    said = " ".join(plain.said.split())
+    assert "StableDiffusion3Pipeline by its own call, proven with diffusers" in said
+    assert "flow, one call for all samples, sampled with guidance" in said
+    assert (plain.output / "pipeline" / "model_index.json").is_file()
+    by_class = train(tmp_path / "class", *flags, "--model_family=sd3", "--caption_dropout_probability=0.2")
+    assert plain.losses == pytest.approx(by_class.losses, rel=1e-5)
+    grids = [(run.output / "validation" / "grid-000003.png").read_bytes() for run in (plain, by_class)]
+    assert grids[0] == grids[1]
+    for number in (2, 3):
+        sharded = train(
+            tmp_path / "sharded",
+            *flags,
+            "--train_batch_size=1",
+            f"--max_train_steps={number}",
+            "--fsdp_enable",
+            world=2,
+        )
+    assert "resuming from" in sharded.said and sharded.losses == pytest.approx(plain.losses, rel=1e-5)
+    lora = train(tmp_path / "lora", *flags, "--model_type=lora", "--use_ema", world=2)
+    state = json.loads((lora.output / "checkpoints" / "checkpoint-000003" / "state.json").read_text())
+    assert "StableDiffusion3Pipeline" in state["proven"]["pipeline"]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")  # Mochi's pipeline asks for it
+@pytest.mark.parametrize("name", [name for name in FOREIGN if name not in REFUSED])
+def test_a_pipeline_without_a_class_trains_resumes_exports_and_is_opened_by_diffusers(name, shapes, train, tmp_path):
+    from diffusers import DiffusionPipeline
+
+    folder = build_foreign(name, tmp_path / "base")
+    flags = (*base("auto", folder, shapes), "--aspect_bucket_alignment=32", "--validation_prompt=a red circle")
+    flags += ("--validation_num_inference_steps=2", "--validation_resolution=64", "--train_batch_size=2")
+    for steps in (1, 2):
+        run = train(tmp_path / "run", *flags, f"--max_train_steps={steps}")
+    assert "resuming from" in run.said and f"{name} by its own call" in " ".join(run.said.split())
+    pipeline = DiffusionPipeline.from_pretrained(run.output / "pipeline")
+    pipeline.set_progress_bar_config(disable=True)
+    known = inspect.signature(type(pipeline).__call__).parameters
+    more = {each: value for each, value in (dict.fromkeys(FRAMES, 1) | ALWAYS).items() if each in known}
+    image = pipeline(prompt="a red circle", width=64, height=64, num_inference_steps=2, output_type="pt", **more)[0]
+    assert image.shape[-2:] == (64, 64) and image.isfinite().all()
+
+
+def test_auto_refuses_before_anything_is_encoded(shapes, train, tmp_path):
+    folder = build_foreign("PixArtAlphaPipeline", tmp_path / "base", scheduler={"class_name": "DDIMScheduler"})
+    run = train(tmp_path / "run", *base("auto", folder, shapes), "--max_train_steps=1", code=2)
+    said = " ".join(run.said.split())
+    assert "model_family=auto cannot train PixArtAlphaPipeline: exact predictions do not lead its own loop" in said
+    assert "docs/families.md" in said and "encoding" not in said and "Traceback" not in said

@@ -1,0 +1,101 @@
+"""model_family=auto makes of every built-in family's pipeline what its class makes of it.
+
+Nothing here names a family: a new preset is tested by being there, and a sign error in a class would be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.test_inputs import CPU, SHAPE, TRAINABLE, diffusers_pipeline, opened, recorded_call, same
+from torch import Tensor, nn
+
+from simpletuner.data.batches.prefetch import stack_conditioning
+from simpletuner.data.images.geometry import Geometry
+from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
+from simpletuner.models.family.base import ModelFamily, SamplingParams
+from simpletuner.models.family.lookup import family_class
+from simpletuner.models.family.objectives import sample_losses
+from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.settings.declared.sections import Model, ObjectiveSettings, Settings, Training
+
+CAPTIONS = ["a red circle", "a large red circle and two small blue squares on a bright background, in pink", ""]
+
+
+SAME = {"objective": ObjectiveSettings(flow_schedule_shift=2.0), "training": Training(mixed_precision="no")}
+"""Settings of both: a class has the shift of its published checkpoints, and rounds noise levels in bf16."""
+
+
+def automatic(folder: Path, proven: bool = True) -> AutomaticFamily:
+    """Open a folder by model_family=auto, proven at 64 x 64 px."""
+    model = Model(model_family="auto", pretrained_model_name_or_path=str(folder))
+    family = family_class(model).open(folder, Settings(model=model, **SAME))
+    assert isinstance(family, AutomaticFamily)
+    if proven:
+        family.prove([SMALLEST], CPU)
+    return family
+
+
+def conditioning_of(family: ModelFamily) -> list[Conditioning]:
+    """Return the conditioning of each caption, as the cache keeps it; the last one is no caption."""
+    size = family.size_conditioning(Geometry(SHAPE, SHAPE, (0, 0), SHAPE))
+    encoded = family.text_encoder(CPU, torch.float32).encode(CAPTIONS)
+    empty = family.unconditional({name: value[-1:] for name, value in encoded.items()})
+    rows = [{name: value[number] for name, value in encoded.items()} for number in range(len(CAPTIONS) - 1)]
+    return [{**row, **size} for row in (*rows, {name: value[0] for name, value in empty.items()})]
+
+
+def trained(family: ModelFamily, denoiser: nn.Module, texts: list[Conditioning]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the prediction, flat, the loss of each sample, and all gradients."""
+    pixels = torch.rand(1, 3, *SHAPE[1:], generator=torch.Generator().manual_seed(0)) * 2 - 1
+    clean = family.vae(CPU).encode(pixels)
+    clean = clean.expand(len(texts), *clean.shape[1:])
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1))
+    noised = family.objective().add_noise(clean, noise, torch.linspace(0.2, 0.8, len(texts)))
+    prediction = family.predict(denoiser, noised.x_t, noised.timesteps, stack_conditioning(texts))
+    losses = sample_losses(prediction, noised.target, noised.weights)
+    denoiser.zero_grad()
+    losses.mean().backward()
+    grads = [each.grad.flatten() for each in denoiser.parameters() if each.grad is not None]
+    return prediction.detach().flatten(1), losses.detach(), torch.cat(grads)
+
+
+def inputs_of(family: ModelFamily, denoiser: nn.Module, text: Conditioning) -> dict[str, Any]:
+    noised = torch.randn(1, *family.input_shapes(SHAPE)["latents"], generator=torch.Generator().manual_seed(2))
+    times = torch.tensor([0.5 if "Flow" in type(family.objective()).__name__ else 500])
+    return recorded_call(denoiser, lambda: family.predict(denoiser, noised, times, stack_conditioning([text])))
+
+
+@pytest.mark.parametrize("key", TRAINABLE)
+def test_auto_trains_and_samples_as_the_class_does(key, pipelines):
+    expect_parity(key, pipelines)
+
+
+def expect_parity(key: str, pipelines: Callable[[str], Path]) -> None:
+    """Compare inputs of the denoiser, predictions, losses, gradients, unused weights and samples."""
+    hand, auto = opened(key, pipelines(key)), automatic(pipelines(key))
+    hand.settings = hand.settings.model_copy(update=SAME)
+    denoiser = getattr(diffusers_pipeline(hand), hand.denoiser_name)
+    texts = [conditioning_of(family) for family in (hand, auto)]
+
+    ours, theirs = inputs_of(auto, denoiser, texts[1][0]), inputs_of(hand, denoiser, texts[0][0])
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        same(ours[name], value, name)
+
+    (mine, losses, grads), expected = trained(auto, denoiser, texts[1]), trained(hand, denoiser, texts[0])
+    torch.testing.assert_close(mine, expected[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(losses, expected[1], atol=1e-5, rtol=1e-5)
+    assert (grads - expected[2]).norm() < 1e-5 * expected[2].norm()
+    assert {*auto.unused_parameters()} == {name for name, each in denoiser.named_parameters() if each.grad is None}
+
+    sampling = SamplingParams(SHAPE, 2, 3.0, seed=7)
+    samples = [
+        family.sample(denoiser, family.vae(CPU), sampling, *(stack_conditioning([text]) for text in (own[0], own[2])))
+        for family, own in ((auto, texts[1]), (hand, texts[0]))
+    ]
+    torch.testing.assert_close(samples[0].flatten(), samples[1].flatten(), atol=1e-4, rtol=1e-3)

@@ -1,0 +1,355 @@
+"""Tiny pipelines of diffusers that no class of ours describes, built without a hub."""
+
+from __future__ import annotations
+
+import inspect
+import string
+from pathlib import Path
+from typing import Any
+
+from simpletuner.models.tiny.build import build_component, fixed_seed
+from simpletuner.models.tiny.encoders import QWEN_TEXT, QWEN_WIDTH, spread_embeddings
+from simpletuner.models.tiny.tokenizers import WORDS, build_gemma_tokenizer, build_qwen_tokenizer
+
+FLOW = {"class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
+DIFFUSION = {"class_name": "DDIMScheduler", "clip_sample": False, "set_alpha_to_one": True}
+UNIPC = {
+    "class_name": "UniPCMultistepScheduler",
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "flow_shift": 3.0,
+}
+T5 = {"encoder": "t5", "width": 64}
+VAE = {"pretrained": "vae"}
+VAE_8PX = {
+    "class_name": "AutoencoderKL",
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [8, 16, 16, 16],
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "scaling_factor": 4.0,
+}
+VAE_WAN = {
+    "class_name": "AutoencoderKLWan",
+    "base_dim": 8,
+    "z_dim": 4,
+    "dim_mult": [1, 1, 2, 2],
+    "num_res_blocks": 1,
+    "latents_mean": [0.27, 0.28, -0.35, 0.23],
+    "latents_std": [0.12, 0.09, 0.11, 0.1],
+}
+DIT = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
+JOINT = DIT | {"attention_head_dim": 32, "num_single_layers": 2, "in_channels": 16}
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "HunyuanVideoPipeline": {
+        "text_encoder": None,
+        "text_encoder_2": {"encoder": "clip", "width": 32},
+        "vae": {
+            "class_name": "AutoencoderKLHunyuanVideo",
+            "latent_channels": 4,
+            "block_out_channels": [8, 8, 8, 8],
+            "layers_per_block": 1,
+            "norm_num_groups": 4,
+            "mid_block_add_attention": False,
+        },
+        "transformer": DIT
+        | {
+            "class_name": "HunyuanVideoTransformer3DModel",
+            "attention_head_dim": 32,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_single_layers": 2,
+            "num_refiner_layers": 1,
+            "text_embed_dim": 64,
+            "pooled_projection_dim": 32,
+            "rope_axes_dim": [8, 12, 12],
+        },
+        "scheduler": FLOW,
+    },
+    "HunyuanDiTPipeline": {
+        "text_encoder": None,
+        "text_encoder_2": {"encoder": "t5", "width": 32},
+        "vae": VAE_8PX,
+        "transformer": DIT
+        | {
+            "class_name": "HunyuanDiT2DModel",
+            "in_channels": 4,
+            "patch_size": 2,
+            "sample_size": 8,
+            "hidden_size": 64,
+            "cross_attention_dim": 32,
+            "cross_attention_dim_t5": 32,
+            "pooled_projection_dim": 16,
+            "text_len": 77,
+            "text_len_t5": 256,
+        },
+        "scheduler": DIFFUSION | {"prediction_type": "v_prediction"},
+    },
+    "PixArtAlphaPipeline": {
+        "text_encoder": {"encoder": "t5", "width": 32},
+        "vae": VAE,
+        "transformer": DIT
+        | {
+            "class_name": "PixArtTransformer2DModel",
+            "sample_size": 16,
+            "cross_attention_dim": 64,
+            "caption_channels": 32,
+        },
+        "scheduler": {"class_name": "DPMSolverMultistepScheduler", "beta_schedule": "linear"},
+    },
+    "LuminaPipeline": {
+        "text_encoder": {"encoder": "gemma", "width": 32},
+        "vae": VAE_8PX,
+        "transformer": {
+            "class_name": "LuminaNextDiT2DModel",
+            "sample_size": 8,
+            "hidden_size": 96,
+            "num_layers": 2,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "multiple_of": 32,
+            "cross_attention_dim": 32,
+        },
+        "scheduler": FLOW,
+    },
+    "BriaPipeline": {
+        "text_encoder": T5,
+        "vae": VAE,
+        "transformer": JOINT
+        | {
+            "class_name": "BriaTransformer2DModel",
+            "joint_attention_dim": 64,
+            "axes_dims_rope": [8, 12, 12],
+        },
+        "scheduler": FLOW,
+    },
+    "OvisImagePipeline": {
+        "text_encoder": {"encoder": "qwen3"},
+        "vae": VAE,
+        "transformer": JOINT
+        | {
+            "class_name": "OvisImageTransformer2DModel",
+            "out_channels": 16,
+            "joint_attention_dim": 64,
+            "axes_dims_rope": [8, 12, 12],
+        },
+        "scheduler": FLOW,
+    },
+    "SanaVideoPipeline": {
+        "text_encoder": {"encoder": "gemma", "width": 32},
+        "vae": VAE_WAN,
+        "transformer": DIT
+        | {
+            "class_name": "SanaVideoTransformer3DModel",
+            "attention_head_dim": 24,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_cross_attention_heads": 4,
+            "cross_attention_head_dim": 24,
+            "cross_attention_dim": 96,
+            "caption_channels": 32,
+            "sample_size": 8,
+        },
+        "scheduler": UNIPC,
+    },
+    "AllegroPipeline": {
+        "text_encoder": T5,
+        "vae": {
+            "class_name": "AutoencoderKLAllegro",
+            "block_out_channels": [8, 8, 8, 8],
+            "layers_per_block": 1,
+            "norm_num_groups": 2,
+        },
+        "transformer": DIT
+        | {
+            "class_name": "AllegroTransformer3DModel",
+            "attention_head_dim": 24,
+            "sample_height": 8,
+            "sample_width": 8,
+            "sample_frames": 8,
+            "cross_attention_dim": 96,
+            "caption_channels": 64,
+        },
+        "scheduler": {"class_name": "EulerAncestralDiscreteScheduler"},
+    },
+    "MochiPipeline": {
+        "text_encoder": T5,
+        "vae": {
+            "class_name": "AutoencoderKLMochi",
+            "latent_channels": 12,
+            "encoder_block_out_channels": [32, 32, 32, 32],
+            "decoder_block_out_channels": [32, 32, 32, 32],
+            "layers_per_block": [1, 1, 1, 1, 1],
+            "latents_mean": [0.1] * 12,
+            "latents_std": [0.9] * 12,
+        },
+        "transformer": DIT
+        | {
+            "class_name": "MochiTransformer3DModel",
+            "pooled_projection_dim": 32,
+            "in_channels": 12,
+            "text_embed_dim": 64,
+            "time_embed_dim": 4,
+        },
+        "scheduler": {"class_name": "FlowMatchEulerDiscreteScheduler", "invert_sigmas": True},
+    },
+    "CogVideoXPipeline": {
+        "text_encoder": T5,
+        "vae": {
+            "class_name": "AutoencoderKLCogVideoX",
+            "block_out_channels": [8, 8, 8, 8],
+            "layers_per_block": 1,
+            "norm_num_groups": 2,
+            "latent_channels": 4,
+        },
+        "transformer": DIT
+        | {
+            "class_name": "CogVideoXTransformer3DModel",
+            "in_channels": 4,
+            "out_channels": 4,
+            "time_embed_dim": 8,
+            "text_embed_dim": 64,
+            "sample_width": 8,
+            "sample_height": 8,
+            "sample_frames": 9,
+            "use_rotary_positional_embeddings": True,
+        },
+        "scheduler": {"class_name": "CogVideoXDDIMScheduler", "prediction_type": "v_prediction"},
+    },
+    "LattePipeline": {
+        "text_encoder": T5,
+        "vae": VAE_8PX,
+        "transformer": DIT
+        | {
+            "class_name": "LatteTransformer3DModel",
+            "in_channels": 4,
+            "out_channels": 8,
+            "patch_size": 2,
+            "sample_size": 8,
+            "cross_attention_dim": 64,
+            "caption_channels": 64,
+            "num_embeds_ada_norm": 1000,
+            "norm_type": "ada_norm_single",
+            "norm_elementwise_affine": False,
+            "activation_fn": "gelu-approximate",
+            "attention_bias": True,
+            "video_length": 1,
+        },
+        "scheduler": DIFFUSION,
+    },
+    "CogView4Pipeline": {
+        "text_encoder": {"encoder": "glm"},
+        "vae": VAE_8PX,
+        "transformer": DIT
+        | {
+            "class_name": "CogView4Transformer2DModel",
+            "in_channels": 4,
+            "out_channels": 4,
+            "text_embed_dim": 64,
+            "time_embed_dim": 8,
+            "condition_dim": 4,
+            "rope_axes_dim": [8, 8],
+        },
+        "scheduler": FLOW
+        | {"use_dynamic_shifting": True, "base_shift": 0.25, "max_shift": 0.75, "time_shift_type": "linear"},
+    },
+    "Krea2Pipeline": {
+        "text_encoder": {"encoder": "qwen3_vl"},
+        "vae": {
+            "class_name": "AutoencoderKLQwenImage",
+            "base_dim": 8,
+            "z_dim": 4,
+            "dim_mult": [1, 1, 2, 2],
+            "num_res_blocks": 1,
+            "latents_mean": [0.1] * 4,
+            "latents_std": [1.1] * 4,
+        },
+        "transformer": {
+            "class_name": "Krea2Transformer2DModel",
+            "in_channels": 16,
+            "num_layers": 2,
+            "attention_head_dim": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+            "timestep_embed_dim": 32,
+            "text_hidden_dim": 64,
+            "num_text_layers": 2,
+            "text_num_attention_heads": 4,
+            "text_num_key_value_heads": 4,
+            "text_intermediate_size": 64,
+            "num_layerwise_text_blocks": 1,
+            "num_refiner_text_blocks": 1,
+            "axes_dims_rope": [8, 12, 12],
+        },
+        "scheduler": FLOW,
+    },
+}
+
+
+def build_foreign(name: str, folder: Path, **changes: Any) -> Path:
+    """Write a tiny pipeline; `changes` replace entries of components' configs, by component."""
+    import diffusers
+
+    cls = getattr(diffusers, name)
+    with fixed_seed():
+        components: dict[str, Any] = {}
+        for part, entry in FOREIGN[name].items():
+            own = entry() if callable(entry) else build_component(part, {**entry, **changes.get(part, {})})
+            components |= own
+        optional = {
+            each: None for each in inspect.signature(cls.__init__).parameters if each in cls._optional_components
+        }
+        cls(**optional | components, **OPTIONS.get(name, {})).save_pretrained(folder)
+    return folder
+
+
+def build_glm() -> dict[str, Any]:
+    from transformers import GlmConfig, GlmModel
+
+    tokenizer = build_gemma_tokenizer()  # it begins with a token of its own, as GLM's does
+    tokenizer.padding_side = "left"
+    config = GlmConfig(vocab_size=len(tokenizer), head_dim=16, pad_token_id=0, eos_token_id=0, **QWEN_TEXT)
+    return {"text_encoder": spread_embeddings(GlmModel(config)), "tokenizer": tokenizer}
+
+
+def build_qwen3_vl() -> dict[str, Any]:
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    tokenizer = build_qwen_tokenizer()
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+    text = QWEN_TEXT | {"vocab_size": len(tokenizer), "head_dim": QWEN_WIDTH // 4, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_WIDTH}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    encoder = Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision))
+    return {"text_encoder": spread_embeddings(encoder), "tokenizer": tokenizer}
+
+
+def build_llama() -> dict[str, Any]:
+    from transformers import LlamaConfig, LlamaModel
+
+    tokenizer = build_qwen_tokenizer()
+    config = LlamaConfig(vocab_size=len(tokenizer), head_dim=16, pad_token_id=0, **QWEN_TEXT)
+    return {"text_encoder": spread_embeddings(LlamaModel(config)), "tokenizer": tokenizer}
+
+
+def build_bert() -> dict[str, Any]:
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(WORDS.split()), *string.ascii_lowercase]
+    words += [f"##{letter}" for letter in string.ascii_lowercase]
+    tokenizer = BertTokenizer(vocab={word: number for number, word in enumerate(words)})
+    config = BertConfig(
+        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    return {"text_encoder": spread_embeddings(BertModel(config)), "tokenizer": tokenizer}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"Krea2Pipeline": {"text_encoder_select_layers": [1, 2]}}
+FOREIGN["HunyuanVideoPipeline"]["text_encoder"] = build_llama
+FOREIGN["HunyuanDiTPipeline"]["text_encoder"] = build_bert
+FOREIGN["CogView4Pipeline"]["text_encoder"] = build_glm
+FOREIGN["Krea2Pipeline"]["text_encoder"] = build_qwen3_vl
