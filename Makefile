@@ -50,7 +50,8 @@ goldens: completions
 	$(BIN)/simpletuner config docs > docs/options.md
 	$(BIN)/simpletuner config docs --original > docs/from-the-original.md
 
-RUN_TESTS := $(BIN)/python -m pytest -n $$(nproc) --dist worksteal --durations=20
+# Two workers more than cores: a test often waits, for a process, a timeout or a page.
+RUN_TESTS := $(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist worksteal --durations=20
 
 test: install tools
 	$(RUN_TESTS)

@@ -32,11 +32,12 @@ from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import Sample
 from simpletuner.data.storage.storage import LocalStorage
+from simpletuner.settings.values.shape import Shape
 
 LATENCIES_SECONDS, STEP_SECONDS, STEPS, STEPS_AHEAD = (0.0, 0.1), 0.4, 20, 4
 BATCH_SIZE, AT_ONCE = 4, 32
 COUNT = BATCH_SIZE * (STEPS + STEPS_AHEAD + 1)
-SQUARE = (1024, 1024)
+SQUARE = Shape(1, 1024, 1024)
 RECORDS = {"latents": torch.randn(4, 128, 128), "text": torch.randn(77, 2048, dtype=torch.bfloat16)}
 
 

@@ -29,7 +29,7 @@ from interleaved import print_table
 from simpletuner.parallel.devices.devices import DEVICES, device_by_driver_name
 from simpletuner.report import Report
 from simpletuner.tools.plan.estimate import RunPlan, estimate_run
-from simpletuner.tools.plan.inputs import SampleSizes, opened_family
+from simpletuner.tools.plan.inputs import SampleShapes, opened_family
 from simpletuner.tools.plan.planner import flops_per_sample
 from simpletuner.training.auto.workload import Workload
 
@@ -154,12 +154,12 @@ class Plans:
 
     def of(self, case: Case) -> RunPlan:
         settings = case.settings
-        key = (settings.model.model_family, settings.model.model_flavour, case.size)
+        key = (settings.model.model_family, settings.model.model_flavour, case.shape)
         if key not in self.known:
             family = self.stack.enter_context(opened_family(settings, Report(quiet=True)))
-            self.known[key] = Workload(family, case.size), flops_per_sample(family, case.size)
+            self.known[key] = Workload(family, case.shape), flops_per_sample(family, case.shape)
         workload, flops = self.known[key]
-        return estimate_run(settings, workload, SampleSizes({case.size: 1}), self.device, flops)
+        return estimate_run(settings, workload, SampleShapes({case.shape: 1}), self.device, flops)
 
 
 def show(value: Any) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simpletuner.settings import Settings, load
+from simpletuner.settings.values.shape import Shape
 
 MIB = 2**20
 
@@ -37,8 +38,8 @@ class Case:
         return load(self.flags, complete=False, environment={}).settings
 
     @property
-    def size(self) -> tuple[int, int]:
-        return self.flags["resolution"], self.flags["resolution"]
+    def shape(self) -> Shape:
+        return Shape(1, self.flags["resolution"], self.flags["resolution"])
 
 
 TINY: Flags = {"model_flavour": "tiny", "resolution": 64, "resolution_type": "pixel", "tokenizer_max_length": 16}

@@ -39,6 +39,7 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.declared.sections import Model, Training
+from simpletuner.settings.values.shape import Shape
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.checkpointer import Checkpointer
 from simpletuner.training.engines import open_engine
@@ -64,7 +65,7 @@ def settings_in(folder: Path) -> Settings:
 
 def data_in_memory(family: ModelFamily, settings: Settings) -> Prepared:
     """Return random latents and embeddings that take no time to read."""
-    square = (64, 64)
+    square = Shape(1, 64, 64)
     geometry = Geometry(square, square, (0, 0), square)
     samples = [Sample(str(n), "drawn", LocalStorage(Path()), "", "", geometry, ("a caption",)) for n in range(SAMPLES)]
     latents = {sample.id: torch.randn(4, 16, 16) for sample in samples}

@@ -78,7 +78,7 @@ def fill_caches(folder: Path) -> None:
         for index in first:
             path = folder / "images" / plan.samples[index].name
             path.parent.mkdir(exist_ok=True)
-            Image.new("RGB", plan.samples[index].geometry.original).save(path, "JPEG")
+            Image.new("RGB", plan.samples[index].geometry.original.size).save(path, "JPEG")
         (part,) = plan.samples.parts
         some = part.where(np.isin(np.arange(len(part)), first))
         preparation.prepare(session, replace(plan, samples=Samples([some])), *more)

@@ -39,6 +39,12 @@ hypothesis.settings.register_profile("no deadline", deadline=None)  # machines a
 hypothesis.settings.load_profile("no deadline")
 
 
+def pytest_configure() -> None:
+    """Take the signals that a shell ignores in what it starts with `&` or `nohup`: children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the tests that take longest, so that no core waits for another one's last test.

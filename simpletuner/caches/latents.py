@@ -152,8 +152,8 @@ def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tens
     g = sample.geometry
     try:
         with sample.open() as file:
-            image = read_rgb(file, g.resized, g.original)
-            pixels = resize_and_crop(image, g.resized, g.crop_left_top, g.target)
+            image = read_rgb(file, g.resized.size, g.original.size)
+            pixels = resize_and_crop(image, g.resized.size, g.crop_left_top, g.target.size)
     except DECODE_ERRORS as error:
         # Returned, not raised: the record says why it is broken, so the next start need not try the file
         # again.

@@ -133,7 +133,7 @@ def title_of(proposal: Proposal) -> str:
     )
     return (
         f"{name}: {format_count(inputs.num_parameters)} parameters{frozen}; {engine}, "
-        f"{proposal.size[0]}x{proposal.size[1]} px, batch {settings.effective_batch_size} = {batch}"
+        f"{proposal.shape} px, batch {settings.effective_batch_size} = {batch}"
     )
 
 
@@ -164,7 +164,7 @@ def as_dict(proposal: Proposal, budget: MemoryBudget, device: Device | None) -> 
     return {
         "parameters": plan.memory.inputs.num_parameters,
         "frozen_parameters": plan.memory.inputs.frozen_parameters,
-        "size_px": list(proposal.size),
+        "size_px": list(proposal.shape.size),
         "memory": [asdict(row) for row in plan.memory.rows],
         "gpu_bytes": plan.memory.gpu_bytes,
         "host_bytes_per_machine": plan.memory.host_bytes,

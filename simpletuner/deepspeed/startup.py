@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils import cpp_extension
 
 from simpletuner.deepspeed.requirements import cannot_compile, check_compiler, check_installed
 from simpletuner.deepspeed.swap_files import remove_dead_swap_folders
 from simpletuner.parallel.world import World
+from simpletuner.private_api import of_torch
 from simpletuner.run_log import take_over
 from simpletuner.settings.foreign.deepspeed.config import DeepSpeedOptions
 from simpletuner.system.files.locks import exclusive_lock
@@ -88,7 +88,7 @@ def compile_disk_operators(say: Callable[[str], None], check_stop: Callable[[], 
 
 def build_folder(operator: str) -> Path:
     """Return the folder in which torch compiles an operator."""
-    return Path(cpp_extension._get_build_directory(operator, verbose=False))
+    return Path(of_torch.operator_build_folder(operator))
 
 
 def load_operator(builder: Any) -> None:

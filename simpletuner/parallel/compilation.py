@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from simpletuner.errors import TrainingError
 from simpletuner.parallel.fsdp2 import units_by_class
+from simpletuner.private_api import of_torch
 from simpletuner.settings.declared.sections import Compile
 
 RECOMPILE_LIMIT = 1024
@@ -22,7 +21,7 @@ LINES_OF_A_REASON, LETTERS_OF_A_REASON = 2, 300
 def compile_in_place(model: nn.Module, blocks: tuple[str, ...], settings: Compile) -> None:
     """Compile the blocks, or the whole denoiser, at their first call; equal blocks share one compilation."""
     # torch's default of 8 is soon reached where blocks of many widths share one `forward`; then it silently runs eager.
-    dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = RECOMPILE_LIMIT
+    of_torch.set_recompile_limit(RECOMPILE_LIMIT)
     # Block by block: equal blocks share one compilation (57 blocks of FLUX are 2), and FSDP2 gathers between
     # them.
     for module in units_by_class(model, blocks) if settings.dynamo_use_regional_compilation else [model]:
@@ -39,7 +38,7 @@ def compiler_explained() -> Iterator[None]:
     """Turn what the compiler raises, at a first call or a recompilation, into a TrainingError."""
     try:
         yield
-    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+    except of_torch.compiler_errors() as error:
         hint = "set dynamo_backend=no to train without the compiler; `--debug` shows all that it says"
         raise TrainingError(f"torch.compile failed: {reason(error)}", hint) from error
 

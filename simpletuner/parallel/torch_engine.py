@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from simpletuner.parallel.mesh import SHARDS, Mesh
 from simpletuner.parallel.optimizer_state import NamedTensors, NewMoments, OptimizerState, new_moments
+from simpletuner.private_api import of_torch
 
 CPU = torch.device("cpu")
 
@@ -118,7 +119,7 @@ class TorchEngine:
         gradients = [shard.grad for shard in shards if shard.grad is not None]
         # In float32: the squares of bf16 gradients lose small ones in their sum. One launch for all
         # parameters.
-        norms = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else []
+        norms = of_torch.foreach_norm(gradients, dtype=torch.float32) if gradients else []
         grad_norm = self.global_norm([*norms, *self.released_norms])
         self.released_norms.clear()
         if max_grad_norm > 0:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from simpletuner.errors import EnvironmentNotReady, ExitCode, SimpleTunerError, Stopped, TrainingError
 from simpletuner.launch.launcher_connection import LauncherConnection
+from simpletuner.private_api import of_torch
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.signals import StopRequest
 
@@ -212,7 +213,7 @@ def abort(device: torch.device) -> None:
     if device.type != "cuda":
         return  # gloo ends with the process, and the others notice that
     # NCCL's destroy waits for what was begun, its abort does not; should that hang too, the process ends without it
-    thread = threading.Thread(target=dist.distributed_c10d._abort_process_group, name="abort", daemon=True)
+    thread = threading.Thread(target=of_torch.abort_communicators, name="abort", daemon=True)
     thread.start()
     thread.join(ABORT_SECONDS)
 

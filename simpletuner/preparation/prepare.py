@@ -19,7 +19,6 @@ from simpletuner.data.config.datasets import load_datasets
 from simpletuner.data.config.folders import default_folder, latents_folder, text_folder
 from simpletuner.data.config.participation import NO_LIMIT, Window
 from simpletuner.data.config.validation_prompts import ValidationPrompt, load_prompts
-from simpletuner.data.images.geometry import Size
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
 from simpletuner.data.sampler.bucket_schedule import BucketSchedule
 from simpletuner.data.samples.buckets import Buckets, digest_buckets, fill_buckets, make_buckets
@@ -37,6 +36,7 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 from simpletuner.settings.files.formats import read_text
+from simpletuner.settings.values.shape import Shape
 from simpletuner.system.files.atomic import replace_file
 from simpletuner.system.numbers import count_noun
 
@@ -251,13 +251,9 @@ def report_left_out(found: Discovery, report: Report) -> None:
         report.warn(f"{count_noun(len(found.broken), 'broken image')} left out:{named}")
 
 
-def samples_by_size(plan: Plan) -> Counter[Size]:
-    """Count the samples of an epoch by their size in px."""
-    counts: Counter[Size] = Counter()
-    for name, bucket in plan.buckets.items():
-        width, height = map(int, name.split("x"))
-        counts[width, height] += len(bucket)
-    return counts
+def samples_by_shape(plan: Plan) -> Counter[Shape]:
+    """Count the samples of an epoch by their shape in px."""
+    return Counter({Shape.parse(name): len(bucket) for name, bucket in plan.buckets.items()})
 
 
 def describe_buckets(plan: Plan) -> str:

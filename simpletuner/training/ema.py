@@ -13,6 +13,7 @@ from torch import Tensor
 from simpletuner.parallel.devices.host_buffer import HostBuffer
 from simpletuner.parallel.engine import Engine
 from simpletuner.parallel.optimizer_state import NamedTensors, Read
+from simpletuner.private_api import of_torch
 from simpletuner.settings.declared.sections import Ema, Validation
 
 VARIANTS = {"none": ("trained",), "ema_only": ("ema",), "comparison": ("trained", "ema")}
@@ -118,7 +119,7 @@ def move_towards(averages: NamedTensors, shards: Iterable[tuple[str, Tensor]], w
 def lerp(pairs: list[tuple[Tensor, Tensor]], weight: float) -> None:
     if pairs:
         averages, values = map(list, zip(*pairs, strict=True))
-        torch._foreach_lerp_(averages, values, weight)
+        of_torch.foreach_lerp_(averages, values, weight)
 
 
 class DelayedAverage:

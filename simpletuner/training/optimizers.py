@@ -19,6 +19,7 @@ from simpletuner.parallel.optimizers.muon import Muon
 from simpletuner.parallel.optimizers.schedule_free import ScheduleFreeAdamW
 from simpletuner.parallel.precision.split_adamw import SplitAdamW
 from simpletuner.parallel.torch_engine import ShardedParameter, whole_shape
+from simpletuner.private_api import of_torch
 from simpletuner.settings.declared.sections import Optimizer
 from simpletuner.training.schedule import Schedule
 
@@ -91,14 +92,13 @@ class Lion(ShardOptimizer):
         for group in self.param_groups:
             trained: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-            # foreach kernels: one launch per operation instead of one per tensor
             means = [self._mean(parameter) for parameter in trained]
             if trained:
-                signs = torch._foreach_lerp(means, gradients, 1 - group["betas"][0])
-                torch._foreach_sign_(signs)
-                torch._foreach_mul_(trained, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(trained, signs, alpha=-group["lr"])
-                torch._foreach_lerp_(means, gradients, 1 - group["betas"][1])
+                signs = of_torch.foreach_lerp(means, gradients, 1 - group["betas"][0])
+                of_torch.foreach_sign_(signs)
+                of_torch.foreach_mul_(trained, 1 - group["lr"] * group["weight_decay"])
+                of_torch.foreach_add_(trained, signs, alpha=-group["lr"])
+                of_torch.foreach_lerp_(means, gradients, 1 - group["betas"][1])
 
     def _mean(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]

@@ -210,7 +210,9 @@ def test_machines_that_disagree_say_so_at_once_on_both(machines, sdxl_flags, tmp
     run = pair(machines, *flags, PYTHONPATH=f"{fake.parent}{os.pathsep}{ROOT}")
     both_end(run, 3, within_seconds=20)
     for command in run:
-        assert re.search(rf"^error: diffusers differs: '.*' {re.escape(places.format(repr('9.9.9')))}", command.said)
+        assert re.search(
+            rf"(?m)^error: diffusers differs: '.*' {re.escape(places.format(repr('9.9.9')))}", command.said
+        )
 
     run = pair(machines, *flags, other=("--machine_rank=0",))
     both_end(run, 2, within_seconds=20)

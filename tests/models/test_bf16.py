@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models.test_inputs import SIZE, TRAINABLE, opened
+from models.test_inputs import SHAPE, TRAINABLE, opened
 from torch import Tensor, nn
 
 from simpletuner.data.batches.prefetch import stack_conditioning
@@ -45,7 +45,7 @@ def test_gradients_in_bf16_are_nearest_to_float32_at_the_rounding_that_the_famil
     family = opened(name, pipelines(name))
     model = type(family.denoiser()).from_pretrained(family.folder / family.denoiser_name).train()
     encoded = family.text_encoder(CPU, torch.float32).encode(["a red circle", "a blue star", "two rings", "a"])
-    size = family.size_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
+    size = family.size_conditioning(Geometry(SHAPE, SHAPE, (0, 0), SHAPE))
     rows = [{key: value[n] for key, value in encoded.items()} | size for n in range(COUNT)]
     conditioning = stack_conditioning(rows)
     channels = family.vae(CPU).encode(torch.zeros(1, 3, 64, 64)).shape[1:]

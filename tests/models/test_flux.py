@@ -7,6 +7,7 @@ from models.test_inputs import CPU, expect_same_inputs, expect_same_picture, ope
 from tiny_configs import tiny_config
 
 from simpletuner.models.families.flux import pack, position_ids, unpack
+from simpletuner.settings.values.shape import Shape
 
 SHAPES = [(1, 4, 2, 2), (2, 16, 8, 6), (3, 4, 6, 10)]
 
@@ -26,9 +27,9 @@ def test_latents_are_packed_as_the_pipeline_packs_them(shape):
 def test_unpacking_undoes_packing_and_agrees_with_the_pipeline(shape):
     latents = numbered(shape)
     _, _, height, width = shape
-    assert torch.equal(unpack(pack(latents), (height, width)), latents)
+    assert torch.equal(unpack(pack(latents), Shape(1, height, width)), latents)
     theirs = FluxPipeline._unpack_latents(pack(latents), height * 8, width * 8, vae_scale_factor=8)
-    assert torch.equal(unpack(pack(latents), (height, width)), theirs)
+    assert torch.equal(unpack(pack(latents), Shape(1, height, width)), theirs)
 
 
 def test_a_token_holds_a_patch_with_channels_outermost():

@@ -13,6 +13,7 @@ from transformers import Mistral3Config, Mistral3ForConditionalGeneration, Mistr
 
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.families.flux2 import position_ids, unpack
+from simpletuner.settings.values.shape import Shape
 
 TEXT = {
     "hidden_size": 32,
@@ -83,7 +84,7 @@ def test_positions_are_those_of_the_pipeline():
 
 def test_tokens_are_packed_as_the_pipeline_packs_them():
     latents = torch.arange(2 * 16 * 6 * 4.0).view(2, 16, 6, 4)
-    assert torch.equal(unpack(Flux2KleinPipeline._pack_latents(latents), (6, 4)), latents)
+    assert torch.equal(unpack(Flux2KleinPipeline._pack_latents(latents), Shape(1, 6, 4)), latents)
 
 
 def test_latents_are_patches_normalised_as_the_pipeline_normalises_pictures(pipelines):

@@ -23,10 +23,11 @@ from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import FlowMatching
 from simpletuner.parallel.model.fused_qkv import fuse_qkv
 from simpletuner.settings.declared.sections import Model, Settings
+from simpletuner.settings.values.shape import Shape
 
 TRAINABLE = [key for key, preset in presets().items() if preset.family_class]
 PROMPT, STEPS, CPU = "a red circle", 3, torch.device("cpu")
-SIZE = (96, 64)
+SHAPE = Shape(1, height=64, width=96)
 """Width and height in px, different from one another and from a multiple of no family's cell."""
 
 
@@ -85,7 +86,7 @@ def latents_shown(family: ModelFamily, given: dict[str, Any]) -> torch.Tensor:
     latents = next(given[name] for name in ("sample", "hidden_states", "x[0]") if name in given)
     downscale = family.vae(CPU).downscale
     latents = latents.transpose(0, 1) if "x[0]" in given else latents  # one of a list is CFHW, a video of one frame
-    return family.unpack_latents(latents, (SIZE[1] // downscale, SIZE[0] // downscale))
+    return family.unpack_latents(latents, SHAPE.in_cells(downscale))
 
 
 def same(ours: Any, theirs: Any, name: str) -> None:
@@ -110,7 +111,7 @@ def expect_same_inputs(family: ModelFamily, **kwargs: Any) -> None:
     theirs = recorded_call(denoiser, lambda: pipeline(prompt=PROMPT, **arguments), number=2)
 
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
-    geometry = Geometry(SIZE, SIZE, (0, 0), SIZE)
+    geometry = Geometry(SHAPE, SHAPE, (0, 0), SHAPE)
     conditioning |= {name: value[None] for name, value in family.size_conditioning(geometry).items()}
     scheduler = pipeline.scheduler
     flow = isinstance(family.objective(), FlowMatching)
@@ -125,7 +126,7 @@ def expect_same_inputs(family: ModelFamily, **kwargs: Any) -> None:
 def sampling(guidance: float):
     from simpletuner.models.family.base import SamplingParams
 
-    return SamplingParams(SIZE, STEPS, guidance, seed=7)
+    return SamplingParams(SHAPE, STEPS, guidance, seed=7)
 
 
 class Products(TorchFunctionMode):
@@ -143,9 +144,9 @@ def test_neither_checkpointing_nor_fused_projections_change_prediction_or_gradie
     family = opened(key, pipelines(key))
     denoiser = getattr(diffusers_pipeline(family), family.denoiser_name)
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
-    geometry = Geometry(SIZE, SIZE, (0, 0), SIZE)
+    geometry = Geometry(SHAPE, SHAPE, (0, 0), SHAPE)
     conditioning |= {name: value[None] for name, value in family.size_conditioning(geometry).items()}
-    clean = family.vae(CPU).encode(torch.zeros(1, 3, SIZE[1], SIZE[0]))
+    clean = family.vae(CPU).encode(torch.zeros(1, 3, *SHAPE[1:]))
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
     example = family.objective().add_noise(clean, noise, torch.full((1,), 0.5))
 
@@ -219,9 +220,9 @@ def test_the_scheduler_s_step_brings_back_clean_latents_from_the_target(key, pip
 @pytest.mark.parametrize("key", TRAINABLE)
 def test_latents_come_back_as_the_vae_alone_would_bring_them(key, pipelines):
     vae = opened(key, pipelines(key)).vae(CPU)
-    pixels = torch.rand(2, 3, SIZE[1], SIZE[0], generator=torch.Generator().manual_seed(0)) * 2 - 1
+    pixels = torch.rand(2, 3, *SHAPE[1:], generator=torch.Generator().manual_seed(0)) * 2 - 1
     latents = vae.encode(pixels)
-    assert latents.shape[0] == 2 and latents.shape[2:] == (SIZE[1] // vae.downscale, SIZE[0] // vae.downscale)
+    assert latents.shape[0] == 2 and latents.shape[2:] == SHAPE.in_cells(vae.downscale)[1:]
     assert vae.decode(latents).shape == pixels.shape
     with torch.no_grad():
         frames = pixels.unsqueeze(2) if vae.has_frames else pixels
@@ -234,7 +235,7 @@ def test_latents_come_back_as_the_vae_alone_would_bring_them(key, pipelines):
 
 
 def test_sdxl_is_given_sizes_as_the_pipeline_orders_them(sdxl):
-    geometry = Geometry((1920, 1081), (1280, 721), (128, 7), (1024, 707))
+    geometry = Geometry(Shape(1, 1081, 1920), Shape(1, 721, 1280), (128, 7), Shape(1, 707, 1024))
     ids = opened("sdxl", sdxl).size_conditioning(geometry)["time_ids"]
     assert ids.dtype == torch.float32
     assert ids.tolist() == [1081, 1920, 7, 128, 707, 1024]
@@ -247,8 +248,8 @@ def test_padding_that_is_not_cached_changes_no_bit_of_a_prediction(key, pipeline
     encoded = family.text_encoder(CPU, torch.float32).encode([PROMPT, f"{PROMPT}, and {PROMPT} beside it"])
     stored = [{name: value[row] for name, value in without_padding(family, encoded).items()} for row in (0, 1)]
     cached = [parse_tensors(memoryview(bytearray(serialize(each)))) for each in stored]
-    size = family.size_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
-    clean = family.vae(CPU).encode(torch.zeros(2, 3, SIZE[1], SIZE[0]))
+    size = family.size_conditioning(Geometry(SHAPE, SHAPE, (0, 0), SHAPE))
+    clean = family.vae(CPU).encode(torch.zeros(2, 3, *SHAPE[1:]))
     noised = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
 
     def predict(text: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from models import test_inputs
 from models.test_inputs import CPU, PROMPT, diffusers_pipeline, latents_shown, opened, recorded_call, sampling
 
 from simpletuner.models.families.ltxvideo import video_coords
+from simpletuner.settings.values.shape import Shape
 
 VAE_OF_0_9_0 = {
     "latent_channels": 8,
@@ -57,7 +58,7 @@ def test_the_denoiser_predicts_as_for_ltxpipeline_which_gives_positions_in_anoth
     with torch.no_grad():
         answer = pipeline.transformer(**theirs, return_dict=False)[0]
         ours = family.predict(pipeline.transformer, noisy, theirs["timestep"] / 1000, conditioning)
-    answer = family.unpack_latents(answer, (noisy.shape[2], noisy.shape[3]))
+    answer = family.unpack_latents(answer, Shape(1, *noisy.shape[2:]))
     torch.testing.assert_close(ours, answer, atol=1e-5, rtol=1e-5)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from models.test_inputs import CPU, PROMPT, SIZE, TRAINABLE, opened
+from models.test_inputs import CPU, PROMPT, SHAPE, TRAINABLE, opened
 from models.test_predictions import conditioning_of, rows
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -81,7 +81,7 @@ def test_a_micro_batch_copies_nothing_pageable_and_reads_nothing(key, pipelines)
     text = rows(family.text_encoder(CPU, torch.float32).encode([PROMPT, "a blue square on a black background"]))
     conditioning = conditioning_of(family, text)
     conditioning |= {name: value.to(META) for name, value in conditioning.items() if name not in family.host_inputs}
-    latents = family.vae(CPU).encode(torch.zeros(2, 3, SIZE[1], SIZE[0])).to(META)
+    latents = family.vae(CPU).encode(torch.zeros(2, 3, *SHAPE[1:])).to(META)
     model, objective = family.meta_denoiser.train(), family.objective()
     for _ in range(2):  # what is made once, at the first step, is no wait
         with waits_seen() as waits:

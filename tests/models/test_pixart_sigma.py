@@ -9,6 +9,7 @@ import torch
 from models.test_inputs import CPU, expect_same_inputs, expect_same_picture, opened
 
 from simpletuner.data.images.geometry import Geometry
+from simpletuner.settings.values.shape import Shape
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_a_picture_of_alpha_is_the_one_that_its_pipeline_draws(alpha):
 
 
 def test_alpha_is_given_the_original_size_and_the_aspect_of_the_crop(alpha):
-    geometry = Geometry((1920, 1081), (1280, 721), (128, 7), (1024, 512))
+    geometry = Geometry(Shape(1, 1081, 1920), Shape(1, 721, 1280), (128, 7), Shape(1, 512, 1024))
     sizes = opened("pixart_sigma", alpha).size_conditioning(geometry)
     assert {name: (value.tolist(), value.dtype) for name, value in sizes.items()} == {
         "resolution": ([1081.0, 1920.0], torch.float32),
@@ -50,7 +51,7 @@ def test_alpha_is_given_the_original_size_and_the_aspect_of_the_crop(alpha):
 def test_sigma_reads_300_tokens_and_is_given_no_sizes(pipelines):
     family = opened("pixart_sigma", pipelines("pixart_sigma"))
     assert family.max_length == 300
-    assert family.size_conditioning(Geometry((9, 9), (9, 9), (0, 0), (8, 8))) == {}
+    assert family.size_conditioning(Geometry(Shape(1, 9, 9), Shape(1, 9, 9), (0, 0), Shape(1, 8, 8))) == {}
 
 
 def test_a_checkpoint_that_names_the_class_as_it_was_once_called_is_the_same(pipelines, tmp_path):

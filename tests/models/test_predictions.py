@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.test_inputs import CPU, PROMPT, SIZE, TRAINABLE, diffusers_pipeline, opened, sampling
+from models.test_inputs import CPU, PROMPT, SHAPE, TRAINABLE, diffusers_pipeline, opened, sampling
 from torch import Tensor
 
 from simpletuner.data.batches.prefetch import stack_conditioning
@@ -28,7 +28,7 @@ def denoiser_of(family: ModelFamily) -> torch.nn.Module:
 
 def conditioning_of(family: ModelFamily, texts: Sequence[Conditioning]) -> Conditioning:
     """Return the conditioning of some texts and an image for each, batched as for training."""
-    size = family.size_conditioning(Geometry(SIZE, SIZE, (0, 0), SIZE))
+    size = family.size_conditioning(Geometry(SHAPE, SHAPE, (0, 0), SHAPE))
     return stack_conditioning([{**text, **size} for text in texts])
 
 
@@ -53,10 +53,10 @@ def steps_of(family: ModelFamily, pipeline: Any, guidance: float = 1.0) -> list[
     pipeline.scheduler = Listening.from_config(pipeline.scheduler.config)
     pipeline(prompt=PROMPT, **family.pipeline_kwargs({}, {}, sampling(guidance)))
     downscale = family.vae(CPU).downscale
-    size = (SIZE[1] // downscale, SIZE[0] // downscale)
+    shape = SHAPE.in_cells(downscale)
     flow = isinstance(family.objective(), FlowMatching)
     count = pipeline.scheduler.config.num_train_timesteps if flow else 1
-    return [(time[None] / count, *(family.unpack_latents(each, size) for each in both)) for time, *both in handed]
+    return [(time[None] / count, *(family.unpack_latents(each, shape) for each in both)) for time, *both in handed]
 
 
 @pytest.mark.parametrize("key", TRAINABLE)
@@ -74,7 +74,7 @@ def test_a_prediction_is_what_diffusers_own_pipeline_hands_its_scheduler(key, pi
 def test_captions_of_any_length_in_one_batch_give_each_the_prediction_it_gets_alone(key, pipelines):
     family = opened(key, pipelines(key))
     denoiser, encoder = denoiser_of(family), family.text_encoder(CPU, torch.float32)
-    pixels = torch.rand(1, 3, SIZE[1], SIZE[0], generator=torch.Generator().manual_seed(0)) * 2 - 1
+    pixels = torch.rand(1, 3, *SHAPE[1:], generator=torch.Generator().manual_seed(0)) * 2 - 1
     latents = family.vae(CPU).encode(pixels)
     time = torch.tensor([0.5 if isinstance(family.objective(), FlowMatching) else 500])
 
@@ -96,7 +96,7 @@ def test_captions_of_any_length_in_one_batch_give_each_the_prediction_it_gets_al
 def test_a_weight_gets_a_gradient_unless_the_family_calls_it_unused(key, pipelines):
     family = opened(key, pipelines(key))
     denoiser, encoder = denoiser_of(family), family.text_encoder(CPU, torch.float32)
-    clean = family.vae(CPU).encode(torch.zeros(len(CAPTIONS), 3, SIZE[1], SIZE[0]))
+    clean = family.vae(CPU).encode(torch.zeros(len(CAPTIONS), 3, *SHAPE[1:]))
     noised = family.objective().add_noise(clean, torch.randn_like(clean), torch.full((len(CAPTIONS),), 0.5))
     texts = rows(encoder.encode(CAPTIONS))
     family.predict(denoiser, noised.x_t, noised.timesteps, conditioning_of(family, texts)).square().mean().backward()

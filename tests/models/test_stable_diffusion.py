@@ -14,6 +14,7 @@ from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import Diffusion
 from simpletuner.settings.declared.sections import Model, Settings
+from simpletuner.settings.values.shape import Shape
 
 PUBLISHED = [
     ("sd1x", {"_class_name": "PNDMScheduler", "skip_prk_steps": True, "set_alpha_to_one": False}),
@@ -57,7 +58,7 @@ def test_the_published_scheduler_draws_as_in_diffusers(key, changes, pipelines, 
 
     folder = with_scheduler(pipelines(key), tmp_path / key, changes)
     family, cpu = opened(key, folder), torch.device("cpu")
-    sampling = SamplingParams((96, 64), 4, 4.0, seed=7)
+    sampling = SamplingParams(Shape(1, height=64, width=96), 4, 4.0, seed=7)
     theirs = DiffusionPipeline.from_pretrained(folder)
     theirs.set_progress_bar_config(disable=True)
     encoder = family.text_encoder(cpu, torch.float32)

@@ -32,7 +32,7 @@ class PageServer:
     process: subprocess.Popen[str]
     folder: Path
     address: str
-    wait_seconds: float = 30
+    wait_seconds: float = 120
 
     @property
     def origin(self) -> str:

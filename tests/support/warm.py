@@ -29,7 +29,7 @@ import PIL.Image
 import rich.console
 import rich.progress
 import rich.table
-import torch.distributed.checkpoint.hf_storage
+import torch.distributed.checkpoint
 import transformers
 import typer._adapters
 import xxhash

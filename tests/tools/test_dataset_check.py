@@ -136,10 +136,8 @@ def test_buckets_crops_and_samples_are_those_of_the_run(messy, sdxl, tmp_path, t
     for name, bucket in plan.buckets.items():
         assert (own[name]["images"], own[name]["samples"]) == (bucket.num_samples, len(bucket))
     for name, bucket in own.items():
-        samples = {
-            index: each for index, each in enumerate(plan.samples) if "{}x{}".format(*each.geometry.target) == name
-        }
-        cropped = [1 - np.prod(each.geometry.target) / np.prod(each.geometry.resized) for each in samples.values()]
+        samples = {index: each for index, each in enumerate(plan.samples) if str(each.geometry.target) == name}
+        cropped = [1 - each.geometry.target.area / each.geometry.resized.area for each in samples.values()]
         assert bucket["held_out"] == len(held_out & samples.keys())
         assert (bucket["mean_cropped"], bucket["most_cropped"]) == pytest.approx((np.mean(cropped), max(cropped)))
     assert {path.name for path in sheets.iterdir()} == {f"messy-{name}.png" for name in own}

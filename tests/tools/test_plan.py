@@ -34,13 +34,14 @@ from simpletuner.parallel.devices.memory import MemoryBudget, MemoryEstimate, Me
 from simpletuner.parallel.model.module_stats import count_parameters
 from simpletuner.report import Report
 from simpletuner.settings import Settings, load
+from simpletuner.settings.values.shape import Shape
 from simpletuner.tools.plan.estimate import RunPlan
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.tools.plan.search import propose
 from simpletuner.training.auto.workload import Workload
 
 SIX = ("sdxl", "flux", "sd3", "lumina2", "qwen_image", "sana")
-SIZE = (64, 64)
+SHAPE = Shape(1, 64, 64)
 NOWHERE = {"SIMPLETUNER_ACCELERATE_CONFIG": "none"}
 
 
@@ -60,7 +61,7 @@ def saved_by_torch(family: ModelFamily, model: nn.Module, samples: int) -> int:
     """Return the bytes that a real forward pass saves for the backward pass, weights and inputs excluded."""
     inputs = {
         name: torch.ones(samples, *shape, dtype=torch.long if "mask" in name else torch.float32)
-        for name, shape in family.input_shapes(SIZE).items()
+        for name, shape in family.input_shapes(SHAPE).items()
     }
     latents, timesteps = inputs.pop("latents"), torch.full((samples,), 0.5)
     own = storages_alive()  # weights, inputs, and tables that a model holds in no buffer, such as Qwen-Image's
@@ -90,7 +91,7 @@ def test_activations_are_those_that_torch_saves(key, pipelines):
     for recomputes in (False, True):
         for model in (real, fake):
             model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
-        trace = trace_step(family, fake, mode, family.input_shapes(SIZE), samples, torch.float32, False)
+        trace = trace_step(family, fake, mode, family.input_shapes(SHAPE), samples, torch.float32, False)
         found[recomputes] = trace
         assert trace.kept_bytes == pytest.approx(saved_by_torch(family, real, samples), rel=0.1)
         assert [fraction for _, fraction in trace.backward_points] == sorted(each for _, each in trace.backward_points)
@@ -105,7 +106,7 @@ def test_a_published_model_is_counted_as_it_was_on_meta_tensors():
         {"model_family": "flux", "model_flavour": "dev", "state_layout": "split"}, environment=NOWHERE, complete=False
     )
     with opened_family(loaded.settings, Report(quiet=True)) as family:
-        trace = Workload(family, (1024, 1024)).trace(loaded.settings, 8, on_gpu=True)
+        trace = Workload(family, Shape(1, 1024, 1024)).trace(loaded.settings, 8, on_gpu=True)
     assert trace.kept_bytes == pytest.approx(13.6e9, rel=0.02)
     assert trace.peak_bytes(0) == pytest.approx(18.7e9, rel=0.05)
     # a third more than the 3 x 74.4 TFLOP of forward and backward: the blocks run forward twice
@@ -114,8 +115,9 @@ def test_a_published_model_is_counted_as_it_was_on_meta_tensors():
 
 def test_a_vae_takes_its_weights_and_what_is_live_at_once(pipelines):
     family = opened("sdxl", pipelines("sdxl"))
+    shape = Shape(1, 128, 256)
     few, many = (
-        trace_vae(build_on_meta(family.vae_config).eval(), torch.float32, (256, 128), count, False) for count in (1, 3)
+        trace_vae(build_on_meta(family.vae_config).eval(), torch.float32, shape, count, False) for count in (1, 3)
     )
     weights = 4 * count_parameters(build_on_meta(family.vae_config))
     assert weights < few < many

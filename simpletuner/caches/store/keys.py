@@ -26,7 +26,7 @@ def latents_parts(sample: Sample, vae: str, dtype: str) -> KeyParts:
         # Size and change time, as `make` does: hashing the content would read the whole dataset at each
         # start.
         "file": sample.version,
-        "resolution and crop": short_hash([g.original, g.resized, g.crop_left_top, g.target]),
+        "resolution and crop": short_hash([g.original.size, g.resized.size, g.crop_left_top, g.target.size]),
         "VAE": vae,
         "dtype": dtype,
     }

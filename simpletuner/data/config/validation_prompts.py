@@ -17,7 +17,7 @@ from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.declared.sections import Validation
 from simpletuner.settings.files.file_entries import NotParsed, explain_parsing, json_mistake
 from simpletuner.settings.files.formats import read_text
-from simpletuner.settings.values.image_sizes import normalize_sizes
+from simpletuner.settings.values.shape import normalize_shapes
 from simpletuner.system.files.paths import shown_path
 
 PAGE = "docs/validation.md lists what a line may have"
@@ -29,7 +29,7 @@ class ValidationPrompt(Section):
     prompt: str
     negative_prompt: str | None = None
     seed: int | None = Field(default=None, ge=0)
-    resolution: Annotated[str, AfterValidator(normalize_sizes)] = ""
+    resolution: Annotated[str, AfterValidator(normalize_shapes)] = ""
     guidance: float | None = Field(default=None, ge=0)
     num_inference_steps: int | None = Field(default=None, ge=1)
 

@@ -1,6 +1,6 @@
 """From sizes of images to aspect buckets, resized sizes and crops.
 
-Arrays of sizes are (images, 2) int64, width and height in px; a `Size` is one of them. What both sides are reduced to
+Arrays of sizes are (images, 2) int64, width and height in px. What both sides are reduced to
 is computed from two columns, `np.maximum(*sizes.T)`: a reduction along so short an axis takes ten times as long.
 """
 
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from simpletuner.data.config.dataset_types import ImageDataset
-
-Size = tuple[int, int]
+from simpletuner.settings.values.shape import Shape
 
 AREA_TOLERANCE = 0.1
 """Largest relative distance of a bucket's area from the target. At 1024 px this halves what is cropped on average (from
@@ -27,10 +26,10 @@ MORE_THAN_ANY_RATIO = 1000.0
 class Geometry:
     """Transform of one image: resize to `resized`, crop `target` at `crop_left_top`."""
 
-    original: Size
-    resized: Size
-    crop_left_top: Size
-    target: Size
+    original: Shape
+    resized: Shape
+    crop_left_top: tuple[int, int]
+    target: Shape
 
 
 def target_areas(dataset: ImageDataset, aspects: np.ndarray) -> np.ndarray:
@@ -130,15 +129,15 @@ def resized_sizes(dataset: ImageDataset, originals: np.ndarray, targets: np.ndar
 
 
 def compute_geometry(
-    dataset: ImageDataset, sample_id: str, original: Size, resized: Size, target: Size, seed: int
+    dataset: ImageDataset, sample_id: str, original: Shape, resized: Shape, target: Shape, seed: int
 ) -> Geometry:
     """Return how one image is resized and cropped to its bucket."""
-    room = (resized[0] - target[0], resized[1] - target[1])
+    room = (resized.width - target.width, resized.height - target.height)
     return Geometry(original, resized, crop_position(dataset, sample_id, room, seed), target)
 
 
-def crop_position(dataset: ImageDataset, sample_id: str, room: Size, seed: int) -> Size:
-    """Return where the crop begins, given how far it can move."""
+def crop_position(dataset: ImageDataset, sample_id: str, room: tuple[int, int], seed: int) -> tuple[int, int]:
+    """Return where the crop begins, left and top, given how far it can move."""
     if not dataset.crop or dataset.crop_style == "center":
         return room[0] // 2, room[1] // 2
     if dataset.crop_style == "corner":

@@ -16,6 +16,7 @@ from simpletuner.data.config.participation import Copies, copies_of
 from simpletuner.data.sampler.epoch_order import Bucket
 from simpletuner.data.samples.samples import Samples, different_values
 from simpletuner.errors import DataError
+from simpletuner.settings.values.shape import Shape
 
 # More is a mistake in `repeats`: at 1,000 samples per second, such an epoch takes four months.
 MAX_EPOCH_SAMPLES = 10**10
@@ -26,7 +27,7 @@ Buckets = dict[str, Bucket]
 
 def bucket_name(code: int) -> str:
     """Return the name of a bucket by width << 32 | height."""
-    return f"{code >> 32}x{code & 0xFFFFFFFF}"
+    return str(Shape(1, code & 0xFFFFFFFF, code >> 32))
 
 
 def make_buckets(

@@ -81,10 +81,10 @@ class Affected:
 
 def warn_enlarged(samples: Samples) -> Iterator[str]:
     if affected := Affected.of(samples, enlargements, MIN_ENLARGEMENT):
-        (width, height), (to_width, to_height) = affected.worst.geometry.original, affected.worst.geometry.resized
+        geometry = affected.worst.geometry
         yield (
             f"{count_noun(affected.count, 'image')} of {len(samples):,} enlarged, up to {affected.degree:.1f} times: "
-            f"{affected.worst.id} from {width}x{height} to {to_width}x{to_height} px; "
+            f"{affected.worst.id} from {geometry.original} to {geometry.resized} px; "
             "minimum_image_size leaves small ones out"
         )
 
@@ -101,10 +101,10 @@ def extremeness(sizes: Sizes) -> np.ndarray:
 
 def warn_extreme_aspect(samples: Samples) -> Iterator[str]:
     if affected := Affected.of(samples, extremeness, EXTREME_ASPECT):
-        (width, height), (to_width, to_height) = affected.worst.geometry.original, affected.worst.geometry.target
+        geometry = affected.worst.geometry
         yield (
             f"{count_noun(affected.count, 'image')} with one side more than {EXTREME_ASPECT:g} times the other: "
-            f"{affected.worst.id} ({width}x{height} px) is trained at {to_width}x{to_height}; minimum_aspect_ratio and "
+            f"{affected.worst.id} ({geometry.original} px) is trained at {geometry.target}; minimum_aspect_ratio and "
             "maximum_aspect_ratio leave such images out"
         )
 
@@ -121,7 +121,7 @@ def warn_other_area(samples: DatasetSamples, alignment_px: int) -> Iterator[str]
         yield (
             f"{count_noun(int(other.sum()), 'image')} of dataset `{dataset.id}` far from "
             f"resolution={dataset.resolution:g} ({dataset.resolution_type}): {first.id} is trained at "
-            f"{first.geometry.target[0]}x{first.geometry.target[1]}, since sides are multiples of "
+            f"{first.geometry.target}, since sides are multiples of "
             f"aspect_bucket_alignment={alignment_px}"
         )
 

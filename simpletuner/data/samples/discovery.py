@@ -110,7 +110,7 @@ def choose_samples(scan: Scan, alignment_px: int, seed: int, found: Discovery) -
     for position in np.flatnonzero(sizes.images_where(is_wanted & ~fits)).tolist():
         _, resized, _ = sizes.of(position)
         name = table["name"][int(rows[position])]
-        found.broken[f"{dataset.id}/{name}"] = "would be resized to {}x{} px".format(*resized)
+        found.broken[f"{dataset.id}/{name}"] = f"would be resized to {resized} px"
     chosen = np.zeros(len(table), bool)
     chosen[rows] = ~sizes.images_where(~is_wanted | ~fits)
     has_none, is_unreadable = find_caption_problems(dataset, table)

@@ -21,10 +21,11 @@ import pyarrow.compute as pc
 import xxhash
 
 from simpletuner.data.config.dataset_types import ImageDataset
-from simpletuner.data.images.geometry import Geometry, Size, compute_geometry
+from simpletuner.data.images.geometry import Geometry, compute_geometry
 from simpletuner.data.sampler.stable_choice import hash_texts
 from simpletuner.data.scan.captions import captions_of
 from simpletuner.data.storage.storage import Storage
+from simpletuner.settings.values.shape import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,10 @@ class Sizes:
     targets: np.ndarray
     index: np.ndarray
 
-    def of(self, image: int) -> tuple[Size, Size, Size]:
-        """Return the original size of one image, its resized size and its target."""
+    def of(self, image: int) -> tuple[Shape, Shape, Shape]:
+        """Return the original shape of one image, its resized shape and its target."""
         original, resized, target = (
-            tuple(sizes[self.index[image]].tolist()) for sizes in (self.originals, self.resized, self.targets)
+            Shape.of_size(sizes[self.index[image]].tolist()) for sizes in (self.originals, self.resized, self.targets)
         )
         return original, resized, target
 

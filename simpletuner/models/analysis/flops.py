@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from simpletuner.models.family.adapter import freeze
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.model.blocks import recommended_blocks
+from simpletuner.private_api.of_torch import tree_flatten, tree_map_only
 
 META = torch.device("meta")
 

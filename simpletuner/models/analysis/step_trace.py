@@ -16,17 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.analysis.flops import convolution_backward
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.model.activations import CastParameter, HostMemory
+from simpletuner.private_api.of_torch import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    run_backward,
+    tree_iter,
+    tree_map_only,
+)
+from simpletuner.settings.values.shape import Shape
 
 aten = torch.ops.aten
 ALLOCATIONS = {
@@ -349,12 +352,6 @@ def trace_step(
     return StepTrace(samples, kept, on_host, tuple(points), products, attention, memory.moved, memory.launches)
 
 
-def run_backward(loss: Tensor) -> None:
-    """Do what `loss.backward()` does, which leaves a TorchFunctionMode: what is recomputed would be cast otherwise."""
-    options = {"allow_unreachable": True, "accumulate_grad": True}
-    _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), **options)
-
-
 @contextmanager
 def gradients_released(
     trained: list[nn.Parameter], memory: MemoryCounter, points: list[tuple[int, float]]
@@ -377,13 +374,13 @@ def gradients_released(
 
 
 @torch.no_grad()
-def trace_vae(model: nn.Module, dtype: torch.dtype, size: Size, samples: int, decodes: bool) -> int:
-    """Return the most bytes, weights included, that a VAE on the meta device takes for images of a size in px."""
+def trace_vae(model: nn.Module, dtype: torch.dtype, shape: Shape, samples: int, decodes: bool) -> int:
+    """Return the most bytes, weights included, that a VAE on the meta device takes for images of a shape in px."""
     mode = new_mode()
     parameters = list(with_fake_parameters(model, mode, dtype).parameters())
     has_frames = any(each.ndim == 5 for each in parameters)
     with mode:
-        images = torch.empty(samples, 3, *((1,) if has_frames else ()), size[1], size[0], dtype=dtype)
+        images = torch.empty(samples, 3, *((1,) if has_frames else ()), shape.height, shape.width, dtype=dtype)
     vae: Any = model
     encoded = vae.encode(images)
     latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()

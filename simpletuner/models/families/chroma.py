@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.families.flux import Flux, pack, position_ids, unpack
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16_times_1000
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import TOKENS, ContextParallelInput
+from simpletuner.settings.values.shape import Shape
 
 
 class Chroma(ModelFamily):
@@ -74,10 +74,10 @@ class Chroma(ModelFamily):
             attention_mask=mask,
             return_dict=False,
         )[0]
-        return unpack(prediction, (height, width))
+        return unpack(prediction, Shape(1, height, width))
 
-    def unpack_latents(self, latents: Tensor, size: Size) -> Tensor:
-        return unpack(latents, size)
+    def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
+        return unpack(latents, shape)
 
 
 def keep_mask_in_checkpointing(model: nn.Module, mask: Tensor) -> None:

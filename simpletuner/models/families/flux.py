@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16_times_1000
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import SequencePlan
+from simpletuner.settings.values.shape import Shape
 
 
 class Flux(ModelFamily):
@@ -64,7 +64,7 @@ class Flux(ModelFamily):
             img_ids=position_ids(height, width, device).to(dtype),
             return_dict=False,
         )[0]
-        return unpack(tokens, (height, width))
+        return unpack(tokens, Shape(1, height, width))
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
@@ -72,8 +72,8 @@ class Flux(ModelFamily):
         # Guidance is an input of the transformer, so the pipeline runs without a negative prompt.
         return {**positive, **sampling.kwargs()}
 
-    def unpack_latents(self, latents: Tensor, size: Size) -> Tensor:
-        return unpack(latents, size)
+    def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
+        return unpack(latents, shape)
 
 
 def guidance_scale(family: ModelFamily, noised_BCHW: Tensor) -> Tensor:
@@ -88,10 +88,10 @@ def pack(latents_BCHW: Tensor) -> Tensor:
     return patches.reshape(b, (h // 2) * (w // 2), c * 4)
 
 
-def unpack(tokens_BLD: Tensor, size: Size) -> Tensor:
+def unpack(tokens_BLD: Tensor, shape: Shape) -> Tensor:
     """Convert tokens to latents (B, C, height, width), the inverse of `pack`; an odd last row or column is left out."""
     b, _, d = tokens_BLD.shape
-    rows, columns = size[0] // 2, size[1] // 2
+    rows, columns = shape.height // 2, shape.width // 2
     patches = tokens_BLD.view(b, rows, columns, d // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return patches.reshape(b, d // 4, 2 * rows, 2 * columns)
 

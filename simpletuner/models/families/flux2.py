@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.families.flux import Flux, guidance_scale
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16_times_1000
 from simpletuner.models.family.text_encoding import Conditioning
+from simpletuner.settings.values.shape import Shape
 
 
 class Flux2(ModelFamily):
@@ -57,7 +57,7 @@ class Flux2(ModelFamily):
             img_ids=position_ids(batch, height, width, 1, noised_BCHW.device),
             return_dict=False,
         )[0]
-        return unpack(tokens, (height, width))
+        return unpack(tokens, Shape(1, height, width))
 
     def shift_exponent(self, tokens: int, config: Mapping[str, Any]) -> float:
         """Return `mu`, which here depends on the denoising steps, too: of the 50 that are the pipelines' default."""
@@ -72,8 +72,8 @@ class Flux2(ModelFamily):
         embeds = {f"negative_{name}": value for name, value in negative.items()}
         return {**positive, **embeds, **sampling.kwargs()}
 
-    def unpack_latents(self, latents: Tensor, size: Size) -> Tensor:
-        return unpack(latents, size)
+    def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
+        return unpack(latents, shape)
 
 
 class Flux2Dev(Flux2):
@@ -89,9 +89,9 @@ class Flux2Dev(Flux2):
         return {**positive, **sampling.kwargs()}  # guidance is an input of the transformer
 
 
-def unpack(latents: Tensor, size: Size) -> Tensor:
+def unpack(latents: Tensor, shape: Shape) -> Tensor:
     """Convert tokens (B, L, C), row by row, to latents BCHW; latents that are BCHW already stay."""
-    return latents.transpose(1, 2).unflatten(2, size) if latents.ndim == 3 else latents
+    return latents.transpose(1, 2).unflatten(2, shape[1:]) if latents.ndim == 3 else latents
 
 
 def position_ids(batch: int, rows: int, columns: int, words: int, device: torch.device) -> Tensor:

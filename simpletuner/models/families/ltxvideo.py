@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
+from simpletuner.settings.values.shape import Shape
 
 
 class LTXVideo(ModelFamily):
@@ -58,16 +58,16 @@ class LTXVideo(ModelFamily):
             video_coords=coords.expand(batch, -1, -1),
             return_dict=False,
         )[0]
-        return self.unpack_latents(tokens, (height, width))
+        return self.unpack_latents(tokens, Shape(1, height, width))
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
     ) -> dict[str, Any]:
         return super().pipeline_kwargs(positive, negative, sampling) | {"num_frames": 1}
 
-    def unpack_latents(self, latents: Tensor, size: Size) -> Tensor:
+    def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
         # LTXPipeline returns tokens (B, height * width, C), LTXConditionPipeline a video of one frame.
-        return latents.squeeze(2) if latents.ndim == 5 else latents.transpose(1, 2).unflatten(2, size)
+        return latents.squeeze(2) if latents.ndim == 5 else latents.transpose(1, 2).unflatten(2, shape[1:])
 
     def cell_px(self) -> int:
         """Width of one latent cell in px."""

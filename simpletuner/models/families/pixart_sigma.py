@@ -61,10 +61,10 @@ class PixArtSigma(ModelFamily):
         wanted = self.config.get("use_additional_conditions")
         if not (self.config.get("sample_size") == 128 if wanted is None else wanted):
             return {}
-        (width, height), target = geometry.original, geometry.target
+        original, target = geometry.original, geometry.target
         return {
-            "resolution": torch.tensor([float(height), float(width)]),
-            "aspect_ratio": torch.tensor([target[1] / target[0]]),
+            "resolution": torch.tensor([float(original.height), float(original.width)]),
+            "aspect_ratio": torch.tensor([target.height / target.width]),
         }
 
     def pipeline_kwargs(

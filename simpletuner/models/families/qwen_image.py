@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.families.flux import pack, unpack
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching, round_to_bf16
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import SequencePlan
+from simpletuner.settings.values.shape import Shape
 
 
 class QwenImage(ModelFamily):
@@ -64,7 +64,7 @@ class QwenImage(ModelFamily):
             img_shapes=[[(1, height // 2, width // 2)]] * batch,
             return_dict=False,
         )[0]
-        return unpack(tokens, (height, width))
+        return unpack(tokens, Shape(1, height, width))
 
     def unused_parameters(self) -> tuple[str, ...]:
         # They compute the text that leaves the last block, and only its image tokens are read.
@@ -83,5 +83,5 @@ class QwenImage(ModelFamily):
             "max_sequence_length": 1024,
         }
 
-    def unpack_latents(self, latents: Tensor, size: Size) -> Tensor:
-        return unpack(latents, size)
+    def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
+        return unpack(latents, shape)

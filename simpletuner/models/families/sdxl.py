@@ -58,5 +58,5 @@ class SDXL(ModelFamily):
 
         Float32, since bf16 would round every number above 256 (Podell et al. 2023, arXiv:2307.01952, section 2.2).
         """
-        pairs = (geometry.original, geometry.crop_left_top, geometry.target)
+        pairs = (geometry.original.size, geometry.crop_left_top, geometry.target.size)
         return {"time_ids": torch.tensor([float(value) for pair in pairs for value in reversed(pair)])}

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import SequencePlan
+from simpletuner.settings.values.shape import Shape
 
 
 class Wan(ModelFamily):
@@ -56,5 +56,5 @@ class Wan(ModelFamily):
     ) -> dict[str, Any]:
         return super().pipeline_kwargs(positive, negative, sampling) | {"num_frames": 1}
 
-    def unpack_latents(self, latents: Tensor, size: Size) -> Tensor:
+    def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
         return latents.squeeze(2)

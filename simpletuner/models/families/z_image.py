@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import flow_matching
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
+from simpletuner.settings.values.shape import Shape
 
 
 class ZImage(ModelFamily):
@@ -38,8 +38,8 @@ class ZImage(ModelFamily):
     def default_max_length(self) -> int:
         return 512
 
-    def image_tokens(self, size: Size) -> int:
-        return (size[0] // 2) * (size[1] // 2)  # its config has `all_patch_size` in place of `patch_size`
+    def image_tokens(self, shape: Shape) -> int:
+        return (shape.height // 2) * (shape.width // 2)  # its config has `all_patch_size` in place of `patch_size`
 
     def encode_prompts(self, pipeline: Any, captions: list[str]) -> Conditioning:
         """Encode to prompt_embeds (B, L, D), zero after each caption's end, and their mask (B, L)."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from simpletuner.data.sampler.permutation import hash_key
 from simpletuner.errors import SettingsError
+from simpletuner.private_api.of_diffusers import modules_in_float32
 from simpletuner.settings.declared.errors import nearest
 from simpletuner.settings.declared.sections import Settings
 
@@ -171,8 +172,7 @@ def freeze(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def is_kept_in_float32(model: nn.Module, name: str) -> bool:
-    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
-    return any(part in name.split(".") for part in kept)
+    return any(part in name.split(".") for part in modules_in_float32(model))
 
 
 @contextmanager

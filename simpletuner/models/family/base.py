@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from simpletuner.data.images.geometry import Geometry, Size
+from simpletuner.data.images.geometry import Geometry
 from simpletuner.errors import SettingsError
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.objectives import Objective, keep_float32
@@ -36,6 +36,7 @@ from simpletuner.models.folder.diffusers_io import (
 from simpletuner.models.folder.malformed import read_config, read_json
 from simpletuner.parallel.context.context_parallel import SequencePlan
 from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.values.shape import Shape
 
 CLIP_TOKENS = 77
 """Length of every prompt that CLIP encodes."""
@@ -43,9 +44,9 @@ CLIP_TOKENS = 77
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one sampled image: (width, height) in px, number of denoising steps, guidance scale, seed."""
+    """Parameters of one sampled image: its shape in px, number of denoising steps, guidance scale, seed."""
 
-    size: Size
+    shape: Shape
     steps: int
     guidance: float
     seed: int
@@ -53,8 +54,8 @@ class SamplingParams:
     def kwargs(self) -> dict[str, Any]:
         """Arguments that every pipeline of diffusers takes, so that it returns latents."""
         return {
-            "width": self.size[0],
-            "height": self.size[1],
+            "width": self.shape.width,
+            "height": self.shape.height,
             "num_inference_steps": self.steps,
             "guidance_scale": self.guidance,
             # A generator on the CPU gives the same noise on every device.
@@ -200,14 +201,14 @@ class ModelFamily(ABC):
             embeds["negative_prompt"] = None
         return {**positive, **embeds, **sampling.kwargs()}
 
-    def unpack_latents(self, latents: Tensor, size: Size) -> Tensor:
-        """Convert what the pipeline returns to BCHW; `size` is (height, width) in latent cells."""
+    def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
+        """Convert what the pipeline returns to BCHW; `shape` is in latent cells."""
         return latents
 
-    def image_tokens(self, size: Size) -> int:
-        """Return the tokens of an image of (height, width) in latent cells, as its pipeline counts them."""
+    def image_tokens(self, shape: Shape) -> int:
+        """Return the tokens of an image, whose shape is in latent cells, as its pipeline counts them."""
         patch = math.isqrt(self.packing) if self.packing > 1 else self.exported_config().get("patch_size", 1)
-        return (size[0] // patch) * (size[1] // patch)
+        return (shape.height // patch) * (shape.width // patch)
 
     def shift_exponent(self, tokens: int, config: Mapping[str, Any]) -> float:
         """Return `mu`, which the pipeline gives to a scheduler with dynamic shifting: linear in the tokens."""
@@ -217,10 +218,10 @@ class ModelFamily(ABC):
 
     # What is the same for all families.
 
-    def input_shapes(self, size: Size) -> dict[str, tuple[int, ...]]:
-        """Shapes of the latents (C, H, W) and all conditioning of one sample of (width, height) px."""
-        cell_px, (width, height) = downscale_of(self.vae_config), size
-        latents = (self.exported_config()["in_channels"] // self.packing, height // cell_px, width // cell_px)
+    def input_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+        """Shapes of the latents (C, H, W) and all conditioning of one sample, whose shape is in px."""
+        cells = shape.in_cells(downscale_of(self.vae_config))
+        latents = (self.exported_config()["in_channels"] // self.packing, cells.height, cells.width)
         return {"latents": latents, **self.conditioning_shapes()}
 
     def denoiser(self, include_buffers: bool = False) -> nn.Module:
@@ -295,8 +296,7 @@ class ModelFamily(ABC):
         with cast_inputs(model, positive["prompt_embeds"].dtype, except_for=self.float32_inputs):
             latents = pipeline(**kwargs)[0]
         latents = vae.normalize(latents) if self.outputs_vae_latents else latents
-        size = (sampling.size[1] // vae.downscale, sampling.size[0] // vae.downscale)
-        return self.unpack_latents(latents, size)
+        return self.unpack_latents(latents, sampling.shape.in_cells(vae.downscale))
 
     def load_pipeline(
         self,

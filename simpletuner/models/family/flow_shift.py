@@ -6,26 +6,28 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from simpletuner.settings.values.shape import Shape
+
 if TYPE_CHECKING:
     from simpletuner.models.family.base import ModelFamily
 
-ShiftOfSize = Callable[[tuple[int, int]], float]
-"""Takes (height, width) in latent cells."""
+ShiftOfShape = Callable[[Shape], float]
+"""Takes a shape in latent cells."""
 
 
-def sampling_shift(family: ModelFamily) -> ShiftOfSize:
-    """Return the shift by size as diffusers' pipeline and scheduler apply it, without `shift_terminal`.
+def sampling_shift(family: ModelFamily) -> ShiftOfShape:
+    """Return the shift by shape as diffusers' pipeline and scheduler apply it, without `shift_terminal`.
 
     That stretches the last noise levels of a run of few steps; in training every level is drawn.
     """
     config = family.scheduler().config
     if not config.get("use_dynamic_shifting"):
         constant = config.get("shift") or config.get("flow_shift") or 1.0
-        return lambda size: constant
+        return lambda shape: constant
     is_exponential = config.get("time_shift_type", "exponential") == "exponential"
 
-    def shift(size: tuple[int, int]) -> float:
-        mu = family.shift_exponent(family.image_tokens(size), config)
+    def shift(shape: Shape) -> float:
+        mu = family.shift_exponent(family.image_tokens(shape), config)
         return math.exp(mu) if is_exponential else mu
 
     return shift

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.registry import published_shift
-from simpletuner.models.family.flow_shift import ShiftOfSize, sampling_shift
+from simpletuner.models.family.flow_shift import ShiftOfShape, sampling_shift
+from simpletuner.settings.values.shape import Shape
 
 if TYPE_CHECKING:
     from simpletuner.models.family.base import ModelFamily
@@ -141,19 +142,18 @@ def round_to_bf16_times_1000(sigmas: Tensor) -> Tensor:
 class FlowMatching:
     """Rectified flow towards eps - x_0; timesteps are sigmas in 0..1.
 
-    `shift` may be a function of the latents' (height, width). `round_sigmas` maps sigmas to those that the denoiser
+    `shift` may be a function of the latents' shape. `round_sigmas` maps sigmas to those that the denoiser
     computes with in its dtype.
     """
 
-    shift: float | ShiftOfSize = 3.0
+    shift: float | ShiftOfShape = 3.0
     sigmoid_scale: float = 1.0
     uniform: bool = False
     round_sigmas: Callable[[Tensor], Tensor] = keep_float32
 
     def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Noise latents at logit-normal (or uniform) sigmas, shifted towards noise."""
-        height, width = latents.shape[-2:]
-        shift = self.shift((height, width)) if callable(self.shift) else self.shift
+        shift = self.shift(Shape(1, *latents.shape[-2:])) if callable(self.shift) else self.shift
         return self.at(latents, noise, shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), shift))
 
     def at(self, latents: Tensor, noise: Tensor, sigmas: Tensor) -> NoisedLatents:

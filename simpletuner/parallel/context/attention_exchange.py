@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# The operators below torch's functional collectives: torch.compile traces them, and they are the same in all versions.
-collectives = torch.ops._c10d_functional
+from simpletuner.private_api.of_torch import functional_collectives as collectives
 
 
 @dataclass(frozen=True)

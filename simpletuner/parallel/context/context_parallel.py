@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffusers.models._modeling_parallel import ContextParallelInput
 from torch import Tensor, nn
 
 from simpletuner.errors import TrainingError
@@ -25,6 +24,7 @@ from simpletuner.parallel.context.attention_exchange import (
     gather,
     part_lengths,
 )
+from simpletuner.private_api.of_diffusers import ContextParallelInput, context_parallel_splits
 
 TOKENS = ContextParallelInput(split_dim=1, expected_dims=3)
 
@@ -46,7 +46,7 @@ class SequencePlan:
     splits: Splits | None = None
 
     def splits_of(self, model: Any) -> Splits:
-        own = self.splits if self.splits is not None else model._cp_plan
+        own = self.splits if self.splits is not None else context_parallel_splits(model)
         return {name: parts for name, parts in own.items() if isinstance(parts, Mapping)}
 
 

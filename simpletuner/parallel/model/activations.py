@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.autograd.graph import saved_tensors_hooks
 
+from simpletuner.private_api import of_torch
 from simpletuner.settings.declared.sections import Settings
 
 
@@ -26,7 +26,7 @@ def set_recomputation(model: nn.Module, settings: Settings) -> None:
     budget = memory_budget(settings)
     # Read when a graph is compiled, at a block's first call. 1.0 is torch's default: operators that are fused with
     # others are recomputed, products are not.
-    functorch_config.activation_memory_budget = 1.0 if budget is None else budget
+    of_torch.set_activation_memory_budget(1.0 if budget is None else budget)
     if budget is None and settings.training.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
 

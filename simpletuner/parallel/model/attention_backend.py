@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletuner.errors import SettingsError
+from simpletuner.private_api import of_torch
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -69,8 +69,7 @@ def check(name: str, device: torch.device, dtype: torch.dtype) -> None:
 def choice(device: torch.device, dtype: torch.dtype) -> SDPBackend:
     """Return the kernel of attention without a mask and with heads of 128. Raises RuntimeError where there is none."""
     query = torch.empty(1, 1, 128, 128, device=device, dtype=dtype)
-    chosen: Any = torch._fused_sdp_choice(query, query, query)
-    return SDPBackend(chosen)
+    return SDPBackend(of_torch.chosen_attention_kernel(query))
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:

@@ -20,6 +20,7 @@ from simpletuner.parallel.model.module_stats import (
     is_block,
     parameters_outside,
 )
+from simpletuner.private_api.of_diffusers import blocks_by_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +95,7 @@ def detect_blocks(model: nn.Module) -> Blocks:
     """List the classes of a denoiser, and choose those that should become sharding units."""
     stats, total = class_stats(model), count_parameters(model)
     taken = choose(stats, total)
-    hints = [set(getattr(model, name, None) or ()) for name in ("_no_split_modules", "_repeated_blocks")]
+    hints = blocks_by_name(model)
 
     def block_class(name: str) -> BlockClass:
         own = stats[name]

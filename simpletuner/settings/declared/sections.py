@@ -16,8 +16,8 @@ from simpletuner.settings.declared.knob import Section, knob
 from simpletuner.settings.declared.optimizer_defaults import with_own_defaults
 from simpletuner.settings.files.secret_values import SecretUrl
 from simpletuner.settings.values.hosts import check_host, check_repository
-from simpletuner.settings.values.image_sizes import normalize_sizes
 from simpletuner.settings.values.placeholders import OF_A_RUN, only_placeholders
+from simpletuner.settings.values.shape import Shape, normalize_shapes
 from simpletuner.settings.values.spelling import normalize_name
 from simpletuner.settings.values.step_ranges import normalize_step_range
 from simpletuner.settings.values.trackers import normalize_trackers
@@ -126,6 +126,13 @@ class Data(DatasetSettings):
     tokenizer_max_length: int | None = knob(None, "Longest T5 prompt in tokens; empty: the family's own.", ge=1)
     rescan: bool = knob(False, "Read all image headers and captions again, whatever earlier starts have kept.")
     dataloader_prefetch_qlen: int = knob(4, "Optimizer steps of batches prepared ahead.", ge=1)
+
+    @property
+    def square(self) -> Shape:
+        """The square of the training resolution, both sides a multiple of the alignment."""
+        edge_px = self.resolution if self.resolution_type != "area" else 1000 * self.resolution**0.5
+        side_px = max(1, round(edge_px / self.aspect_bucket_alignment)) * self.aspect_bucket_alignment
+        return Shape(1, side_px, side_px)
 
 
 class Training(Section):
@@ -268,7 +275,7 @@ class Validation(Section):
     validation_step_interval: int = knob(100, "Optimizer steps between validations; 0: only before the first step and after the last.", ge=0, aliases=("validation_steps",))  # fmt: skip
     validation_num_inference_steps: int = knob(30, "Denoising steps per image.", ge=1)
     validation_guidance: float = knob(7.5, "Guidance scale.", ge=0)
-    validation_resolution: Annotated[str, AfterValidator(normalize_sizes)] = knob("", "Image size as EDGE or WIDTHxHEIGHT in px, or several such as 1024x1024,1280x768; empty: the training resolution.")  # fmt: skip
+    validation_resolution: Annotated[str, AfterValidator(normalize_shapes)] = knob("", "Image size as EDGE or WIDTHxHEIGHT in px, or several such as 1024x1024,1280x768; empty: the training resolution.")  # fmt: skip
     validation_seed: int | None = knob(None, "Seed of the starting noise; empty: the run's seed.", ge=0)
     eval_split: float = knob(0.0, "Fraction of the images that is held out of training, to measure the loss on.", ge=0, lt=1)
     eval_step_interval: int = knob(100, "Optimizer steps between measurements of the held-out loss; 0: only before the first step and after the last.", ge=0, aliases=("eval_steps_interval",))  # fmt: skip

@@ -59,17 +59,17 @@ def choose_images(samples: DatasetSamples) -> Iterator[tuple[str, list[int], int
 def thumbnail_of(sample: Sample) -> Image.Image | str:
     """Return an image in the size of a cell, its crop as training takes it framed; or why it cannot be decoded."""
     g = sample.geometry
-    scale = CELL_PX / max(g.resized)
-    size = max(1, round(g.resized[0] * scale)), max(1, round(g.resized[1] * scale))
+    scale = CELL_PX / max(g.resized.size)
+    size = max(1, round(g.resized.width * scale)), max(1, round(g.resized.height * scale))
     try:
         with sample.open() as file:
-            whole = read_rgb(file, size, g.original).resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
+            whole = read_rgb(file, size, g.original.size).resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
     except DECODE_ERRORS as error:
         return str(error) or type(error).__name__
     left, top = (round(start * scale) for start in g.crop_left_top)
     right, bottom = (
         min(side, round((start + length) * scale))
-        for side, start, length in zip(size, g.crop_left_top, g.target, strict=True)
+        for side, start, length in zip(size, g.crop_left_top, g.target.size, strict=True)
     )
     shown = Image.blend(whole, Image.new("RGB", size, "black"), DARKNESS)
     shown.paste(whole.crop((left, top, right, bottom)), (left, top))
@@ -105,9 +105,9 @@ def sheet(cells: list[tuple[Sample, Image.Image | str]], title: str) -> Image.Im
 def describe(sample: Sample) -> tuple[str, bool]:
     """Return an image's size, what is cropped and how much it is enlarged; and whether that is much."""
     g = sample.geometry
-    cropped = 1 - g.target[0] * g.target[1] / (g.resized[0] * g.resized[1])
-    factor = max(new / old for new, old in zip(g.resized, g.original, strict=True))
-    words = [f"{g.original[0]}x{g.original[1]}", f"{cropped:.0%} cropped" if cropped >= 0.005 else ""]
+    cropped = 1 - g.target.area / g.resized.area
+    factor = max(new / old for new, old in zip(g.resized.size, g.original.size, strict=True))
+    words = [str(g.original), f"{cropped:.0%} cropped" if cropped >= 0.005 else ""]
     words.append(f"x{factor:.1f}" if factor > MUCH_ENLARGED else "")
     return ", ".join(filter(None, words)), factor > MUCH_ENLARGED
 

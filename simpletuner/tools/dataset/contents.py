@@ -67,7 +67,7 @@ def read_content(sample: Sample) -> Content | str:
     try:
         with sample.open() as file:
             content = file.read()
-        image = read_rgb(io.BytesIO(content), (SMALL_PX, SMALL_PX), sample.geometry.original)
+        image = read_rgb(io.BytesIO(content), (SMALL_PX, SMALL_PX), sample.geometry.original.size)
     except DECODE_ERRORS as error:
         return str(error) or type(error).__name__
     return content_of(xxhash.xxh3_128_digest(content), image)

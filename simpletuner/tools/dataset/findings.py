@@ -98,12 +98,12 @@ def findings_on_sizes(samples: DatasetSamples) -> Iterator[DatasetFinding]:
     """Yield images that are enlarged, tiny or extreme, the worst first."""
 
     def pixels(image: int) -> str:
-        (width, height), (to_width, to_height), _ = samples.sizes.of(image)
-        return f"{width}x{height} to {to_width}x{to_height} px"
+        original, resized, _ = samples.sizes.of(image)
+        return f"{original} to {resized} px"
 
     def of_target(image: int) -> str:
-        (width, height), _, target = samples.sizes.of(image)
-        return f"{width}x{height} px, trained at {target[0]}x{target[1]}"
+        original, _, target = samples.sizes.of(image)
+        return f"{original} px, trained at {target}"
 
     yield from measured(samples, "enlarged", f"{{}} enlarged more than {MUCH_ENLARGED:g} times", enlarged, pixels)
     yield from measured(samples, "tiny", f"{{}} with a side of less than {TINY_PX} px", smallness, pixels)

@@ -9,7 +9,7 @@ from simpletuner.models.catalog.parameter_count import copied_bytes
 from simpletuner.parallel.devices.devices import Device
 from simpletuner.parallel.devices.memory import MemoryBudget, MemoryEstimate
 from simpletuner.settings import Settings
-from simpletuner.tools.plan.inputs import SampleSizes
+from simpletuner.tools.plan.inputs import SampleShapes
 from simpletuner.tools.plan.timing import StepSeconds, estimate_step
 from simpletuner.training.auto.memory_estimate import estimate_training
 from simpletuner.training.auto.workload import Workload
@@ -57,7 +57,7 @@ class RunPlan:
 
 
 def estimate_run(
-    settings: Settings, workload: Workload, sizes: SampleSizes, device: Device | None, flops_per_sample: int
+    settings: Settings, workload: Workload, shapes: SampleShapes, device: Device | None, flops_per_sample: int
 ) -> RunPlan:
     """Estimate a configuration; without a device memory alone."""
     memory = estimate_training(settings, workload)
@@ -71,6 +71,8 @@ def estimate_run(
         decoding = workload.vae_bytes(settings, 1, decodes=True)
         phases["validating"] = decoding and round(at_rest) + decoding
     trace = workload.trace(settings, settings.training.train_batch_size, not settings.launch.use_cpu)
-    parts = estimate_step(settings, trace, device, memory.inputs, sizes.mean_area) if device else None
-    disk = estimate_disk_usage(settings, workload.weights, "counted", copied_bytes(workload.family.folder), sizes.steps)
-    return RunPlan(settings, memory, phases, parts and parts.total, parts, sizes.steps, flops_per_sample, disk)
+    parts = estimate_step(settings, trace, device, memory.inputs, shapes.mean_area) if device else None
+    disk = estimate_disk_usage(
+        settings, workload.weights, "counted", copied_bytes(workload.family.folder), shapes.steps
+    )
+    return RunPlan(settings, memory, phases, parts and parts.total, parts, shapes.steps, flops_per_sample, disk)

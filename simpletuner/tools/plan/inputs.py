@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from simpletuner.checkpoints.disk_usage import DiskUsage, estimate_disk_usage
 from simpletuner.data.config.folders import default_folder
-from simpletuner.data.images.geometry import Size
 from simpletuner.errors import ExitCode, SimpleTunerError
 from simpletuner.models.catalog.architecture import architecture_of
 from simpletuner.models.catalog.parameter_count import copied_bytes
@@ -24,66 +24,62 @@ from simpletuner.models.opening.published import open_without_weights
 from simpletuner.models.tiny.build import build_tiny
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
-from simpletuner.preparation.prepare import plan_data, samples_by_size
+from simpletuner.preparation.prepare import plan_data, samples_by_shape
 from simpletuner.report import Report
 from simpletuner.run_log import start_run_log, stop_run_log
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
-from simpletuner.settings.declared.sections import Data
+from simpletuner.settings.values.shape import Shape
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.training.optimizers import trained_weights
 from simpletuner.training.schedule import new_schedule
 
 
 @dataclass(frozen=True)
-class SampleSizes:
-    """Samples of an epoch by their size in px, and the optimizer steps of the whole run."""
+class SampleShapes:
+    """Samples of an epoch by their shape in px, and the optimizer steps of the whole run."""
 
-    counts: Mapping[Size, int]
+    counts: Mapping[Shape, int]
     steps: int | None = None
     """None where nothing says it: neither max_train_steps nor images."""
     problem: SimpleTunerError | None = None
     """Why the images cannot be trained on."""
 
     @property
-    def largest(self) -> Size:
-        return max(self.counts, key=lambda size: size[0] * size[1])
+    def largest(self) -> Shape:
+        return max(self.counts, key=attrgetter("area"))
 
     @property
     def mean_area(self) -> float:
         """Mean area of a sample relative to the largest."""
-        areas = {size: size[0] * size[1] for size in self.counts}
-        return (
-            sum(areas[size] * count for size, count in self.counts.items())
-            / sum(self.counts.values())
-            / max(areas.values())
-        )
+        pixels = sum(shape.area * count for shape, count in self.counts.items())
+        return pixels / sum(self.counts.values()) / self.largest.area
 
 
-def count_sizes(loaded: Loaded, report: Report) -> SampleSizes:
-    """Return image sizes from the kept scan or the files; assume squares of `resolution` if there are none.
+def count_shapes(loaded: Loaded, report: Report) -> SampleShapes:
+    """Return shapes of images from the kept scan or the files; assume squares of `resolution` if there are none.
 
     What would end the run, such as buckets that do not fill the effective batch, becomes the `problem`.
     """
     data, steps = loaded.settings.data, loaded.settings.training.max_train_steps
-    square = SampleSizes({square_of(data): 1}, steps)
+    square = SampleShapes({data.square: 1}, steps)
     if data.instance_data_dir is None and data.data_backend_config is None:
         return square
     kept = default_folder(loaded.settings, "scan")
     with TemporaryDirectory() as folder:
         scans = kept if kept.is_dir() else Path(folder)
-        found = sizes_of_images(loaded, scans, report)
-        if isinstance(found, SampleSizes):
+        found = shapes_of_images(loaded, scans, report)
+        if isinstance(found, SampleShapes):
             return found
         # of buckets that are too small the sizes are known
         with_repeats = data.model_copy(update={"allow_dataset_oversubscription": True})
         repeated = replace(loaded, settings=loaded.settings.model_copy(update={"data": with_repeats}))
-        sizes = sizes_of_images(repeated, scans, Report(quiet=True))
-    return SampleSizes(sizes.counts if isinstance(sizes, SampleSizes) else square.counts, steps, found)
+        shapes = shapes_of_images(repeated, scans, Report(quiet=True))
+    return SampleShapes(shapes.counts if isinstance(shapes, SampleShapes) else square.counts, steps, found)
 
 
-def sizes_of_images(loaded: Loaded, scans_folder: Path, report: Report) -> SampleSizes | SimpleTunerError:
-    """Return the sizes of all images, or what is wrong with the data."""
+def shapes_of_images(loaded: Loaded, scans_folder: Path, report: Report) -> SampleShapes | SimpleTunerError:
+    """Return the shapes of all images, or what is wrong with the data."""
     with joined_world({}, use_cpu=True) as world:
         try:
             plan = plan_data(Session(loaded, Mesh(world), report, StopRequest()), scans_folder=scans_folder)
@@ -91,13 +87,7 @@ def sizes_of_images(loaded: Loaded, scans_folder: Path, report: Report) -> Sampl
             if error.exit_code != ExitCode.DATA:
                 raise
             return error
-        return SampleSizes(samples_by_size(plan), new_schedule(loaded.settings, plan.sampler).max_steps)
-
-
-def square_of(data: Data) -> Size:
-    edge = round(data.resolution if data.resolution_type != "area" else 1000 * data.resolution**0.5)
-    aligned = max(1, edge // data.aspect_bucket_alignment) * data.aspect_bucket_alignment
-    return aligned, aligned
+        return SampleShapes(samples_by_shape(plan), new_schedule(loaded.settings, plan.sampler).max_steps)
 
 
 def opened_disk_usage(settings: Settings) -> DiskUsage:

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.analysis.flops import FlopCounter
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.devices.devices import Device
 from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.report import Report
 from simpletuner.settings import Loaded, load
+from simpletuner.settings.values.shape import Shape
 from simpletuner.tools.plan.estimate import RunPlan, estimate_run
-from simpletuner.tools.plan.inputs import count_sizes, opened_family
+from simpletuner.tools.plan.inputs import count_shapes, opened_family
 from simpletuner.tools.plan.measure import measure_step
 from simpletuner.tools.plan.search import Proposal, propose
 from simpletuner.training.auto.recompute import choose_recomputation, with_training
@@ -37,23 +37,23 @@ class Planner:
     report: Report
 
     def run(self, auto: bool, measure: bool) -> Proposal:
-        sizes = count_sizes(self.loaded, self.report)
+        shapes = count_shapes(self.loaded, self.report)
         phase = self.report.phase("counting what a step does")  # minutes for the largest models
         with opened_family(self.loaded.settings, self.report) as family, phase:
-            workload, flops = Workload(family, sizes.largest), flops_per_sample(family, sizes.largest)
+            workload, flops = Workload(family, shapes.largest), flops_per_sample(family, shapes.largest)
 
             def estimate(loaded: Loaded) -> RunPlan:
-                return estimate_run(loaded.settings, workload, sizes, self.device, flops)
+                return estimate_run(loaded.settings, workload, shapes, self.device, flops)
 
             if not auto:
-                proposal = Proposal(estimate(self.with_recomputation(workload)), sizes.largest)
+                proposal = Proposal(estimate(self.with_recomputation(workload)), shapes.largest)
             else:
                 plan, changed, reasons = propose(self.loaded, self.with_settings, estimate, self.budget)
-                proposal = Proposal(plan, sizes.largest, changed, reasons)
+                proposal = Proposal(plan, shapes.largest, changed, reasons)
             if measure:
-                seconds = measure_step(proposal.plan.settings, workload) * sizes.mean_area
+                seconds = measure_step(proposal.plan.settings, workload) * shapes.mean_area
                 proposal = replace(proposal, plan=replace(proposal.plan, step_seconds=seconds, parts=None))
-        return replace(proposal, problem=sizes.problem)
+        return replace(proposal, problem=shapes.problem)
 
     def with_recomputation(self, workload: Workload) -> Loaded:
         """Return the settings with what a run would choose for `gradient_checkpointing=auto`."""
@@ -70,10 +70,10 @@ class Planner:
         return load({**self.flags, **values}, self.config, complete=False)
 
 
-def flops_per_sample(family: ModelFamily, size: Size) -> int:
+def flops_per_sample(family: ModelFamily, shape: Shape) -> int:
     """Count forward and backward of one sample, recomputation excluded."""
     conditioning = {
-        name: torch.empty(1, *shape, device="meta", dtype=torch.long if "mask" in name else torch.float32)
-        for name, shape in family.input_shapes(size).items()
+        name: torch.empty(1, *axes, device="meta", dtype=torch.long if "mask" in name else torch.float32)
+        for name, axes in family.input_shapes(shape).items()
     }
     return FlopCounter(family).count(conditioning.pop("latents"), conditioning)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.errors import SettingsError, SimpleTunerError
 from simpletuner.parallel.devices.memory import MemoryBudget
 from simpletuner.settings import Loaded
 from simpletuner.settings.resolving.loading import settings_as_json
+from simpletuner.settings.values.shape import Shape
 from simpletuner.tools.plan.estimate import RunPlan
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -31,7 +31,7 @@ class Proposal:
     """A configuration; of the fastest that fits also the settings to change, and a reason for each that was free."""
 
     plan: RunPlan
-    size: Size
+    shape: Shape
     """The largest of the samples, in px."""
     settings: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)

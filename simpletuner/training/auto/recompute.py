@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.gpu import GIB
 from simpletuner.parallel.model.activations import memory_budget
 from simpletuner.parallel.world import World
-from simpletuner.preparation.prepare import Plan, samples_by_size
+from simpletuner.preparation.prepare import Plan, samples_by_shape
 from simpletuner.session import Session
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.system.processes.host_memory import available_bytes
@@ -66,7 +67,7 @@ def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> 
     else:
         world.activity.begin("counting activations", watched=False)
         limit = min(map(int, world.gather_texts(str(free_bytes(world)))))
-        workload = Workload(family, max(samples_by_size(plan), key=lambda size: size[0] * size[1]))
+        workload = Workload(family, max(samples_by_shape(plan), key=attrgetter("area")))
 
         def choose() -> str:
             return json.dumps(choose_recomputation(settings, workload, limit))

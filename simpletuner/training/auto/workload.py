@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from simpletuner.data.images.geometry import Size
 from simpletuner.models.analysis.step_trace import (
     StepTrace,
     new_mode,
@@ -32,7 +30,9 @@ from simpletuner.parallel.model.blocks import recommended_blocks
 from simpletuner.parallel.model.module_stats import count_parameters
 from simpletuner.parallel.moments import TrainedWeights
 from simpletuner.parallel.precision.split_engine import hold_in_bf16
+from simpletuner.private_api.of_torch import FakeTensorMode
 from simpletuner.settings import Settings
+from simpletuner.settings.values.shape import Shape
 from simpletuner.training.optimizers import trained_weights
 
 
@@ -41,7 +41,7 @@ class Workload:
     """A denoiser and its largest samples. Traces are made when they are asked for, once each."""
 
     family: ModelFamily
-    largest: Size
+    largest: Shape
     mode: FakeTensorMode = field(default_factory=new_mode)
     models: dict[tuple[object, ...], nn.Module] = field(default_factory=dict)
     traces: dict[tuple[object, ...], StepTrace] = field(default_factory=dict)

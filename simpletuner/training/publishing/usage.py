@@ -8,6 +8,7 @@ from typing import Any
 
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.settings import Settings
+from simpletuner.settings.values.shape import Shape
 from simpletuner.training.images.image_files import ImageInfo
 from simpletuner.training.publishing.hub import repository_of
 from simpletuner.training.run_folder.run_summary import hub_id
@@ -71,7 +72,8 @@ def shown_repository(settings: Settings) -> str:
 
 def sampling_arguments(family: ModelFamily, sample: ImageInfo) -> list[str]:
     """Return the arguments with which the family's pipeline sampled an image, as Python."""
-    params = SamplingParams((sample.width, sample.height), sample.num_inference_steps, sample.guidance, sample.seed)
+    shape = Shape(1, sample.height, sample.width)
+    params = SamplingParams(shape, sample.num_inference_steps, sample.guidance, sample.seed)
     numbers = {
         name: value
         for name, value in family.pipeline_kwargs({}, {}, params).items()

@@ -20,7 +20,7 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.preparation.prepare import Prepared
 from simpletuner.session import Session
 from simpletuner.settings import Settings
-from simpletuner.settings.values.image_sizes import parse_sizes
+from simpletuner.settings.values.shape import Shape, parse_shapes
 from simpletuner.training.ema import EMA, evaluated_variants, weights_of
 from simpletuner.training.images.image_files import ImageInfo, to_image, write_image, write_png
 from simpletuner.training.images.image_grid import Cell, grid
@@ -46,15 +46,15 @@ class PlannedImage:
     sampling: SamplingParams
 
     def info(self, variant: str, step: int) -> ImageInfo:
-        params, (width, height) = self.sampling, self.sampling.size
+        params = self.sampling
         return ImageInfo(
             self.prompt,
             self.negative_prompt,
             params.seed,
             params.steps,
             params.guidance,
-            width,
-            height,
+            params.shape.width,
+            params.shape.height,
             step,
             variant,
         )
@@ -172,9 +172,9 @@ def in_lockstep(images: Sequence[PlannedImage]) -> list[list[PlannedImage]]:
     groups: dict[tuple[int, float], list[PlannedImage]] = {}
     for image in images:
         groups.setdefault((image.sampling.steps, image.sampling.guidance), []).append(image)
-    # Prompts are the inner loop: so ranks mostly work on images of one size, and wait little for one another.
-    sizes = list(dict.fromkeys(image.sampling.size for image in images))
-    return [sorted(group, key=lambda image: sizes.index(image.sampling.size)) for group in groups.values()]
+    # Prompts are the inner loop: so ranks mostly work on images of one shape, and wait little for one another.
+    shapes = list(dict.fromkeys(image.sampling.shape for image in images))
+    return [sorted(group, key=lambda image: shapes.index(image.sampling.shape)) for group in groups.values()]
 
 
 def round_folder(folder: Path, step: int) -> Path:
@@ -210,19 +210,19 @@ def plan_images(settings: Settings, prepared: Prepared) -> list[PlannedImage]:
     seed = settings.training.seed if validation.validation_seed is None else validation.validation_seed
     planned: list[PlannedImage] = []
     for number, each in enumerate(prepared.validation):
-        sizes = parse_sizes(each.resolution) or image_sizes(settings)
+        shapes = parse_shapes(each.resolution) or image_shapes(settings)
         given = each.negative_prompt
         negative = validation.validation_negative_prompt if given is None else given
-        for size in sizes:
+        for shape in shapes:
             sampling = SamplingParams(
-                size=size,
+                shape=shape,
                 steps=each.num_inference_steps or validation.validation_num_inference_steps,
                 guidance=validation.validation_guidance if each.guidance is None else each.guidance,
                 seed=seed + number if each.seed is None else each.seed,
             )
             planned.append(
                 PlannedImage(
-                    name=f"{number:02d}" + ("-{}x{}".format(*size) if len(sizes) > 1 else ""),
+                    name=f"{number:02d}" + (f"-{shape}" if len(shapes) > 1 else ""),
                     number=number,
                     prompt=each.prompt,
                     negative_prompt=negative,
@@ -234,11 +234,6 @@ def plan_images(settings: Settings, prepared: Prepared) -> list[PlannedImage]:
     return planned
 
 
-def image_sizes(settings: Settings) -> list[tuple[int, int]]:
-    """Return (width, height) in px: validation_resolution, or a square of the training resolution, aligned."""
-    if settings.validation.validation_resolution:
-        return parse_sizes(settings.validation.validation_resolution)
-    data = settings.data
-    edge = data.resolution if data.resolution_type != "area" else (data.resolution * 1_000_000) ** 0.5
-    side = max(1, round(edge / data.aspect_bucket_alignment)) * data.aspect_bucket_alignment
-    return [(side, side)]
+def image_shapes(settings: Settings) -> list[Shape]:
+    """Return the shapes of validation_resolution, or the square of the training resolution."""
+    return parse_shapes(settings.validation.validation_resolution) or [settings.data.square]

@@ -19,8 +19,9 @@ from simpletuner.caches.store.keys import (
 from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.samples.samples import Sample
 from simpletuner.data.storage.storage import LocalStorage
+from simpletuner.settings.values.shape import Shape
 
-GEOMETRY = Geometry((100, 80), (80, 64), (8, 0), (64, 64))
+GEOMETRY = Geometry(Shape(1, 80, 100), Shape(1, 64, 80), (8, 0), Shape(1, 64, 64))
 SAMPLE = Sample("d/a.png", "d", LocalStorage(Path()), "a.png", "123-456", GEOMETRY, ("a caption",))
 
 
@@ -40,10 +41,10 @@ def component(folder: Path, size: int = 1_000_000) -> Path:
         *[
             (latents_parts(replace(SAMPLE, geometry=replace(GEOMETRY, **change)), "vae", "fp32"), "resolution and crop")
             for change in (
-                {"original": (101, 80)},
-                {"resized": (81, 64)},
+                {"original": Shape(1, 80, 101)},
+                {"resized": Shape(1, 64, 81)},
                 {"crop_left_top": (7, 0)},
-                {"target": (64, 128)},
+                {"target": Shape(1, 128, 64)},
             )
         ],
     ],

@@ -16,6 +16,7 @@ from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.sampler.batch_sampler import GlobalBatchSampler
 from simpletuner.data.samples.samples import Sample
 from simpletuner.data.storage.storage import LocalStorage
+from simpletuner.settings.values.shape import Shape
 
 CHANNELS, TEXT = 4, 3
 SHAPES = {"64x64": (8, 8), "128x64": (8, 16)}
@@ -30,14 +31,14 @@ PLAIN = dataset(caption_dropout_probability=0)
 
 
 def sample(number: int) -> Sample:
-    target = (64, 64) if number < 16 else (128, 64)
+    target = Shape(1, 64, 64 if number < 16 else 128)
     captions = tuple(f"caption {number}.{line}" for line in range(1 + number % 3))
     geometry = Geometry(target, target, (0, 0), target)
     return Sample(f"d/{number:02d}", "d", LocalStorage(Path()), f"{number}.png", "1", geometry, captions)
 
 
 def latents(each: Sample) -> torch.Tensor:
-    width, height = each.geometry.target
+    width, height = each.geometry.target.size
     return torch.full((CHANNELS, height // 8, width // 8), float(each.id[2:]))
 
 
@@ -50,7 +51,7 @@ def source(**changes) -> SampleReader:
         "samples": [sample(number) for number in range(COUNT)],
         "dataset": lambda number: PLAIN,
         "latents": latents,
-        "image": lambda each: {"size": torch.tensor(each.geometry.target)},
+        "image": lambda each: {"size": torch.tensor(each.geometry.target.size)},
         "text": lambda each, caption: text(caption),
         "no_caption": {"prompt_embeds": torch.full((2, TEXT), -1.0)},
     }

@@ -12,26 +12,27 @@ from PIL import Image
 
 from simpletuner.data.config.crops import ASPECTS
 from simpletuner.data.config.dataset_types import ImageDataset, LocalImages
-from simpletuner.data.images.geometry import Geometry, Size, bucket_sizes, compute_geometry, resized_sizes
+from simpletuner.data.images.geometry import Geometry, bucket_sizes, compute_geometry, resized_sizes
 from simpletuner.data.samples.discovery import Discovery
+from simpletuner.settings.values.shape import Shape
 
 
 def dataset(**values) -> ImageDataset:
     return LocalImages(id="d", instance_data_dir=Path("x"), **values)
 
 
-def bucket_size(data: ImageDataset, original: Size, alignment_px: int) -> Size:
+def bucket_size(data: ImageDataset, original: tuple[int, int], alignment_px: int) -> tuple[int, int]:
     width, height = bucket_sizes(data, np.array([original]), alignment_px)[0].tolist()
     return width, height
 
 
-def geometry_of(data: ImageDataset, original: Size, alignment_px: int) -> Geometry:
+def geometry_of(data: ImageDataset, original: tuple[int, int], alignment_px: int) -> Geometry:
     target = bucket_size(data, original, alignment_px)
-    width, height = resized_sizes(data, np.array([original]), np.array([target]))[0].tolist()
-    return compute_geometry(data, "x", original, (width, height), target, 0)
+    resized = resized_sizes(data, np.array([original]), np.array([target]))[0].tolist()
+    return compute_geometry(data, "x", *map(Shape.of_size, (original, resized, target)), 0)
 
 
-def add(folder: Path, name: str, size: Size = (64, 64)) -> None:
+def add(folder: Path, name: str, size: tuple[int, int] = (64, 64)) -> None:
     Image.new("RGB", size, "red").save(folder / name)
 
 
@@ -61,12 +62,14 @@ DOWNSAMPLED = {"crop": True, "crop_aspect": "square", "resolution": 512}
 )  # fmt: skip
 def test_images_above_the_maximum_are_cropped_from_the_target_size(values, original, expected):
     geometry = geometry_of(dataset(**{**DOWNSAMPLED, **values}), original, 16)
-    assert (geometry.resized, geometry.crop_left_top, geometry.target) == expected
+    assert (geometry.resized.size, geometry.crop_left_top, geometry.target.size) == expected
 
 
 def test_a_corner_is_the_upper_left_one_and_only_with_crop():
     data = dataset(resolution=64, crop=True, crop_style="corner")
-    assert geometry_of(data, (200, 100), 64) == Geometry((200, 100), (128, 64), (0, 0), (64, 64))
+    assert geometry_of(data, (200, 100), 64) == Geometry(
+        Shape(1, 100, 200), Shape(1, 64, 128), (0, 0), Shape(1, 64, 64)
+    )
     uncropped = [
         geometry_of(dataset(resolution=64, crop_style=style), (190, 100), 64) for style in ("corner", "center")
     ]
@@ -112,9 +115,9 @@ def targets_in(folder, seed: int = 0, **values) -> dict[str, tuple[int, int]]:
     samples = scanning.found([images], alignment_px=8, seed=seed).samples
     for sample in samples:
         geometry = sample.geometry
-        assert all(a >= b for a, b in zip(geometry.resized, geometry.target, strict=True))
-        assert min(a - b for a, b in zip(geometry.resized, geometry.target, strict=True)) <= 1
-    return {sample.name: sample.geometry.target for sample in samples}
+        assert all(a >= b for a, b in zip(geometry.resized.size, geometry.target.size, strict=True))
+        assert min(a - b for a, b in zip(geometry.resized.size, geometry.target.size, strict=True)) <= 1
+    return {sample.name: sample.geometry.target.size for sample in samples}
 
 
 def test_a_random_aspect_depends_on_seed_and_name_alone(tmp_path):

@@ -121,7 +121,7 @@ def test_sizes_that_differ_are_named_where_both_are_known(images):
     rows = rows_of(*NAMES)
     rows[2]["w"], rows[3]["h"] = 1000, None
     found = scanned(images, rows, metadata_backend="discovery")
-    assert [sample.geometry.original for sample in found.found.samples] == [(64 + 16 * n, 64) for n in range(4)]
+    assert [sample.geometry.original.size for sample in found.found.samples] == [(64 + 16 * n, 64) for n in range(4)]
     (warning,) = found.warnings
     assert warning.endswith("/table.parquet: the file counts:\n  in/c.webp") and ": 1 image with another" in warning
 
@@ -168,9 +168,9 @@ def test_a_changed_table_is_noticed_and_headers_are_not_read_again(images):
         changed = scanned(images, rows, columns, **discovery)
         assert changed.opened == [] and changed.captions[NAMES[0]] == ("another",)
     rows[1]["w"] = 640
-    assert scanned(images, rows).found.samples[1].geometry.original == (640, 64)
+    assert scanned(images, rows).found.samples[1].geometry.original.size == (640, 64)
     rows[1]["w"] = None
-    assert scanned(images, rows).found.samples[1].geometry.original == (80, 64)
+    assert scanned(images, rows).found.samples[1].geometry.original.size == (80, 64)
     kept = scanned(images, rows, preserve_data_backend_cache=True)
     rows[0]["caption"] = "unseen"
     assert scanned(images, rows, preserve_data_backend_cache=True).captions == kept.captions

@@ -18,6 +18,7 @@ from simpletuner.data.images.geometry import (
     resized_sizes,
     round_to_multiples,
 )
+from simpletuner.settings.values.shape import Shape
 
 
 def one(size: tuple[int, int]) -> np.ndarray:
@@ -39,8 +40,8 @@ def round_to_multiple(side_px: float, alignment_px: int) -> int:
 
 def geometry_of(data: ImageDataset, name: str, original: tuple[int, int], alignment_px: int, seed: int) -> Geometry:
     target = bucket_size(data, original, alignment_px)
-    width, height = resized_sizes(data, one(original), one(target))[0].tolist()
-    return compute_geometry(data, name, original, (width, height), target, seed)
+    resized = resized_sizes(data, one(original), one(target))[0].tolist()
+    return compute_geometry(data, name, *map(Shape.of_size, (original, resized, target)), seed)
 
 
 def dataset(**values) -> ImageDataset:
@@ -92,16 +93,16 @@ def test_nearest_rounds_each_side_of_a_bucket_by_itself(values, original, expect
 @hypothesis_settings(max_examples=300, deadline=None)
 def test_every_picture_covers_its_bucket_and_is_cropped_inside(data, width, height, alignment_px, seed):
     g = geometry_of(data, "d/a.jpg", (width, height), alignment_px, seed)
-    assert g.original == (width, height)
+    assert g.original.size == (width, height)
     for side in (0, 1):
-        assert g.target[side] >= alignment_px
-        assert g.target[side] % alignment_px == 0
-        assert g.resized[side] >= g.target[side]
-        assert 0 <= g.crop_left_top[side] <= g.resized[side] - g.target[side]
-    assert g.resized[0] == g.target[0] or g.resized[1] == g.target[1]
-    assert abs(g.resized[0] * height - g.resized[1] * width) <= max(width, height)
+        assert g.target.size[side] >= alignment_px
+        assert g.target.size[side] % alignment_px == 0
+        assert g.resized.size[side] >= g.target.size[side]
+        assert 0 <= g.crop_left_top[side] <= g.resized.size[side] - g.target.size[side]
+    assert g.resized.width == g.target.width or g.resized.height == g.target.height
+    assert abs(g.resized.width * height - g.resized.height * width) <= max(width, height)
     if data.crop and data.crop_aspect == "square":
-        assert g.target[0] == g.target[1]
+        assert g.target.width == g.target.height
 
 
 @given(st.integers(200, 4000), st.integers(200, 4000), ALIGNMENTS, st.integers(512, 2048))
@@ -166,7 +167,7 @@ def test_buckets_of_known_pictures(values, original, target):
 def test_a_whole_geometry_worked_out_by_hand():
     # 4000x3000: bucket 1216x896; scale = max(0.304, 0.29867) = 0.304, so 1216x912, and 16 px overhang
     assert geometry_of(dataset(), "d/a", (4000, 3000), 64, 0) == Geometry(
-        (4000, 3000), (1216, 912), (0, 8), (1216, 896)
+        Shape(1, 3000, 4000), Shape(1, 912, 1216), (0, 8), Shape(1, 896, 1216)
     )
 
 
@@ -177,7 +178,7 @@ def test_a_side_is_brought_to_the_nearest_multiple(side, nearest):
 
 def test_a_centred_crop_takes_the_middle():
     g = geometry_of(dataset(crop=True, resolution=512), "d/a", (1536, 512), 64, 3)
-    assert g == Geometry((1536, 512), (1536, 512), (512, 0), (512, 512))
+    assert g == Geometry(Shape(1, 512, 1536), Shape(1, 512, 1536), (512, 0), Shape(1, 512, 512))
 
 
 def test_a_random_crop_depends_on_seed_and_sample_alone():

@@ -54,8 +54,8 @@ def test_discovery_gives_the_same_list_again_and_writes_nothing(tmp_path):
 def test_sizes_and_buckets_come_with_the_sample(tmp_path):
     add(tmp_path, "wide.png", size=(128, 32))
     (sample,) = found_in(tmp_path).samples
-    assert sample.geometry.original == (128, 32)
-    assert sample.geometry.target == (128, 64)
+    assert sample.geometry.original.size == (128, 32)
+    assert sample.geometry.target.size == (128, 64)
 
 
 def test_the_version_changes_when_the_file_does(tmp_path):
@@ -301,7 +301,7 @@ def test_the_same_folder_in_two_datasets_gives_two_samples(tmp_path):
         for name, resolution in (("low", 64), ("high", 128))
     ]
     samples = scanning.found(datasets).samples
-    assert {sample.id: sample.geometry.target for sample in samples} == {
+    assert {sample.id: sample.geometry.target.size for sample in samples} == {
         "low/a.png": (64, 64),
         "high/a.png": (128, 128),
     }

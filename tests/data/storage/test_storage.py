@@ -63,7 +63,7 @@ def test_a_store_needs_no_more_than_the_protocol():
     assert found.broken == {"d/bad.png": "is not an image in a known format, or is damaged"}
     for sample in samples:
         pixels = decode_image(sample)
-        width, height = sample.geometry.target
+        width, height = sample.geometry.target.size
         assert isinstance(pixels, torch.Tensor) and pixels.shape == (3, height, width)
         assert hash_ends(storage, sample.name)
 

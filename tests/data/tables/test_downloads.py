@@ -94,7 +94,7 @@ def test_a_list_becomes_a_folder_with_captions_and_is_downloaded_once(server, tm
     fetched(dataset)
     assert server.asked.total() == 6 and sorted((tmp_path / "cache").iterdir()) == before
     samples = found_in(dataset)
-    assert sorted((each.geometry.original[0], each.captions) for each in samples) == [
+    assert sorted((each.geometry.original.width, each.captions) for each in samples) == [
         (64, ("of /a.jpg",)),
         (80, ("of /b?x=1",)),
         (96, ("of /c",)),

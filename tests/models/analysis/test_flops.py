@@ -13,7 +13,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from models.test_inputs import CPU, PROMPT, SIZE, TRAINABLE, opened
+from models.test_inputs import CPU, PROMPT, SHAPE, TRAINABLE, opened
 from models.test_predictions import conditioning_of, rows
 
 from simpletuner.models.analysis.flops import (
@@ -29,6 +29,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.opening.published import open_without_weights
 from simpletuner.settings.declared.sections import Lora, Model, Settings
+from simpletuner.settings.values.shape import Shape
 from simpletuner.tools.plan.planner import flops_per_sample
 
 GOLDEN = Path(__file__).with_name("flops.txt")
@@ -59,13 +60,13 @@ def listed() -> str:
 
 
 def line_of(key: str) -> str:
-    flavour, size = INPUTS[key]
+    flavour, shape = INPUTS[key][0], Shape.of_size(INPUTS[key][1])
     settings = Settings(model=Model(model_family=key))
     with TemporaryDirectory() as folder:
         family = open_without_weights(flavours_of(key)[flavour].architecture, settings, Path(folder))
-        shapes, flops = family.input_shapes(size), flops_per_sample(family, size)
+        shapes, flops = family.input_shapes(shape), flops_per_sample(family, shape)
     latents, tokens = shapes["latents"], shapes["prompt_embeds"][0]
-    return f"{key} {flavour}, {size[0]}x{size[1]} px, latents {latents}, {tokens} tokens: {flops / 1e12:.2f} TFLOP\n"
+    return f"{key} {flavour}, {shape} px, latents {latents}, {tokens} tokens: {flops / 1e12:.2f} TFLOP\n"
 
 
 def test_the_flops_of_published_models_are_the_reviewed_ones():
@@ -78,7 +79,7 @@ def test_the_flops_of_published_models_are_the_reviewed_ones():
 def batch_of(family: ModelFamily) -> tuple[Tensor, dict[str, Tensor]]:
     """Return latents and conditioning of two samples with captions of equal length."""
     text = rows(family.text_encoder(CPU, torch.float32).encode([PROMPT, PROMPT]))
-    return family.vae(CPU).encode(torch.zeros(2, 3, SIZE[1], SIZE[0])), conditioning_of(family, text)
+    return family.vae(CPU).encode(torch.zeros(2, 3, *SHAPE[1:])), conditioning_of(family, text)
 
 
 def counted_as_a_whole(family: ModelFamily, latents: Tensor, conditioning: dict[str, Tensor]) -> tuple[int, int]:

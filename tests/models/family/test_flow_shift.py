@@ -19,6 +19,7 @@ from simpletuner.settings import load
 from simpletuner.settings.declared.errors import InvalidSettings
 from simpletuner.settings.declared.sections import Model, ObjectiveSettings, Settings
 from simpletuner.settings.importing.warnings import DIFFUSION
+from simpletuner.settings.values.shape import Shape
 
 FLOWS = [key for key, preset in presets().items() if preset.family_class and preset.objective == "flow"]
 DYNAMIC = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 64}
@@ -47,7 +48,7 @@ def test_the_preset_has_the_shift_with_which_the_scheduler_samples_1024_px(key, 
         family.scheduler_config["base_image_seq_len"] = 1024
     # By the width of the published model's latent cells; those of tiny VAEs are smaller.
     cells = 1024 // preset.cell_px
-    assert sampling_shift(family)((cells, cells)) == pytest.approx(preset.flow_shift, rel=2e-4)
+    assert sampling_shift(family)(Shape(1, cells, cells)) == pytest.approx(preset.flow_shift, rel=2e-4)
     assert flow_of(family).shift == preset.flow_shift
     assert flow_of(opened(key, pipelines(key), flow_schedule_shift=2.5)).shift == 2.5
 
@@ -85,10 +86,10 @@ def test_the_shift_by_size_is_what_diffusers_own_pipeline_gives_to_its_scheduler
     vae = family.vae(torch.device("cpu"))
     # FLUX.2's `mu` depends on the number of steps, too, of which 50 are the default.
     steps = 50 if key == "flux2" else 2
-    for size in ((96, 64), (128, 128), (64, 160)):
-        arguments = family.pipeline_kwargs({}, {}, SamplingParams(size, steps, 1.0, seed=7))
+    for shape in (Shape(1, 64, 96), Shape(1, 128, 128), Shape(1, 160, 64)):
+        arguments = family.pipeline_kwargs({}, {}, SamplingParams(shape, steps, 1.0, seed=7))
         pipeline(prompt="a red circle", **arguments)
-        assert shift((size[1] // vae.downscale, size[0] // vae.downscale)) == pytest.approx(math.exp(given[-1]))
+        assert shift(shape.in_cells(vae.downscale)) == pytest.approx(math.exp(given[-1]))
     assert len(set(given)) == 3
     sigmas = torch.linspace(1, 0.02, 50)
     set_timesteps(sigmas=sigmas.tolist(), mu=given[-1])
@@ -109,10 +110,10 @@ def test_noise_levels_are_shifted_by_the_size_of_each_batch(pipelines):
 def test_a_linear_shift_and_a_scheduler_without_one(pipelines):
     family = opened("flux", pipelines("flux"))
     family.scheduler_config |= DYNAMIC | {"time_shift_type": "linear"}
-    assert sampling_shift(family)((16, 16)) == pytest.approx(1.3)
+    assert sampling_shift(family)(Shape(1, 16, 16)) == pytest.approx(1.3)
     family = opened("sana", pipelines("sana"))
     del family.scheduler_config["flow_shift"]
-    assert sampling_shift(family)((16, 16)) == 1
+    assert sampling_shift(family)(Shape(1, 16, 16)) == 1
 
 
 def test_two_shifts_are_refused_and_the_shift_of_the_family_is_explained():

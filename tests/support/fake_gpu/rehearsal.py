@@ -27,7 +27,7 @@ from fake_gpu.device import DEVICE, install
 from fake_gpu.recorder import Recorder, follow_resizing
 from simpletuner.data.batches.prefetch import RankSlice, SampleReader, StepBatch, collate
 from simpletuner.data.config.dataset_types import ImageDataset
-from simpletuner.data.images.geometry import Geometry, Size
+from simpletuner.data.images.geometry import Geometry
 from simpletuner.data.sampler.batch_sampler import GlobalBatch, SamplerState
 from simpletuner.data.samples.samples import Sample
 from simpletuner.errors import EnvironmentNotReady
@@ -42,8 +42,9 @@ from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, load
+from simpletuner.settings.values.shape import Shape
 from simpletuner.system.processes.signals import StopRequest
-from simpletuner.tools.plan.inputs import count_sizes, opened_family
+from simpletuner.tools.plan.inputs import count_shapes, opened_family
 from simpletuner.training import engines
 from simpletuner.training.auto.memory_estimate import CONTEXT_BYTES, estimate_training
 from simpletuner.training.auto.workload import Workload
@@ -165,13 +166,13 @@ def rehearsed(
 
 
 @contextmanager
-def opened(loaded: Loaded) -> Iterator[tuple[ModelFamily, Size]]:
+def opened(loaded: Loaded) -> Iterator[tuple[ModelFamily, Shape]]:
     report = Report(quiet=True)
     with opened_family(loaded.settings, report) as family:
-        yield family, count_sizes(loaded, report).largest
+        yield family, count_shapes(loaded, report).largest
 
 
-def planned_bytes(loaded: Loaded, family: ModelFamily, largest: Size, known: Workloads) -> dict[str, int]:
+def planned_bytes(loaded: Loaded, family: ModelFamily, largest: Shape, known: Workloads) -> dict[str, int]:
     """Return the bytes that `plan` says a GPU holds, by row."""
     settings = loaded.settings
     key = (*settings.model.model_dump_json(), *settings.lora.model_dump_json(), largest)
@@ -201,7 +202,7 @@ def started(
     stack: ExitStack,
     session: Session,
     family: ModelFamily,
-    largest: Size,
+    largest: Shape,
     planned: dict[str, int],
     resumes: bool,
     checks_order: bool,
@@ -281,7 +282,7 @@ def state_of(session: Session, family: ModelFamily, engine: Engine) -> TrainingS
     )
 
 
-def prepared_samples(session: Session, family: ModelFamily, largest: Size) -> Any:
+def prepared_samples(session: Session, family: ModelFamily, largest: Shape) -> Any:
     """Return what batches are made of, with as many samples as a global batch has, of zeros."""
     shapes = dict(family.input_shapes(largest))
     latents = torch.zeros(shapes.pop("latents"))

@@ -6,6 +6,7 @@ import math
 
 from simpletuner.report import Report
 from simpletuner.settings import load
+from simpletuner.settings.values.shape import Shape
 from simpletuner.tools.plan.inputs import opened_family
 from simpletuner.training.auto.memory_estimate import estimate_training
 from simpletuner.training.auto.recompute import USABLE, choices, choose_recomputation, with_training
@@ -24,7 +25,7 @@ def test_as_little_is_recomputed_as_fits():
         settings = load({**flags, "dynamo_backend": compiler}, None, complete=False).settings
         assert settings.training.gradient_checkpointing is None
         with opened_family(settings, Report(quiet=True)) as family:
-            workload = Workload(family, (256, 256))
+            workload = Workload(family, Shape(1, 256, 256))
             offered = list(choices(settings))
             needed = [estimate_training(with_training(settings, each), workload) for each in offered]
             sizes = [each.gpu_bytes + each.host_bytes for each in needed]

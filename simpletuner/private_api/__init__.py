@@ -1,0 +1,1 @@
+"""Private API of torch and diffusers that nothing public replaces, one module per library."""

@@ -1,0 +1,23 @@
+"""Private API of diffusers, each with its reason. Seen in diffusers 0.42.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# The type of the values in a model's `_cp_plan`.
+from diffusers.models._modeling_parallel import ContextParallelInput as ContextParallelInput
+
+
+def context_parallel_splits(model: Any) -> Any:
+    """Return what of a denoiser's inputs and outputs is split over the sequence, by module, as its class says."""
+    return model._cp_plan
+
+
+def blocks_by_name(model: Any) -> list[set[str]]:
+    """Return the block classes that a model must not be split within, and those that are compiled one by one."""
+    return [set(getattr(model, name, None) or ()) for name in ("_no_split_modules", "_repeated_blocks")]
+
+
+def modules_in_float32(model: Any) -> tuple[str, ...]:
+    """Return parts of the names of modules that diffusers keeps in float32 whatever dtype a model is loaded in."""
+    return tuple(getattr(model, "_keep_in_fp32_modules", None) or ())

@@ -1,0 +1,78 @@
+"""Private API of torch, each with its reason. Seen in torch 2.9.1, 2.13.0 and 2.15.0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# The budget has no public name; importing its module does not import the compiler.
+from torch._functorch import config as functorch_config
+
+# The only tensors with a device, a dtype and a shape but no memory: `plan` runs whole training steps on them. On the
+# meta device all operators are of one device, so CUDA's autocast and kernels could not be followed.
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# Sees every operator below autograd; FlopCounterMode and torch's memory tracker are such modes.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# The tensors among an operator's arguments, which a dispatch mode gets as lists and dicts.
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+# The operators below torch's functional collectives, which are private too: torch.compile traces them.
+functional_collectives = torch.ops._c10d_functional
+
+# One launch for a list of tensors in place of one per tensor, as in torch's own optimizers.
+foreach_add_ = torch._foreach_add_
+foreach_lerp = torch._foreach_lerp
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sign_ = torch._foreach_sign_
+
+
+def set_activation_memory_budget(share: float) -> None:
+    """Set the share of activations that graphs keep which are compiled from now on; 1.0 is torch's default."""
+    functorch_config.activation_memory_budget = share
+
+
+def set_recompile_limit(variants: int) -> None:
+    """Set the variants of one block's code after which torch gives up, here and in all frames together."""
+    from torch._dynamo import config  # imports the compiler: 0.6 s that no other run needs
+
+    config.recompile_limit = config.accumulated_recompile_limit = variants
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return what the compiler raises at a first call or a recompilation."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def chosen_attention_kernel(query: Tensor) -> int:
+    """Return the number of the SDPBackend that attention takes; torch only tells whether one can be used at all."""
+    chosen: Any = torch._fused_sdp_choice(query, query, query)
+    return chosen
+
+
+def run_backward(loss: Tensor) -> None:
+    """Do what `loss.backward()` does, which leaves a TorchFunctionMode, so that it would miss what is recomputed."""
+    engine: Any = torch.autograd.graph._engine_run_backward
+    engine((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def abort_communicators() -> None:
+    """Drop NCCL's communicators without waiting: destroy_process_group waits for what was begun."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def operator_build_folder(name: str) -> str:
+    """Return the folder in which torch compiles a C++ extension, where a killed compilation leaves its lock file."""
+    from torch.utils import cpp_extension  # 0.1 s
+
+    return cpp_extension._get_build_directory(name, verbose=False)

@@ -1,0 +1,57 @@
+"""The shape of a sample, of a bucket and of latents, and how it is written: EDGE or WIDTHxHEIGHT in px."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+WRITTEN = re.compile(r"(?P<width>[1-9]\d{0,5})(x(?P<height>[1-9]\d{0,5}))?", re.ASCII)
+
+
+class Shape(NamedTuple):
+    """Frames, height and width, in px or in latent cells, in the order of a tensor's axes; an image has one frame."""
+
+    frames: int
+    height: int
+    width: int
+
+    @classmethod
+    def of_size(cls, size: tuple[int, int]) -> Shape:
+        """Return the shape of an image of (width, height), as Pillow and people name them."""
+        return cls(1, size[1], size[0])
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Return the shape that a word means. Raises ValueError for what is neither EDGE nor WIDTHxHEIGHT."""
+        if not (found := WRITTEN.fullmatch(text)):
+            raise ValueError("write an edge such as 1024, 1216x832, or several sizes, such as 1024x1024,1280x768")
+        return cls.of_size((int(found["width"]), int(found["height"] or found["width"])))
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height, as Pillow takes them."""
+        return self.width, self.height
+
+    @property
+    def area(self) -> int:
+        return self.height * self.width
+
+    def in_cells(self, side_px: int) -> Shape:
+        """Return the shape in cells of so many px."""
+        return Shape(self.frames, self.height // side_px, self.width // side_px)
+
+
+def normalize_shapes(text: str) -> str:
+    """Return shapes without blanks and in lower case. Raises ValueError for what is no list of different ones."""
+    words = text.lower().replace(" ", "").split(",")
+    shapes = parse_shapes(",".join(words)) if text else []
+    if twice := next((shape for shape in shapes if shapes.count(shape) > 1), None):
+        raise ValueError(f"{twice} stands there twice: keep one of them")
+    return ",".join(words)
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    return [Shape.parse(word) for word in text.split(",")] if text else []
