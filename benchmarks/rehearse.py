@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
-from fake_gpu.rehearsal import rehearsed
+from fake_gpu.rehearsal import rehearsed  # pyright: ignore[reportMissingImports]
 
 MIB = 2**20
 

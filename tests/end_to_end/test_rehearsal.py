@@ -47,6 +47,7 @@ def test_a_step_waits_for_nothing_and_holds_what_plan_says(name, rehearsed):
         pytest.skip("torchao is not installed")
     found = rehearsed[name]
     assert (found["waits"], found["mixed_devices"], found["races"] or {}) == ({}, {}, {})
+    assert found["spins"] == 0, "a thread that takes a core looks busy to whoever looks for ranks that hang"
     assert found["peak_bytes"] == pytest.approx(found["planned_bytes"], rel=TOLERANCE), found["planned"]
 
 

@@ -73,7 +73,7 @@ def test_memory_that_others_than_the_allocator_lack_is_told_the_same_way(kind, s
     assert caught.value.message == said.splitlines()[0]
     assert "model_type=lora" in caught.value.hint
     with pytest.raises(RuntimeError, match="shapes"), explain_out_of_memory(settings(), CPU):
-        raise RuntimeError("shapes differ: out of memory is not what this says of CUDAs")
+        raise RuntimeError("CUDA error: shapes differ")
 
 
 def test_the_switches_of_older_programs_can_be_read():

@@ -82,7 +82,7 @@ class HostMemory(saved_tensors_hooks):
         if isinstance(owner, nn.Parameter):
             return tensor.device, tensor
         if (parameter := cast_from(owner)) is not None:
-            return CastParameter(parameter, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return CastParameter(parameter, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         # With the same strides: compiled graphs read what they saved by address.
         held = torch.empty_like(tensor, device=self.host, pin_memory=tensor.is_cuda)
         return tensor.device, held.copy_(tensor, non_blocking=True)

@@ -66,6 +66,10 @@ class Event(torch.Event):
         event.sleeps = blocking
         return event
 
+    def synchronize(self) -> None:
+        RUNTIME.spins += not self.sleeps
+        super().synchronize()
+
     def elapsed_time(self, end_event: Any) -> float:
         return 1000.0
 
@@ -90,6 +94,8 @@ class Runtime:
 
     def __init__(self) -> None:
         self.code = self.last_error = 0
+        self.spins = 0
+        """Waits for an event during which the host takes a whole core."""
         self.blocks: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.locked: Any = weakref.WeakSet()
 

@@ -63,7 +63,7 @@ class Recorder(MemoryCounter):
         """Forget all but what is in memory."""
         for counter in (self.waits, self.mixed_devices, self.collectives, self.collective_bytes, self.flops):
             counter.clear()
-        self.launches = self.moved = 0
+        self.launches = self.moved = RUNTIME.spins = 0
         self.restart_peak()
 
     # Memory

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
-from fake_gpu.device import DEVICE, install
+from fake_gpu.device import DEVICE, RUNTIME, install
 from fake_gpu.recorder import Recorder, follow_resizing
 from simpletuner.data.batches.prefetch import RankSlice, SampleReader, StepBatch, collate
 from simpletuner.data.config.dataset_types import ImageDataset
@@ -106,6 +106,7 @@ class Rehearsal:
             "waits": dict(recorder.waits),
             "mixed_devices": dict(recorder.mixed_devices),
             "races": dict(recorder.order.races) if recorder.order is not None else None,
+            "spins": RUNTIME.spins,
             "launches": recorder.launches,
             "moved_bytes": recorder.moved,
             "flops": recorder.flops.total(),
