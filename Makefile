@@ -21,9 +21,9 @@ demo/pictures: | install
 demo: install demo/pictures
 	$(BIN)/simpletuner train --config examples/shapes/demo.toml
 
-# Completion is tested in the real shells, launching in network namespaces (ip), offloading to files with what DeepSpeed
-# compiles. Root, as in CI, gets what is missing.
-TOOLS := zsh:zsh fish:fish ip:iproute2 c++:g++ ccache:ccache /usr/include/libaio.h:libaio-dev \
+# Completion is tested in the real shells, launching in network namespaces (ip) and by MPI, offloading to files with what
+# DeepSpeed compiles. Root, as in CI, gets what is missing.
+TOOLS := zsh:zsh fish:fish ip:iproute2 mpirun:openmpi-bin c++:g++ ccache:ccache /usr/include/libaio.h:libaio-dev \
   /usr/share/fonts-droid-fallback:fonts-droid-fallback /usr/share/fonts/truetype/noto/NotoColorEmoji.ttf:fonts-noto-color-emoji chromium:chromium
 tools:
 	@is_there() { command -v $$1 >/dev/null || test -e $$1; }; \

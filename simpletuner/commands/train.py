@@ -27,7 +27,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     """Fine-tune a model. Run the same command again to resume."""
     from simpletuner.launch.launcher_connection import exit_if_launcher_died
     from simpletuner.launch.plan import check_world_size, choose_gpus, is_rank, round_no_pinned_memory
-    from simpletuner.launch.started_tasks import check_started_once
+    from simpletuner.launch.started_tasks import rank_variables
     from simpletuner.launch.supervisor import launch_ranks
     from simpletuner.models.catalog.support import check_runnable
     from simpletuner.settings.resolving.sources import collect_sources
@@ -35,8 +35,9 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
     from simpletuner.tools.run_check import check_run, load_run
 
     loaded = load_run(collect_sources(flags, config, os.environ))
-    if not dry_run:
-        check_started_once(loaded.settings.launch, os.environ)
+    if not dry_run and (variables := rank_variables(loaded.settings.launch, os.environ)):
+        os.environ.update(variables)
+        loaded = load_run(collect_sources(flags, config, os.environ))  # num_processes is what was started
     loaded.pass_on_variables(os.environ)  # first: CUDA_VISIBLE_DEVICES decides which GPUs there are
     # What started a rank has checked all this, or each rank does so as it goes.
     loaded = check_runnable(loaded) if is_rank(os.environ) else check_run(loaded)

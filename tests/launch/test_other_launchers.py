@@ -19,11 +19,35 @@ from conftest import SMALL
 
 from simpletuner.app import main
 from simpletuner.errors import SettingsError
-from simpletuner.launch.started_tasks import check_started_once
+from simpletuner.launch.started_tasks import first_host, rank_variables, tasks_per_machine
 from simpletuner.settings.declared.sections import Launch
 
-STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "8",
+    "SLURM_STEP_NODELIST": "gpu003",
+}
 """What srun sets for each of 8 tasks."""
+TWO_NODES = {
+    "SLURM_PROCID": "5",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "151453697",
+}
+"""What Open MPI 4.1 sets for each of 4 tasks."""
 SHELL = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}
 """What a job has in its batch script, and in a shell of `salloc`."""
 
@@ -58,25 +82,72 @@ def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("environment", "launch", "sentence", "hint"),
+    ("environment", "launch", "expected"),
     [
-        (STEP, Launch(), "srun starts this command 8 times (SLURM_STEP_NUM_TASKS = 8)", "`srun --ntasks=1 simpletuner"),
-        (
-            STEP | {"SLURM_STEP_NUM_NODES": "2"},
-            Launch(),
-            "srun starts this command 8 times",
-            "`simpletuner config export --to slurm --num_processes=8 --num_machines=2` writes the script",
-        ),
-        (STEP, Launch(num_processes=8, num_machines=2), "srun starts this command 8 times", "--num_processes=8"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, Launch(), "mpirun starts this command 4 times", "`simpletuner train"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, Launch(), "mpiexec starts this command 2 times", "--num_processes=2"),
+        (STEP, Launch(), {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "0",
+                          "MASTER_ADDR": "127.0.0.1"}),
+        (STEP | TWO_NODES, Launch(num_processes=8), {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
+                          "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "MASTER_ADDR": "gpu003"}),
+        (STEP | TWO_NODES, Launch(main_process_ip="10.0.0.1", main_process_port=4000), {"MASTER_ADDR": "10.0.0.1",
+                          "MASTER_PORT": "4000"}),
+        (STEP | {"MASTER_ADDR": "here", "MASTER_PORT": "1"}, Launch(), {"MASTER_ADDR": "here", "MASTER_PORT": "1"}),
+        (OPEN_MPI, Launch(), {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4",
+                              "MASTER_ADDR": "127.0.0.1"}),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, Launch(),
+         {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
+        ({"PMI_SIZE": "8", "PMI_RANK": "6", "PALS_LOCAL_RANKID": "2", "PALS_LOCAL_SIZE": "4", "MASTER_ADDR": "x1"},
+         Launch(), {"RANK": "6", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "x1"}),
+    ],
+)  # fmt: skip
+def test_what_srun_and_mpirun_say_becomes_what_torchrun_says(environment, launch, expected):
+    found = rank_variables(launch, environment)
+    assert found | expected == found
+
+
+def test_tasks_of_one_job_meet_and_two_jobs_on_one_machine_do_not():
+    def port(job: str, rank: int) -> int:
+        return int(rank_variables(Launch(), STEP | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank)})["MASTER_PORT"])
+
+    ports = [{port(job, rank) for rank in range(8)} for job in ("7", "8")]
+    assert len(ports[0]) == len(ports[1]) == 1 and ports[0] != ports[1]
+    assert all(20_000 <= each < 30_000 for each in ports[0] | ports[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("gpu[003-006,9],x1", "gpu003"),
+        ("n1,n2", "n1"),
+        ("n[12]", "n12"),
+        ("a[1-2]-ib0,b", "a1-ib0"),
+        ("solo", "solo"),
+        ("", ""),
     ],
 )
-def test_a_command_that_is_started_several_times_is_refused_with_the_line_that_works(
-    environment, launch, sentence, hint
-):
+def test_the_first_host_of_a_list_of_slurm(text, host):
+    assert first_host(text) == host
+
+
+def test_tasks_of_each_machine_as_slurm_shortens_them():
+    assert (
+        tasks_per_machine("2(x3),1") == [2, 2, 2, 1] and tasks_per_machine("8") == [8] and tasks_per_machine("") == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence", "hint"),
+    [
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            "mpirun starts this command 4 times (OMPI_COMM_WORLD_SIZE = 4), and nothing says where the machine of rank",
+            "--main_process_ip",
+        ),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8"}, "srun starts this command 8 times", "set RANK, LOCAL_RANK"),
+    ],
+)
+def test_a_command_that_is_started_several_times_is_refused_where_its_ranks_could_not_meet(environment, sentence, hint):
     with pytest.raises(SettingsError) as caught:
-        check_started_once(launch, environment)
+        rank_variables(Launch(), environment)
     assert sentence in caught.value.message and hint in caught.value.hint
 
 
@@ -94,17 +165,43 @@ def test_a_command_that_is_started_several_times_is_refused_with_the_line_that_w
         ({}, Launch(num_processes=2)),
     ],
 )
-def test_shells_of_a_job_one_task_per_machine_and_ranks_are_not_refused(environment, launch):
-    check_started_once(launch, environment)
+def test_shells_of_a_job_one_task_per_machine_and_ranks_are_left_as_they_are(environment, launch):
+    assert rank_variables(launch, environment) == {}
 
 
 def test_train_refuses_before_anything_is_written(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name, value in STEP.items():
+    for name, value in (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--model_family=sdxl", "--instance_data_dir=."])
-    assert "srun starts this command 8 times" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+    assert "mpirun starts this command 4 times" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
+def test_tasks_of_mpirun_are_the_ranks_of_one_run(sdxl_flags, tmp_path):
+    program = str(Path(sys.executable).with_name("simpletuner"))
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    flags = [*SMALL, *sdxl_flags, "--use_cpu", "--max_train_steps=2", f"--output_dir={tmp_path / 'run'}"]
+    done = subprocess.run([*mpirun, program, "train", *flags], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2], "one run, not two"
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["num_processes"] == 2
+
+
+def test_tasks_of_srun_are_the_ranks_of_one_run(starter, sdxl_flags, tmp_path):
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node1"}
+    train = ["train", *SMALL, *sdxl_flags, "--max_train_steps=2", f"--output_dir={tmp_path / 'run'}"]
+    started = [
+        starter.start(
+            ranks.command_line_with, 1, {**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}, train
+        )
+        for rank in range(2)
+    ]
+    assert [each.wait() for each in started] == [[0], [0]], "".join(each.said for each in started)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
 
 
 def test_ranks_of_one_machine_without_local_rank_are_refused(starter, sdxl_flags, tmp_path):
