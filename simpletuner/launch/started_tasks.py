@@ -25,11 +25,11 @@ FIRST_PORT, PORTS = 20_000, 10_000
 
 @dataclass(frozen=True)
 class Task:
-    """One of the tasks that a program starts with this command, by the program's own variables."""
+    """A task that a program starts with this command, by the variables of that program."""
 
     program: str
     variable: str
-    """That says how many there are."""
+    """The name of what says how many there are."""
     count: int
     rank: int | None
     local_rank: int | None = None
