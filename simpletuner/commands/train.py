@@ -26,7 +26,7 @@ AS_JSON = typer.Option(False, "--json", help="With --dry_run: as JSON, for scrip
 def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_RUN, json: bool = AS_JSON) -> None:
     """Fine-tune a model. Run the same command again to resume."""
     from simpletuner.launch.launcher_connection import exit_if_launcher_died
-    from simpletuner.launch.plan import check_world_size, choose_gpus, is_rank
+    from simpletuner.launch.plan import check_world_size, choose_gpus, is_rank, round_no_pinned_memory
     from simpletuner.launch.started_tasks import rank_variables
     from simpletuner.launch.supervisor import launch_ranks
     from simpletuner.models.catalog.support import check_runnable
@@ -62,6 +62,7 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
         return
     check_world_size(loaded, os.environ)
     choose_gpus(loaded.settings.launch, os.environ)
+    round_no_pinned_memory(os.environ)
     if is_rank(os.environ):
         terminate_with_parent()
         exit_if_launcher_died(os.environ)

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.cuda.nccl import version as nccl_version
@@ -46,10 +45,10 @@ def set_float32_precision(allow_tf32: bool) -> None:
 
     torch's own defaults are one for convolutions and the other for products.
     """
-    precision = "tf32" if allow_tf32 else "ieee"
-    backends: Any = torch.backends
-    for operators in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
-        operators.fp32_precision = precision
+    # The older switches, which set the newer `fp32_precision`, too. With that alone torch raises wherever an older one
+    # is read, as inductor does for every product that max-autotune tunes.
+    torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = allow_tf32
 
 
 def return_memory(device: torch.device) -> None:
@@ -64,9 +63,20 @@ def explain_out_of_memory(settings: Settings, device: torch.device) -> Iterator[
     """Raise TrainingError with what was used, what was free, and what to try, where a GPU's memory is used up."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        wanted = str(error).partition("GPU ")[0].strip().rstrip(".")
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        wanted = str(error).partition("GPU ")[0].strip().splitlines()[0].rstrip(".")
         raise TrainingError(f"{wanted}{memory_used(device)}", next_to_try(settings)) from error
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether memory was used up: torch's allocator has a class of its own for it, but not the CUDA runtime
+    (page-locked memory, contexts), cuBLAS, cuDNN and NCCL."""
+    said = str(error)
+    is_cuda = any(word in said for word in ("CUDA", "CUBLAS", "CUDNN", "NCCL"))
+    exhausted = any(word in said for word in ("out of memory", "ALLOC_FAILED"))
+    return isinstance(error, torch.OutOfMemoryError) or (is_cuda and exhausted)
 
 
 def memory_used(device: torch.device) -> str:

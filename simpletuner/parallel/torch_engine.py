@@ -16,6 +16,8 @@ from simpletuner.parallel.mesh import SHARDS, Mesh
 from simpletuner.parallel.optimizer_state import NamedTensors, NewMoments, OptimizerState, new_moments
 from simpletuner.private_api import of_torch
 
+CPU = torch.device("cpu")
+
 ShardUpdate = Callable[[str, Tensor], None]
 """(name, shard) -> None: writes into this rank's shard of a weight, in place."""
 
@@ -219,15 +221,18 @@ class TorchEngine:
         # A checkpoint of step 0 has no moments, and an optimizer without state makes it at its first step.
         if not steps:
             return
-        for each in self.parameters.values():
-            self.start_optimizer(each.shard, steps)
+        for group in self.optimizer.param_groups:
+            for shard in group["params"]:
+                # As the optimizer makes it: fused kernels read it on the device; all others would wait for the device
+                # at each weight and step.
+                self.start_optimizer(shard, steps, shard.device if group.get("fused") else CPU)
         for moment in moments:
             read(moment, tensors := self._moment(moment))
             self.put_back(moment, tensors)
 
-    def start_optimizer(self, shard: nn.Parameter, steps: int) -> None:
-        """Make the state of a shard after some steps; its moments are to be read."""
-        step = torch.tensor(float(steps), device=shard.device)
+    def start_optimizer(self, shard: nn.Parameter, steps: int, step_on: torch.device) -> None:
+        """Make the state of a shard after some steps, which `step_on` holds; its moments are to be read."""
+        step = torch.tensor(float(steps), device=step_on)
         self.optimizer.state[shard] = {"step": step, **{name: new() for name, new in self.new_moments(shard).items()}}
 
     def put_back(self, moment: str, tensors: NamedTensors) -> None:

@@ -26,7 +26,8 @@ THREAD_TIMEOUT = timedelta(days=1)
 JOIN_SECONDS = 300
 """Longest wait of a rank for the others to join."""
 ABORT_SECONDS = 5
-"""Longest time in which a failed rank aborts its communicators, which frees the others from their collectives."""
+"""Longest time in which a failed rank aborts its communicators. Peers that wait in a kernel of NCCL over NVLink or
+shared memory do not notice: the launcher, or torchrun's agent, ends them."""
 LAUNCHER_SECONDS = 10
 """Longest wait of a rank that lost another one for the launcher, which knows what happened, to end it."""
 STALL_SECONDS = 1800
@@ -217,9 +218,10 @@ def abort(device: torch.device) -> None:
     thread.join(ABORT_SECONDS)
 
 
-def check_no_gpu_is_lost(device_file: Path) -> None:
+def check_no_gpu_is_lost(devices: Path) -> None:
     """Raise EnvironmentNotReady on a machine with a GPU that torch cannot use: it would train for days on the CPU."""
-    if device_file.exists():
+    # Not nvidia0 alone: a container that is given the fourth GPU has nvidia3.
+    for device_file in sorted(devices.glob("nvidia[0-9]*"))[:1]:
         build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         raise EnvironmentNotReady(
             f"this machine has a GPU ({device_file}), but torch {torch.__version__}, which {build}, cannot use it",
@@ -232,16 +234,26 @@ def device_of(local_rank: int, use_cpu: bool = False) -> torch.device:
 
     Raises EnvironmentNotReady if there are too few GPUs, or if torch cannot use them.
     """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if use_cpu or not torch.cuda.is_available():
-        if not use_cpu and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
-            check_no_gpu_is_lost(Path("/dev/nvidia0"))
+        if not use_cpu and visible not in ("", "-1"):  # both are ways to hide all GPUs
+            check_no_gpu_is_lost(Path("/dev"))
         return torch.device("cpu")
-    if local_rank >= (count := torch.cuda.device_count()):
-        raise EnvironmentNotReady(
-            f"rank {local_rank} of this machine has no GPU: there are {count}", f"lower num_processes to {count}"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    device = gpu_of(local_rank, torch.cuda.device_count(), visible, os.environ)
+    torch.cuda.set_device(device)
+    return device
+
+
+def gpu_of(local_rank: int, count: int, visible: str, environment: Mapping[str, str]) -> torch.device:
+    """Return the GPU of a rank that sees so many of them, named `visible`. Raises EnvironmentNotReady without."""
+    if local_rank < count:
+        return torch.device("cuda", local_rank)
+    if count == 1 and "SLURM_GPUS_PER_TASK" in environment:
+        return torch.device("cuda", 0)  # each task sees a GPU of its own, by the same number
+    hint = f"lower num_processes to {count}"
+    if "MIG" in visible:
+        hint += ": CUDA shows one MIG slice to a process, so that several ranks need several GPUs without MIG"
+    raise EnvironmentNotReady(f"rank {local_rank} of this machine has no GPU: there are {count}", hint)
 
 
 def open_store(environment: Mapping[str, str], rank: int, size: int) -> dist.Store:

@@ -69,6 +69,12 @@ def chosen_attention_kernel(query: Tensor) -> int:
     return chosen
 
 
+def run_backward(loss: Tensor) -> None:
+    """Do what `loss.backward()` does, which leaves a TorchFunctionMode, so that it would miss what is recomputed."""
+    engine: Any = torch.autograd.graph._engine_run_backward
+    engine((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def abort_communicators() -> None:
     """Drop NCCL's communicators without waiting: destroy_process_group waits for what was begun."""
     dist.distributed_c10d._abort_process_group()

@@ -146,7 +146,10 @@ class DelayedAverage:
             for name, shard in local_shards():
                 if (copy := self.copies.get(name)) is not None:
                     copy.copy_(shard, non_blocking=True)
-            self.copied = self.stream.record_event() if self.stream is not None else None
+            if self.stream is not None:
+                # one that sleeps, not `record_event()`, with which the thread would take a core until the step is over
+                self.copied = torch.cuda.Event(blocking=True)
+                self.copied.record()
         # Threads of a ThreadPool are daemons: a run that ends early does not wait for them, as it would for
         # those of ThreadPoolExecutor. One per update, closed at once, leaves nothing to shut down.
         pool = ThreadPool(1)

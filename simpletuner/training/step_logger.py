@@ -69,7 +69,9 @@ class Timestamp:
     def __init__(self, device: torch.device) -> None:
         self.time, self.event = time.perf_counter(), None
         if device.type == "cuda":
-            self.event: Any = torch.cuda.Event(enable_timing=True)  # torch's stubs disagree about its type
+            # `blocking` sleeps until the event is there. Other waits take a core, with which a rank that hangs in the
+            # GPU looks busy to launch/stall_detection.py. Any, since torch's stubs disagree about its type.
+            self.event: Any = torch.cuda.Event(enable_timing=True, blocking=True)
             self.event.record()
 
     def wait(self) -> None:
@@ -92,7 +94,10 @@ class DelayedScalars:
         self.mean, self.grad_norm = mean, grad_norm.reshape(1).clone()  # which an engine may write to in its next step
         self.copy: Tensor | None = None
         if device.type == "cuda":
-            scalars = torch.cat([mean(), self.grad_norm.to(device)])
+            norm = self.grad_norm
+            if not norm.is_cuda:  # where parameters are offloaded; a copy from pageable memory would wait for the step
+                norm = norm.pin_memory().to(device, non_blocking=True)
+            scalars = torch.cat([mean(), norm])
             # `.item()` on the device's tensor would wait for all that is queued when it is called, the next
             # step included. Pinned memory makes this copy asynchronous, and `computed` is recorded right
             # after it.

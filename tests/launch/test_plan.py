@@ -12,7 +12,7 @@ import pytest
 from simpletuner.errors import SettingsError
 from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
 from simpletuner.launch.node_info import MAY_DIFFER, NodeInfo, difference
-from simpletuner.launch.plan import choose_gpus
+from simpletuner.launch.plan import choose_gpus, round_no_pinned_memory
 from simpletuner.settings.declared.sections import Launch, setting_fields
 from simpletuner.system.network import addresses, interface_towards
 
@@ -189,3 +189,16 @@ def test_a_rank_whose_launcher_is_gone_exits_before_it_imports_torch(is_alive, t
             done.kill()
         said = done.communicate(timeout=60)[1]
     assert is_alive or (done.returncode, said) == (143, "[]\n")
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_pinned_memory_is_not_rounded_up_unless_the_user_says_so(name):
+    environment = {name: "expandable_segments:True"}
+    round_no_pinned_memory(environment)
+    assert environment == {name: "expandable_segments:True,pinned_max_round_threshold_mb:1"}
+    own = {name: "pinned_max_round_threshold_mb:64"}
+    round_no_pinned_memory(own)
+    assert own == {name: "pinned_max_round_threshold_mb:64"}
+    empty: dict[str, str] = {}
+    round_no_pinned_memory(empty)
+    assert empty == {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}

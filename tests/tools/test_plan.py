@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from simpletuner.app import main
 from simpletuner.checkpoints.disk_usage import DiskUsage
 from simpletuner.errors import SettingsError
-from simpletuner.models.analysis.step_trace import new_mode, trace_step, trace_vae, with_fake_parameters
+from simpletuner.models.analysis.step_trace import (
+    FLOAT32_ON_CUDA,
+    new_mode,
+    trace_step,
+    trace_vae,
+    with_fake_parameters,
+)
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.diffusers_io import build_on_meta
 from simpletuner.parallel.devices.memory import MemoryBudget, MemoryEstimate, MemoryInputs, MemoryRow
@@ -323,3 +329,12 @@ def row_names(text: str) -> list[str]:
 def test_what_cannot_be_planned_is_said(flags, code, said, run, pipelines, capsys):
     run(f"--pretrained_model_name_or_path={pipelines('sdxl')}", *flags, code=code)
     assert said in capsys.readouterr().err
+
+
+def test_the_casts_on_a_gpu_are_those_of_cudas_autocast():
+    header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
+    listed = set()
+    for name in ("AT_FORALL_FP32", "AT_FORALL_FP32_SET_OPT_DTYPE"):
+        (body,) = re.findall(rf"#define {name}\(_\)((?:.*\\\n)*.*\n)", header)
+        listed |= set(re.findall(r"_\((\w+)", body))
+    assert listed == FLOAT32_ON_CUDA

@@ -9,20 +9,38 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
 from simpletuner.models.analysis.flops import convolution_backward
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.private_api.of_torch import FakeTensorMode, TorchDispatchMode, tree_iter
+from simpletuner.parallel.model.activations import CastParameter, HostMemory
+from simpletuner.private_api.of_torch import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    run_backward,
+    tree_iter,
+    tree_map_only,
+)
 from simpletuner.settings.values.shape import Shape
 
 aten = torch.ops.aten
+ALLOCATIONS = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.empty_permuted,
+}
+"""Operators that launch no kernel."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,8 @@ class StepTrace:
     samples: int
     kept_bytes: int
     """Bytes held for the backward pass when the forward pass ends, weights excluded."""
+    host_bytes: int
+    """The same in the machine's memory, where activations are offloaded."""
     backward_points: tuple[tuple[int, float], ...]
     """(bytes of activations at most since the last point, fraction of all gradients that exist by then)."""
     product_flops: int
@@ -64,7 +84,7 @@ class StepTrace:
 
         both = zip(self.backward_points, other.backward_points, strict=True)
         points = tuple((line(mine, its), fraction) for (mine, fraction), (its, _) in both)
-        names = ("kept_bytes", "product_flops", "attention_flops", "other_bytes", "launches")
+        names = ("kept_bytes", "host_bytes", "product_flops", "attention_flops", "other_bytes", "launches")
         numbers = {name: line(getattr(self, name), getattr(other, name)) for name in names}
         return replace(self, backward_points=points, **numbers)
 
@@ -86,9 +106,106 @@ class FusedRMSNorm(torch.autograd.Function):
 
 # A plan is made on a machine without a GPU, for GPUs: what their kernels keep is what counts.
 def use_cuda_kernels(model: nn.Module) -> None:
+    def fused_rms_norm(values: Tensor, norm: nn.RMSNorm) -> Any:
+        autocast = torch.is_autocast_enabled(values.device.type)
+        return FusedRMSNorm.apply(values.float() if autocast else values, norm.weight)
+
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
-            module.forward = lambda values, norm=module: FusedRMSNorm.apply(values, norm.weight)
+            module.forward = partial(fused_rms_norm, norm=module)
+
+
+FLOAT32_ON_CUDA = frozenset(
+    [
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log2",
+        "log1p",
+        "reciprocal",
+        "rsqrt",
+        "sinh",
+        "tan",
+        "pow",
+        "softplus",
+        "layer_norm",
+        "native_layer_norm",
+        "rms_norm",
+        "group_norm",
+        "frobenius_norm",
+        "nuclear_norm",
+        "cosine_similarity",
+        "poisson_nll_loss",
+        "cosine_embedding_loss",
+        "nll_loss",
+        "nll_loss2d",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "mse_loss",
+        "margin_ranking_loss",
+        "multilabel_margin_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "multi_margin_loss",
+        "binary_cross_entropy_with_logits",
+        "dist",
+        "pdist",
+        "cdist",
+        "renorm",
+        "logsumexp",
+        "upsample_nearest1d",
+        "_upsample_nearest_exact1d",
+        "upsample_nearest2d",
+        "_upsample_nearest_exact2d",
+        "upsample_nearest3d",
+        "_upsample_nearest_exact3d",
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+        "_upsample_bilinear2d_aa",
+        "upsample_trilinear3d",
+        "upsample_bicubic2d",
+        "_upsample_bicubic2d_aa",
+        "prod",
+        "softmax",
+        "log_softmax",
+        "cumprod",
+        "cumsum",
+        "linalg_vector_norm",
+        "linalg_matrix_norm",
+        "sum",
+    ]
+)
+"""Functions that autocast computes in float32 on CUDA (ATen/autocast_mode.h), but in bf16 on a CPU."""
+
+# Names under which Python calls them.
+ALIASES = {
+    "__pow__": "pow",
+    "__rpow__": "pow",
+    "interpolate": "upsample_bilinear2d",
+    "vector_norm": "linalg_vector_norm",
+}
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Within the CPU's autocast, compute in float32 what that of CUDA does: activations are up to a third larger."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if ALIASES.get(name, name) in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, in_float32, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 @dataclass(eq=False)
@@ -97,6 +214,8 @@ class MemoryCounter(TorchDispatchMode):
 
     live: int = 0
     peak: int = 0
+    on_host: int = 0
+    """Of tensors on the meta device, which stands for the machine's memory."""
     moved: int = 0
     """Read and written by operators that are neither products nor attention."""
     launches: int = 0
@@ -114,7 +233,7 @@ class MemoryCounter(TorchDispatchMode):
         made = [each for each in tree_iter(outputs) if isinstance(each, Tensor)]
         for each in made:
             self.add(each)
-        if not func.is_view:
+        if not (func.is_view or func.overloadpacket in ALLOCATIONS):
             self.count_work(func.overloadpacket, args, kwargs, outputs, made)
         return outputs
 
@@ -131,12 +250,15 @@ class MemoryCounter(TorchDispatchMode):
         # Views share a storage, which counts once.
         if storage not in self.known:
             self.known[storage] = size = storage.nbytes()
-            self.live += size
+            self.hold(size, tensor.is_meta)
             self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self.release, size)
+            weakref.finalize(storage, self.hold, -size, tensor.is_meta)
 
-    def release(self, size: int) -> None:
-        self.live -= size
+    def hold(self, size: int, on_host: bool) -> None:
+        if on_host:
+            self.on_host += size
+        else:
+            self.live += size
 
     def exclude(self, tensors: Iterator[Tensor]) -> None:
         """Leave out what was there before."""
@@ -168,6 +290,16 @@ FLOPS = {**flop_registry, aten.convolution_backward: shape_wrapper(convolution_b
 """FLOPs of those operators whose time is that of their arithmetic."""
 
 
+class MetaMemory(HostMemory):
+    """HostMemory of which only the bytes are known."""
+
+    def unpack(self, packed: tuple[torch.device, Tensor] | CastParameter) -> Tensor:
+        if isinstance(packed, CastParameter) or not packed[1].is_meta:
+            return super().unpack(packed)
+        device, tensor = packed
+        return torch.empty_like(tensor, device=device)
+
+
 def with_fake_parameters(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace the parameters, cast to `dtype`, and buffers of a model on the meta device by fake ones, in place."""
     # to_empty() would do so, too, but converting each meta tensor takes longer than tracing a step
@@ -190,11 +322,12 @@ def new_mode() -> FakeTensorMode:
 
 def trace_step(
     family: ModelFamily, model: nn.Module, mode: FakeTensorMode, shapes: Mapping[str, tuple[int, ...]], samples: int,
-    dtype: torch.dtype, autocast: bool,
+    dtype: torch.dtype, autocast: bool, on_gpu: bool = False, offloads: bool = False,
 ) -> StepTrace:  # fmt: skip
     """Trace a model with fake parameters, in the dtype that they compute in, or that autocast casts to `dtype`.
 
-    `shapes` are those of one sample.
+    `shapes` are those of one sample; `on_gpu`, the casts are those of CUDA, and with `offloads`
+    what is kept is in the machine's memory.
     """
     with mode:
         inputs = {name: torch.empty(samples, *shape) for name, shape in shapes.items() if "mask" not in name}
@@ -205,16 +338,18 @@ def trace_step(
     memory, trained = MemoryCounter(), [each for each in model.parameters() if each.requires_grad]
     memory.exclude(iter([*model.parameters(), *model.buffers(), latents, *inputs.values()]))
     points: list[tuple[int, float]] = []
-    with memory, gradients_released(trained, memory, points):
+    casts = CudaAutocast() if on_gpu else nullcontext()
+    with memory, casts, gradients_released(trained, memory, points):
         with torch.autocast("cpu", dtype, enabled=autocast):
-            prediction = family.predict(model, latents, timesteps, inputs | masks)
+            with MetaMemory("meta") if offloads else nullcontext():
+                prediction = family.predict(model, latents, timesteps, inputs | masks)
             loss = prediction.float().square().mean()
-        kept = memory.live
-        loss.backward()
+        kept, on_host = memory.live, memory.on_host
+        run_backward(loss)
         points.append((memory.restart_peak(), 1.0))
     attention = sum(memory.flops[each] for each in ATTENTION)
     products = memory.flops.total() - attention
-    return StepTrace(samples, kept, tuple(points), products, attention, memory.moved, memory.launches)
+    return StepTrace(samples, kept, on_host, tuple(points), products, attention, memory.moved, memory.launches)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,13 +27,21 @@ class HostBuffer:
         for name, tensor in tensors.items():
             self.views[name] = self.block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             start += sizes[name]
-        if page_locked and len(self.block):  # where the system refuses it, copies are correct, but slower
-            cuda_runtime().cudaHostRegister(self.block.data_ptr(), self.block.nbytes, 0)
+        if page_locked and len(self.block):
+            lock_pages(self.block)
 
     def release(self) -> None:
         """Unlock the memory, which is free once no view of it is left."""
         if torch.cuda.is_initialized() and self.block.is_pinned():
             cuda_runtime().cudaHostUnregister(self.block.data_ptr())
+
+
+def lock_pages(block: Tensor) -> None:
+    """Lock a block of memory. Where the system refuses (WSL2, limits of containers), copies are correct, but slower."""
+    if cuda_runtime().cudaHostRegister(block.data_ptr(), block.nbytes, 0):
+        # The runtime keeps the error, and the next launch of any kernel would raise it: this one does, and is no loss.
+        with suppress(RuntimeError):
+            torch.ones((), device="cuda")
 
 
 def cuda_runtime() -> Any:

@@ -20,6 +20,10 @@ SPLIT_MOMENT_BYTES = 1 + 4 / 128
 """A moment of state_layout=split: 8 bits, and a float32 scale for each 128 of them (`split_state.py`)."""
 
 
+SPLIT_CHUNK = 32768 * 128
+"""Values that its optimizer has in float32 at once."""
+
+
 @dataclass(frozen=True)
 class MemoryInputs:
     """Numbers that decide the partitioning: parameters, ranks, machines, states per weight; and the device of the
@@ -37,6 +41,8 @@ class MemoryInputs:
     """Parameters of the largest unit that FSDP2 gathers."""
     root_parameters: int = 0
     """Parameters outside all units."""
+    num_chunks: int = 0
+    """Parts of SPLIT_CHUNK values, or of a weight that is smaller, that an optimizer steps one by one."""
 
     @classmethod
     def of(cls, settings: Settings, weights: TrainedWeights, frozen: int = 0, units: tuple[int, int] = (0, 0)) -> Self:
@@ -44,8 +50,16 @@ class MemoryInputs:
         launch, ema = settings.launch, settings.ema
         states = weights.held_states(settings.optimizer.optimizer, shard_ranks(settings))
         ema_device = ema.ema_device if ema.use_ema else ""
+        chunks = weights.num_chunks(shard_ranks(settings), SPLIT_CHUNK)
         return cls(
-            weights.num_parameters, launch.num_processes, launch.num_machines, states, ema_device, frozen, *units
+            weights.num_parameters,
+            launch.num_processes,
+            launch.num_machines,
+            states,
+            ema_device,
+            frozen,
+            *units,
+            chunks,
         )
 
     @property

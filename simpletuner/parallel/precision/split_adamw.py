@@ -7,11 +7,12 @@ from typing import Any
 from torch import Generator, Tensor
 
 from simpletuner.data.sampler.permutation import hash_key
+from simpletuner.parallel.devices.memory import SPLIT_CHUNK
 from simpletuner.parallel.optimizer_state import NewMoments, ShardAdamW, zero_moments
-from simpletuner.parallel.precision.split_state import BLOCK, QuantizedMoment, join_float32, write_float32
+from simpletuner.parallel.precision.split_state import QuantizedMoment, join_float32, write_float32
 
-CHUNK = 32768 * BLOCK
-"""Values that are float32 at once: each temporary tensor of a step has 16 MiB at most."""
+CHUNK = SPLIT_CHUNK
+"""Values that are float32 at once: each temporary tensor of a step has 16 MiB at most. A multiple of BLOCK."""
 
 
 class SplitAdamW(ShardAdamW):

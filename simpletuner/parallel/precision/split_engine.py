@@ -80,7 +80,7 @@ class SplitEngine(TorchEngine):
             return super().moment(each, name)
         return state[name].read(0, each.shard.numel()).view_as(each.shard)
 
-    def start_optimizer(self, shard: nn.Parameter, steps: int) -> None:
+    def start_optimizer(self, shard: nn.Parameter, steps: int, step_on: torch.device) -> None:
         self.optimizer.start(shard, steps)
 
     def put_back(self, moment: str, tensors: NamedTensors) -> None:

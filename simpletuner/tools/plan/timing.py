@@ -22,6 +22,10 @@ COMPILED_TRAFFIC = 0.28
 # Of one operator without compiler, on the host: what small samples cost at least.
 LAUNCH_SECONDS = 6e-6
 
+SPLIT_BYTES, SPLIT_LAUNCHES = 564, 76
+"""Bytes moved per weight, and launches per chunk of weights, by the optimizer of state_layout=split, which runs one
+operator after the other, as benchmarks/rehearse.py counts them."""
+
 # Between machines, for each GPU: 200 Gbit/s.
 NETWORK_GB_PER_SECOND = 25.0
 
@@ -64,7 +68,7 @@ def estimate_step(
         attention,
         max(pointwise, launches - products - attention),
         communication_seconds(settings, device, inputs.num_parameters),
-        passes * 2 * trace.kept_bytes * settings.training.offload_activations / (HOST_GB_PER_SECOND * 1e9),
+        passes * 2 * trace.host_bytes / (HOST_GB_PER_SECOND * 1e9),
         optimizer_seconds(settings, device, inputs),
     )
 
@@ -82,10 +86,15 @@ def communication_seconds(settings: Settings, device: Device, parameters: int) -
 
 
 def optimizer_seconds(settings: Settings, device: Device, inputs: MemoryInputs) -> float:
-    """Reading and writing weights, gradients and moments once, and the gradients twice more for their norm."""
+    """Reading and writing weights, gradients and moments once, and the gradients twice more for their norm.
+
+    With state_layout=split each operator does so, and its launch takes as long at least.
+    """
     share, moments = inputs.num_parameters / shard_ranks(settings), inputs.num_states
-    is_split = settings.optimizer.state_layout == "split"
-    num_bytes = 20 if is_split else FLOAT32_BYTES * (2 + 2 * moments + 1 + 3)
+    if settings.optimizer.state_layout == "split":
+        launches = SPLIT_LAUNCHES * inputs.num_chunks * LAUNCH_SECONDS
+        return max(launches, share * SPLIT_BYTES / (device.memory_gb_per_second * 1e9 * TRAFFIC))
+    num_bytes = FLOAT32_BYTES * (2 + 2 * moments + 1 + 3)
     is_on_host = settings.parallel.fsdp_offload_params or settings.parallel.offload_optimizer != "none"
     if is_on_host:
         return share * (num_bytes + 2 * FLOAT32_BYTES) / (HOST_GB_PER_SECOND * 1e9)

@@ -32,7 +32,10 @@ def estimate_training(settings: Settings, workload: Workload) -> MemoryEstimate:
     on_gpu = not settings.launch.use_cpu
     trace = workload.trace(settings, settings.training.train_batch_size, on_gpu)
     inputs, checkpoint = memory_inputs(settings, workload), checkpoint_bytes(settings, workload.weights)
-    return MemoryEstimate(inputs, tuple(training_rows(settings, inputs, checkpoint, trace, on_gpu)))
+    rows = [*training_rows(settings, inputs, checkpoint, trace, on_gpu)]
+    if buffers := sum(each.nbytes for each in workload.family.meta_denoiser.buffers()):
+        rows.append(MemoryRow("buffers", gpu=buffers, formula="of the model, such as tables of positions"))
+    return MemoryEstimate(inputs, tuple(rows))
 
 
 def memory_inputs(settings: Settings, workload: Workload) -> MemoryInputs:
@@ -47,7 +50,7 @@ def training_rows(
     if settings.parallel.zero_stage is not None:
         # DeepSpeed's rows hold the gradients of its optimizer step, which are more than those of the backward pass.
         yield from estimate_memory(deepspeed_config(settings, inputs.num_ranks), inputs).rows
-        yield activations_row(settings, trace.peak_bytes(0), trace.kept_bytes)
+        yield activations_row(settings, trace.peak_bytes(0), trace.host_bytes)
     else:
         yield from estimate_torch(settings, inputs).rows
         is_synced = is_synced_each_batch(settings.parallel, inputs.num_parameters)
@@ -59,7 +62,7 @@ def training_rows(
         activations, gradients = trace.peak(0 if on_host else whole, are_kept)
         formula = f"at the peak of the backward pass; {format_gib(whole)} at its end"
         yield MemoryRow("gradients", gpu=gradients, host=whole * on_host, formula=formula if whole else "released")
-        yield activations_row(settings, activations, trace.kept_bytes)
+        yield activations_row(settings, activations, trace.host_bytes)
     # Copies from which a thread writes or averages while the GPU computes.
     yield from host_rows(settings, inputs, checkpoint, on_gpu)
     if on_gpu:
@@ -75,9 +78,9 @@ def host_rows(settings: Settings, inputs: MemoryInputs, checkpoint: int, on_gpu:
         yield MemoryRow("checkpoint", host=checkpoint / inputs.num_ranks, formula="while it is written")
 
 
-def activations_row(settings: Settings, peak: float, kept: int) -> MemoryRow:
-    """Return the row of activations; those that autograd keeps are in the host's memory if they are offloaded."""
+def activations_row(settings: Settings, peak: float, on_host: int) -> MemoryRow:
+    """Return the row of activations, of which those that are offloaded are in the host's memory."""
     cp, training = settings.parallel.context_parallel_size, settings.training
-    count, away = training.train_batch_size, kept * training.offload_activations
+    count = training.train_batch_size
     formula = f"{count_noun(count, 'sample')}, {describe_activations(settings)}"
-    return MemoryRow("activations", gpu=max(0, peak - away) / cp, host=away / cp, formula=formula)
+    return MemoryRow("activations", gpu=peak / cp, host=on_host / cp, formula=formula)

@@ -25,6 +25,10 @@ from simpletuner.training.auto.workload import Workload
 # Of the memory that is free: torch's allocator leaves gaps between tensors. Not measured.
 USABLE = 0.95
 
+LATER_BYTES = 600 * 2**20
+"""Taken of a GPU after its free memory is read: buffers of NCCL's communicators, workspaces of cuBLAS and cuDNN. Not
+measured."""
+
 BUDGETS = (0.75, 0.5, 0.25)
 
 
@@ -77,5 +81,6 @@ def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> 
 def free_bytes(world: World) -> int:
     """Return the memory that this rank can take: of its GPU, or its share of the machine's."""
     if world.device.type == "cuda":
-        return torch.cuda.mem_get_info(world.device)[0] + CONTEXT_BYTES  # which is taken already, and in the estimate
+        # The context is taken already, and in the estimate.
+        return torch.cuda.mem_get_info(world.device)[0] + CONTEXT_BYTES - LATER_BYTES
     return available_bytes() // world.local_size

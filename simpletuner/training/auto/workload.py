@@ -68,12 +68,15 @@ class Workload:
             self.models[kind] = with_fake_parameters(self.trained_model(settings), self.mode)
             if on_gpu:
                 use_cuda_kernels(self.models[kind])
-        key = (*kind, recomputes, samples)
+        offloads = settings.training.offload_activations
+        key = (*kind, recomputes, offloads, samples)
         if key not in self.traces:
             model: Any = self.models[kind]
             model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
             shapes, autocast = self.family.input_shapes(self.largest), dtype != torch.float32 and not in_bf16
-            self.traces[key] = trace_step(self.family, model, self.mode, shapes, samples, dtype, autocast)
+            self.traces[key] = trace_step(
+                self.family, model, self.mode, shapes, samples, dtype, autocast, on_gpu, offloads
+            )
         return self.traces[key]
 
     def trained_model(self, settings: Settings) -> nn.Module:

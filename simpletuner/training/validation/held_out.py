@@ -76,7 +76,7 @@ class HeldOutLoss:
         with evaluation(self.engine) as denoiser:
             for batch, weight in self._own_batches():
                 losses = self._losses(denoiser, batch.to(device, self.family.host_inputs))
-                total += weight * torch.stack([losses.double().sum(), losses.new_tensor(len(losses)).double()])
+                total += weight * torch.stack([losses.double().sum(), torch.full_like(losses[0], len(losses)).double()])
                 advance(self.mesh.data_size)
         loss, count = self.mesh.data_mean(total).tolist()
         return loss / count
@@ -96,7 +96,8 @@ class HeldOutLoss:
             batch, part = tasks[min(index, len(tasks) - 1)]
             # negative, as steps of training are counted from 0
             made = collate(self.reader, batch, range(len(batch.samples)), -1 - part, self.rank_slice)
-            yield replace(made, u=(part + made.u) / self.timesteps), int(index < len(tasks))
+            placed = replace(made, u=(part + made.u) / self.timesteps)
+            yield placed.pinned() if self.rank_slice.pin else placed, int(index < len(tasks))
 
 
 def open_held_out_loss(

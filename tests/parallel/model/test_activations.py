@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import chain
 
 import levers
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from simpletuner.parallel.model.activations import HostMemory, describe_activations
+from simpletuner.parallel.model.activations import CastParameter, HostMemory, describe_activations
 from simpletuner.settings.declared.sections import Compile, Settings, Training
 
 RECOMPUTED = {"gradient_checkpointing": True}
@@ -76,3 +78,25 @@ def test_a_budget_decides_for_compiled_blocks_alone():
         training = Training(activation_memory_budget=share, offload_activations=offloads)
         assert describe_activations(Settings(training=training, compile=Compile(dynamo_backend=backend))) == said
     assert describe_activations(Settings(training=Training(gradient_checkpointing=False))) == "all kept"
+
+
+def test_what_autocast_makes_of_weights_is_not_kept_but_cast_again():
+    layer, values, hooks = nn.Linear(4, 5), torch.rand(3, 4), HostMemory()
+    packed = []
+
+    def pack(tensor):
+        packed.append(hooks.pack(tensor))
+        return packed[-1]
+
+    gradients = {}
+    for offloads in (False, True):
+        layer.zero_grad()
+        saved = saved_tensors_hooks(pack, hooks.unpack) if offloads else nullcontext()
+        with saved, torch.autocast("cpu", torch.bfloat16):
+            loss = layer(layer(values)[:, :4]).float().sum()
+        loss.backward()
+        assert layer.weight.grad is not None
+        gradients[offloads] = layer.weight.grad.clone()
+    assert torch.equal(gradients[False], gradients[True])
+    weights = [each for each in packed if isinstance(each, CastParameter)]
+    assert [each.parameter is layer.weight for each in weights] == [True], "the first layer's input needs no gradient"
