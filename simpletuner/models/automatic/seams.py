@@ -1,4 +1,4 @@
-"""PipelineRun into a pipeline's own `__call__` at four seams, so that one run of it is one call of the denoiser.
+"""Entry into a pipeline's own `__call__` at four seams, so that one run of it is one call of the denoiser.
 
 1. `encode_prompt` replays what it returned when a caption was cached.
 2. `randn_tensor` hands in the noised latents: packing, patches and extra axes are the pipeline's.
@@ -40,7 +40,6 @@ FRAMES = ("num_frames", "frames", "video_length")
 
 GUIDERS = ("guider", "ocr_guider")
 """Components that guide in place of an argument (HunyuanVideo 1.5)."""
-
 
 FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 """Raised by code that is given what it was not written for."""
