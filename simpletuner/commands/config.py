@@ -97,10 +97,10 @@ def validate(
 
 def schema() -> None:
     """Print the JSON Schema of config files, for editors."""
-    from simpletuner.models.catalog.registry import presets
+    from simpletuner.models.catalog.registry import AUTO, presets
     from simpletuner.settings.showing.schema import json_schema
 
-    Report().json(json_schema(presets()))
+    Report().json(json_schema([*presets(), AUTO]))
 
 
 def docs(

@@ -14,15 +14,24 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 
+ANY = {
+    "trainable": True,
+    "objective": "any other pipeline of diffusers",
+    "text_encoders": "its own encoders, if it passes its proof",
+    "unsplittable": "context parallelism needs a class",
+    "flavours": [],
+}
+"""Facts of model_family=auto, as those of a family."""
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 def models(as_json: AsJson = False) -> None:
     """List model families and flavours: size, objective, what they need."""
-    from simpletuner.models.catalog.registry import installed_families, presets
+    from simpletuner.models.catalog.registry import AUTO, installed_families, presets
 
     report = Report()
-    families = [family_as_json(name, preset) for name, preset in presets().items()]
+    families = [*(family_as_json(name, preset) for name, preset in presets().items()), {"model_family": AUTO, **ANY}]
     installed = installed_families()
     if as_json:
         # The key `traits` is from before families were classes; scripts may read it.
@@ -34,7 +43,7 @@ def models(as_json: AsJson = False) -> None:
         report.line(name, style="bold")
         report.line(f"  from an installed package: {path}", style="dim")
     report.say(
-        "hint: every family that can be trained has a flavour `tiny`, built here with random weights", style="dim"
+        "hint: every built-in family that can be trained has a flavour `tiny`, built here with random weights", style="dim"
     )
 
 

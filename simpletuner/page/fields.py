@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_origin
 
-from simpletuner.models.catalog.registry import presets, trainable_flavours
+from simpletuner.models.catalog.registry import AUTO, presets, trainable_flavours
 from simpletuner.page.documents import TYPED, Document, shown_value
 from simpletuner.page.examination import Examined
 from simpletuner.settings.declared.knob import bounds_of, extra_of, kind_of, shown_default, type_name
@@ -157,7 +157,8 @@ def options_of(
 def models_of(name: str, model: Model) -> list[str]:
     """Return the families that can be trained, those of the file included, or the flavours of the one it has."""
     if name == "model_family":
-        return [*(family for family, preset in presets().items() if preset.family_class), *(model.model_families or {})]
+        trainable = (family for family, preset in presets().items() if preset.family_class)
+        return [*trainable, AUTO, *(model.model_families or {})]
     return trainable_flavours(model.model_family) if name == "model_flavour" else []
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.app import main
-from simpletuner.models.catalog.registry import flavours_of, presets
+from simpletuner.models.catalog.registry import AUTO, flavours_of, presets
 from simpletuner.system.files.cache_files import block_cache_paths
 
 PAGE = Path(__file__).parents[2] / "docs" / "blocks.md"
@@ -161,12 +161,13 @@ def test_cache_list_counts_what_is_remembered_and_clear_forgets_it(typed, folder
 
 def test_models_lists_every_family_and_flavour_without_torch(run):
     listed = json.loads(run("models", "--json").stdout)
+    assert listed.pop()["model_family"] == AUTO
     assert {family["model_family"]: [item["model_flavour"] for item in family["flavours"]] for family in listed} == {
         key: list(flavours_of(key)) for key in presets()
     }
     done = run("models", python=("-X", "importtime"))
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) <= 80 and lines[lines.index(AUTO) + 1].startswith("  any other pipeline of diffusers")
     for family in listed:
         at = lines.index(family["model_family"])
         assert family["objective"] in lines[at + 1]

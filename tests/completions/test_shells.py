@@ -44,7 +44,7 @@ def test_the_checked_in_scripts_are_what_the_command_prints(name):
         ("simpletuner train --mixed_precision=", {"no", "bf16"}),
         ("simpletuner-train --mixed_precision=b", {"bf16"}),
         ("simpletuner train --fsdp_enable ", {"true", "false"}),
-        ("simpletuner train --model_family=", set(presets())),
+        ("simpletuner train --model_family=", {*presets(), "auto"}),
         ("simpletuner train --model_flavour=b", BEGINNING_WITH_B),
         ("simpletuner train --model_family flux --model_flavour ", {*flavours_of("flux"), "tiny"}),
         ("simpletuner completion ", {"bash", "zsh", "fish"}),

@@ -19,7 +19,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from simpletuner.commands.shell.parse_state import ParseState, is_switch, names_of, takes_value
 from simpletuner.commands.shell.scripts import INSTALL, PROGRAMS, script_for
-from simpletuner.models.catalog.registry import TINY, flavours_of, load_preset, presets
+from simpletuner.models.catalog.registry import AUTO, TINY, flavours_of, load_preset, presets
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.settings.resolving.loading import canonical_name
@@ -131,7 +131,7 @@ def values_of_setting(name: str, family: str) -> list[Completion]:
     """Choices of a setting; flavours are those of the family, or of all if none is typed yet."""
     if name == "model_family":
         hubs = {key: [flavour.hub for flavour in preset.flavours.values()] for key, preset in presets().items()}
-        return [Completion(key, next(iter(hubs[key]), "")) for key in hubs]
+        return [*(Completion(key, next(iter(hubs[key]), "")) for key in hubs), Completion(AUTO, "any other pipeline")]
     if name == "model_flavour":
         known = [normalize_name(family)] if load_preset(normalize_name(family)) else presets()
         published = {name: flavour.hub for key in known for name, flavour in flavours_of(key).items()}

@@ -102,7 +102,7 @@ def test_every_setting_is_offered_with_what_it_accepts(name):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--model_family=", [f"--model_family={key}" for key in presets()]),
+        ("--model_family=", [f"--model_family={key}" for key in [*presets(), "auto"]]),
         ("--model-family flux --model_flavour ", [*flavours_of("flux"), "tiny"]),
         (
             "--model_family=SDXL --model_flavour=",
