@@ -43,7 +43,8 @@ def models(as_json: AsJson = False) -> None:
         report.line(name, style="bold")
         report.line(f"  from an installed package: {path}", style="dim")
     report.say(
-        "hint: every built-in family that can be trained has a flavour `tiny`, built here with random weights", style="dim"
+        "hint: every built-in family that can be trained has a flavour `tiny`, with random weights",
+        style="dim",
     )
 
 

@@ -55,7 +55,7 @@ class AutomaticFamily(ModelFamily):
     host_inputs = (LENGTHS,)
 
     def __init__(self, folder: Path, settings: Settings) -> None:
-        self.denoiser_name = denoiser_of(folder)
+        self.denoiser_name = self.denoiser_in(folder)
         super().__init__(folder, settings)
         self.max_length = settings.data.tokenizer_max_length
         self._found: Findings | None = None
@@ -65,6 +65,10 @@ class AutomaticFamily(ModelFamily):
     @classmethod
     def opens(cls, pipeline: object) -> bool:
         return True
+
+    @classmethod
+    def denoiser_in(cls, folder: Path) -> str:
+        return denoiser_of(folder)
 
     @property
     def pipeline_class(self) -> Any:

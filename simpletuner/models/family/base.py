@@ -123,6 +123,11 @@ class ModelFamily(ABC):
         return any(pipeline in each.pipelines for each in (cls, *cls.variants()))
 
     @classmethod
+    def denoiser_in(cls, folder: Path) -> str:
+        """Return the name of the denoiser's component in a pipeline folder."""
+        return cls.denoiser_name
+
+    @classmethod
     def open(cls, folder: Path, settings: Settings) -> ModelFamily:
         """Open a pipeline folder with the class, of this family, whose pipeline model_index.json names."""
         named = read_json(folder / "model_index.json").get("_class_name")

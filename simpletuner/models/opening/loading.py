@@ -71,7 +71,7 @@ def convert_once(path: Path, model: Model, cls: type[ModelFamily], folder: Path)
         hidden = unfinished_path(folder)
         remove(hidden)
         with explain_system_errors(folder), opening(path):
-            convert(path, config, hidden, cls.denoiser_name)
+            convert(path, config, hidden, cls.denoiser_in(config))
         replace_folder(hidden, folder)
 
 

@@ -116,6 +116,13 @@ def test_a_run_from_one_file_equals_one_from_the_folder_and_leaves_such_a_file(s
     assert average.keys() == exported.keys()
 
 
+def test_one_file_is_opened_without_a_class(sdxl, shapes, train, tmp_path):
+    export_single_file(sdxl, tmp_path / "start.safetensors", "sdxl")
+    given = (*base("auto", tmp_path / "start.safetensors", shapes), f"--single_file_config={sdxl}")
+    run = train(tmp_path / "auto", *given, "--train_batch_size=4", "--max_train_steps=1")
+    assert len(run.losses) == 1 and (run.output / "pipeline" / "unet").is_dir()
+
+
 def test_a_file_that_is_not_whole_is_refused_unless_the_folder_has_what_it_lacks(sdxl, tmp_path):
     file, bare = tmp_path / "model.safetensors", tmp_path / "configs"
     export_single_file(sdxl, file, "sdxl")
