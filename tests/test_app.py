@@ -67,7 +67,7 @@ def test_a_tab_is_answered_without_heavy_imports(tmp_path, monkeypatch):
     done = start(sys.executable, "-c", IMPORTED, ",".join(HEAVY), "train", "--seed=x", folder=tmp_path)
     assert done.stderr == "exit 0 imported []\n"
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == [
-        f"--model_family={name}" for name in presets()
+        f"--model_family={name}" for name in [*presets(), "auto"]
     ]
 
 
