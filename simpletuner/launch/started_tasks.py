@@ -87,7 +87,7 @@ def rank_variables(launch: Launch, environment: Mapping[str, str]) -> dict[str, 
     if is_rank(environment) or task is None or task.count in (1, launch.num_machines):
         return {}
     if task.rank is None:
-        raise no_rank(task, "nothing says which of them this is", "set RANK, LOCAL_RANK and WORLD_SIZE for each")
+        raise unknown_rank(task, "nothing says which of them this is", "set RANK, LOCAL_RANK and WORLD_SIZE for each")
     known = {"LOCAL_RANK": task.local_rank, "LOCAL_WORLD_SIZE": task.local_count, "GROUP_RANK": task.machine}
     return {
         "RANK": str(task.rank),
@@ -108,7 +108,7 @@ def meeting_address(task: Task, launch: Launch) -> str:
     hint = (
         f"set --main_process_ip to the address of the machine of rank 0, or MASTER_ADDR in {task.program}'s environment"
     )
-    raise no_rank(task, "nothing says where the machine of rank 0 is", hint)
+    raise unknown_rank(task, "nothing says where the machine of rank 0 is", hint)
 
 
 def meeting_port(task: Task, launch: Launch) -> str:
@@ -120,7 +120,7 @@ def meeting_port(task: Task, launch: Launch) -> str:
     return str(FIRST_PORT + number % PORTS)
 
 
-def no_rank(task: Task, why: str, hint: str) -> SettingsError:
+def unknown_rank(task: Task, why: str, hint: str) -> SettingsError:
     started = f"{task.program} starts this command {task.count} times ({task.variable} = {task.count})"
     return SettingsError(f"{started}, and {why}", hint)
 

@@ -32,11 +32,10 @@ from simpletuner.models.automatic.study import (
     encode_guided,
     guided_arguments,
     noise_shape,
-    samples_by_diffusion,
 )
 from simpletuner.models.automatic.text import LENGTHS
 from simpletuner.models.family.base import ModelFamily, SamplingParams
-from simpletuner.models.family.objectives import Objective, diffusion, flow_matching
+from simpletuner.models.family.objectives import Objective, diffusion, flow_matching, samples_by_diffusion
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.folder.diffusers_io import cast_floating
 from simpletuner.parallel.engine import compute_dtype

@@ -136,10 +136,8 @@ class Predictor:
         return entry.handed
 
     def _permutation(self, low: Tensor, high: Tensor, shape: tuple[int, ...]) -> Tensor:
-        where, count = (
-            (low.double().round() + DIGIT * high.double().round()).flatten().long(),
-            torch.Size(shape).numel(),
-        )
+        where = (low.double().round() + DIGIT * high.double().round()).flatten().long()
+        count = torch.Size(shape).numel()
         if not torch.equal(where.sort().values, torch.arange(count, device=where.device)):
             raise refused(
                 self.entered.cls.__name__, f"of {count} elements of latents {len(where)} come out, or are mixed"

@@ -17,8 +17,8 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.components import AutomaticVae
 from simpletuner.models.automatic.prediction import Predictor
 from simpletuner.models.automatic.seams import PipelineRun, tensors_of
-from simpletuner.models.automatic.study import Findings, Study, noise_levels, random, samples_by_diffusion
-from simpletuner.models.family.objectives import velocity
+from simpletuner.models.automatic.study import Findings, Study, noise_levels, random
+from simpletuner.models.family.objectives import samples_by_diffusion, velocity
 
 STEPS = 4
 CLOSE = 1e-3

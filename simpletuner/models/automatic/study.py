@@ -16,6 +16,7 @@ from torch import Tensor
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.seams import Ended, EnteredPipeline, PipelineRun, refused, tensors_of
 from simpletuner.models.automatic.text import TextLayout, all_equal, batch_axes, same, to_float32
+from simpletuner.models.family.objectives import samples_by_diffusion
 from simpletuner.private_api.of_torch import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 from simpletuner.settings.values.shape import Shape
 
@@ -73,12 +74,6 @@ def study_schedule(scheduler: Any, pipeline: str) -> NoiseSchedule:
         raise refused(pipeline, f"{type(scheduler).__name__} has times that are no multiple of its noise levels")
     assert len(sigmas) == len(levels)
     return NoiseSchedule("flow", slope, offset)
-
-
-def samples_by_diffusion(scheduler: Any) -> bool:
-    config = scheduler.config
-    is_flow = config.get("use_flow_sigmas") or config.get("prediction_type") == "flow_prediction"
-    return hasattr(scheduler, "alphas_cumprod") and not is_flow
 
 
 def noise_levels(sigmas: Tensor) -> Tensor:

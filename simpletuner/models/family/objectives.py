@@ -193,8 +193,7 @@ def flow_matching(family: ModelFamily, /) -> FlowMatching:
             "leave prediction_type out",
         )
     own = family.scheduler()
-    flows = own.config.get("use_flow_sigmas") or own.config.get("prediction_type") == "flow_prediction"
-    if not flows and (hasattr(own, "alphas_cumprod") or "sigma_data" in own.config):
+    if samples_by_diffusion(own) or (not has_flow_sigmas(own) and "sigma_data" in own.config):
         raise wrong_target(family, own, "flow matching")
     objective = family.settings.objective
     constant = objective.flow_schedule_shift or published_shift(model)
@@ -205,6 +204,17 @@ def flow_matching(family: ModelFamily, /) -> FlowMatching:
         objective.flow_use_uniform_schedule,
         family.round_sigmas_in_bf16 if in_bf16 else keep_float32,
     )
+
+
+def samples_by_diffusion(scheduler: Any) -> bool:
+    """Return whether a scheduler steps over a schedule of betas, rather than along a flow."""
+    return hasattr(scheduler, "alphas_cumprod") and not has_flow_sigmas(scheduler)
+
+
+def has_flow_sigmas(scheduler: Any) -> bool:
+    """Return whether a scheduler that is made for diffusion is set to sample a flow."""
+    config = scheduler.config
+    return bool(config.get("use_flow_sigmas")) or config.get("prediction_type") == "flow_prediction"
 
 
 def wrong_target(family: ModelFamily, scheduler: Any, trained: str) -> EnvironmentNotReady:
