@@ -66,7 +66,7 @@ def explain_out_of_memory(settings: Settings, device: torch.device) -> Iterator[
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        wanted = str(error).partition("GPU ")[0].strip().splitlines()[0].rstrip(".")
+        wanted = str(error).partition("GPU ")[0].strip().partition("\n")[0].rstrip(".")
         raise TrainingError(f"{wanted}{memory_used(device)}", next_to_try(settings)) from error
 
 

@@ -218,6 +218,9 @@ def abort(device: torch.device) -> None:
     thread.join(ABORT_SECONDS)
 
 
+DEVICES = Path("/dev")
+
+
 def check_no_gpu_is_lost(devices: Path) -> None:
     """Raise EnvironmentNotReady on a machine with a GPU that torch cannot use: it would train for days on the CPU."""
     # Not nvidia0 alone: a container that is given the fourth GPU has nvidia3.
@@ -229,7 +232,7 @@ def check_no_gpu_is_lost(devices: Path) -> None:
         )
 
 
-def device_of(local_rank: int, use_cpu: bool = False) -> torch.device:
+def device_of(local_rank: int, use_cpu: bool = False, devices: Path = DEVICES) -> torch.device:
     """Return this rank's GPU, or the CPU on a machine without.
 
     Raises EnvironmentNotReady if there are too few GPUs, or if torch cannot use them.
@@ -237,7 +240,7 @@ def device_of(local_rank: int, use_cpu: bool = False) -> torch.device:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if use_cpu or not torch.cuda.is_available():
         if not use_cpu and visible not in ("", "-1"):  # both are ways to hide all GPUs
-            check_no_gpu_is_lost(Path("/dev"))
+            check_no_gpu_is_lost(devices)
         return torch.device("cpu")
     device = gpu_of(local_rank, torch.cuda.device_count(), visible, os.environ)
     torch.cuda.set_device(device)

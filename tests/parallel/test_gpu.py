@@ -23,6 +23,8 @@ def test_a_gpu_without_memory_is_a_sentence_with_the_next_thing_to_try():
     assert caught.value.exit_code == ExitCode.TRAINING == 5
     assert caught.value.message == "CUDA out of memory. Tried to allocate 2.25 GiB"
     assert "model_type=lora" in caught.value.hint
+    with pytest.raises(TrainingError), explain_out_of_memory(settings(), CPU):
+        raise torch.OutOfMemoryError
     with pytest.raises(ZeroDivisionError), explain_out_of_memory(settings(), CPU):
         raise ZeroDivisionError
 

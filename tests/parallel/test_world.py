@@ -22,6 +22,17 @@ def test_a_gpu_that_torch_cannot_use_is_named_instead_of_training_on_the_cpu(tmp
     assert "--use_cpu" in caught.value.hint
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")
+def test_gpus_that_are_hidden_are_not_missed(tmp_path, monkeypatch):
+    (tmp_path / "nvidia0").touch()
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert device_of(0, devices=tmp_path).type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(EnvironmentNotReady, match="cannot use it"):
+        device_of(0, devices=tmp_path)
+
+
 def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_of_a_slurm_task():
     assert gpu_of(1, 2, "all", {}) == torch.device("cuda", 1)
     assert gpu_of(3, 1, "0", {"SLURM_GPUS_PER_TASK": "1"}) == torch.device("cuda", 0)

@@ -252,11 +252,13 @@ def check_trainable(model: Model) -> None:
             "`simpletuner models` lists the flavours that can",
         )
     if not (flavour or model.pretrained_model_name_or_path or model.model_flavour == TINY):
-        raise SettingsError(
-            f"{model.model_family} has no published flavours",
-            "name a pipeline folder with --pretrained_model_name_or_path"
-            + ", or use --model_flavour=tiny" * (model.model_family != AUTO),
-        )
+        raise SettingsError(f"{model.model_family} has no published flavours", suggest_base(model))
+
+
+def suggest_base(model: Model) -> str:
+    """Return what can be trained where no published model is at hand."""
+    folder = "name a pipeline folder with --pretrained_model_name_or_path"
+    return folder if model.model_family == AUTO else f"{folder}, or use --model_flavour=tiny"
 
 
 def class_path_of(model: Model) -> str | None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_system_errors
-from simpletuner.models.catalog.registry import TINY, check_pipeline, flavour_of
+from simpletuner.models.catalog.registry import TINY, check_pipeline, flavour_of, suggest_base
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.folder.malformed import opening, read_json
@@ -138,7 +138,4 @@ def download(model: Model) -> Path:
         raise SettingsError(f"{name} is neither a folder nor a hub id", "check pretrained_model_name_or_path") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise EnvironmentNotReady(
-            f"cannot fetch {name} from the hub: {reason}",
-            "give a local folder with --pretrained_model_name_or_path, or try --model_flavour=tiny, built here",
-        ) from None
+        raise EnvironmentNotReady(f"cannot fetch {name} from the hub: {reason}", suggest_base(model)) from None

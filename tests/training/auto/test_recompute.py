@@ -13,6 +13,15 @@ from simpletuner.training.auto.recompute import USABLE, choices, choose_recomput
 from simpletuner.training.auto.workload import Workload
 
 
+def test_buffers_are_a_row_of_their_own():
+    flags = {"model_family": "pixart_sigma", "model_flavour": "tiny", "mixed_precision": "no", "use_cpu": True}
+    settings = load(flags, None, complete=False).settings
+    with opened_family(settings, Report(quiet=True)) as family:
+        rows = {row.name: row.gpu for row in estimate_training(settings, Workload(family, Shape(1, 64, 64))).rows}
+        table = family.denoiser(include_buffers=True).pos_embed.pos_embed
+    assert rows["buffers"] == table.numel() * table.element_size() > 0
+
+
 def test_as_little_is_recomputed_as_fits():
     flags = {
         "model_family": "flux",
