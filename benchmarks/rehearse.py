@@ -1,4 +1,4 @@
-"""What a training step of any settings does on GPUs that are not there: waits, launches, communication, memory.
+"""Rehearse a training step of any settings on GPUs that are not there: waits, launches, communication, memory.
 
     python benchmarks/rehearse.py [--json] [--world=N] [--no-order] SETTING=VALUE...
 
