@@ -69,6 +69,7 @@ def dataset_check(
     data = loaded.settings.data
     if data.instance_data_dir is None and data.data_backend_config is None:
         raise SettingsError("no dataset is given", "set --instance_data_dir or --data_backend_config")
+    # Before the import below: huggingface_hub reads HF_HOME and HF_HUB_OFFLINE once, when it is imported.
     loaded.pass_on_variables(os.environ)
     from simpletuner.tools.dataset.check import CheckOptions, check_datasets
 

@@ -81,6 +81,7 @@ def respond(
 
 def is_fragment(request: Request) -> bool:
     """Return whether htmx asks, and will put the answer into a page that is there already."""
+    # htmx asks for a whole page when it has lost one of its history.
     return request.headers.get("hx-request") == "true" and request.headers.get("hx-history-restore-request") != "true"
 
 

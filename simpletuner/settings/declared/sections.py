@@ -100,6 +100,7 @@ class DatasetSettings(Section):
     crop_style: Literal["center", "corner", "random"] = knob("center", "Where to crop: corner is the upper left one; random depends on the seed and the image alone.")
     crop_aspect: Literal["square", "preserve", "closest", "random"] = knob("square", "Shape of the crop: square, the image's aspect bucket, or of a list of aspects the closest or a random one.")  # fmt: skip
     minimum_image_size: float | None = knob(None, "Leave out smaller images; same unit as resolution.", gt=0, aliases=("minimum_resolution",))
+    # The share with which Stable Diffusion was trained for classifier-free guidance (Ho and Salimans 2022).
     caption_dropout_probability: float = knob(0.1, "Fraction of samples trained without their caption.", ge=0, le=1)
     vae_batch_size: int = knob(4, "Images that the VAE encodes at once, per rank.", ge=1)
     preserve_data_backend_cache: bool = knob(False, "Use the image list of an earlier start without looking for new or changed files.")
@@ -232,6 +233,7 @@ class Launch(Section):
     num_machines: int = knob(1, "Machines that train together, each with the same number of ranks.", ge=1, le=1_000_000, aliases=("training_num_machines",))
     machine_rank: int = knob(0, "Which of the machines this is, counted from 0.", ge=0)
     main_process_ip: Annotated[str, AfterValidator(check_host)] = knob("", "Address of machine 0, as the others reach it.")
+    # torchrun's default port.
     main_process_port: int = knob(29500, "TCP port on machine 0 that all ranks connect to.", ge=1, le=65535)
     node_join_timeout: float = knob(600, "How long a machine waits at the start for the others.", unit="s", gt=0)
     node_timeout: float = knob(60, "How long a machine may be silent before the others end the run.", unit="s", gt=0)
