@@ -120,6 +120,7 @@ class LearningRate:
         settings = self.settings
         peak, end, warm_up = settings.learning_rate, settings.lr_end, self.schedule.warmup_steps(settings)
         if step < warm_up:
+            # The first step learns already, and the first one after the warm-up is the first with the peak.
             return peak * (step + 1) / (warm_up + 1)
         progress = self.schedule.progress(step, warm_up)
         remaining = {

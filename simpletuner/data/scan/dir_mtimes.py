@@ -23,7 +23,6 @@ from simpletuner.data.scan.scan_cache import intact_files, open_table, write_tab
 from simpletuner.data.storage.storage import LocalStorage, Storage
 from simpletuner.system.files.mounts import read_mounts
 
-# So many files are listed in less than a second, and then a rewritten one is noticed before training.
 FEW_FILES = 100_000
 """So many files are listed in less than a second, and then a rewritten one is noticed before training."""
 KEEP_TIMES = frozenset(

@@ -144,6 +144,7 @@ def read_with_retries(url: str) -> bytes:
             return read_body(url)
         except PASSING_ERRORS as error:
             raise_if_final(error)
+        # At random, so that threads that a server has refused together do not come back together.
         time.sleep(WAIT_SECONDS * 2**attempt * random.uniform(0.5, 1))
     return read_body(url)
 
@@ -174,6 +175,7 @@ def read_body(url: str) -> bytes:
         raise LostImageError("is no address") from None
     if len(content) > MAX_BYTES:
         raise LostImageError(f"has more than {MAX_BYTES:,} bytes")
+    # A read with a limit raises nothing where the connection ends too early.
     if expected.isdigit() and len(content) < int(expected):
         raise http.client.IncompleteRead(content, int(expected) - len(content))
     return content

@@ -87,6 +87,7 @@ def joined(pairs: Iterable[tuple[int, int]]) -> Groups:
 
     def root(index: int) -> int:
         while parent.setdefault(index, index) != index:
+            # Path halving keeps the trees flat, however long a chain of similar images is.
             parent[index] = parent[parent[index]]
             index = parent[index]
         return index

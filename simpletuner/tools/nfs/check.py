@@ -75,6 +75,7 @@ def check(node: Node, stop: StopRequest, say: Callable[[str], None]) -> CheckOut
 
     `say` prints which nodes are missing, and whether the filesystem does not answer. Raises Stopped after a signal.
     """
+    # The list of mounts has real paths only.
     node = replace(node, path=Path(os.path.realpath(node.path.expanduser())))
     peers = Rendezvous(node, stop, say)
     with cleanup_after_kill(peers.workspace, node.rank, peers.info.nonce), watchdog(peers, say):

@@ -66,6 +66,7 @@ def propose(
 
     Raises SettingsError where none fits, naming the one that needs least.
     """
+    # Kept, since `reason` asks again for the neighbours of the one that is chosen.
     known: dict[tuple[Any, ...], RunPlan | None] = {}
 
     def plan_of(values: Mapping[str, Any]) -> RunPlan | None:

@@ -82,6 +82,7 @@ def communication_seconds(settings: Settings, device: Device, parameters: int) -
     is_sharded = settings.parallel.fsdp_enable or settings.parallel.zero_stage is not None
     reduced = FLOAT32_BYTES * (1 if is_sharded else 2)
     gathered = 2 * compute_bytes(settings) * settings.training.gradient_accumulation_steps if is_sharded else 0
+    # In ring algorithms a rank sends all but its own share: (N - 1) / N of the bytes.
     return parameters * (reduced + gathered) * (1 - 1 / ranks) / (rate * 1e9 * LINK)
 
 
