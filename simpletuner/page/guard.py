@@ -116,7 +116,7 @@ class Guard:
     enter: Callable[[Request], Response]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # `lifespan` is Starlette's start and end. Websockets, which would need their own checks, get no answer.
+        # `lifespan` is Starlette's start and end. Websockets would need their own checks: they get no answer.
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
