@@ -63,6 +63,7 @@ class PartitionedMuon(ShardOptimizer):
             part = MatrixPart(offset, whole_shape(parameter), [each.numel for each in ranges[name]])
             self.matrices.setdefault(flat, []).append(part)
         for parts in self.matrices.values():
+            # By size, as in parallel/optimizers/muon.py: a batch takes as long as its largest matrix.
             parts.sort(key=lambda part: part.shape.numel(), reverse=True)
 
     @torch.no_grad()
