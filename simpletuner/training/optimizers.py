@@ -94,6 +94,7 @@ class Lion(ShardOptimizer):
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
             means = [self._mean(parameter) for parameter in trained]
             if trained:
+                # Algorithm 2: the update is made with beta1, and only then the moment is renewed, with beta2.
                 signs = of_torch.foreach_lerp(means, gradients, 1 - group["betas"][0])
                 of_torch.foreach_sign_(signs)
                 of_torch.foreach_mul_(trained, 1 - group["lr"] * group["weight_decay"])

@@ -43,6 +43,7 @@ PASSING = frozenset({408, 425, 429})
 """HTTP statuses below 500 that may be others next time."""
 SUFFIXES = BY_PILLOW | BY_PLUGIN
 INDEX = "images.jsonl"
+# With %, so that an address that is quoted already stays as it is.
 SAFE = ":/?#[]@!$&'()*+,;=%~"
 KEYS = {"path": "csv_file", "filename_column": "csv_url_column", "caption_column": "csv_caption_column"}
 

@@ -167,6 +167,7 @@ class Optimizer(Section):
     lr_warmup_steps: Annotated[float, AfterValidator(steps_or_fraction)] = knob(0, "Optimizer steps over which the learning rate rises from 0; below 1: that fraction of all steps.", ge=0)
     lr_end: float = knob(0.0, "Learning rate that linear, cosine and polynomial reach when the run ends.", ge=0, aliases=("learning_rate_end",))
     lr_power: float = knob(1.0, "Exponent of the polynomial schedule.", gt=0)
+    # Kingma and Ba 2015 (arXiv:1412.6980, algorithm 1) give these two and epsilon as good defaults.
     adam_beta1: float = knob(0.9, "Decay of the first moment.", ge=0, lt=1)
     adam_beta2: float = knob(0.999, "Decay of the second moment; 0.99 for Lion unless set.", ge=0, lt=1)
     adam_epsilon: float = knob(1e-8, "Added to the denominator.", gt=0)
@@ -213,6 +214,7 @@ class Parallel(Section):
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = knob("SHARDED_STATE_DICT", "Checkpoint as one file per rank, or as one ordinary set of safetensors.")  # fmt: skip
     fsdp_cpu_ram_efficient_loading: bool = knob(True, "Build on the meta device and let each rank read only its own slices.")
     fsdp_auto_wrap_policy: str = knob("TRANSFORMER_BASED_WRAP", "What becomes an FSDP unit: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or `package.module.callable`.")  # fmt: skip
+    # torch's own default (size_based_auto_wrap_policy).
     fsdp_min_num_params: int = knob(100_000_000, "Smallest unit of SIZE_BASED_WRAP.", unit="parameters", ge=1)
     fsdp_transformer_layer_cls_to_wrap: str = knob("", "Comma-separated block classes to wrap; empty: those that `simpletuner detect-blocks` recommends.")
 

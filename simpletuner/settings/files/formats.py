@@ -157,6 +157,7 @@ def toml_entries(text: str) -> Iterator[FileEntry]:
         yield FileEntry(key, value, lines.get(key, 0))
 
 
+# {3,5}: a long string may end in one or two quotes before the three that close it (TOML 1.0).
 TOML_TOKEN = re.compile(
     r"""\"{3}(?:\\.|[^\\])*?\"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|\#[^\n]*|[\[{]|[\]}]|\n""", re.DOTALL
 )
@@ -184,6 +185,7 @@ def toml_lines(text: str) -> dict[str, int]:
         if name is None or (in_table and not name["table"]):
             continue
         in_table = bool(name["table"])
+        # The first one counts: dotted keys of one table repeat its name.
         lines.setdefault(toml_name(name), number)
     return lines
 

@@ -175,6 +175,7 @@ def clean_up_after_parent(pipe: int, workspace: Workspace, rank: int, nonce: str
             if card is None or card.nonce == nonce:  # a card that is half written can only be its own
                 workspace.leave(rank)
     finally:
+        # Not sys.exit: buffers and atexit functions are copies of the parent's.
         os._exit(0)
 
 

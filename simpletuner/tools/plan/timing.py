@@ -95,6 +95,7 @@ def optimizer_seconds(settings: Settings, device: Device, inputs: MemoryInputs) 
     if settings.optimizer.state_layout == "split":
         launches = SPLIT_LAUNCHES * inputs.num_chunks * LAUNCH_SECONDS
         return max(launches, share * SPLIT_BYTES / (device.memory_gb_per_second * 1e9 * TRAFFIC))
+    # Weight and moments are read and written, the gradient is read; 3: its norm reads it, clipping writes it.
     num_bytes = FLOAT32_BYTES * (2 + 2 * moments + 1 + 3)
     is_on_host = settings.parallel.fsdp_offload_params or settings.parallel.offload_optimizer != "none"
     if is_on_host:

@@ -143,10 +143,12 @@ PARALLELISM: dict[str, Rule] = {
 RULES: dict[str, Rule] = {
     "compute_environment": Ignores("start simpletuner on the machines themselves", neutral=("local_machine",)),
     "distributed_type": Refuses(f"use one of {', '.join(ENGINES)}", neutral=ENGINES),
+    # -1 is what accelerate 1.15 assumes for a file without it (commands/config/config_args.py).
     "num_processes": Maps("num_processes", neutral=(-1,)),
     "num_machines": Maps("num_machines"),
     "machine_rank": Maps("machine_rank", export_if=on_many_machines),
     "main_process_ip": Maps("main_process_ip", write=lambda address: address or None, export_if=on_many_machines),
+    # 0 asks accelerate for any free port.
     "main_process_port": Maps("main_process_port", neutral=(0,)),
     "mixed_precision": Maps("mixed_precision"),
     "fp16": Maps("mixed_precision", read=lambda value: "fp16", neutral=OFF, export_if=never),

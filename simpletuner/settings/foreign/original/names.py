@@ -91,6 +91,7 @@ def names_of(texts: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[Any, ..
         for word in text.split():
             name, _, neutral = word.partition("=")
             values = [value for value in neutral.split("|") if value]
+            # As numbers, too: 1 and 1.0 are equal, their texts are not.
             yield answer, name, (*values, *(float(value) for value in values if value.isdigit()))
 
 
