@@ -55,7 +55,7 @@ def write_full(folder: Path, group: TensorGroup, world: World, stem: str) -> dic
     """
     owners = assign_owners(group.plan, world.size)
     files = file_names(stem, world.size)
-    own = [name for name, owner in owners.items() if owner == world.rank]  # in the order in which they are gathered
+    own = [name for name, owner in owners.items() if owner == world.rank]  # in the order of `gather_owned`
     contents = {name: (group.plan[name].dtype, group.plan[name].shape) for name in own}
     gathered, sums = gather_owned(group, owners, world), {}
     try:

@@ -37,7 +37,7 @@ TOPICS = {
 IN_PART = {"images": "every header can be read", "captions": "none is missing"}
 """The sentence where only a part of a topic was checked."""
 UNKNOWN = {"repeats"}
-"""Topics of which nothing is known where they are not checked."""
+"""Topics about which nothing is known unless they are checked."""
 STYLES = {"ok": "green", "look": "yellow", "FAIL": "bold red", "-": "dim"}
 MAX_BUCKETS = 20
 

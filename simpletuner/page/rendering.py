@@ -61,7 +61,7 @@ def as_path(text: str) -> Markup:
 
 
 def as_time(seconds: float) -> Markup:
-    """Show a time in seconds since 1970, of which a script says how long ago it is."""
+    """Show a time in seconds since 1970; a script adds how long ago that is."""
     time = datetime.fromtimestamp(seconds, UTC)
     return Markup('<time datetime="{}">{:%Y-%m-%d %H:%M:%S} UTC</time>').format(time.isoformat(), time)
 

@@ -292,7 +292,7 @@ FLOPS = {**flop_registry, aten.convolution_backward: shape_wrapper(convolution_b
 
 
 class MetaMemory(HostMemory):
-    """HostMemory of which only the bytes are known."""
+    """HostMemory that keeps no contents: only their bytes are counted."""
 
     def unpack(self, packed: tuple[torch.device, Tensor] | CastParameter) -> Tensor:
         if isinstance(packed, CastParameter) or not packed[1].is_meta:

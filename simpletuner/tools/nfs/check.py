@@ -34,7 +34,7 @@ IN_ORDER: dict[str, Check] = {
     "mount": lambda peers: mounts.check_mount(peers.node, mounts.mount_of_node(peers.node), peers.reaches),
     "space": lambda peers: resources.check_space(peers.node),
 }
-"""The checks in the order in which all nodes make them."""
+"""The checks, in the order that all nodes follow."""
 INDEPENDENT = ("write", "see", "mount", "space")
 """Checks that are made even if the nodes do not meet."""
 
