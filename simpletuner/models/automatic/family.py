@@ -210,6 +210,7 @@ class AutomaticFamily(ModelFamily):
             # Whoever counts would count this run, too.
             with outside_modes(), torch.no_grad():
                 ones = [found.text.ones(dict(rows))] * shape[0]
+                # Half way: times of diffusion count to 1000, those of flow matching to 1.
                 times = torch.full((shape[0],), 500 if found.schedule.objective == "diffusion" else 0.5)
                 predictor.predict(record, torch.zeros(shape), times, ones)
             self._inputs[key] = seen
@@ -263,6 +264,7 @@ class AutomaticFamily(ModelFamily):
             entry.text = guidance.build(*([each[number] for number in found.text.names] for each in (leaves, other)))
             arguments = guided_arguments(found, sampling.guidance) | {"negative_prompt": ["x"]}
         arguments |= {"output_type": "pt", "num_inference_steps": sampling.steps}
+        # On the CPU, where a seed draws the same noise whatever the device is.
         arguments["generator"] = torch.Generator().manual_seed(sampling.seed)
         with torch.no_grad():
             predictor.entered.run(entry, ["x"], sampling.shape, guidance is not None, **arguments)

@@ -148,6 +148,7 @@ class EnteredPipeline:
             )
         except Ended:
             return None
+        # A RuntimeError like those below, but it says nothing of the pipeline.
         except torch.OutOfMemoryError:
             raise
         except FOREIGN_ERRORS as error:
@@ -205,6 +206,7 @@ class EnteredPipeline:
 
     def _scheduler(self, entry: PipelineRun) -> Any:
         if entry.time is not None:
+            # A loop takes one item per step; with an axis before, that is the times of all samples.
             self.one_step.timesteps = entry.time if len(entry.time) == 1 else entry.time[None]
             return self.one_step
         scheduler = type(self.real_scheduler).from_config(self.real_scheduler.config)
@@ -217,6 +219,7 @@ class EnteredPipeline:
         """Return a scheduler of the pipeline's class, by which some pipelines decide, with a single step."""
         real = self.real_scheduler
         cls, own = type(real), {"init_noise_sigma": 1.0}
+        # A property hides an instance's attribute of that name, so it is replaced in a subclass.
         if isinstance(getattr(cls, "init_noise_sigma", None), property):
             cls, own = type(cls.__name__, (cls,), own), {}
         scheduler: Any = cls.from_config(real.config)

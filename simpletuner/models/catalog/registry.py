@@ -184,7 +184,7 @@ def heads_of(preset: Preset, config: Mapping[str, Any]) -> int:
 
 
 def alltoall_sizes(heads: int) -> list[int]:
-    """Sizes of a group in which each rank can attend with as many heads as any other."""
+    """Sizes of a group whose ranks can share the heads equally."""
     return [size for size in range(2, heads + 1) if heads % size == 0]
 
 
