@@ -196,6 +196,8 @@ def train(
     with closing(open_engine(resolved.session.settings, session.mesh, family, checkpoint)) as engine:
         state = open_state(session, family, engine, prepared, checkpoint)
         state.base_checksums = wait_for_base_checksums()
+        if checkpoint is not None:
+            warn_of_changed_base(session.report, checkpoint, state, family.facts())
         # Only now that the checkpoint is read: a start that fails before leaves all of them in their places.
         set_later_aside(session, state.step)
         rows = describe_run(resolved, family, state, prepared.plan)
@@ -226,10 +228,11 @@ def verify_same_facts(facts: Mapping[str, str], world: World) -> None:
 def start_base_checksums(
     world: World, family: ModelFamily, checkpoint: Checkpoint | None
 ) -> Callable[[], Mapping[str, str]]:
-    """Return what waits for the checksums of the base model when the run began: a checkpoint has them."""
-    if checkpoint is not None and (known := checkpoint.state.get("base_checksums")):
+    """Return what waits for the checksums of the base model: when the run began, which a checkpoint has, or, where a
+    LoRA's frozen weights are read again at each start, now."""
+    if checkpoint is not None and not family.adapter and (known := checkpoint.state.get("base_checksums")):
         return lambda: known
-    return Checksums({} if family.adapter else base_files(family), world).wait
+    return Checksums(base_files(family), world).wait
 
 
 def open_state(
@@ -250,7 +253,6 @@ def open_state(
         base_fingerprints=base_fingerprints(family),
     )
     if checkpoint is not None:
-        warn_of_changed_base(session.report, checkpoint, state.base_fingerprints, family.facts())
         state.restore(checkpoint, settings, session.report)
         warn_of_changed_data(session.report, plan, checkpoint)
     return state

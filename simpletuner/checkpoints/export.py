@@ -20,7 +20,7 @@ from simpletuner.checkpoints.writing import as_bytes, write_safetensors
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, belongs_to_component
+from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, belongs_to_component, weights_files
 from simpletuner.models.opening.lora_file import LORA_WEIGHTS, write_lora
 from simpletuner.models.single_file.ldm_layout import original_reads
 from simpletuner.parallel.optimizer_state import NamedTensors
@@ -151,8 +151,12 @@ def files_to_copy(family: ModelFamily) -> list[tuple[str, Path]]:
 
 
 def base_files(family: ModelFamily) -> dict[str, Path]:
-    """Return the files that an exported pipeline has exactly as they are in the base model, by name."""
-    return {name: path for name, path in files_to_copy(family) if name != SCHEDULER}
+    """Return the files that a run leaves as they are in the base model, by name: those that an exported pipeline has,
+    and the weights that a LoRA is trained on."""
+    copied = {name: path for name, path in files_to_copy(family) if name != SCHEDULER}
+    denoiser = family.folder / family.denoiser_name
+    frozen = weights_files(denoiser, family.settings.model.variant) if family.adapter else []
+    return copied | {f"{denoiser.name}/{path.name}": path for path in frozen}
 
 
 def walk_files(folder: Path) -> Iterator[Path]:

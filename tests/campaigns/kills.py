@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -43,6 +43,7 @@ from results import add_result, read_results  # noqa: E402
 
 from simpletuner.caches.store.shards import ShardReader  # noqa: E402
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint  # noqa: E402
+from simpletuner.page.runs.folder import CONSOLE  # noqa: E402
 
 HANG_SECONDS = 900
 """After which a run that nobody disturbs is said to hang, on a machine that may be busy."""
@@ -198,8 +199,7 @@ class Campaign:
             if answer.code != 200:
                 self.problems.append(f"{output.name} cannot be started on the page: {answer.code}\n{answer.text}")
             page = psutil.Process(server.process.pid)
-            (launcher,) = (each for each in page.children() if "train" in each.cmdline())
-            yield launcher, page
+            yield launcher_of(page), page
 
     def expect_end(self, launcher: psutil.Process, output: Path) -> None:
         """Wait for a run whose page was killed: it must go on to its last step."""
@@ -208,7 +208,7 @@ class Campaign:
             self.problems.append(f"{output.name} ended with its page:\n{self.log_of(output).read_text()}")
 
     def log_of(self, output: Path) -> Path:
-        return output / "console.log" if "page" in self.kind.victims else self.folder / "launched.log"
+        return output / CONSOLE if "page" in self.kind.victims else self.folder / "launched.log"
 
     def abort(self, processes: list[psutil.Process], output: Path) -> str:
         """End processes that should have ended; return the log, where faulthandler writes what they were doing."""
@@ -225,6 +225,18 @@ class Campaign:
                 self.problems.append(f"{output.name}: {name} {how}")
                 if name.endswith(".jsonl"):
                     self.problems.append(f"wanted {wanted.get(name)}\nfound  {found.get(name)}")
+
+
+def launcher_of(page: psutil.Process) -> psutil.Process:
+    """Return the run that a page has just started, as soon as its process is no copy of the page any more."""
+    end = time.monotonic() + OLDEST_SECONDS
+    while time.monotonic() < end:
+        with suppress(psutil.NoSuchProcess):
+            for each in page.children():
+                if "train" in each.cmdline():
+                    return each
+        time.sleep(0.01)
+    raise AssertionError("the page has started no run")
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -256,7 +268,7 @@ def contents(output: Path) -> dict[str, str]:
     found = {}
     for path in sorted(output.rglob("*")):
         name = path.relative_to(output).as_posix()
-        if path.is_file() and not name.startswith("cache/") and path.name != ".lock":
+        if path.is_file() and not name.startswith("cache/") and path.name not in (".lock", CONSOLE):
             found[name] = READERS.get(path.name, tensors if path.suffix == ".safetensors" else whole)(path)
     for folder in sorted({path.parent for path in output.glob("cache/**/*.shard")}):
         reader = ShardReader(folder)

@@ -58,14 +58,29 @@ def test_a_base_model_that_changed_since_the_checkpoint_is_said(sdxl, shapes, tr
     scheduler.write_text(scheduler.read_text().replace("0.012", "0.013"))
     changed = train(tmp_path / "run", *flags, "--max_train_steps=3")
     assert "the base model changed since the checkpoint: scheduler/scheduler_config.json" in changed.said
-    vae = pipeline / "vae" / "diffusion_pytorch_model.safetensors"
-    content, sampled = vae.read_bytes(), file_fingerprint(vae)
-    places = iter(range(len(content) // 2, len(content)))
-    while file_fingerprint(vae) != sampled or vae.read_bytes() == content:  # one that the fingerprint does not see
-        place = next(places)
-        vae.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    flip_unseen_bit(pipeline / "vae" / "diffusion_pytorch_model.safetensors")
     flipped = train(tmp_path / "run", *flags, "--max_train_steps=4").said.replace("\n", " ")
     assert "changed since the run began, and the pipeline has it as it is now: vae/diffusion_pytorch_model" in flipped
+
+
+def flip_unseen_bit(path: Path) -> None:
+    """Flip a bit where a fingerprint does not see it."""
+    content, sampled = path.read_bytes(), file_fingerprint(path)
+    places = iter(range(len(content) // 2, len(content)))
+    while file_fingerprint(path) != sampled or path.read_bytes() == content:
+        place = next(places)
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+
+
+def test_one_bit_of_the_weights_that_a_lora_is_trained_on_is_said(sdxl, shapes, train, tmp_path):
+    pipeline = tmp_path / "base"
+    shutil.copytree(sdxl, pipeline)
+    flags = (*base("sdxl", pipeline, shapes), "--train_batch_size=4", "--model_type=lora", "--lora_rank=2")
+    train(tmp_path / "run", *flags, "--max_train_steps=1")
+    assert "the base model changed" not in train(tmp_path / "run", *flags, "--max_train_steps=2").said
+    flip_unseen_bit(pipeline / "unet" / "diffusion_pytorch_model.safetensors")
+    changed = train(tmp_path / "run", *flags, "--max_train_steps=3").said.replace("\n", " ")
+    assert "the base model changed since the checkpoint: unet/diffusion_pytorch_model.safetensors" in changed
 
 
 def test_ema_that_is_left_out_or_added_is_said(sdxl_flags, train, tmp_path):

@@ -104,6 +104,10 @@ def pickled(folder_name: str, index_name: str) -> Callable[[Path], None]:
 
 
 MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "pipeline's class under a damaged key": (
+        with_byte_flipped("model_index.json", b"_class_name"),
+        r"does not name the pipeline.s class \(_class_name\)",
+    ),
     "VAE config with a key damaged": (
         with_byte_flipped("vae/config.json", b"wn_block_types"),
         "does not know dovn_block_",

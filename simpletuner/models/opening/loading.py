@@ -10,7 +10,7 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_syste
 from simpletuner.models.catalog.registry import TINY, check_pipeline, flavour_of, suggest_base
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
-from simpletuner.models.folder.malformed import opening, read_json
+from simpletuner.models.folder.malformed import CHECK_COPY, opening, read_json
 from simpletuner.models.folder.weights import COMPONENT_SUFFIXES, refuse_pickles, refuse_special_files
 from simpletuner.models.opening.completeness import check_complete
 from simpletuner.models.single_file.conversion import convert
@@ -101,6 +101,8 @@ def tiny_folder(settings: Settings) -> Path:
 def refuse_other_family(folder: Path, cls: type[ModelFamily], model: Model) -> None:
     """Raise SettingsError for a pipeline of another family, EnvironmentNotReady for a folder without a denoiser."""
     named = read_json(folder / INDEX).get("_class_name")
+    if named is None:  # diffusers would raise KeyError when it opens the folder, after training
+        raise EnvironmentNotReady(f"{folder / INDEX} does not name the pipeline's class (_class_name)", CHECK_COPY)
     if cls.opens(named):
         return
     check_pipeline(folder, named, model.model_family)

@@ -16,6 +16,7 @@ from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
+from simpletuner.training.state import TrainingState
 
 SHOWN = 3
 
@@ -116,17 +117,19 @@ def base_fingerprints(family: ModelFamily) -> dict[str, str]:
 
 
 def warn_of_changed_base(
-    report: Report, checkpoint: Checkpoint, base: Mapping[str, str], facts: Mapping[str, str]
+    report: Report, checkpoint: Checkpoint, state: TrainingState, facts: Mapping[str, str]
 ) -> None:
     """Warn of files of the base model that changed since the checkpoint was saved, and of another pipeline's call."""
     proven, now = checkpoint.state.get("proven", {}), dict(facts)
     for name in sorted(proven.keys() & now.keys()):
         if proven[name] != now[name]:
             report.warn(f"{name} was {proven[name]} at the checkpoint, and is {now[name]} now")
-    before = checkpoint.state.get("base")
-    if not before or before == base:
+    before, sums = checkpoint.state.get("base") or state.base_fingerprints, checkpoint.state.get("base_checksums", {})
+    changed = {name for name, _ in before.items() ^ state.base_fingerprints.items()}
+    changed |= {name for name, value in state.base_checksums.items() if sums.get(name, value) != value}
+    if not changed:
         return
-    names = sorted(name for name in before.keys() | base.keys() if before.get(name) != base.get(name))
+    names = sorted(changed)
     more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     report.warn(f"the base model changed since the checkpoint: {', '.join(names[:SHOWN])}{more}")
 
