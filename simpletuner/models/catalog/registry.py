@@ -11,16 +11,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.errors import nearest, shorten
 from simpletuner.settings.declared.sections import Model, Parallel
 from simpletuner.settings.foreign.original.trained_values import FAMILY_NAMES, ONLY_THERE
 from simpletuner.system.importing import import_named
-
-if TYPE_CHECKING:
-    pass
 
 TINY = "tiny"
 ENTRY_POINTS = "simpletuner.families"
