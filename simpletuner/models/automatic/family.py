@@ -23,7 +23,7 @@ from simpletuner.models.automatic.components import (
     open_pipeline,
     pipeline_class_of,
 )
-from simpletuner.models.automatic.findings import Findings
+from simpletuner.models.automatic.findings import Check, Findings
 from simpletuner.models.automatic.guidance import encode_no_caption, guided_arguments
 from simpletuner.models.automatic.meta_calls import MetaCalls
 from simpletuner.models.automatic.pipeline_run import PipelineRun, refused
@@ -55,6 +55,7 @@ class AutomaticFamily(ModelFamily):
         super().__init__(folder, settings)
         self.max_length = settings.data.tokenizer_max_length
         self._found: Findings | None = None
+        self.checks: list[Check] = []
         self._predictors: dict[torch.device, Predictor] = {}
 
     @classmethod
@@ -89,7 +90,8 @@ class AutomaticFamily(ModelFamily):
         entered = open_pipeline(self, device, compute_dtype(settings), vae.model)
         module = load_shared(self, device).requires_grad_(False)
         longest = {} if self.max_length is None else {"max_sequence_length": self.max_length}
-        study = Study(entered, module, smallest, settings.objective.flux_guidance_value, longest)
+        self.checks = []
+        study = Study(entered, module, smallest, settings.objective.flux_guidance_value, longest, self.checks)
         found = study.find()
         vae.predictor = Predictor(entered, found)
         proof = Proof(study, found, vae)

@@ -70,6 +70,20 @@ class Findings:
 
 
 @dataclass(frozen=True)
+class Check:
+    """A point that was shown of a pipeline, with the difference that was measured and the largest allowed."""
+
+    name: str
+    finding: str
+    off: float | None = None
+    limit: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.off is None or self.limit is None or self.off <= self.limit
+
+
+@dataclass(frozen=True)
 class GuidedText:
     """The output of `encode_prompt` for a prompt and a negative prompt."""
 

@@ -1,4 +1,4 @@
-"""One run of a pipeline: what the seams hand in and see, and the refusal of a pipeline that shows something else."""
+"""A run of a pipeline: values that the seams hand in and see, and the refusal of one that shows something else."""
 
 from __future__ import annotations
 

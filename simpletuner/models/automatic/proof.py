@@ -15,7 +15,7 @@ from torch import Tensor
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.components import AutomaticVae
-from simpletuner.models.automatic.findings import Findings
+from simpletuner.models.automatic.findings import Check, Findings
 from simpletuner.models.automatic.pipeline_run import PipelineRun, tensors_of
 from simpletuner.models.automatic.prediction import Predictor
 from simpletuner.models.automatic.scheduler import exact_prediction
@@ -50,6 +50,7 @@ class Proof:
         reason = self.found.unbatched or self.why_not_together()
         if reason:
             self.found = replace(self.found, axes=None, unbatched=reason)
+        self.note("batch", f"one call for each sample, since {reason}" if reason else "two samples share a call")
         return self.found
 
     def latents_of_image(self) -> Tensor:
@@ -68,6 +69,7 @@ class Proof:
             ended, image = self.exact_loop(clean, sign)
             off[sign] = float((ended - clean).abs().max() / clean.abs().max().clamp(min=1))
             if off[sign] < REACHED:
+                self.note("own loop", "exact predictions lead it to known latents", off[sign], REACHED)
                 self.compare_images(image, clean)
                 return sign
         raise self.study.refused(
@@ -105,6 +107,7 @@ class Proof:
         off = float((image - expected).abs().mean())
         if off > ALIKE:
             raise self.study.refused(f"its image differs from the VAE's reconstruction by {off:.2g} on average")
+        self.note("image", "is the VAE's reconstruction, at the size of the bucket", off, ALIKE)
 
     def check_later_step(self) -> None:
         """Compare the second call of a real loop with a single one at its time and latents."""
@@ -131,6 +134,7 @@ class Proof:
                 f"what its denoiser is given depends on the number of the step ({inputs} differs by {off:.2g}) "
                 ", so a single call does not tell it"
             )
+        self.note("later step", "is the single call of training", off, CLOSE)
 
     def why_not_together(self) -> str:
         """Return why two samples in one call do not get what each gets alone; empty where they do."""
@@ -154,7 +158,13 @@ class Proof:
         if not prediction.requires_grad:
             raise self.study.refused("its call computes no gradients")
         prediction.square().mean().backward()
-        return tuple(name for name, parameter in named() if parameter.grad is None)
+        parameters = dict(named())
+        unused = tuple(name for name, parameter in parameters.items() if parameter.grad is None)
+        self.note("gradients", f"reach {len(parameters) - len(unused):,} of {len(parameters):,} parameters")
+        return unused
+
+    def note(self, name: str, finding: str, off: float | None = None, limit: float | None = None) -> None:
+        self.study.checks.append(Check(name, finding, off, limit))
 
     def text(self, number: int) -> list[Any]:
         text = self.found.text

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.automatic.findings import Findings, Layout, Output, latents_among
+from simpletuner.models.automatic.findings import Check, Findings, Layout, Output, latents_among
 from simpletuner.models.automatic.guidance import find_guided_text
 from simpletuner.models.automatic.pipeline_run import PipelineRun, refused, tensors_of
 from simpletuner.models.automatic.scheduler import NoiseSchedule, study_schedule
@@ -42,6 +42,8 @@ class Study:
     """Embedded guidance scale to train with, where a denoiser has one."""
     given: dict[str, Any] = field(default_factory=dict)
     """Further arguments of each call."""
+    checks: list[Check] = field(default_factory=list)
+    """Points that were shown so far."""
     encoded: list[Any] = field(default_factory=list)
 
     @property
@@ -63,6 +65,9 @@ class Study:
             except SettingsError as error:
                 reasons.append(error.message)
                 continue
+            by = type(self.entered.real_scheduler).__name__
+            self.checks.append(Check("objective", f"{schedule.objective} by {by}"))
+            self.checks.append(Check("inputs", describe_inputs(found)))
             found = self.find_batches(self.find_embedded_guidance(found))
             return find_guided_text(self.entered, self.shape, found, CAPTIONS[:3])
         raise SettingsError(reasons[0], self.refused("").hint)
@@ -157,6 +162,11 @@ class Study:
         one = self.entered.encode(texts, self.shape, **arguments)
         axes, why = batch_axes(one, self.entered.encode(texts * 2, self.shape, **arguments))
         return replace(found, axes=tuple(axes) if axes is not None else None, unbatched=why)
+
+
+def describe_inputs(found: Findings) -> str:
+    kept = ", ".join(sorted(found.float32_inputs)) or "none"
+    return f"one call, latents once as {found.latents_input}; the same for all images and captions: {kept}"
 
 
 def random(shape: Sequence[int], seed: int, count: int = 1) -> Tensor:
