@@ -37,6 +37,9 @@ ALWAYS = {
     "num_images_per_prompt": 1,
     "num_videos_per_prompt": 1,
     "return_dict": False,
+    # A language model would rewrite each caption (ERNIE-Image, LongCat-Image).
+    "use_pe": False,
+    "enable_prompt_rewrite": False,
     # Sizes are those of the buckets, not the nearest of a list (PixArt, SANA).
     "use_resolution_binning": False,
 }
