@@ -115,6 +115,7 @@ def family_as_json(name: str, preset: Preset) -> dict[str, Any]:
 
 
 def flavour_as_json(preset: Preset, name: str, flavour: Flavour) -> dict[str, Any]:
+    from simpletuner.models.catalog.licenses import LICENSES
     from simpletuner.models.catalog.registry import alltoall_sizes, heads_of
 
     return {
@@ -123,6 +124,8 @@ def flavour_as_json(preset: Preset, name: str, flavour: Flavour) -> dict[str, An
         "denoiser": flavour.architecture.class_name,
         "parameters": flavour.architecture.parameters,
         "untrainable": flavour.untrainable,
+        "license": flavour.license,
+        "commercial_use": LICENSES[flavour.license].commercial_use if flavour.license else "",
         "alltoall_sizes": alltoall_sizes(heads_of(preset, flavour.architecture.config)),
     }
 
@@ -140,11 +143,32 @@ def print_family(report: Report, family: dict[str, Any]) -> None:
     name_width = max((len(flavour["model_flavour"]) for flavour in flavours), default=0)
     for flavour in flavours:
         report.line(format_flavour(flavour, name_width, "*" if flavour is flavours[0] else " "))
-    for why in dict.fromkeys(flavour["untrainable"] for flavour in flavours if flavour["untrainable"]):
-        names = [flavour["model_flavour"] for flavour in flavours if flavour["untrainable"] == why]
+    for why, names in by_value(flavours, "untrainable").items():
         print_indented(report, f"no training of {', '.join(names)}: {why}")
+    print_licenses(report, flavours)
     if family["trainable"]:
         print_indented(report, f"context_parallel_size: {format_sizes(family)}")
+
+
+def print_licenses(report: Report, flavours: list[dict[str, Any]]) -> None:
+    from simpletuner.models.catalog.licenses import describe_license
+
+    groups = by_value(flavours, "license")
+    for name, flavour_names in groups.items():
+        of = "" if len(flavour_names) == len(flavours) else f" of {', '.join(flavour_names)}"
+        print_indented(report, f"license{of}: {describe_license(name)}")
+    unknown = [flavour["model_flavour"] for flavour in flavours if not flavour["license"]]
+    if unknown:
+        of = f" of {', '.join(unknown)}" if groups else ""
+        print_indented(report, f"license{of}: see the card at the hub")
+
+
+def by_value(flavours: list[dict[str, Any]], key: str) -> dict[str, list[str]]:
+    """Return the names of the flavours by what each has under a key, those that have something."""
+    found: dict[str, list[str]] = {}
+    for flavour in (each for each in flavours if each[key]):
+        found.setdefault(flavour[key], []).append(flavour["model_flavour"])
+    return found
 
 
 def format_sizes(family: dict[str, Any]) -> str:

@@ -50,6 +50,8 @@ class Flavour:
     untrainable: str = ""
     flow_shift: float = 0
     """As `Preset.flow_shift`, where this checkpoint's scheduler has another one."""
+    license: str = ""
+    """Name on its card at the hub, a key of `licenses.LICENSES`; empty where that is not known."""
 
 
 @dataclass(frozen=True)

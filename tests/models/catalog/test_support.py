@@ -35,6 +35,7 @@ def test_a_preset_says_what_its_class_says(family):
     assert ("guidance_scale(" in source) == SCOPES["flux_guidance_value"].includes(preset)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by Kolors
 def test_what_is_said_of_the_original_s_families_is_so_of_diffusers():
     import diffusers
 
