@@ -147,6 +147,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
     except Exception as error:
         if debug:
             raise
+        # log.txt has the traceback, where there is a run, without a second one with --debug.
         LOGGER.info("traceback", exc_info=error)
         Report().error(describe_bug(error))
         raise SystemExit(int(ExitCode.BUG)) from None

@@ -217,6 +217,7 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         if not isinstance(one, SimpleTunerError) and OUT_OF_MEMORY.search(str(one)):
             return True
+        # Chains may be circular: `raise a from b` takes any exception.
         seen.append(one)
         pending += [one.__cause__, one.__context__]
     return False

@@ -40,6 +40,7 @@ class Report:
         self.quiet = quiet
         # Without `emoji=False` rich would print the folder `run:key:1` as `run🔑1`.
         self.talk = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+        # rich would fold tables at 80 columns where there is no terminal.
         width = None if sys.stdout.isatty() else UNFOLDED
         self.data = Console(highlight=False, soft_wrap=True, emoji=False, width=width)
         self.status = StatusLine(self.talk, self.say, LOGGER.info, quiet)

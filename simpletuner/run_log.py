@@ -58,6 +58,7 @@ class RunLog(logging.Handler):
             self.kept = [*self.kept[-MOST_KEPT:], record]
             return
         with suppress(OSError):  # a full disk must not end a run because of its log
+            # Opened for each record: the launcher's file is there only once its first rank has made it.
             descriptor = os.open(self.path, self.flags, 0o666)
             try:
                 os.write(descriptor, self.line_of(record).encode(errors="backslashreplace"))

@@ -99,6 +99,7 @@ class StatusLine:
 
     def _inner_job(self) -> Progress | None:
         """Return the job that is the present phase."""
+        # A copy: the thread that draws reads while another one begins and ends jobs.
         jobs = list(self.jobs)
         return jobs[-1] if jobs and jobs[-1].title == self.phase else None
 

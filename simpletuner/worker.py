@@ -82,6 +82,8 @@ def run_rank(loaded: Loaded) -> None:
     """Run one rank. Collective with the other ranks of the run."""
     launch, activity = loaded.settings.launch, Activity()
     with (
+        # Left in reverse: an error becomes a sentence, then the launcher and the other ranks get it, and only
+        # then are the connections to both closed.
         handle_stop_signals(lambda: activity.unsaved) as stop,
         connect_to_launcher(os.environ, activity, stop, launch.stall_timeout) as launcher,
         joined_world(os.environ, launch.use_cpu, stop, activity) as world,
@@ -124,6 +126,7 @@ def run(session: Session, notifier: Notifier) -> None:
     for warning in session.loaded.warnings:
         session.report.warn(warning)
     output = session.settings.training.output_dir
+    # First: ranks that see another folder would find other checkpoints in it.
     verify_same_folders([("output_dir", output)], session.world, session.stop.check, "output")
     damaged: dict[Path, str] = {}
     while True:
@@ -143,6 +146,7 @@ def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier) 
     settings, world, stop = session.settings, session.world, session.stop.check
     refuse_other_order(checkpoint)
     report_changes(session, checkpoint)
+    # Begun here and waited for in `train`: reading the files overlaps with scanning data and base model.
     verification = Verification(checkpoint, world) if checkpoint else None
     plan = plan_data(session)
     schedule, _ = resume_point(settings, plan, checkpoint)
@@ -192,6 +196,7 @@ def train(
     with closing(open_engine(resolved.session.settings, session.mesh, family, checkpoint)) as engine:
         state = open_state(session, family, engine, prepared, checkpoint)
         state.base_checksums = wait_for_base_checksums()
+        # Only now that the checkpoint is read: a start that fails before leaves all of them in their places.
         set_later_aside(session, state.step)
         rows = describe_run(resolved, family, state, prepared.plan)
         session.report.table("simpletuner train", rows)

@@ -52,6 +52,7 @@ class BackgroundSaver:
         # One after the other, so that an engine converts one group at a time.
         copied = {name: self.copies.copy(name, make()) for name, make in snapshot.groups.items()}
         if self.world.device.type == "cuda":
+            # The copies above did not wait, and training changes the weights as soon as this returns.
             torch.cuda.synchronize(self.world.device)
         # In the thread a group is only looked up: engines may use the weights again as soon as this returns.
         groups = {name: partial(copied.__getitem__, name) for name in copied}

@@ -47,6 +47,7 @@ def in_background(function: Callable[[str], T], names: list[str], world: World) 
     """Call a function with every name of this rank's share, in threads that end with the process."""
     # Not ThreadPoolExecutor: the interpreter would wait for its threads when a run ends early.
     pool = ThreadPool(THREADS)
+    # One by one: files differ in size, and a thread must not be left with several large ones.
     results = pool.map_async(function, names[world.rank :: world.size], chunksize=1)
     pool.close()  # no more is to come
     return results

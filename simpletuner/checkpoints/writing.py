@@ -36,6 +36,7 @@ def write_sharded(folder: Path, group: TensorGroup, world: World) -> dict[str, s
     shards = {name: group.plan[name].shard_of(world.rank) for name in group.local}
     contents = {name: (group.plan[name].dtype, shards[name].shape) for name in file_order(group.plan, shards)}
     offsets = {name: {"saved_offsets": saved_offsets(shard)} for name, shard in shards.items()}
+    # Keys and file names of torch/distributed/checkpoint/_hf_utils.py (2.13).
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     name = f"shard-{world.rank + 1:05d}-model-00001-of-00001.safetensors"
     tensors = (as_bytes(group.local[name]) for name in contents)
@@ -54,7 +55,7 @@ def write_full(folder: Path, group: TensorGroup, world: World, stem: str) -> dic
     """
     owners = assign_owners(group.plan, world.size)
     files = file_names(stem, world.size)
-    own = [name for name, owner in owners.items() if owner == world.rank]  # in the order in which they are gathered
+    own = [name for name, owner in owners.items() if owner == world.rank]  # in the order of `gather_owned`
     contents = {name: (group.plan[name].dtype, group.plan[name].shape) for name in own}
     gathered, sums = gather_owned(group, owners, world), {}
     try:

@@ -82,6 +82,7 @@ def clear(
         raise SettingsError(f"which cache? Name {KINDS}", "`simpletuner cache list` shows what there is")
     # Detected blocks are computed again in seconds.
     must_ask = not (dry_run or yes) and set(kinds) != {CacheKind.BLOCKS}
+    # Before anything is looked for: in a job nobody could answer the question that follows.
     if must_ask and not sys.stdin.isatty():
         raise SettingsError(
             "there is no terminal to confirm the removal", "--dry_run shows what would be removed, --yes removes it"

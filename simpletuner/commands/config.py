@@ -170,5 +170,6 @@ def export(
         if reference and is_secret(name):
             report.say(f"{name} is a secret and not written: a replay reads it from {reference}", style="dim")
     if to is not Format.CLI:
+        # On stderr: stdout holds nothing but the export, for a shell to redirect into a file.
         report.say("replay with:", style="dim")
         report.say(result.replay(str(output or "")).rstrip(), style="dim")

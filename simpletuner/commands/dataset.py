@@ -37,7 +37,7 @@ TOPICS = {
 IN_PART = {"images": "every header can be read", "captions": "none is missing"}
 """The sentence where only a part of a topic was checked."""
 UNKNOWN = {"repeats"}
-"""Topics of which nothing is known where they are not checked."""
+"""Topics about which nothing is known unless they are checked."""
 STYLES = {"ok": "green", "look": "yellow", "FAIL": "bold red", "-": "dim"}
 MAX_BUCKETS = 20
 
@@ -69,6 +69,7 @@ def dataset_check(
     data = loaded.settings.data
     if data.instance_data_dir is None and data.data_backend_config is None:
         raise SettingsError("no dataset is given", "set --instance_data_dir or --data_backend_config")
+    # Before the import below: huggingface_hub reads HF_HOME and HF_HUB_OFFLINE once, when it is imported.
     loaded.pass_on_variables(os.environ)
     from simpletuner.tools.dataset.check import CheckOptions, check_datasets
 

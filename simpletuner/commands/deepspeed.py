@@ -142,6 +142,7 @@ def write(report: Report, config: Mapping[str, Any], output: Path | None, apply:
         report.say(f"{output} is written: set {NAME} to it, or `simpletuner train --{NAME}={output}`")
         return
     edit_text(apply, NAME, str(output))  # raises before anything is written
+    # The JSON first: a config file never names one that is not there.
     save(output, text)
     set_in_file(apply, NAME, str(output))
     report.say(f"{output} is written, and {apply} names it: `simpletuner train --config {apply}`")

@@ -163,6 +163,7 @@ def bar(share: float, width: int) -> str:
 
 def wrap_text(text: str, width: int) -> list[str]:
     """Wrap text, but not between a number and its unit, nor within a path."""
+    # textwrap breaks at ASCII blanks only, so a no-break space survives it.
     joined = re.sub(r"(?<=\d) (?=[KMGTB])", "\u00a0", text)
     lines = textwrap.wrap(joined, width, break_on_hyphens=False, break_long_words=False)
     return [line.replace("\u00a0", " ") for line in lines]

@@ -69,6 +69,7 @@ def plan(
     with report.phase("importing torch"):  # after what can be refused without it
         from simpletuner.tools.plan.planner import Planner
 
+    # Asked only without --gpu: it starts CUDA on the GPU of this machine.
     device = named or device_of_this_machine(loaded)
     gpu_bytes = named_bytes or (device and device.memory_bytes)
     budget = MemoryBudget(gpu_bytes, host_bytes)

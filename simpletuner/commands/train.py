@@ -61,9 +61,11 @@ def train(flags: Mapping[str, Any], config: Path | None, *, dry_run: bool = DRY_
         launch_ranks(loaded, ["train", *as_arguments(flags, config)])
         return
     check_world_size(loaded, os.environ)
+    # Both set variables that CUDA and torch's allocator read once, so they come before torch is imported.
     choose_gpus(loaded.settings.launch, os.environ)
     round_no_pinned_memory(os.environ)
     if is_rank(os.environ):
+        # In this order: the kernel reports only deaths after it was asked, so an earlier one is looked for.
         terminate_with_parent()
         exit_if_launcher_died(os.environ)
     read_checkpoint_ahead(loaded.settings)

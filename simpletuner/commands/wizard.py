@@ -57,6 +57,7 @@ class Wizard:
             except SettingsError as error:
                 self.report.error(error)
                 continue
+            # Only once the settings accept it: a refused answer would make every later question fail, too.
             self.builder.answers |= answers
             return
 

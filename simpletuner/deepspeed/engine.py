@@ -154,6 +154,7 @@ class DeepSpeedEngine:
         self, steps: int, moments: Iterable[str], read: Callable[[str, NamedTensors], None]
     ) -> None:
         """Collective: restore the optimizer's state. `read` fills the row shards of one moment at a time."""
+        # DeepSpeed's optimizers have no state before their first step, and neither has the checkpoint.
         if not steps:
             return
         create_moments(self.optimizer, self.partitions, steps)
@@ -194,6 +195,7 @@ def build_deepspeed_engine(
     refuse_scalar_parameters(model)
     options, world = deepspeed_options(settings), mesh.world
     assert options is not None
+    # Closed in reverse, also after an error: DeepSpeed comes first, the folder that it swaps to last.
     with ExitStack() as stack:
         config = engine_config(settings, world.size, max(parameter.numel() for parameter in model.parameters()))
         if options.nvme_path is not None:

@@ -63,13 +63,14 @@ class PartitionedMuon(ShardOptimizer):
             part = MatrixPart(offset, whole_shape(parameter), [each.numel for each in ranges[name]])
             self.matrices.setdefault(flat, []).append(part)
         for parts in self.matrices.values():
+            # By size, as in parallel/optimizers/muon.py: a batch takes as long as its largest matrix.
             parts.sort(key=lambda part: part.shape.numel(), reverse=True)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every flat buffer that has a gradient. Collective.
 
-        DeepSpeed calls it once per group or sub-group, of whose buffers alone the groups consist then.
+        DeepSpeed calls it once per group or sub-group; meanwhile the groups hold the buffers of that one alone.
         """
         self.adamw.param_groups = [group for group in self.param_groups if not group["hidden"]]
         self.adamw.step()

@@ -1,4 +1,4 @@
-"""Questions of the DeepSpeed builder, in a terminal and on the page: settings, in the order in which they matter."""
+"""Questions of the DeepSpeed builder, in a terminal and on the page: settings, the most important first."""
 
 from __future__ import annotations
 

@@ -101,6 +101,7 @@ def check_disk(folder: Path, needed_bytes: int | None) -> None:
             f"offload_param_path = {folder} cannot be {what}: {error.strerror}", OTHER_FOLDER
         ) from None
     filesystem = os.statvfs(nearest)
+    # f_bavail, since f_bfree also counts the blocks that are reserved for root.
     free_bytes = filesystem.f_bavail * filesystem.f_frsize
     if needed_bytes is not None and free_bytes < needed_bytes:
         raise EnvironmentNotReady(
@@ -138,6 +139,7 @@ def links_libaio(compiler: str) -> bool:
         source = Path(folder) / "try.cpp"
         source.write_text(LIBAIO_PROGRAM, encoding="utf-8")
         output = str(source.with_suffix(""))
+        # -laio comes after the source: linkers take from a library only what is missing when they reach it.
         command = [compiler, *flags["CFLAGS"], str(source), "-o", output, *flags["LDFLAGS"], "-laio"]
         try:
             return subprocess.run(command, capture_output=True, timeout=COMPILE_TIMEOUT_SECONDS).returncode == 0

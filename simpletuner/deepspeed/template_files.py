@@ -66,6 +66,7 @@ def read_template(path: Path) -> DeepSpeedTemplate:
 
 def user_template_path(name: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the file of a user's own template. Raises SettingsError for an invalid name."""
+    # Neither separators nor a leading dot: the name becomes a path below the user's folder.
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise SettingsError(f"`{name}` cannot name a template", "use letters, digits, `-`, `_` and `.`")
     return user_folder(environment) / f"{name}{SUFFIX}"

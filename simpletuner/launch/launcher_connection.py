@@ -71,6 +71,7 @@ class LauncherConnection:
     def _exit_without_launcher(self) -> None:
         """Ask the main thread to stop, and exit the process if it hangs or takes too long."""
         self.is_gone = True
+        # A signal that came before keeps its number, which is the exit code.
         if not self.stop.signal_number:
             self.stop.signal_number = int(signal.SIGTERM)
         self.stop.may_exit = True
@@ -106,6 +107,7 @@ def connect_to_launcher(
         try:
             yield launcher
         finally:
+            # Not joined: it may be in a send that blocks for SEND_SECONDS, and exits with the process.
             launcher.closed.set()
 
 

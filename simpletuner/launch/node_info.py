@@ -82,6 +82,7 @@ def parse_node_info(values: Mapping[str, Any]) -> NodeInfo | None:
 
 def boot_of_machine() -> str:
     try:
+        # Containers on one machine share its boot_id, and the same pid is another process in each.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
@@ -98,6 +99,7 @@ def is_address(text: str) -> bool:
 
 def versions() -> dict[str, str]:
     """Return the versions of what decides the results, without importing the packages."""
+    # Not Python's third number, which decides no result.
     found = {"simpletuner": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
     for package in PACKAGES:
         try:

@@ -152,6 +152,7 @@ def plan_of(machine: int, launch: Launch, arguments: Sequence[str], port: int | 
 
 def chosen_variables(machine: int, launch: Launch) -> dict[str, str]:
     """Choose threads, network interface and GPUs; variables set by the user take precedence, except for GPUs."""
+    # torchrun would give each rank one thread; a rank's share of the cores is what its CPU work can use.
     threads = str(max(1, (os.cpu_count() or 1) // ranks_per_machine(launch)))
     chosen = {"OMP_NUM_THREADS": threads}
     ip = launch.main_process_ip if launch.num_machines > 1 else LOOPBACK

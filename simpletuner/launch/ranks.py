@@ -81,6 +81,7 @@ class Ranks:
     def _start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         # datagrams keep their boundaries: every recv is one message
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        # The launcher must never wait for a rank.
         ours.setblocking(False)
         self.sockets[rank], self.statuses[rank] = ours, RankStatus(time.monotonic(), has_begun=False)
         with theirs:

@@ -149,6 +149,7 @@ def reject(messages: MessageStore, group: Group, error: SimpleTunerError, info: 
     # a signal says nothing about where it came from; errors of configuration name both places themselves
     place = f"{group.name(group.number)} ({info.host}): " if isinstance(error, Stopped) else ""
     rejection = {"exit_code": int(error.exit_code), "message": place + error.message, "hint": error.hint}
+    # The first one counts, so that all exit with the same sentence.
     messages.put_first(group.key("refused"), rejection, parse_rejection)
 
 

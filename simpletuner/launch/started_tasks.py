@@ -116,6 +116,7 @@ def meeting_port(task: Task, launch: Launch) -> str:
     is_set = launch.main_process_port != Launch.model_fields["main_process_port"].default
     if is_set or not task.job:
         return str(launch.main_process_port)
+    # All tasks must compute the same port, without a word between them.
     number = int.from_bytes(hashlib.blake2b(task.job.encode(), digest_size=8).digest())
     return str(FIRST_PORT + number % PORTS)
 

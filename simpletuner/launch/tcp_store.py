@@ -45,6 +45,7 @@ def serve(launch: Launch) -> TCPStore:
             f"port {wanted} on machine 0 cannot be used: {os.strerror(error.errno or 0).lower()}",
             f"another run may be using it; choose another port on all machines: --main_process_port={wanted + 1}",
         ) from None
+    # Bound here and handed over: between looking for a free port and serving on it, nobody can take it.
     port = listener.getsockname()[1]
     return TCPStore(
         LOOPBACK,

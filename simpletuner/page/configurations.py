@@ -21,6 +21,7 @@ from simpletuner.settings.files.formats import FORMATS, read_entries, suffix_of
 from simpletuner.system.files.atomic import save
 from simpletuner.tools.config_files import new_config
 
+# Bounds of a search that may begin in a home folder.
 MAX_DEPTH = 4
 MAX_FILES = 300
 MAX_FOLDERS = 2000
@@ -131,6 +132,7 @@ def create(request: Request) -> Response:
 def copy(request: Request) -> Response:
     """Copy a file, and go to the copy."""
     source = folders_of(request).resolve(field(request, "file"))
+    # The text is copied as it is, so it must be read by the same format.
     if suffix_of(Path(field(request, "target"))) != suffix_of(source):
         raise SettingsError(f"a copy of {source.name} must end in {suffix_of(source)}", "give it such a name")
     read_entries(source)  # raises for a file that holds no settings: nothing else is copied

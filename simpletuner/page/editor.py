@@ -62,6 +62,7 @@ def check(request: Request) -> Response:
         parts.append(f'<div id="conflict-body" hx-swap-oob="true">{body}</div>')
     elif field(request, "checksum") != document.checksum:
         parts.append(render("conflict", document=document, **conflict_of(document)))
+    # Only parts that are swapped by their ids: the field that is being typed into keeps its focus.
     return HTMLResponse("".join(parts), headers={"HX-Reswap": "none"})
 
 

@@ -26,6 +26,7 @@ from simpletuner.settings.files.formats import MAX_FILE_BYTES
 
 MAX_BODY_BYTES = 2 * MAX_FILE_BYTES
 """A settings file in a form: percent-encoding can triple a text, but not one of settings."""
+# parse_qsl has no bound by default (bpo-34866): 8 MiB of `a&` would be four million fields.
 MAX_FIELDS = 5000
 CSRF_HEADER = "X-CSRF-Token"
 SAFE_METHODS = ("GET", "HEAD")
@@ -115,6 +116,7 @@ class Guard:
     enter: Callable[[Request], Response]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # `lifespan` is Starlette's start and end. Websockets would need their own checks: they get no answer.
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
@@ -132,10 +134,12 @@ class Guard:
 
     def answer(self, request: Request) -> Response | None:
         """Return the response to a request that must not reach the application."""
+        # First: a request by another name must not even use up a token.
         if not names_this_machine(request.headers.get("host", ""), self.host):
             return self.refuse(request, 421, WRONG_HOST)
         is_known = is_same(request.cookies.get(self.secrets.cookie, ""), self.secrets.session)
         token = request.query_params.get("token") if request.method == "GET" else None
+        # The cookie before the token, so that a browser may load its first address again.
         if token is not None and (is_known or self.secrets.use(token)):
             return self.enter(request)
         if request.url.path.startswith("/static/"):  # the page of an error needs its style, which is public

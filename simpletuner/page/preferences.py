@@ -95,6 +95,7 @@ def clear_cache(request: Request) -> Response:
         said = toast("nothing is removed", describe_owner(used[0], settings.training.output_dir), "error")
     else:
         refuse_in_use(items)
+        # A config file may name any folder: only those that the page was started for are cleared.
         for item in items:
             if item.kind is not CacheKind.BLOCKS:  # that one is in a place of its own, which no setting names
                 folders_of(request).resolve(item.path)

@@ -61,7 +61,7 @@ def as_path(text: str) -> Markup:
 
 
 def as_time(seconds: float) -> Markup:
-    """Show a time in seconds since 1970, of which a script says how long ago it is."""
+    """Show a time in seconds since 1970; a script adds how long ago that is."""
     time = datetime.fromtimestamp(seconds, UTC)
     return Markup('<time datetime="{}">{:%Y-%m-%d %H:%M:%S} UTC</time>').format(time.isoformat(), time)
 
@@ -81,6 +81,7 @@ def respond(
 
 def is_fragment(request: Request) -> bool:
     """Return whether htmx asks, and will put the answer into a page that is there already."""
+    # htmx asks for a whole page when it has lost one of its history.
     return request.headers.get("hx-request") == "true" and request.headers.get("hx-history-restore-request") != "true"
 
 

@@ -65,6 +65,7 @@ def serve(folders: Sequence[Path], config: Path | None, host: str, port: int | N
         log_level="warning",
         server_header=False,
         access_log=False,
+        # By default uvicorn trusts X-Forwarded-* from 127.0.0.1, where the clients of this page usually are.
         proxy_headers=False,
         timeout_graceful_shutdown=2,  # a page that waits for news keeps its connection open
     )
@@ -111,6 +112,7 @@ def bind(host: str, port: int | None) -> socket.socket:
     ports = [USUAL_PORT, 0] if port is None else [port]
     for number in ports:
         listener = socket.socket(family, socket.SOCK_STREAM)
+        # Connections of a page that has just ended keep its port in TIME_WAIT for a minute.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((found[0], number))

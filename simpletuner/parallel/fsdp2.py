@@ -83,6 +83,7 @@ def units_by_class(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
                 f"fsdp_transformer_layer_cls_to_wrap: {type(model).__name__} has no `{name}`{nearest(name, classes)}",
                 f"its blocks are: {', '.join(blocks_of(model))}; `simpletuner detect-blocks` shows which to take",
             )
+    # Reversed: modules() has parents first, and fully_shard must see children first.
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in names]
 
 

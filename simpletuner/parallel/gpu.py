@@ -54,6 +54,7 @@ def set_float32_precision(allow_tf32: bool) -> None:
 def return_memory(device: torch.device) -> None:
     """Return what is no longer used to the driver: NCCL, cuDNN and other processes cannot use what torch keeps."""
     if device.type == "cuda":
+        # First: tensors in reference cycles are still in use for the allocator.
         gc.collect()
         torch.cuda.empty_cache()
 

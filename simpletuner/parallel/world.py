@@ -160,6 +160,7 @@ def joined_world(
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank = int(environment.get("LOCAL_RANK", 0))
     device = device_of(local_rank, use_cpu)
+    # Both: texts and counts travel by gloo, so that waiting for them is not waiting for the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
     def join() -> dist.Store:

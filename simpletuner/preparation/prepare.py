@@ -161,6 +161,8 @@ def make_plan(settings: Settings, datasets: list[ImageDataset], texts: list[Text
     else:
         sampler = GlobalBatchSampler(buckets, seed, schedule)
         check_participation(settings, sampler)
+        # Which datasets take part changes while training: the order is identified by the buckets of all
+        # of them, and by their windows.
         digest = digest_buckets(make_buckets(samples, held_out), samples, seed, windows)
     return Plan(datasets, texts, samples, buckets, sampler, digest, held_out)
 
@@ -194,6 +196,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
     validation = shared_prompts(session)
     prompts = texts_of(validation, settings.validation.validation_negative_prompt)
     sources = open_sources(settings, plan.samples, plan.texts, prompts, family, session.world, writers)
+    # Text encoders are freed before the VAE is loaded, so a GPU holds one of them at a time.
     for each in sources.all_texts:
         each.fill(settings.data.text_encoder_batch_size, report, stop)
     sources.encoder.free()
@@ -203,6 +206,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
     sources.vae.free()
     report_left_out(Discovery(broken=broken), report)
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
+        # `broken` is the same on all ranks, so they make the same plan, which share_memory relies on.
         whole = plan.samples.without(broken)
         remade = make_plan(settings, plan.datasets, plan.texts, whole)
         plan = share_memory(remade, "plan without broken images", session.world, stop)
@@ -217,6 +221,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
         text=lambda sample, caption: sources.texts[sample.dataset].read(caption),
         no_caption={key: value[0] for key, value in no_caption.items()},
         threads=max([THREADS, *on_demand]),
+        # Threads pay where each read waits for a network; a local cache is read without their overhead.
         map_samples=reading_threads(at_once, "samples").map if at_once > 1 else map,
     )
     return Prepared(plan, reader, validation, sources.prompts)

@@ -117,6 +117,7 @@ def compare_machines(exchange: Exchange, listed: Listed) -> None:
         problem = f"{exchange.names[1]} has {listed.count} images, {exchange.names[0]} has {count}: {problem}"
     world.store_barrier("data/compared", stop)
     if world.is_first:
+        # The store would keep them in rank 0's memory until the run ends.
         for number in wanted:
             world.store.delete_key(f"data/chunk/{number}")
     raise_first(world, problem, DataError)

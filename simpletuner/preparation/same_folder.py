@@ -100,6 +100,7 @@ def wait_until_visible(folder: Path, name: str, stop: Callable[[], None]) -> boo
 
 def is_visible(folder: Path, name: str) -> bool:
     try:
+        # The parent, too: a client that has looked before remembers, for a while, that `folder` is not there.
         for listed in (folder.parent, folder):
             list(listed.iterdir())  # opening a folder makes an NFS client ask its server for changes
     except OSError:

@@ -14,6 +14,7 @@ import xxhash
 
 from simpletuner.parallel.world import World
 
+# A multiple of the size of every dtype: numpy goes through copies where elements are not aligned.
 ALIGNMENT_BYTES = 64
 # Less is not worth a file.
 LEAST_BYTES = 1 << 20
@@ -78,6 +79,7 @@ def read(path: Path, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     starts, size = starts_of(arrays)
     with suppress(OSError, ValueError):  # no such file on this machine, or an empty one
         with path.open("rb") as file:
+            # Read-only: a rank that wrote here would change the other ranks' samples; it gets an exception.
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if len(content) == size:
             shared = [

@@ -40,6 +40,7 @@ from simpletuner.report import Report
 from simpletuner.system.files.atomic import remove
 from simpletuner.system.numbers import count_noun
 
+# Each chunk costs a round trip to the store, which all ranks ask.
 CHUNK_FILES = 256
 # A rank that is killed loses no more of its work.
 PART_SECONDS = 20
@@ -85,6 +86,7 @@ def scan_datasets(
     if checks is not None and world.local_rank == 0:
         host = "" if world.is_first else f" on {socket.gethostname()}"
         for scan, files in zip(new, listed.datasets, strict=True):
+            # `folders` is empty where a kept scan counts without a look at each file, which may be rewritten.
             if isinstance(scan.storage, LocalStorage) and not files.list.folders:
                 scan.check_files(checks, host)
     world.barrier()  # what is wrong with the data ends all ranks alike, none while another still asks its store
@@ -199,6 +201,7 @@ class SharedScan:
         """Return what this scan and earlier ones have found."""
         paths = [path for kind in ("scan", "part") for path in intact_files(self.folder, self._kind(kind))]
         tables = [open_table(path)[0] for path in paths]
+        # The empty table, since Arrow cannot join none. Other columns are those of another version.
         return pa.concat_tables([SCANNED.empty_table(), *(each for each in tables if each.schema == SCANNED)])
 
     def _kind(self, name: str) -> str:
@@ -230,6 +233,7 @@ class SharedScan:
 
     def _merge(self, files: FileList, described: Callable[[], Described | None], ranks: int) -> str:
         """Put what the first `ranks` have scanned, and what was known, into the order of the files; return its name."""
+        # Ranks of other machines wrote these, and a client of NFS may see new files late.
         for rank in range(ranks):
             for name in json.loads(self.world.store.get(f"{self.place}/parts/{rank}")):
                 wait_until_visible(self.folder, name, self.stop)
@@ -241,6 +245,7 @@ class SharedScan:
                 others, table_remarks=remarks, unmatched_rows=found.unmatched, first_unmatched=found.first_unmatched
             )
         name = write_table(self.folder, self._kind("scan"), table, asdict(others))
+        # Last, so that a start after a crash finds the old scan and the parts, or the new scan.
         remove_all_but(self.folder, name)
         return name
 

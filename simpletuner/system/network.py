@@ -12,6 +12,7 @@ from pathlib import Path
 
 # Linux: list every IPv4 address with the name of its interface; see `man 7 netdevice`.
 SIOCGIFCONF = 0x8912
+# struct ifreq on 64 bits: 16 bytes of name, then a sockaddr whose IPv4 address begins 4 bytes later.
 IFREQ_BYTES = 40
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 

@@ -83,6 +83,7 @@ def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint:
     model = family.denoiser()
     blocks = recommended_blocks(model)
     if is_lora:
+        # Still on the meta device: the base is allocated in its final dtype, not converted.
         freeze(model, compute_dtype(settings))
     optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
     attach = partial(attach_adapter, family, checkpoint) if is_lora else None
@@ -119,12 +120,14 @@ def build_engine(
     than its share; weights come before the optimizer and DDP, which copy or broadcast them.
     """
     dtype, world, precision = compute_dtype(settings), mesh.world, precision_of(settings)
+    # First: float8 replaces modules, which are then compiled and sharded like all others.
     precision.prepare(model, blocks)
     parallelize(model, blocks, settings, mesh, plan)
     if settings.parallel.zero_stage is not None:
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
 
         return build_deepspeed_engine(model, settings, mesh, dtype, load_weights, make_optimizer)
+    # FSDP2 refuses offloaded parameters that were not made in host memory.
     parameters_on = torch.device("cpu") if settings.parallel.fsdp_offload_params else world.device
     make_engine = precision.load(model, blocks, world.device, parameters_on, load_weights)
     if settings.optimizer.optimizer == "adamw_schedulefree":

@@ -94,6 +94,7 @@ class Lion(ShardOptimizer):
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
             means = [self._mean(parameter) for parameter in trained]
             if trained:
+                # Algorithm 2: the update is made with beta1, and only then the moment is renewed, with beta2.
                 signs = of_torch.foreach_lerp(means, gradients, 1 - group["betas"][0])
                 of_torch.foreach_sign_(signs)
                 of_torch.foreach_mul_(trained, 1 - group["lr"] * group["weight_decay"])
@@ -120,6 +121,7 @@ class LearningRate:
         settings = self.settings
         peak, end, warm_up = settings.learning_rate, settings.lr_end, self.schedule.warmup_steps(settings)
         if step < warm_up:
+            # The first step learns already, and the first one after the warm-up is the first with the peak.
             return peak * (step + 1) / (warm_up + 1)
         progress = self.schedule.progress(step, warm_up)
         remaining = {

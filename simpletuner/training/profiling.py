@@ -53,6 +53,7 @@ class StepProfiler:
             self.profile = torch.profiler.profile(
                 activities=[ProfilerActivity.CPU, *on_gpu],
                 schedule=lambda _: ProfilerAction.RECORD,  # without a schedule torch marks no steps
+                # Otherwise only the events of the last step are in the table.
                 acc_events=True,
             )
             self.profile.start()

@@ -178,6 +178,7 @@ class StepLogger:
         loss, wish, grad_norm = pending.scalars.read()
         step, seconds = pending.row["step"], pending.scalars.computed.seconds_since(pending.began)
         self.stop_vote.count(wish)
+        # Both are of all ranks together, so all of them raise, or none.
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingError(
                 f"step {step}: loss is {loss}, gradient norm {grad_norm}; "

@@ -164,6 +164,7 @@ class Trainer:
                 loss = sample_losses(prediction, target, noised.weights).mean()
                 # Micro batches are of equal size, so the mean of their means is the mean over the batch.
                 self.engine.backward(loss / len(batch.micro_batches))
+            # Without its graph, which would stay in memory until the step ends.
             losses.append(loss.detach())
         grad_norm = self.engine.step(self.max_grad_norm)
         return StepOutput(torch.stack(losses).mean(), grad_norm, learning_rate)

@@ -105,7 +105,7 @@ def report_missing(job: CacheJob[Item, Loaded], missing: NDArray[np.bool_], repo
 
 
 def why_missing(folder: Path, names: Iterable[str], parts_of: Callable[[str], KeyParts]) -> dict[str, list[str]]:
-    """Return for each name of which there is a record in which parts the nearest one differs.
+    """Return, for each name that has a record, the parts of the key in which the nearest one differs.
 
     Reads the shards' own indexes: the merged one has only hashes.
     """

@@ -100,6 +100,7 @@ def import_run(path: Path, output: Path | None, force: bool, partial: bool) -> N
         loaded = resolve_taken(original, accelerate)
         datasets = take_datasets(original, loaded, root, beside)
         if datasets is not None:
+            # Again: importing the datasets may have replaced the path to their file.
             loaded = resolve_taken(original, accelerate)
     write_run(original, loaded, datasets, root, output, force)
     if Path(CONFIG_ENV).is_file() and from_env_file(Path(CONFIG_ENV)).values:
@@ -136,6 +137,7 @@ def resolve_taken(original: Original, accelerate: Sequence[Source]) -> Loaded:
         try:
             return resolve_all(original, accelerate)
         except SettingsError as error:
+            # Ends: each round drops a setting, or raises.
             dropped = [mistake for mistake in error.mistakes if mistake.setting in original.taken and can_drop(mistake)]
             if not dropped:
                 raise

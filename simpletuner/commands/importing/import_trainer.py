@@ -70,6 +70,7 @@ def import_their_run(
             original.left_out += datasets.left_out
             found.own[DATASETS] = str(beside_of(output))
             if trainer == KOHYA:
+                # sd-scripts has both per dataset, here they are settings of the run.
                 own = {"train_batch_size": ("batch_size", 1), "aspect_bucket_alignment": ("bucket_reso_steps", 64)}
                 found.own |= {ours: of_all_datasets(listed, *theirs) for ours, theirs in own.items()}
         take_translated(original, found, trainer)

@@ -55,6 +55,7 @@ def completions_for(command: TyperGroup | TyperCommand, line: str, programs: Ite
 
 def words_of(line: str, programs: Iterable[str]) -> list[str]:
     """Split the words after the program's name as a shell does; the last one is at the cursor and may be empty."""
+    # A mark, since shlex drops the empty word after a blank. NUL cannot be typed: arguments end at it.
     lexer = shlex.shlex(line + CURSOR, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     words: list[str] = []

@@ -27,6 +27,7 @@ class SampleNoise:
 def sample_noise(seed: int, sample_id: str, step: int, occurrence: int, shape: tuple[int, ...]) -> SampleNoise:
     """Return a sample's random numbers. `occurrence` counts its copies in the same global batch: without it in the
     key, the copies of an oversubscribed bucket would be trained with the same noise, which teaches nothing new."""
+    # 16 bytes: Philox takes a key of 128 bits as it is, without a seed sequence to hash.
     digest = hashlib.blake2b(f"{seed}/{sample_id}/{step}/{occurrence}".encode(), digest_size=16).digest()
     random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest)))
     u, caption, dropout = random.random(3)

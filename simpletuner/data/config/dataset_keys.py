@@ -55,7 +55,7 @@ NO_EFFECT: dict[str, str] = {
 MISSED: dict[str, str] = {
     "vae_cache_clear_each_epoch": "random crops are chosen once per image",
 }
-"""Keys without effect of which the result may depend in the original."""
+"""Keys that have no effect here, though the original's result may depend on them."""
 
 RULES: dict[str, Rule] = {
     **{key: Refuses(reason) for key, reason in REASONS.items()},

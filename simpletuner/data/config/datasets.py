@@ -45,7 +45,7 @@ KEEPS_OFF: dict[str, Rule] = {
     "caption_filter_list": Keeps(lambda value: () if is_off(value) else value),
     "crop_aspect_buckets": Keeps(lambda value: None if is_off(value) else value),
 }
-"""Keys of which the original has another value for `not set`."""
+"""Keys for which the original writes `not set` as another value."""
 
 Kind = TypeVar("Kind", ImageDataset, TextEmbeds, ImageEmbeds)
 

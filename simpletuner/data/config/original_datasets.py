@@ -96,6 +96,7 @@ def import_entry(
             new[BLOCK]["path"] = relocated(fill_in(path, {**names, **texts_of(old)}), root)
     idle = {key: rule for key in new if isinstance(rule := RULES.get(name_of_key(key)), Ignores)}
     left_out += [LeftOut(key, new.pop(key), place, rule.reason, effect_of(key)) for key, rule in idle.items()]
+    # In rounds: without a key, another one may be the mistake.
     while problems := problems_of(new, entry, data):
         # Without an essential key, or with one that is missing, nothing is left to take.
         fatal = next((each for each in problems if each.setting in ESSENTIAL or not has_key(new, each.setting)), None)

@@ -33,6 +33,7 @@ def kohya_entries(values: Mapping[str, Any], lost: list[Lost]) -> Iterator[dict[
     general = values.get("general") or {}
     for dataset in values["datasets"]:
         for subset in dataset.get("subsets") or [{}]:
+            # The default of sd-scripts.
             merged = {"caption_extension": ".caption", **general, **dataset, **subset}
             merged.pop("subsets", None)
             yield kohya_entry(merged, lost)

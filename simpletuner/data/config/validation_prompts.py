@@ -67,6 +67,7 @@ def parse_prompts(path: Path, text: str) -> list[ValidationPrompt]:
 
 def entries_of(path: Path, text: str) -> Iterator[DatasetEntry]:
     """Yield the object of each line; empty lines are left out."""
+    # Not splitlines(), which also breaks at U+2028, as JSON allows it within a text.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue

@@ -37,6 +37,7 @@ def transform_of(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None
 
 def changes_colours(transform: ImageCms.ImageCmsTransform) -> bool:
     """Return whether a transform of RGB is more than rounding; most profiles in photographs are that of sRGB."""
+    # 18 levels per channel with both ends: 5,832 colours stand for 16.7 million.
     levels = np.arange(0, 256, 15, dtype=np.uint8)
     colours = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(len(levels), -1, 3)
     converted = np.asarray(transform.apply(Image.fromarray(colours)))

@@ -125,6 +125,7 @@ def round_to_multiples(sides_px: np.ndarray, alignment_px: int) -> np.ndarray:
 def resized_sizes(dataset: ImageDataset, originals: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Return the sizes with the aspects of images that cover their buckets: the smallest, or what is cropped from."""
     scale = np.maximum(*(targets / originals).T)[:, None]
+    # At least the bucket: rounding must leave no side short of it.
     return downsampled(dataset, originals, np.maximum(targets, np.rint(originals * scale).astype(np.int64)))
 
 
@@ -145,6 +146,7 @@ def crop_position(dataset: ImageDataset, sample_id: str, room: tuple[int, int], 
     # Not of the step: latents are cached, so the crop of a sample must stay the same.
     digest = hashlib.blake2b(f"{seed}/{sample_id}".encode(), digest_size=16).digest()
     left, top = int.from_bytes(digest[:8]), int.from_bytes(digest[8:])
+    # Of 64 bits the modulo's bias is below 2^-50 for any image.
     return left % (room[0] + 1), top % (room[1] + 1)
 
 

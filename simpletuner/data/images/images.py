@@ -40,10 +40,12 @@ class ImageHeader:
 def read_header(file: BinaryIO) -> ImageHeader:
     """Read an image's header. Raises one of DECODE_ERRORS."""
     head = file.read(32)
+    # VP8X, the extended header of WebP: of the flags in its first byte 0x02 is animation, 0x08 EXIF.
     animated = is_extended_webp(head) and bool(head[20] & 0x02)
     if head.startswith(b"\xff\xd8") or is_webp_without_exif(head):
         file.seek(0)
         width, height = imagesize.get(file, exif_rotation=True)  # Pillow would read the whole of a WebP
+        # imagesize says -1 where it does not find a size.
         if width > 0 and height > 0:
             return ImageHeader((int(width), int(height)), animated)
     with open_image(file) as image:
@@ -144,6 +146,7 @@ def resize_and_crop(
 ) -> np.ndarray:
     """Return pixels (height, width, 3), float32 in [-1, 1]; every argument in px, width first."""
     left, top = crop_left_top
+    # From 3.0 on the result can hardly be told from resizing in one step, by Pillow's documentation.
     whole = image.resize(resized, Image.Resampling.LANCZOS, reducing_gap=3.0) if image.size != resized else image
     part = whole.crop((left, top, left + target[0], top + target[1]))
     return np.asarray(part, dtype=np.float32) / 127.5 - 1.0

@@ -51,6 +51,7 @@ def permuted_by_network(positions: np.ndarray, size: int, keys: Keys) -> np.ndar
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     items = shift_in_turns(positions, rows, columns, keys)
+    # The grid has fewer than `rows` spare cells: above 4,096 items less than 1.6 % go through it again.
     while len(beyond := np.flatnonzero(items >= size)):
         items[beyond] = shift_in_turns(items[beyond], rows, columns, keys[beyond])
     return items

@@ -35,10 +35,12 @@ def choose_by_name(names: pa.ChunkedArray, mask: np.ndarray, count: int, *key: o
 
 def hash_texts(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
     """Add the texts of a column, none of which is null, to a digest, whatever its chunks."""
+    # Lengths, too: without them "ab", "c" and "a", "bc" would have one digest.
     lengths = pc.binary_length(column)
     for chunk in lengths.chunks:
         digest.update(chunk.to_numpy())
     for chunk in column.chunks:
+        # Copied by itself, a chunk that is a slice has buffers that begin with it.
         _, offsets, content = pa.concat_arrays([chunk]).buffers()
         if content is not None:
             digest.update(memoryview(content)[: int(np.frombuffer(offsets, np.int64)[len(chunk)])])

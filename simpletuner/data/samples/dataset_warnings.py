@@ -59,7 +59,7 @@ def warn_not_read(found: Discovery) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Affected:
-    """Samples of which something is true: how many, and the one of which it is truest."""
+    """The samples that a warning is about: how many, and the most extreme one."""
 
     count: int
     degree: float

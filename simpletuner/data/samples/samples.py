@@ -70,7 +70,7 @@ class Sizes:
         return self.targets @ np.array([1 << 32, 1])
 
     def images_where(self, mask: np.ndarray) -> np.ndarray:
-        """Return which images have a size of which something is true, as `mask` (sizes,) says; mostly none has."""
+        """Return a mask of images, given a mask of sizes (sizes,), in which mostly none is set."""
         return mask[self.index] if mask.any() else np.zeros(len(self.index), bool)
 
     def where(self, mask: np.ndarray) -> Sizes:

@@ -1,8 +1,8 @@
 """Comparison of a folder with a kept scan by the modification times of its directories, not of its files.
 
 A file that is added, renamed or removed changes the time of its folder. So a start looks at ten thousand folders, not
-at ten million files, which takes a minute. A file that is rewritten in its place changes no folder: `file_check.py`
-looks for such files while the run trains.
+at ten million files, which takes a minute. A file that is rewritten in its place changes no folder:
+`stale_file_watcher.py` looks for such files while the run trains.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false
@@ -23,7 +23,6 @@ from simpletuner.data.scan.scan_cache import intact_files, open_table, write_tab
 from simpletuner.data.storage.storage import LocalStorage, Storage
 from simpletuner.system.files.mounts import read_mounts
 
-# So many files are listed in less than a second, and then a rewritten one is noticed before training.
 FEW_FILES = 100_000
 """So many files are listed in less than a second, and then a rewritten one is noticed before training."""
 KEEP_TIMES = frozenset(

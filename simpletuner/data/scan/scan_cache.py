@@ -79,5 +79,6 @@ def match_rows(files: pa.Table, known: pa.Table) -> pa.Array:
     """Return, for each file, the row of `known` with its name and versions, or null."""
     if not len(known):
         return pa.nulls(len(files), pa.int32())
+    # By a separator that no name of a file can hold.
     keys = [join([table[name] for name in IDENTITY], "\0") for table in (files, known)]
     return pc.index_in(keys[0], value_set=keys[1])

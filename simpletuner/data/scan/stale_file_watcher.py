@@ -68,6 +68,7 @@ def version_of_caption(path: str) -> str:
 
 
 if __name__ == "__main__":
+    # The lowest priority: nothing waits for it, and ranks need the cores.
     os.nice(19)
     scan, folder, with_captions, parent = sys.argv[1:]
     Report().json(check_files(Path(scan), Path(folder), with_captions == "1", int(parent)))

@@ -159,7 +159,7 @@ def remark(dataset: ImageDataset, names: pa.ChunkedArray, sentence: str, noun: s
 
 
 def files_to_read(files: pa.Table, described: Described | None) -> pa.Table:
-    """Return the files of which more must be known than the table says."""
+    """Return the files that must be read, since the table does not say enough of them."""
     if not described or not described.gives_sizes:
         return files
     is_opened = pc.and_(pc.equal(files["problem"], ""), pc.less_equal(files["size_bytes"], MAX_BYTES)).to_numpy()

@@ -17,6 +17,7 @@ from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.system.processes.threads import run_bounded
 
+# As many as huggingface_hub's snapshot_download takes.
 THREADS = 8
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 FILENAME_COLUMN = "file_name"

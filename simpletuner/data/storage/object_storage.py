@@ -93,6 +93,7 @@ class ObjectStorage:
 
     def _list(self, suffixes: Collection[str]) -> Iterator[StoredFile]:
         with self._explained():
+            # S3 returns at most 1,000 keys for one request.
             for chunk in obstore.list(self.store, chunk_size=1000):
                 for found in chunk:
                     # The ETag changes with the content; not every store has one.

@@ -114,6 +114,7 @@ class SnapshotStorage:
 
     def _opened(self, file: Path) -> pq.ParquetFile:
         """Raises DataError for a file without the columns that are asked for."""
+        # pre_buffer reads in Arrow's threads, which may abort a process at its exit (scan/scan_cache.py).
         opened = pq.ParquetFile(self.folder / file, pre_buffer=False)
         names = opened.schema_arrow.names
         wanted = {"image_column": self.dataset.image_column, "caption_column": self.dataset.caption_column}

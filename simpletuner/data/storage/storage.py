@@ -85,7 +85,7 @@ class Storage(Protocol):
         ...
 
     def open_header(self, name: str) -> BinaryIO:
-        """Open a file of which most often only the beginning is read. Raises as `open` does, also while reading."""
+        """Open a file to read mostly its beginning. Raises as `open` does, also while reading."""
         ...
 
     def read(self, name: str, limit_bytes: int) -> bytes:

@@ -43,6 +43,7 @@ PASSING = frozenset({408, 425, 429})
 """HTTP statuses below 500 that may be others next time."""
 SUFFIXES = BY_PILLOW | BY_PLUGIN
 INDEX = "images.jsonl"
+# With %, so that an address that is quoted already stays as it is.
 SAFE = ":/?#[]@!$&'()*+,;=%~"
 KEYS = {"path": "csv_file", "filename_column": "csv_url_column", "caption_column": "csv_caption_column"}
 
@@ -144,6 +145,7 @@ def read_with_retries(url: str) -> bytes:
             return read_body(url)
         except PASSING_ERRORS as error:
             raise_if_final(error)
+        # At random, so that threads that a server has refused together do not come back together.
         time.sleep(WAIT_SECONDS * 2**attempt * random.uniform(0.5, 1))
     return read_body(url)
 
@@ -174,6 +176,7 @@ def read_body(url: str) -> bytes:
         raise LostImageError("is no address") from None
     if len(content) > MAX_BYTES:
         raise LostImageError(f"has more than {MAX_BYTES:,} bytes")
+    # A read with a limit raises nothing where the connection ends too early.
     if expected.isdigit() and len(content) < int(expected):
         raise http.client.IncompleteRead(content, int(expected) - len(content))
     return content

@@ -25,6 +25,7 @@ def look_up(
     key: str, fingerprint: str, warn: Warn, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any] | None:
     """The entry of a model; None if there is none, or if its fingerprint differs."""
+    # The second one has what `put` could not write below the user's home.
     for path in block_cache_paths(environment):
         entry = entries_of(path, warn).get(key)
         if isinstance(entry, dict) and entry.get("fingerprint") == fingerprint:

@@ -252,6 +252,7 @@ class MemoryCounter(TorchDispatchMode):
             self.known[storage] = size = storage.nbytes()
             self.hold(size, tensor.is_meta)
             self.peak = max(self.peak, self.live)
+            # torch keeps one Python object per storage while a tensor uses it: with it goes the memory.
             weakref.finalize(storage, self.hold, -size, tensor.is_meta)
 
     def hold(self, size: int, on_host: bool) -> None:
@@ -291,7 +292,7 @@ FLOPS = {**flop_registry, aten.convolution_backward: shape_wrapper(convolution_b
 
 
 class MetaMemory(HostMemory):
-    """HostMemory of which only the bytes are known."""
+    """HostMemory that keeps no contents: only their bytes are counted."""
 
     def unpack(self, packed: tuple[torch.device, Tensor] | CastParameter) -> Tensor:
         if isinstance(packed, CastParameter) or not packed[1].is_meta:
@@ -378,6 +379,7 @@ def trace_vae(model: nn.Module, dtype: torch.dtype, shape: Shape, samples: int, 
     """Return the most bytes, weights included, that a VAE on the meta device takes for images of a shape in px."""
     mode = new_mode()
     parameters = list(with_fake_parameters(model, mode, dtype).parameters())
+    # The 3-D convolutions of video VAEs (Qwen-Image, Wan), which take an image as one frame.
     has_frames = any(each.ndim == 5 for each in parameters)
     with mode:
         images = torch.empty(samples, 3, *((1,) if has_frames else ()), shape.height, shape.width, dtype=dtype)

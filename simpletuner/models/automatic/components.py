@@ -51,6 +51,7 @@ def open_pipeline(family: AutomaticFamily, device: torch.device, text: torch.dty
         is_text = name.startswith(TEXT_PARTS)
         has_weights = any((family.folder / name).glob("*.safetensors"))
         if isinstance(value, list) and has_weights and not (is_text and text is not None):
+            # from_pretrained does not load a component that it is given, be it None.
             absent[name] = None
     if text is not None:
         require_packages(index[name] for name in index if name.startswith(TEXT_PARTS))

@@ -214,6 +214,7 @@ class AutomaticFamily(ModelFamily):
             entry.text = guidance.build(*([each[number] for number in found.text.names] for each in (leaves, other)))
             arguments = guided_arguments(found, sampling.guidance) | {"negative_prompt": ["x"]}
         arguments |= {"output_type": "pt", "num_inference_steps": sampling.steps}
+        # On the CPU, where a seed draws the same noise whatever the device is.
         arguments["generator"] = torch.Generator().manual_seed(sampling.seed)
         with torch.no_grad():
             predictor.entered.run(entry, ["x"], sampling.shape, guidance is not None, **arguments)

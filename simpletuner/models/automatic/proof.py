@@ -93,6 +93,7 @@ class Proof:
             return stepped
 
         noise = random(clean.shape[1:], 1)
+        # Kept for `at_step`: finding it runs the pipeline, which cannot be entered while its loop runs.
         self.predictor.order(tuple(clean.shape[1:]), self.device)
         output = self.loop(PipelineRun(noise=noise, denoise=self.predictor.blank, at_step=at_step), "pt")
         ended = self.predictor.from_step(ends[-1].float(), tuple(clean.shape[1:])).cpu()

@@ -27,7 +27,7 @@ class NoiseSchedule:
         return timesteps if self.objective == "diffusion" else timesteps * self.slope + self.offset
 
     def timesteps(self, *shares: float) -> Tensor:
-        """Return the objective's timesteps (B) at these shares of all noise."""
+        """Return the objective's timesteps (B) at shares of all noise: of 1000 in diffusion, of 1 in a flow."""
         return torch.tensor([round(share * 1000) for share in shares] if self.objective == "diffusion" else shares)
 
     def example(self) -> Tensor:
@@ -79,6 +79,7 @@ def one_step(real: Any, entry: Callable[[], PipelineRun]) -> Any:
     """Return a scheduler of the class of `real`, by which some pipelines decide, with a single step of the run."""
     cls = type(real)
     own: dict[str, Any] = {"init_noise_sigma": 1.0}
+    # A property hides an instance's attribute of that name, so it is replaced in a subclass.
     if isinstance(getattr(cls, "init_noise_sigma", None), property):
         cls = type(cls.__name__, (cls,), own)
         own = {}

@@ -99,6 +99,7 @@ class EnteredPipeline:
             )
         except Ended:
             return None
+        # A RuntimeError like those below, but it says nothing of the pipeline.
         except torch.OutOfMemoryError:
             raise
         except FOREIGN_ERRORS as error:
@@ -174,6 +175,7 @@ class EnteredPipeline:
 
     def _scheduler(self, entry: PipelineRun) -> Any:
         if entry.time is not None:
+            # A loop takes one item per step; with an axis before, that is the times of all samples.
             self.one_step.timesteps = entry.time if len(entry.time) == 1 else entry.time[None]
             return self.one_step
         scheduler = type(self.real_scheduler).from_config(self.real_scheduler.config)

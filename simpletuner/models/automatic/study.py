@@ -57,6 +57,7 @@ class Study:
         """Raises SettingsError with the first reason why the pipeline cannot be trained."""
         schedule = study_schedule(self.entered.real_scheduler, self.name)
         reasons: list[str] = []
+        # Guidance is off at 1 in most pipelines, at 0 in some (Z-Image), and others have no such argument.
         for scale in (1.0, 0.0, None):
             off = {} if scale is None else {"guidance_scale": scale, "true_cfg_scale": scale}
             arguments = {name: value for name, value in (self.given | off).items() if name in self.entered.parameters}

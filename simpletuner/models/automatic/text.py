@@ -34,7 +34,7 @@ class TextLayout:
     varying: Mapping[int, int]
     """Axis whose length depends on the caption, or else that of tokens."""
     rest: Mapping[int, tuple[int, ...]]
-    """Lengths of the other axes: a record has matrices, of which the cache does not store rows of padding."""
+    """Lengths of the other axes: a record has matrices, since the cache leaves out their rows of padding."""
     has_any_length: bool
     """True if embeddings are as long as their caption."""
     shapes: Mapping[str, tuple[int, ...]]
@@ -127,7 +127,7 @@ def as_rows(leaf: Tensor, varying: int) -> Tensor:
 
 
 def longest(column: Sequence[Any]) -> Any:
-    """Return the leaf of the longest caption, such as positions, of which a batch has one for all."""
+    """Return the leaf of the longest caption: a batch has one for all, such as positions."""
     return max(column, key=lambda leaf: leaf.numel() if isinstance(leaf, Tensor) else 0)
 
 

@@ -39,6 +39,7 @@ def copied_bytes(base: Path) -> int:
 
 def weights_of_variant(files: Iterable[Path], variant: str | None) -> list[Path]:
     """Files of one variant; without a variant, those that have no dot in their stem."""
+    # Such as model.fp16.safetensors, and model.fp16-00001-of-00002.safetensors of several.
     marked = f".{variant}" if variant else ""
     return [path for path in files if (marked in path.stem if marked else "." not in path.stem)]
 

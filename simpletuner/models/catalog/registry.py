@@ -183,7 +183,7 @@ def heads_of(preset: Preset, config: Mapping[str, Any]) -> int:
 
 
 def alltoall_sizes(heads: int) -> list[int]:
-    """Sizes of a group in which each rank can attend with as many heads as any other."""
+    """Sizes of a group whose ranks can share the heads equally."""
     return [size for size in range(2, heads + 1) if heads % size == 0]
 
 
@@ -230,7 +230,9 @@ def check_model(model: Model) -> None:
 
 def refuse_without_class(model: Model) -> None:
     """Raise SettingsError for a family of the original that has no class here: how else it is trained, or why not."""
-    sentence, hint = alternative(model.model_family, model.model_type)
+    flavour = flavour_of(model)
+    hub = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
+    sentence, hint = alternative(model.model_family, model.model_type, hub)
     if sentence:
         raise SettingsError(f"model_family {sentence}", hint)
 

@@ -20,7 +20,6 @@ from simpletuner.models.folder.weights import COMPONENT_SUFFIXES
 from simpletuner.models.single_file.source import MARKER, read_header, source_of
 
 VAE_STARTS = ("first_stage_model.", "vae.")
-# With which the names of the tensors of a VAE and of text encoders begin in such a file.
 TEXT_STARTS = ("cond_stage_model.", "conditioner.", "text_encoders.")
 """With which the names of the tensors of a VAE and of text encoders begin in such a file."""
 SAME_ARCHITECTURE = "set single_file_config to a folder of the same architecture"

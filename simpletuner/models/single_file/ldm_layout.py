@@ -67,6 +67,7 @@ def original_reads(pipeline: Path, family: str) -> Reads:
     reads = {f"model.diffusion_model.{unet_name(name, config)}": read for name, read in reads_of(pipeline / "unet")}
     for name, read in reads_of(pipeline / "vae"):
         named = vae_name(name, ups)
+        # The original's attention has 1x1 convolutions where diffusers has linear layers.
         reads[f"first_stage_model.{named}"] = partial(as_convolution, read) if ".attn_1." in named else read
     for component, (start, renamed) in TEXT_ENCODERS[family].items():
         text = {name.removeprefix("text_model."): read for name, read in reads_of(pipeline / component)}
@@ -77,6 +78,7 @@ def original_reads(pipeline: Path, family: str) -> Reads:
 def reads_of(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield the names of a component's tensors, and what reads each."""
     for path in any_weights_files(folder):
+        # Open as long as a `get_tensor` is referred to: tensors are read when they are written, one by one.
         file = safe_open(path, framework="pt")
         yield from ((name, partial(file.get_tensor, name)) for name in file.keys())  # noqa: SIM118
 
@@ -89,6 +91,7 @@ def as_convolution(read: Callable[[], Tensor]) -> Tensor:
 
 def unet_name(name: str, config: Mapping[str, Any]) -> str:
     """Return the original name of a U-Net's tensor: blocks are numbered through all levels."""
+    # Down, a level has its blocks and a downsampler; up, one block more, whose number the upsampler shares.
     depth = config["layers_per_block"] + 1
     found = re.fullmatch(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)", name)
     if found is None:

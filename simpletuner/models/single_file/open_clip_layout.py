@@ -35,6 +35,7 @@ def open_clip_reads(reads: Reads) -> Reads:
         if layer is not None:
             named |= layer_reads(f"transformer.resblocks.{layer[1]}.", layer[2], name, reads)
         elif name in PARAMETERS:
+            # OpenCLIP multiplies by the matrix, transformers by its transpose in a linear layer.
             named[PARAMETERS[name]] = partial(transposed, read) if "projection" in name else read
         elif not name.endswith("position_ids"):  # a buffer that older versions of transformers saved
             named[replace_start(name, OTHERS)] = read

@@ -51,6 +51,7 @@ def build_t5_tokenizer() -> T5Tokenizer:
     from transformers import T5Tokenizer
 
     specials = [(token, 0.0) for token in ("<pad>", "</s>", "<unk>")]
+    # Scores are logarithms of probabilities: -4 for a word beats -8 for each of its characters.
     words = [(f"▁{word}", -4.0) for word in WORDS.split()]
     letters = [(letter, -8.0) for letter in "▁" + string.ascii_letters + string.digits + string.punctuation]
     return T5Tokenizer(vocab=specials + words + letters, extra_ids=0, model_max_length=512)

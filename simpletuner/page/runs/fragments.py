@@ -62,6 +62,7 @@ def fragments_of(request: Request, runs: Sequence[RunFolder], smoothing: str) ->
         made("status", summary=summarize(run, processes_of(request).known(run))),
         Fragment(
             "curves",
+            # By how far files were read, not by the result: drawing is what costs.
             value_checksum({"read": offsets, "smoothing": smoothing}),
             partial(draw, watched, list(runs), smoothing),
         ),

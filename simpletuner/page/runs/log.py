@@ -65,6 +65,7 @@ def parse_log(text: str) -> list[Entry]:
 def messages_in(text: str) -> list[tuple[re.Match[str], list[str]]]:
     """Return the first line of each message as parsed, and the text of all its lines."""
     messages: list[tuple[re.Match[str], list[str]]] = []
+    # Not splitlines(), which also breaks at a form feed or U+2028 within a message.
     for line in text.removesuffix("\n").split("\n"):
         found = ENTRY.fullmatch(line)
         if found is not None:

@@ -65,6 +65,7 @@ def news(request: Request, make: Callable[[], list[Fragment]]) -> Response:
         refused = explain_os_error(error) if isinstance(error, OSError) else error
         return respond_error(request, refused, STOP_POLLING)
     texts = [each.html() for each in fragments if field(request, f"seen-{each.name}") != each.key]
+    # htmx swaps nothing at 204.
     return HTMLResponse("".join(texts)) if texts else Response(status_code=204)
 
 
@@ -74,12 +75,14 @@ def show_image(request: Request) -> Response:
     name, step, edge = field(request, "name"), field(request, "step"), field(request, "edge", str(EDGES_PX[0]))
     path = None
     if FILE.fullmatch(name) and step.isascii() and step.isdecimal() and edge in map(str, EDGES_PX):
+        # Python refuses to convert more than 4,300 digits.
         path = run.file(f"validation/step-{int(step):06d}/{name}") if len(step) < 12 else None
     if path is None:
         raise SettingsError("there is no such image", "the page of the run shows those there are")
     watched = watched_of(request).of(run)
     with watched.lock:
         content = watched.gallery.thumbnail(path, int(edge))
+    # The address has the time of the start, so a start that makes the image again has another one.
     return Response(content, media_type="image/webp", headers={"Cache-Control": "private, max-age=3600"})
 
 

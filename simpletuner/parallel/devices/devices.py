@@ -33,6 +33,7 @@ class Device:
 
 
 # By the names that `simpletuner plan --gpu` takes.
+# Links: 32 GB/s are PCIe 4.0 x16, and 448 the seven links of an MI300X, 64 each.
 DEVICES = {
     "H100": Device(r"NVIDIA H100 \d+GB HBM3", 989.5, 79.6, 3350, 450),
     "H200": Device(r"NVIDIA H200", 989.5, 139.8, 4800, 450),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# A cache line, and the widest vector of a CPU (AVX-512).
 ALIGNMENT = 64
 """Tensors begin at multiples of so many bytes."""
 

@@ -48,8 +48,11 @@ class Adafactor(ShardOptimizer):
         squares = self._over_ranks([self._update(*each).square_().sum()[None] for each in updates])
         for (parameter, gradient, total), square in zip(updates, squares, strict=True):
             count = self.shapes[parameter].numel()
+            # Algorithm 4: rho = min(1e-2, t^-0.5), here with learning_rate for 1e-2,
+            # times max(epsilon2, RMS(X)).
             rate = min(group["lr"], self.state[parameter]["step"].item() ** -0.5)
             scale = rate * (total[0] / count).sqrt().clamp_(min=SMALLEST_RMS)
+            # Update clipping: U / max(1, RMS(U) / d).
             scale /= ((square[0] / count).sqrt() / CLIP).clamp_(min=1)
             update = self._update(parameter, gradient, total)
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(scale))
@@ -82,6 +85,7 @@ class Adafactor(ShardOptimizer):
 
     def _newest(self, parameter: nn.Parameter) -> float:
         """Return the weight of the newest gradient in the moments."""
+        # 1 - beta2 of algorithm 4, where beta2 = 1 - t^-0.8; at step 1 the moments are the gradient's.
         return self.state[parameter]["step"].item() ** BETA2_DECAY
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, sums: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ class ScheduleFreeAdamW(ShardAdamW):
         if not state:
             state |= {"step": torch.tensor(0.0), **{name: new() for name, new in self.new_moments(y).items()}}
         state["step"] += 1
+        # Algorithm 1 weights each z by the square of its learning rate, so a warm-up counts for little.
         state["weight_sum"] += rate**2
         share = rate**2 / state["weight_sum"].item()
         z, square = state["z"], state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -52,6 +53,7 @@ class ScheduleFreeAdamW(ShardAdamW):
         if not (state := self.state.get(parameter)):
             return parameter.detach().clone()
         (group,) = self.param_groups
+        # x = (y - (1 - beta1) z) / beta1, by the definition of y.
         return torch.lerp(parameter.detach(), state["z"], 1 - 1 / group["betas"][0])
 
 

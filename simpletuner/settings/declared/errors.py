@@ -135,6 +135,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def closest(word: str, known: Iterable[str]) -> str:
     """Return the known word that a word is most like, or nothing."""
+    # 0.6 is difflib's own cutoff.
     close = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), list(known), n=1, cutoff=0.6)
     return close[0] if close else ""
 

@@ -72,6 +72,7 @@ def type_name(annotation: Any) -> str:
 class Section(BaseModel):
     """A group of settings that one part of the program is given; frozen, and strict about unknown names."""
 
+    # JSON has neither infinity nor NaN, and settings.json is JSON.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     @field_validator("*", mode="before")

@@ -14,6 +14,7 @@ from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.settings.files.secret_values import is_reference
 from simpletuner.settings.values.spelling import normalize_name
 
+# Not `tokenizer`: its names are no secrets.
 SECRET = re.compile(r"token(?!izer)|secret|access_key|password|webhook", re.IGNORECASE)
 """Names of what is never shown, among those that are no settings."""
 

@@ -100,6 +100,7 @@ class DatasetSettings(Section):
     crop_style: Literal["center", "corner", "random"] = knob("center", "Where to crop: corner is the upper left one; random depends on the seed and the image alone.")
     crop_aspect: Literal["square", "preserve", "closest", "random"] = knob("square", "Shape of the crop: square, the image's aspect bucket, or of a list of aspects the closest or a random one.")  # fmt: skip
     minimum_image_size: float | None = knob(None, "Leave out smaller images; same unit as resolution.", gt=0, aliases=("minimum_resolution",))
+    # The share with which Stable Diffusion was trained for classifier-free guidance (Ho and Salimans 2022).
     caption_dropout_probability: float = knob(0.1, "Fraction of samples trained without their caption.", ge=0, le=1)
     vae_batch_size: int = knob(4, "Images that the VAE encodes at once, per rank.", ge=1)
     preserve_data_backend_cache: bool = knob(False, "Use the image list of an earlier start without looking for new or changed files.")
@@ -166,6 +167,7 @@ class Optimizer(Section):
     lr_warmup_steps: Annotated[float, AfterValidator(steps_or_fraction)] = knob(0, "Optimizer steps over which the learning rate rises from 0; below 1: that fraction of all steps.", ge=0)
     lr_end: float = knob(0.0, "Learning rate that linear, cosine and polynomial reach when the run ends.", ge=0, aliases=("learning_rate_end",))
     lr_power: float = knob(1.0, "Exponent of the polynomial schedule.", gt=0)
+    # Kingma and Ba 2015 (arXiv:1412.6980, algorithm 1) give these two and epsilon as good defaults.
     adam_beta1: float = knob(0.9, "Decay of the first moment.", ge=0, lt=1)
     adam_beta2: float = knob(0.999, "Decay of the second moment; 0.99 for Lion unless set.", ge=0, lt=1)
     adam_epsilon: float = knob(1e-8, "Added to the denominator.", gt=0)
@@ -212,6 +214,7 @@ class Parallel(Section):
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = knob("SHARDED_STATE_DICT", "Checkpoint as one file per rank, or as one ordinary set of safetensors.")  # fmt: skip
     fsdp_cpu_ram_efficient_loading: bool = knob(True, "Build on the meta device and let each rank read only its own slices.")
     fsdp_auto_wrap_policy: str = knob("TRANSFORMER_BASED_WRAP", "What becomes an FSDP unit: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or `package.module.callable`.")  # fmt: skip
+    # torch's own default (size_based_auto_wrap_policy).
     fsdp_min_num_params: int = knob(100_000_000, "Smallest unit of SIZE_BASED_WRAP.", unit="parameters", ge=1)
     fsdp_transformer_layer_cls_to_wrap: str = knob("", "Comma-separated block classes to wrap; empty: those that `simpletuner detect-blocks` recommends.")
 
@@ -232,6 +235,7 @@ class Launch(Section):
     num_machines: int = knob(1, "Machines that train together, each with the same number of ranks.", ge=1, le=1_000_000, aliases=("training_num_machines",))
     machine_rank: int = knob(0, "Which of the machines this is, counted from 0.", ge=0)
     main_process_ip: Annotated[str, AfterValidator(check_host)] = knob("", "Address of machine 0, as the others reach it.")
+    # torchrun's default port.
     main_process_port: int = knob(29500, "TCP port on machine 0 that all ranks connect to.", ge=1, le=65535)
     node_join_timeout: float = knob(600, "How long a machine waits at the start for the others.", unit="s", gt=0)
     node_timeout: float = knob(60, "How long a machine may be silent before the others end the run.", unit="s", gt=0)

@@ -17,6 +17,7 @@ def edit_env(text: str, edit: Edit) -> Iterator[str]:
     found = [pair for _, pair in assignments(text)]
     ours = [pair for pair in found if canonical_name(pair["key"].removeprefix(PREFIX)) == edit.name]
     if edit.removes:
+        # From the end, so that the places of earlier ones stay right.
         for pair in reversed(ours):
             text = replace_span(text, *pair.span())
         yield text

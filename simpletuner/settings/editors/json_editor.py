@@ -67,7 +67,9 @@ def json_text(value: Any, text: str, position: int) -> str:
 def with_pair(text: str, pairs: list[Pair], edit: Edit) -> str:
     last = pairs[-1]
     first_gap = "," + (text[text.index("{") + 1 : last.key_start] or " ")
+    # The comma, newline and indent between the last two pairs: a new one looks like them.
     ahead = text[pairs[-2].end : last.key_start] if len(pairs) > 1 else first_gap
+    # Files of the original may write names as flags, `"--seed": 42`.
     dashes = "--" * text[last.key_start :].startswith('"--')
     value = json_text(edit.value, text, last.key_start)
     return replace_span(

@@ -32,6 +32,7 @@ def edit_toml(text: str, edit: Edit) -> Iterator[str]:
         yield without_statements(text, ours)
         return
     value = toml_text(edit.value)
+    # In place where that is possible: the comment after the value stays.
     if len(ours) == 1 and not ours[0].is_table:
         start, end = value_span(text, ours[0])
         yield replace_span(text, start, end, value)
@@ -98,6 +99,7 @@ def value_span(text: str, statement: Statement) -> tuple[int, int]:
 
 
 def without_statements(text: str, removed: list[Statement]) -> str:
+    # From the end, so that the places of earlier ones stay right.
     for each in reversed(removed):
         text = replace_span(text, each.start, each.end)
     return text

@@ -47,6 +47,7 @@ def with_pair(text: str, node: yaml.MappingNode, edit: Edit) -> Iterator[str]:
         pair = f"{edit.name}: {value}"
         if node.flow_style:
             end = node.end_mark.index - 1
+            # The second text is for braces that hold nothing, or that end in a comma.
             yield replace_span(text, end, end, f", {pair}")
             yield replace_span(text, end, end, pair)
         else:

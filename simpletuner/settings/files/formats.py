@@ -40,6 +40,7 @@ def read_text(path: Path) -> str:
     """Read a file that a user has written. Raises OSError, and NotParsed for what is not UTF-8."""
     content = read_file(path, MAX_FILE_BYTES)  # bytes: newlines inside values stay as they are
     try:
+        # Some editors begin a file with a byte order mark, which is no part of the first name.
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
@@ -109,6 +110,7 @@ def json_entries(text: str) -> Iterator[FileEntry]:
         raise json_mistake(error) from None
     if not isinstance(value, Pairs):
         raise NotSettings("a list" if isinstance(value, list) else "one value")
+    # strict: both passes over the text must find the same names, or lines would be wrong from there on.
     for (key, item), (line, inner_lines) in zip(value.pairs, json_lines(text), strict=True):
         yield FileEntry(key, item, line, inner_lines)
 
@@ -155,6 +157,7 @@ def toml_entries(text: str) -> Iterator[FileEntry]:
         yield FileEntry(key, value, lines.get(key, 0))
 
 
+# {3,5}: a long string may end in one or two quotes before the three that close it (TOML 1.0).
 TOML_TOKEN = re.compile(
     r"""\"{3}(?:\\.|[^\\])*?\"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|\#[^\n]*|[\[{]|[\]}]|\n""", re.DOTALL
 )
@@ -182,6 +185,7 @@ def toml_lines(text: str) -> dict[str, int]:
         if name is None or (in_table and not name["table"]):
             continue
         in_table = bool(name["table"])
+        # The first one counts: dotted keys of one table repeat its name.
         lines.setdefault(toml_name(name), number)
     return lines
 

@@ -11,6 +11,7 @@ from yaml.reader import Reader
 
 from simpletuner.settings.files.file_entries import MAX_DEPTH, TOO_DEEP, FileEntry, NotParsed, NotSettings
 
+# Aliases of aliases make billions of values out of a few lines ("billion laughs").
 MAX_NODES = 1_000_000
 """Names and values of a file with its aliases written out."""
 MERGE = "tag:yaml.org,2002:merge"
@@ -81,6 +82,7 @@ class Extent(NamedTuple):
 
 def check_size(node: yaml.MappingNode) -> None:
     """Raise NotParsed where aliases multiply, and for a duplicate key below the first level."""
+    # By id, which no other node can take over: all of them live as long as the tree.
     known: dict[int, Extent] = {id(node): Extent(1, 0)}
     for key, value in node.value:
         extent = measure(value, known)

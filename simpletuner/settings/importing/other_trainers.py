@@ -133,13 +133,16 @@ def translate_kohya(values: Mapping[str, Any]) -> TranslatedFile:
     name = str(given.get("pretrained_model_name_or_path", ""))
     found.own = {
         **KOHYA_OWN,
+        # SDXL has a script of its own in sd-scripts, so a file does not say whether it is meant.
         "model_family": "sd2x" if given.get("v2") else "sdxl" if "xl" in name.lower() else "sd1x",
         "model_type": "lora" if is_lora else "full",
+        # Defaults of sd-scripts: network_alpha of 1, and here max_train_steps of 1600.
         **({"lora_alpha": 1.0, "lora_target_modules": ATTENTION_BLOCKS} if is_lora else {}),
         **({} if "max_train_epochs" in given else {"max_train_steps": 1600, "num_train_epochs": 0}),
     }
     if "max_train_epochs" in given:
         given.pop("max_train_steps", None)  # which it outranks
+    # sd-scripts takes it for the U-Net, where learning_rate is only a default.
     if "unet_lr" in given:
         given.pop("learning_rate", None)
     if not is_lora:

@@ -45,7 +45,7 @@ from simpletuner.settings.resolving.variables import NOT_SETTINGS
 from simpletuner.system.files.paths import expand_path
 
 DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")
-"""Names without whose value nothing is left to train, in part either."""
+"""Names whose value cannot be left out, not even with --partial: nothing would be left to train."""
 NEEDS_LOOK = {NOT_SETTINGS[name] for name in ("env", "accelerate_extra_args")}
 ASIDE = ("checkpoints", "compile", "hub", "launch", "logging", "validation")
 """Sections that do not change what is trained."""

@@ -57,6 +57,7 @@ class There:
             return default  # whoever checks the value has the sentence
 
     def has(self, name: str, value: Any) -> bool:
+        # value + 1: a number that is not there counts as another one.
         return self.number(name, value + 1) == value if isinstance(value, float | int) else self.word(name) == value
 
     def asks_for(self, name: str) -> bool:

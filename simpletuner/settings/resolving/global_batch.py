@@ -16,6 +16,7 @@ def apply_global_batch_size(merged: MergedValues) -> None:
     wanted, batch, ranks, shared = (merged.value(name) for name in (NAME, BATCH, RANKS, CONTEXT))
     if wanted is None or not all(type(each) is int and each > 0 for each in (wanted, batch, ranks, shared)):
         return  # validation says so
+    # A context_parallel_size above the number of ranks is a mistake that its own rule tells.
     data_ranks = max(1, ranks // shared)
     origin = merged.origins[NAME]
     if wanted % (batch * data_ranks):

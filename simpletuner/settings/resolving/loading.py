@@ -83,6 +83,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     warnings = [warning for source in sources for warning in source.warnings]
     outranked: list[Mistake] = []
     for source in sources:
+        # First: one sentence about the file says more than a mistake for each of its names.
         refuse_original(source)
         found = outranked if source.is_outranked else merged.mistakes
         for given in canonical_values(source, found):
@@ -90,6 +91,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
         found += source.mistakes
     warnings += sort_outranked(outranked, merged)
     warnings += apply_deepspeed_config(merged)
+    # After DeepSpeed's JSON, which may give the batch size of a rank.
     apply_global_batch_size(merged)
     mistakes, origins = merged.mistakes, merged.origins
     settings, invalid = validate(merged.values, origins, mistakes)
@@ -100,6 +102,7 @@ def resolve(sources: Iterable[Source], complete: bool = True) -> Loaded:
     mistakes += [with_places(rule, origins) for rule in found if invalid.isdisjoint((rule.setting, *rule.others))]
     if mistakes:
         raise InvalidSettings(settings, invalid, origins, mistakes, hint_for_values(sources, invalid))
+    # Before normalize(), which resets what some of these warnings are about.
     about = [str(with_places(warning, origins)) for warning in warnings_about(settings)]
     settings, reasons = normalize(settings)
     # A setting that a rule reset keeps its origin, with the reason that `config show` prints.
@@ -304,4 +307,5 @@ def settings_as_json(loaded: Loaded) -> dict[str, Any]:
 
 def without_point(value: Any) -> Any:
     """Return 64 for 64.0, as people write it; TOML cannot hold whole numbers that are very large."""
+    # From 2^53 on a float stands for several whole numbers.
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53 else value

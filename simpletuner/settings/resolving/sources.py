@@ -104,6 +104,7 @@ def collect_sources(flags: Mapping[str, Any], config: Path | None, environment: 
     base = Path(CONFIG_ENV) if Path(CONFIG_ENV).is_file() else None
     in_base = folder_variables(base, environment) if base else {}
     found = find_config(environment, in_base, config)
+    # Without the variable that has chosen the folder: it had its effect, and needs no warning.
     variables = from_environment({name: value for name, value in environment.items() if name != found.variable})
     variables.warnings.extend(found.warnings)
     path = found.path

@@ -8,6 +8,7 @@ from simpletuner.errors import BrokenRule
 from simpletuner.settings.declared.errors import broken, nearest
 from simpletuner.settings.declared.sections import Settings
 
+# The modes of torch.compile that set `triton.cudagraphs` (torch/_inductor/__init__.py, list_mode_options).
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 

@@ -151,6 +151,7 @@ def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
     """
     launch = settings.launch
     flags = as_flags({name: value for name, value in values.items() if name not in OF_A_JOB})
+    # srun's default lets the other nodes run on when one has failed (KillOnBadExit=0 in slurm.conf).
     start = ["srun", "--kill-on-bad-exit=1", "bash", "-c", START_ON_NODE, "simpletuner", *flags]
     ranks = launch.num_processes // launch.num_machines
     gpus = "" if launch.use_cpu else f"#SBATCH --gpus-per-node={ranks}\n"

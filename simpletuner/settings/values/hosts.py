@@ -7,6 +7,7 @@ import re
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+# RFC 1035: labels of at most 63 characters, 253 in all as text.
 LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
 LONGEST = 253
 
@@ -41,6 +42,7 @@ def check_url(url: str) -> str:
 
 def check_repository(name: str) -> str:
     """Return the id of a repository on the hub as it came. Raises ValueError for what cannot be one."""
+    # 96 characters is the limit of huggingface_hub (utils/_validators.py, 2.4).
     if name and not (re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII) and len(name) <= 96):
         raise ValueError("use OWNER/NAME or NAME, of letters, digits, `-`, `_` and `.`")
     return name

@@ -80,6 +80,7 @@ def bytes_of(path: Path) -> int:
 
 def disk_bytes(state: os.stat_result) -> int:
     """Return what a file takes: less than its size where it has holes. Tiny files may be stored without a block."""
+    # st_blocks counts 512 bytes each, whatever the file system's blocks are (stat(2)).
     return min(state.st_size, state.st_blocks * 512) if state.st_size > 4096 else state.st_size
 
 

@@ -116,7 +116,7 @@ def find_run_shards(settings: Settings) -> tuple[list[CacheItem], list[CacheItem
 
 
 def with_names(item: CacheItem, folders: Mapping[str, Path], buckets: Mapping[Path, str]) -> CacheItem:
-    """Name the datasets whose folder this is, and the bucket that it is a copy of."""
+    """Add the datasets that keep records in this folder, and the bucket that it is a copy of."""
     path = item.path.resolve()
     datasets = tuple(name for name, folder in folders.items() if folder.resolve() == path)
     return replace(item, datasets=datasets, bucket=buckets.get(item.path, ""))

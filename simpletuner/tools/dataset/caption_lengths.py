@@ -27,6 +27,7 @@ class TokenLimit:
 
     def count(self, captions: list[str]) -> list[int]:
         """Return the tokens of each caption, with those that mark its beginning and end."""
+        # Not verbose: transformers warns of each text that is longer than the model takes.
         return list(map(len, self.tokenizer(captions, truncation=False, verbose=False)["input_ids"]))
 
 

@@ -138,7 +138,7 @@ def plan_buckets(
 
 
 def check_lengths(samples: DatasetSamples, limits: Sequence[TokenLimit], report: Report) -> Iterator[DatasetFinding]:
-    """Yield the images of which a text encoder does not read the whole caption."""
+    """Yield the images whose caption a text encoder truncates."""
     for limit in limits:
         with report.progress(f"{samples.dataset.id}: counting tokens", len(samples)) as progress:
             tokens = np.fromiter(longest_in_tokens(samples, limit, progress.update), np.int64, len(samples))

@@ -82,4 +82,5 @@ def content_of(checksum: bytes, image: Image.Image) -> Content:
 
 
 def shrink(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+    # Means of areas, in which the noise of compression cancels.
     return np.asarray(image.resize(size, Image.Resampling.BOX))

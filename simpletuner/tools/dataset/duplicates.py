@@ -57,6 +57,7 @@ def close_pairs(images: Sequence[Content]) -> Iterator[tuple[list[int], list[int
         shift = np.uint64(64 // PARTS * part)
         # Sorted by that part of the hash first, so that those that share it are neighbours.
         turned = (hashes << shift) | (hashes >> (np.uint64(64) - shift) if part else np.uint64(0))
+        # By brightness where hashes are equal, as of plain images: only MAX_COMPARED neighbours are compared.
         order = np.lexsort((brightness, turned))
         parts, left = turned[order] >> np.uint64(64 - 64 // PARTS), np.arange(len(images))
         for distance in range(1, MAX_COMPARED):
@@ -87,6 +88,7 @@ def joined(pairs: Iterable[tuple[int, int]]) -> Groups:
 
     def root(index: int) -> int:
         while parent.setdefault(index, index) != index:
+            # Path halving keeps the trees flat, however long a chain of similar images is.
             parent[index] = parent[parent[index]]
             index = parent[index]
         return index

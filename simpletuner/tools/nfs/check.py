@@ -34,7 +34,7 @@ IN_ORDER: dict[str, Check] = {
     "mount": lambda peers: mounts.check_mount(peers.node, mounts.mount_of_node(peers.node), peers.reaches),
     "space": lambda peers: resources.check_space(peers.node),
 }
-"""The checks in the order in which all nodes make them."""
+"""The checks, in the order that all nodes follow."""
 INDEPENDENT = ("write", "see", "mount", "space")
 """Checks that are made even if the nodes do not meet."""
 
@@ -75,6 +75,7 @@ def check(node: Node, stop: StopRequest, say: Callable[[str], None]) -> CheckOut
 
     `say` prints which nodes are missing, and whether the filesystem does not answer. Raises Stopped after a signal.
     """
+    # The list of mounts has real paths only.
     node = replace(node, path=Path(os.path.realpath(node.path.expanduser())))
     peers = Rendezvous(node, stop, say)
     with cleanup_after_kill(peers.workspace, node.rank, peers.info.nonce), watchdog(peers, say):

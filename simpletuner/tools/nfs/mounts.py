@@ -100,6 +100,7 @@ def fstab_line(mount: Mount, drop: str = "", add: str = "") -> str:
     kept = [option for option in mount.options if option not in (drop, add) and not NEGOTIATED.match(option)]
     options = ",".join(filter(None, [*kept, add, "_netdev"]))
     fields = (mount.source, str(mount.point), mount.fstype, options)
+    # fstab(5) separates fields by blanks, and writes one within a field as \040.
     line = " ".join(field.replace(" ", "\\040") for field in fields)
     return f"in /etc/fstab: {line} 0 0   # then: sudo umount {mount.point}; sudo mount {mount.point}"
 

@@ -116,6 +116,7 @@ def check_lock(peers: Rendezvous) -> Finding:
     node, path = peers.node, peers.workspace.file(0, "lock")
     if node.rank == 0:
         path.touch()
+        # Whatever the umask: the others open it for writing, perhaps as other users.
         path.chmod(0o666)
     peers.gather("start")
     # NFS grants exclusive locks only on files that are open for writing

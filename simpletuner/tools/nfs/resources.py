@@ -93,6 +93,7 @@ def listening(node: Node, nonce: str) -> Iterator[int]:
     closed = threading.Event()
 
     def send_nonce() -> None:
+        # So that `closed` is noticed: nothing else ends a thread that waits in accept().
         server.settimeout(0.05)
         while not closed.is_set():
             with contextlib.suppress(OSError):  # nobody connected, or the other end hung up

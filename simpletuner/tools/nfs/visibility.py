@@ -143,6 +143,7 @@ def check_clock(peers: Rendezvous) -> Finding:
     """Check `clock`: how far clocks differ; a single node compares with the file server."""
     if peers.node.is_alone:
         before, stamped, after = peers.node.clock(), stat_new_file(peers).st_mtime, peers.node.clock()
+        # 0.01: Linux stamps files with the time of its last tick, which may be 10 ms old (HZ=100).
         offset, uncertainty = stamped - (before + after) / 2, (after - before) / 2 + 0.01
         who = "the clock that stamps files"
     else:

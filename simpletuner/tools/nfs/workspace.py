@@ -158,6 +158,7 @@ def cleanup_after_kill(workspace: Workspace, rank: int, nonce: str) -> Iterator[
 
 def clean_up_after_parent(pipe: int, workspace: Workspace, rank: int, nonce: str) -> None:
     try:
+        # Out of the terminal's group, whose signals are not for it, and off mounts that it would keep busy.
         os.setsid()
         os.chdir("/")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -165,6 +166,7 @@ def clean_up_after_parent(pipe: int, workspace: Workspace, rank: int, nonce: str
         null = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):  # whoever reads the parent's output waits until all copies of it are closed
             os.dup2(null, standard)
+        # What the parent has locked, or listens on, must be free when the parent is dead.
         os.closerange(3, pipe)
         os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX"))
         if os.read(pipe, 1) == b"":
@@ -173,6 +175,7 @@ def clean_up_after_parent(pipe: int, workspace: Workspace, rank: int, nonce: str
             if card is None or card.nonce == nonce:  # a card that is half written can only be its own
                 workspace.leave(rank)
     finally:
+        # Not sys.exit: buffers and atexit functions are copies of the parent's.
         os._exit(0)
 
 

@@ -61,6 +61,7 @@ def estimate_run(
 ) -> RunPlan:
     """Estimate a configuration; without a device memory alone."""
     memory = estimate_training(settings, workload)
+    # Between steps there are neither activations nor gradients.
     at_rest = memory.gpu_bytes - sum(row.gpu for row in memory.rows if row.name in ("activations", "gradients"))
     phases = {
         "encoding captions": workload.text_encoder_bytes(settings),

@@ -27,6 +27,7 @@ from simpletuner.training.auto.workload import Workload
 from simpletuner.training.engines import build_engine
 from simpletuner.training.optimizers import make_optimizer
 
+# The first steps compile, allocate, and make the optimizer's state.
 WARM_UP, STEPS = 2, 10
 
 

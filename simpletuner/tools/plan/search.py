@@ -22,7 +22,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "offload_activations": (False, True),
 }
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
-# Of two settings whose steps differ by no more than this share, the simpler one is taken.
+# Settings whose steps differ by no more than this share count as equally fast: the simpler one is taken.
 SAME_SPEED = 0.01
 
 
@@ -66,6 +66,7 @@ def propose(
 
     Raises SettingsError where none fits, naming the one that needs least.
     """
+    # Kept, since `reason` asks again for the neighbours of the one that is chosen.
     known: dict[tuple[Any, ...], RunPlan | None] = {}
 
     def plan_of(values: Mapping[str, Any]) -> RunPlan | None:

@@ -82,6 +82,7 @@ def communication_seconds(settings: Settings, device: Device, parameters: int) -
     is_sharded = settings.parallel.fsdp_enable or settings.parallel.zero_stage is not None
     reduced = FLOAT32_BYTES * (1 if is_sharded else 2)
     gathered = 2 * compute_bytes(settings) * settings.training.gradient_accumulation_steps if is_sharded else 0
+    # In ring algorithms a rank sends all but its own share: (N - 1) / N of the bytes.
     return parameters * (reduced + gathered) * (1 - 1 / ranks) / (rate * 1e9 * LINK)
 
 
@@ -94,6 +95,7 @@ def optimizer_seconds(settings: Settings, device: Device, inputs: MemoryInputs) 
     if settings.optimizer.state_layout == "split":
         launches = SPLIT_LAUNCHES * inputs.num_chunks * LAUNCH_SECONDS
         return max(launches, share * SPLIT_BYTES / (device.memory_gb_per_second * 1e9 * TRAFFIC))
+    # Weight and moments are read and written, the gradient is read; 3: its norm reads it, clipping writes it.
     num_bytes = FLOAT32_BYTES * (2 + 2 * moments + 1 + 3)
     is_on_host = settings.parallel.fsdp_offload_params or settings.parallel.offload_optimizer != "none"
     if is_on_host:

@@ -47,6 +47,7 @@ def count_graphs(settings: Settings, family: ModelFamily, plan: Plan) -> Graphs:
     """Count what training compiles; validation and the held-out loss add their own batch sizes."""
     model = family.meta_denoiser
     blocks = units_by_class(model, recommended_blocks(model))
+    # Blocks of one class whose weights have equal shapes share a compilation.
     kinds = len({(type(block), tuple(each.shape for each in block.parameters())) for block in blocks})
     if not settings.compile.dynamo_use_regional_compilation:
         kinds = max(1, len(blocks))  # one graph, which takes as long as its blocks
@@ -73,6 +74,7 @@ def missing_compiler() -> str:
     """Return what inductor lacks to make kernels for a GPU; empty where it is all there."""
     if importlib.util.find_spec("triton") is None:
         return "triton"
+    # Triton compiles a launcher in C for its kernels.
     compilers = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
     return "" if any(shutil.which(each) for each in compilers if each) else "a C compiler"
 

@@ -79,7 +79,7 @@ def host_rows(settings: Settings, inputs: MemoryInputs, checkpoint: int, on_gpu:
 
 
 def activations_row(settings: Settings, peak: float, on_host: int) -> MemoryRow:
-    """Return the row of activations, of which those that are offloaded are in the host's memory."""
+    """Return the row of activations; those that are offloaded are in the host's memory."""
     cp, training = settings.parallel.context_parallel_size, settings.training
     count = training.train_batch_size
     formula = f"{count_noun(count, 'sample')}, {describe_activations(settings)}"

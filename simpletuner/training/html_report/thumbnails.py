@@ -197,6 +197,7 @@ def limit(prompts: list[PromptRounds]) -> tuple[list[PromptRounds], str]:
     """Leave out rounds, and where that is not enough prompts, until there are at most MAX_IMAGES images."""
     if sum(len(images_of(prompt)) for prompt in prompts) <= MAX_IMAGES:
         return prompts, ""
+    # So many that each of them has eight images at least.
     kept = prompts[: MAX_IMAGES // 8]
     per_prompt = MAX_IMAGES // len(kept)
     rounds = max(len(prompt.rounds) for prompt in kept)

@@ -79,6 +79,7 @@ def write_png(path: Path, image: Image.Image, texts: Mapping[str, str]) -> None:
     """Write a PNG atomically, with these text chunks."""
     chunks, content = PngImagePlugin.PngInfo(), BytesIO()
     for name, text in texts.items():
+        # iTXt, since tEXt holds Latin-1 only (PNG, section 11.3.3).
         chunks.add_itxt(name, text, zip=len(text) > 1024)
     image.save(content, "PNG", pnginfo=chunks)
     write_file(path, content.getvalue())

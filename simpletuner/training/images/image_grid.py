@@ -85,6 +85,7 @@ def draw_band(bands: Sequence[Sequence[Cell]]) -> Image.Image:
         top = head
         for (path, info), notes, height in zip(column.cells, column.notes, heights, strict=False):
             size = shown_size(info)
+            # The factor is whole, so the pixels of small images stay sharp squares.
             sheet.paste(read_rgb(path).resize(size, Image.Resampling.NEAREST), (left, top))
             small.draw_lines(sheet, left, top + size[1], notes, "#666666")
             top += height

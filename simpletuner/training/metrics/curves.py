@@ -29,6 +29,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     # Least squares within each window; in the middle the slope has no influence.
     mean_value, mean_position = window_mean(values), window_mean(position)
     spread = window_mean(position**2) - mean_position**2
+    # A window of one point has no spread, and no slope.
     slope = (window_mean(position * values) - mean_position * mean_value) / np.maximum(spread, 1e-9)
     return mean_value + slope * (position - mean_position)
 

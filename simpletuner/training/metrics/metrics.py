@@ -54,6 +54,7 @@ class Metrics:
         """Add a row; trackers show its values as `group/name`."""
         with naming(self.path):
             self.file.write(json.dumps(row) + "\n")
+            # At each row: the page and wandb's process read the file while it grows.
             self.file.flush()
         for tracker in self.trackers:
             tracker.write(row, group)

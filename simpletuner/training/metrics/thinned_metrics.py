@@ -62,6 +62,7 @@ class ThinnedColumn:
             tail = summarized(self.tail.reshape(2, 1, -1))
             rest = np.concatenate([*tail[:2], self.tail[:, -1:]], axis=1)
             blocks = np.concatenate([blocks, rest[:, rest[0].argsort()]], axis=1)
+        # Where the least and the greatest of a block are one point, it is there twice.
         steps, values = blocks[:, np.diff(blocks[0], prepend=-np.inf) > 0]
         return steps, values
 

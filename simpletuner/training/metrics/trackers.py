@@ -51,6 +51,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.report, self.is_failed = report, False
+        # Hidden are the events of purge_step and later: those of the checkpoint's own step stay.
         self.writer: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
         rows = [f"| {name} | {json.dumps(value, ensure_ascii=False)} |" for name, value in settings.items()]
         self._try(

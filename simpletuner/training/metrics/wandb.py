@@ -31,6 +31,7 @@ class WeightsAndBiases:
     def __init__(self, session: Session, folder: Path, step: int) -> None:
         self.report, logging, output = session.report, session.settings.logging, session.settings.training.output_dir
         state = read_state(output)
+        # Eight characters, as wandb's own. It is kept, so that a resumed run goes on in the same one there.
         state["id"] = state.get("id") or secrets.token_hex(4)
         # Steps that are trained again, since the run went back, are sent again.
         state["sent"] = {group: min(sent, step) for group, sent in state.get("sent", {}).items()}

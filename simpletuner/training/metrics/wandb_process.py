@@ -123,6 +123,7 @@ def main() -> None:
     output = Path(options["output"])
     import wandb
 
+    # By default wandb records the git remote and the program of the user's current folder.
     settings = wandb.Settings(console="off", disable_code=True, disable_git=True)
     try:
         run = wandb.init(
@@ -140,6 +141,7 @@ def main() -> None:
     deadline.is_connected = True
     channel.send(url=run.url or f"offline; `wandb sync {Path(run.dir).parent}` sends it")
     for group in ("train", "eval"):
+        # Axes of their own: wandb's step counts calls of log(), of all groups together.
         run.define_metric(f"{group}/*", step_metric=f"{group}/step")
     run.define_metric("validation", step_metric="validation/step")
     follower = Follower(output, run)

@@ -27,6 +27,7 @@ def push_to_hub(session: Session) -> None:
         # By the command that a warning can print for a user to repeat.
         done = subprocess.run(
             module_command(HF, *words[1:]),
+            # No terminal: a question for a token would be waited for.
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=os.environ | {"NO_COLOR": "1"},

@@ -78,6 +78,7 @@ def render(settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: P
         datasets=[dataset_cells(each) for each in facts.datasets],
         settings=[(name, escaped(as_text(value))) for name, value in public.items()],
         command=command,
+        # A fence must be longer than the runs of backticks within it (CommonMark, section 4.5).
         fence="`" * max(3, 1 + max(map(len, re.findall("`+", code + command)), default=0)),
     )
     return str(card)
@@ -100,7 +101,7 @@ def front_matter(model: Model, prompts: Iterable[tuple[str, str]]) -> ModelCardD
     )
 
 
-def license_keys(name: str) -> dict[str, str]:
+def license_keys(name: str) -> dict[str, Any]:
     """Return the keys of a card for the licence of the base model, which what is trained from it inherits."""
     if not name:
         return {}
@@ -118,6 +119,7 @@ def public_value(setting: ExplainedSetting, model: Model) -> Any:
 
 def copy_samples(validation: Path, folder: Path, variant: str) -> Samples:
     """Copy images of the last round that has any."""
+    # By the length of names first: steps of more than six digits are not padded.
     rounds = sorted(validation.glob(f"step-*/{variant}-*.png"), key=lambda path: (len(path.parent.name), path))
     last = [path for path in rounds if path.parent == rounds[-1].parent][:MAX_SAMPLES]
     shutil.rmtree(folder, ignore_errors=True)

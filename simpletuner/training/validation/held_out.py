@@ -72,6 +72,7 @@ class HeldOutLoss:
     def measure(self, advance: Callable[[int], None]) -> float:
         """Return the mean loss over all images and timesteps. Collective."""
         device = self.mesh.world.device
+        # In float64, since the order of additions depends on the number of ranks.
         total = torch.zeros(2, dtype=torch.float64, device=device)
         with evaluation(self.engine) as denoiser:
             for batch, weight in self._own_batches():

@@ -50,6 +50,7 @@ LAUNCHED = {
 
 def launched_entries(environment: Mapping[str, str]) -> list[FileEntry]:
     """Return what `accelerate launch` resolved and passed to this process; nothing if it did not start it."""
+    # Every launcher in accelerate/utils/launch.py (1.15) sets it, whatever is asked for.
     if "ACCELERATE_MIXED_PRECISION" not in environment:
         return []
     engine = next((name for name in ("fsdp", "deepspeed") if f"ACCELERATE_USE_{name.upper()}" in environment), "no")

@@ -79,6 +79,7 @@ def deepspeed_config(settings: Settings, world_size: int, largest_tensor: int = 
     config: dict[str, Any] = {"train_batch_size": training.train_batch_size * accumulation_steps * world_size}
     config |= export(TABLE, settings)
     if options.offload_param == "nvme":
+        # Stage 3 swaps a rank's part of a weight through one buffer, so the largest part must fit.
         buffer_size = max(BUFFER_ELEMENTS, -(-largest_tensor // world_size))
         config["zero_optimization"]["offload_param"]["buffer_size"] = buffer_size
     if options.bf16 and accumulation_steps > 1 and options.stage > 1:

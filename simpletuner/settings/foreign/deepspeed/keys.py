@@ -179,6 +179,7 @@ ZERO: dict[str, Rule] = {
     "reduce_bucket_size": Keeps(whole(1)),
     "use_multi_rank_bucket_allreduce": Keeps(flag),
     "allgather_partitions": Keeps(flag),
+    # DeepSpeed wants buckets of whole 4 bytes, two fp16 numbers (0.19.8: runtime/zero/stage_1_and_2.py).
     "allgather_bucket_size": Keeps(even),
     "overlap_comm": Keeps(flag),
     "compute_grad_norm": ANYWAY,

@@ -43,6 +43,7 @@ class ParsedConfig:
                 self.refuse(found.path, found.value, found.note)
             elif found.outcome == "unknown":
                 parent = found.path.rpartition(".")[0]
+                # Looking for a like name takes time, and only so many mistakes are shown.
                 known = table.names_in(f"{parent}." if parent else "") if len(self.mistakes) < MAX_MISTAKES else ()
                 self.refuse_unknown(found.path, known if parent else {*known, *BLOCKS})
 

@@ -53,14 +53,17 @@ UNTRAINED = {
 """Reasons for which this version trains a family neither by a class nor by its pipeline."""
 
 
-def alternative(family: str, model_type: str) -> tuple[str, str]:
-    """Return how a family that has no class can be trained, or why it cannot, and a hint; empty for another name."""
+def alternative(family: str, model_type: str, hub: str) -> tuple[str, str]:
+    """Return how a family that has no class can be trained, or why it cannot, and a hint; empty for another name.
+
+    `hub` is the id of its published pipeline, where that is known.
+    """
     if pipeline := BY_AUTO.get(family):
         lora = ", with model_type=full: it cannot load a LoRA" if family in WITHOUT_LORA else ""
         return (
             f"{family} has no class here; model_family=auto trains it by its pipeline in diffusers, {pipeline}, if "
             f"that passes the proof{lora if model_type == 'lora' else ''}",
-            "set model_family=auto, and pretrained_model_name_or_path to its folder or hub id; "
+            f"set model_family=auto, and pretrained_model_name_or_path to {hub or 'its folder or hub id'}; "
             "`simpletuner models --check` proves it without a run",
         )
     reason = UNTRAINED.get(family)

@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
     "bnb_adagrad": ("adagrad", ""),
     "bnb_lion": ("lion", ""),
 }
-"""The original's optimizers whose place one of ours takes, and what that costs."""
+"""The original's optimizers that one of ours replaces, and what that costs."""
 FEW_BITS = ("8bit", "4bit", "fp8")
 EIGHT_BIT = (
     "optimizer=adamw with state_layout=split has moments of 8 bits (model_type=full); without it adamw takes its place "
@@ -82,7 +82,7 @@ VALUES: dict[str, Maps] = {
     },
     "resume_from_checkpoint": Maps("resume_from_checkpoint", lambda value: "latest" if value is None else value),
 }
-"""Names that both have, of which the original has values of its own."""
+"""Names that both have, with values that only the original knows."""
 
 
 def names_of(texts: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
@@ -91,6 +91,7 @@ def names_of(texts: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[Any, ..
         for word in text.split():
             name, _, neutral = word.partition("=")
             values = [value for value in neutral.split("|") if value]
+            # As numbers, too: 1 and 1.0 are equal, their texts are not.
             yield answer, name, (*values, *(float(value) for value in values if value.isdigit()))
 
 

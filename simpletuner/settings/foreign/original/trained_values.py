@@ -61,7 +61,7 @@ OPTIMIZERS_THERE: dict[str, OptimizerThere] = {
 }
 DEFAULT_OPTIMIZER = "adamw_bf16"
 NOT_WITH_FSDP2 = ("optimi_", "bnb_", "soap")
-"""Optimizers in whose place the original silently takes adamw_schedulefree with FSDP2."""
+"""Optimizers that the original silently replaces by adamw_schedulefree with FSDP2."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ FAMILIES_THERE: dict[str, FamilyThere] = {
 }
 
 ASSISTED = {"z_image": ("", "turbo", "turbo_ostris_v2"), "flux": ("schnell",)}
-"""Flavours (`""`: the default one) of which the original trains a LoRA on top of an assistant LoRA."""
+"""Flavours (`""`: the default one) whose LoRA the original trains on top of an assistant LoRA."""
 
 IMAGE_STREAM = "to_k,to_q,to_v,to_out.0"
 LORA_TARGETS = {
