@@ -14,11 +14,15 @@ def nothing(_: str) -> None:
 
 
 def seconds_in_turns(
-    contestants: Mapping[str, Callable[[], object]], rounds: int, prepare: Callable[[str], object] = nothing
+    contestants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    prepare: Callable[[str], object] = nothing,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Rounds:
     """Call each contestant once per round, another one first each time, after an unmeasured `prepare(name)`.
 
-    Return the seconds of every round by contestant; one more round goes before, to warm up.
+    Return the seconds of every round by contestant; one more round goes before, to warm up. `time.process_time` as the
+    clock counts what one process computes, on a machine that others use, too.
     """
     names = list(contestants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -26,9 +30,9 @@ def seconds_in_turns(
         first = number % len(names)
         for name in names[first:] + names[:first]:
             prepare(name)
-            began = time.perf_counter()
+            began = clock()
             contestants[name]()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(clock() - began)
     return {name: values[1:] for name, values in seconds.items()}
 
 

@@ -1,4 +1,4 @@
-"""`simpletuner models`: the model families and flavours, and which of them can be trained."""
+"""`simpletuner models`: the model families and flavours, which of them can be trained, and the proof of one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from simpletuner.errors import SettingsError
 from simpletuner.report import Report
 
 if TYPE_CHECKING:
+    from simpletuner.models.automatic.findings import Check
     from simpletuner.models.catalog.registry import Flavour, Preset
 
 WIDTH = 80
@@ -24,10 +26,63 @@ ANY = {
 """Facts of model_family=auto, as those of a family."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Checked = Annotated[
+    str,
+    typer.Option(
+        "--check",
+        metavar="MODEL",
+        help="Prove on a pipeline's own components that model_family=auto trains it: a folder or a hub id.",
+        show_default=False,
+    ),
+]
+ClassPath = Annotated[
+    str,
+    typer.Option(
+        "--class",
+        metavar="MODULE:CLASS",
+        help="With --check: compare this class of a family, instead of the built-in one.",
+        show_default=False,
+    ),
+]
 
 
-def models(as_json: AsJson = False) -> None:
-    """List model families and flavours: size, objective, what they need."""
+def models(as_json: AsJson = False, check: Checked = "", class_path: ClassPath = "") -> None:
+    """List model families and flavours: size, objective, what they need. With --check: prove one pipeline."""
+    if check:
+        print_check(check, class_path, as_json)
+        return
+    if class_path:
+        raise SettingsError("--class is for --check", "name a pipeline with --check=FOLDER")
+    list_models(as_json)
+
+
+def print_check(name: str, class_path: str, as_json: bool) -> None:
+    """Print what was shown of a pipeline. Raises SettingsError for one that did not pass."""
+    from simpletuner.models.catalog.support import check_path
+    from simpletuner.settings.declared.sections import Model
+
+    check_path(Model(pretrained_model_name_or_path=name))  # before torch is imported
+    from simpletuner.tools.model_check import check_model_folder
+
+    report = Report()
+    with report.phase("proving the pipeline"):
+        found = check_model_folder(name, class_path)
+    if as_json:
+        report.json(found.as_json())
+    else:
+        rows = [(each.name, "ok" if each.passed else "differs", format_measure(each)) for each in found.checks]
+        report.data_table(f"{found.pipeline} in {found.model}", rows, ("check", "", "finding"))
+    if found.refusal is not None:
+        raise found.refusal
+
+
+def format_measure(check: Check) -> str:
+    if check.off is None:
+        return check.finding
+    return f"{check.finding} (off by {check.off:.1g}; allowed {check.limit:g})"
+
+
+def list_models(as_json: bool) -> None:
     from simpletuner.models.catalog.registry import AUTO, installed_families, presets
 
     report = Report()
@@ -60,6 +115,7 @@ def family_as_json(name: str, preset: Preset) -> dict[str, Any]:
 
 
 def flavour_as_json(preset: Preset, name: str, flavour: Flavour) -> dict[str, Any]:
+    from simpletuner.models.catalog.licenses import LICENSES
     from simpletuner.models.catalog.registry import alltoall_sizes, heads_of
 
     return {
@@ -68,6 +124,8 @@ def flavour_as_json(preset: Preset, name: str, flavour: Flavour) -> dict[str, An
         "denoiser": flavour.architecture.class_name,
         "parameters": flavour.architecture.parameters,
         "untrainable": flavour.untrainable,
+        "license": flavour.license,
+        "commercial_use": LICENSES[flavour.license].commercial_use if flavour.license else "",
         "alltoall_sizes": alltoall_sizes(heads_of(preset, flavour.architecture.config)),
     }
 
@@ -85,11 +143,32 @@ def print_family(report: Report, family: dict[str, Any]) -> None:
     name_width = max((len(flavour["model_flavour"]) for flavour in flavours), default=0)
     for flavour in flavours:
         report.line(format_flavour(flavour, name_width, "*" if flavour is flavours[0] else " "))
-    for why in dict.fromkeys(flavour["untrainable"] for flavour in flavours if flavour["untrainable"]):
-        names = [flavour["model_flavour"] for flavour in flavours if flavour["untrainable"] == why]
+    for why, names in by_value(flavours, "untrainable").items():
         print_indented(report, f"no training of {', '.join(names)}: {why}")
+    print_licenses(report, flavours)
     if family["trainable"]:
         print_indented(report, f"context_parallel_size: {format_sizes(family)}")
+
+
+def print_licenses(report: Report, flavours: list[dict[str, Any]]) -> None:
+    from simpletuner.models.catalog.licenses import describe_license
+
+    groups = by_value(flavours, "license")
+    for name, flavour_names in groups.items():
+        of = "" if len(flavour_names) == len(flavours) else f" of {', '.join(flavour_names)}"
+        print_indented(report, f"license{of}: {describe_license(name)}")
+    unknown = [flavour["model_flavour"] for flavour in flavours if not flavour["license"]]
+    if unknown:
+        of = f" of {', '.join(unknown)}" if groups else ""
+        print_indented(report, f"license{of}: see the card at the hub")
+
+
+def by_value(flavours: list[dict[str, Any]], key: str) -> dict[str, list[str]]:
+    """Return the names of the flavours by what each has under a key, those that have something."""
+    found: dict[str, list[str]] = {}
+    for flavour in (each for each in flavours if each[key]):
+        found.setdefault(flavour[key], []).append(flavour["model_flavour"])
+    return found
 
 
 def format_sizes(family: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from damage import SCENES, Damage
 from fuzz import Fuzz
 from kills import KINDS as RUNS
 from kills import Campaign, fixtures
+from learning import learn
 from mutants import ROOT, read_mutants
 from settings_files import KINDS
 from tables import SUFFIXES, TableFuzz
@@ -60,3 +61,9 @@ def test_damaged_tables_give_samples_with_captions_or_a_sentence():
     assert fuzz.problems == []
     assert {kind for kind, code in fuzz.codes if code == 0} == set(SUFFIXES)
     assert sum(count for (_, code), count in fuzz.codes.items() if code == 4) > 10
+
+
+def test_a_pipeline_without_a_class_learns_its_captions(tmp_path):
+    learned = learn("HunyuanVideoPipeline", tmp_path / "base", steps=50)
+    assert learned.last_loss < 0.7 * learned.first_loss
+    assert learned.own < 0.8 * learned.other and learned.own < 0.8 * learned.before

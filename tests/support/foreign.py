@@ -256,6 +256,30 @@ FOREIGN: dict[str, dict[str, Any]] = {
         "scheduler": FLOW
         | {"use_dynamic_shifting": True, "base_shift": 0.25, "max_shift": 0.75, "time_shift_type": "linear"},
     },
+    "ErnieImagePipeline": {
+        "text_encoder": {"encoder": "qwen3"},
+        "vae": {
+            "class_name": "AutoencoderKLFlux2",
+            "down_block_types": ["DownEncoderBlock2D"] * 2,
+            "up_block_types": ["UpDecoderBlock2D"] * 2,
+            "block_out_channels": [8, 16],
+            "norm_num_groups": 4,
+            "layers_per_block": 1,
+            "latent_channels": 4,
+        },
+        "transformer": {
+            "class_name": "ErnieImageTransformer2DModel",
+            "hidden_size": 96,
+            "num_attention_heads": 4,
+            "num_layers": 2,
+            "ffn_hidden_size": 128,
+            "in_channels": 16,
+            "out_channels": 16,
+            "text_in_dim": 64,
+            "rope_axes_dim": [8, 8, 8],
+        },
+        "scheduler": FLOW,
+    },
     "Krea2Pipeline": {
         "text_encoder": {"encoder": "qwen3_vl"},
         "vae": {

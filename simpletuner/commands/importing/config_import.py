@@ -40,6 +40,7 @@ from simpletuner.settings.resolving.loading import Loaded, resolve, settings_as_
 from simpletuner.settings.resolving.places import naming_places
 from simpletuner.settings.resolving.sources import from_accelerate
 from simpletuner.settings.resolving.variables import from_env_file
+from simpletuner.settings.values.spelling import normalize_name
 from simpletuner.system.files.atomic import refuse_overwriting
 
 MODEL = ("model_family", "model_flavour", "pretrained_model_name_or_path")
@@ -113,6 +114,10 @@ def check_model(original: Original) -> None:
         return  # what is missing is said with the rest
     names = [name for name in MODEL if name in given and isinstance(given[name].value, str)]
     values = {name: translate(given[name], There({}))[0].value for name in names}
+    if (
+        "model_type" in given and normalize_name(given["model_type"].value) == "lora"
+    ):  # which some pipelines cannot load
+        values["model_type"] = "lora"
     with naming_places({name: Origin(given[name].place, given[name].value) for name in names}, *MODEL[:2]):
         check_trainable(Model(**values))
 

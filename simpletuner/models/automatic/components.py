@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.automatic.seams import EnteredPipeline, refused
+from simpletuner.models.automatic.pipeline_run import refused
+from simpletuner.models.automatic.seams import EnteredPipeline
 from simpletuner.models.family.vae import Vae, cell_px
 from simpletuner.models.folder.diffusers_io import TEXT_PARTS, build_on_meta, diffusers_class, require_packages
 from simpletuner.models.folder.malformed import read_json

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,20 @@ from simpletuner.models.automatic.components import (
     open_pipeline,
     pipeline_class_of,
 )
+from simpletuner.models.automatic.findings import Check, Findings
+from simpletuner.models.automatic.guidance import encode_no_caption, guided_arguments
+from simpletuner.models.automatic.meta_calls import MetaCalls
+from simpletuner.models.automatic.pipeline_run import PipelineRun, refused
 from simpletuner.models.automatic.prediction import Denoise, Predictor, capture
 from simpletuner.models.automatic.proof import Proof
-from simpletuner.models.automatic.seams import PipelineRun, refused
-from simpletuner.models.automatic.study import (
-    Findings,
-    Study,
-    encode,
-    encode_guided,
-    guided_arguments,
-    noise_shape,
-)
+from simpletuner.models.automatic.study import Study
 from simpletuner.models.automatic.text import LENGTHS
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.models.family.objectives import Objective, diffusion, flow_matching, samples_by_diffusion
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
 from simpletuner.models.folder.diffusers_io import cast_floating
 from simpletuner.parallel.engine import compute_dtype
-from simpletuner.private_api.of_torch import FakeTensor, outside_modes, tree_flatten, tree_leaves, tree_map_only
+from simpletuner.private_api.of_torch import FakeTensor
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.values.shape import Shape
 
@@ -58,7 +55,7 @@ class AutomaticFamily(ModelFamily):
         super().__init__(folder, settings)
         self.max_length = settings.data.tokenizer_max_length
         self._found: Findings | None = None
-        self._inputs: dict[Any, list[dict[str, Any]]] = {}
+        self.checks: list[Check] = []
         self._predictors: dict[torch.device, Predictor] = {}
 
     @classmethod
@@ -93,7 +90,8 @@ class AutomaticFamily(ModelFamily):
         entered = open_pipeline(self, device, compute_dtype(settings), vae.model)
         module = load_shared(self, device).requires_grad_(False)
         longest = {} if self.max_length is None else {"max_sequence_length": self.max_length}
-        study = Study(entered, module, smallest, settings.objective.flux_guidance_value, longest)
+        self.checks = []
+        study = Study(entered, module, smallest, settings.objective.flux_guidance_value, longest, self.checks)
         found = study.find()
         vae.predictor = Predictor(entered, found)
         proof = Proof(study, found, vae)
@@ -101,7 +99,8 @@ class AutomaticFamily(ModelFamily):
         module.requires_grad_(True)
         unused = proof.unused_parameters(lambda: module.named_parameters(remove_duplicate=False))
         for shape in shapes:
-            drawn, wanted = noise_shape(entered, study.encoded[0], shape, found.arguments), found.layout.axes_for(shape)
+            drawn = entered.noise_shape(study.encoded[0], shape, **found.arguments)
+            wanted = found.layout.axes_for(shape)
             if drawn[1:] != wanted:
                 raise study.refused(f"it draws noise of shape {drawn[1:]} for {shape} px, not {wanted}")
         self._found = replace(found, unused=unused)
@@ -129,6 +128,10 @@ class AutomaticFamily(ModelFamily):
             self._predictors[device] = Predictor(open_pipeline(self, device, None, None), self.found)
         return self._predictors[device]
 
+    @cached_property
+    def meta_calls(self) -> MetaCalls:
+        return MetaCalls(self.predictor(torch.device("cpu")))
+
     # What a family defines.
 
     def objective(self) -> Objective:
@@ -152,69 +155,16 @@ class AutomaticFamily(ModelFamily):
     def encode_caption(self, entered: Any, caption: str) -> Conditioning:
         found, name = self.found, self.pipeline_class.__name__
         if caption or found.guidance is None or not found.guidance.negative:
-            return found.text.record(encode(entered, caption, SMALLEST, found.arguments), name)
-        return found.text.record_of(self.no_caption(entered, found))
-
-    def no_caption(self, entered: Any, found: Findings) -> list[Tensor]:
-        """Return the text of no negative prompt where a pipeline takes zeros for it (SDXL), else of an empty one."""
-        guidance = found.guidance
-        assert guidance is not None
-        for negative in (None, ""):
-            leaves, structure = tree_flatten(encode_guided(entered, "a photo", negative, SMALLEST, found))
-            chosen = [leaves[number] for number in guidance.negative] if structure == guidance.structure else []
-            if negative is None and chosen and not any(leaf.any() for leaf in chosen if leaf.is_floating_point()):
-                break
-        return chosen
+            return found.text.record(entered.encode([caption], SMALLEST, **found.arguments), name)
+        return found.text.record_of(encode_no_caption(entered, found.guidance, SMALLEST, found))
 
     def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         if noised_BCHW.is_meta or isinstance(noised_BCHW, FakeTensor):
-            return self._predict_without_memory(model, noised_BCHW, conditioning)
+            return self.meta_calls.predict(model, noised_BCHW, conditioning)
         found, predictor = self.found, self.predictor(noised_BCHW.device)
         texts = [found.text.leaves(conditioning, sample) for sample in range(len(noised_BCHW))]
         denoise = self.denoise(model, noised_BCHW.dtype)
         return predictor.predict(denoise, noised_BCHW.float(), timesteps_B, texts)
-
-    def _predict_without_memory(self, model: nn.Module, noised: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call a denoiser without memory with the shapes that a run on the CPU gives it: a pipeline reads numbers."""
-        rows = tuple((name, len(conditioning[name][0])) for name in self.found.text.names.values())
-        kept, device = self.found.float32_inputs, noised.device
-
-        def empty(given: Mapping[str, Any], name: str) -> Any:
-            # Constants have no gradient: CogVideoX writes into what is multiplied by its rotary table.
-            dtype, has_gradient = (torch.float32, False) if name in kept else (noised.dtype, noised.requires_grad)
-
-            def one(each: Tensor) -> Tensor:
-                if not each.is_floating_point():
-                    return each
-                return torch.empty(each.shape, dtype=dtype, device=device, requires_grad=has_gradient)
-
-            return tree_map_only(Tensor, one, given[name])
-
-        outputs: list[Any] = []
-        for given in self._recorded(tuple(noised.shape), rows):
-            outputs += tree_leaves(model(**{name: empty(given, name) for name in given}))
-        return torch.cat([each.flatten() for each in outputs if isinstance(each, Tensor)])
-
-    def _recorded(self, shape: tuple[int, ...], rows: tuple[tuple[str, int], ...]) -> list[dict[str, Any]]:
-        """Return all inputs of the denoiser in the calls for a batch, given the rows of its texts; keeps them."""
-        key = (shape, rows)
-        if key not in self._inputs:
-            seen: list[dict[str, Any]] = []
-            cpu, found = torch.device("cpu"), self.found
-            predictor = self.predictor(cpu)
-
-            def record(given: dict[str, Any]) -> Any:
-                seen.append(given)
-                return predictor.blank(given)
-
-            # Whoever counts would count this run, too.
-            with outside_modes(), torch.no_grad():
-                ones = [found.text.ones(dict(rows))] * shape[0]
-                # Half way: times of diffusion count to 1000, those of flow matching to 1.
-                times = torch.full((shape[0],), 500 if found.schedule.objective == "diffusion" else 0.5)
-                predictor.predict(record, torch.zeros(shape), times, ones)
-            self._inputs[key] = seen
-        return self._inputs[key]
 
     def denoise(self, model: nn.Module, dtype: torch.dtype) -> Denoise:
         """Return the call of a denoiser that computes in a dtype: the pipeline itself stays in float32."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simpletuner.models.automatic.seams import Ended, EnteredPipeline, PipelineRun, refused
-from simpletuner.models.automatic.study import Findings, latents_among
+from simpletuner.models.automatic.findings import Findings, latents_among
+from simpletuner.models.automatic.pipeline_run import Ended, PipelineRun, refused
+from simpletuner.models.automatic.seams import EnteredPipeline
 from simpletuner.models.automatic.text import collate_texts
 from simpletuner.settings.values.shape import Shape
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.components import AutomaticVae
+from simpletuner.models.automatic.findings import Check, Findings
+from simpletuner.models.automatic.pipeline_run import PipelineRun, tensors_of
 from simpletuner.models.automatic.prediction import Predictor
-from simpletuner.models.automatic.seams import PipelineRun, tensors_of
-from simpletuner.models.automatic.study import Findings, Study, noise_levels, random
-from simpletuner.models.family.objectives import samples_by_diffusion, velocity
+from simpletuner.models.automatic.scheduler import exact_prediction
+from simpletuner.models.automatic.study import Study, random
 
 STEPS = 4
 CLOSE = 1e-3
@@ -49,6 +50,7 @@ class Proof:
         reason = self.found.unbatched or self.why_not_together()
         if reason:
             self.found = replace(self.found, axes=None, unbatched=reason)
+        self.note("batch", f"one call for each sample, since {reason}" if reason else "two samples share a call")
         return self.found
 
     def latents_of_image(self) -> Tensor:
@@ -67,6 +69,7 @@ class Proof:
             ended, image = self.exact_loop(clean, sign)
             off[sign] = float((ended - clean).abs().max() / clean.abs().max().clamp(min=1))
             if off[sign] < REACHED:
+                self.note("own loop", "exact predictions lead it to known latents", off[sign], REACHED)
                 self.compare_images(image, clean)
                 return sign
         raise self.study.refused(
@@ -105,6 +108,7 @@ class Proof:
         off = float((image - expected).abs().mean())
         if off > ALIKE:
             raise self.study.refused(f"its image differs from the VAE's reconstruction by {off:.2g} on average")
+        self.note("image", "is the VAE's reconstruction, at the size of the bucket", off, ALIKE)
 
     def check_later_step(self) -> None:
         """Compare the second call of a real loop with a single one at its time and latents."""
@@ -131,13 +135,13 @@ class Proof:
                 f"what its denoiser is given depends on the number of the step ({inputs} differs by {off:.2g}) "
                 ", so a single call does not tell it"
             )
+        self.note("later step", "is the single call of training", off, CLOSE)
 
     def why_not_together(self) -> str:
         """Return why two samples in one call do not get what each gets alone; empty where they do."""
         texts = [self.text(number) for number in (0, 1)]
         noised = random(self.found.layout.shape, 3, count=2).to(self.device)
-        diffuses = self.found.schedule.objective == "diffusion"
-        times = torch.tensor([200, 800] if diffuses else [0.2, 0.8], device=self.device)
+        times = self.found.schedule.timesteps(0.2, 0.8).to(self.device)
         alone = self._predictor(replace(self.found, axes=None)).predict(self.denoise, noised, times, texts)
         try:
             together = self.predictor.predict(self.denoise, noised, times, texts)
@@ -149,13 +153,19 @@ class Proof:
     def unused_parameters(self, named: Callable[[], Any]) -> tuple[str, ...]:
         """Return the parameters without gradient of a prediction."""
         noised = random(self.found.layout.shape, 4).to(self.device)
-        time = torch.tensor([500 if self.found.schedule.objective == "diffusion" else 0.5], device=self.device)
+        time = self.found.schedule.timesteps(0.5).to(self.device)
         with torch.enable_grad():
             prediction = self.predictor.predict(self.denoise, noised, time, [self.text(1)])
         if not prediction.requires_grad:
             raise self.study.refused("its call computes no gradients")
         prediction.square().mean().backward()
-        return tuple(name for name, parameter in named() if parameter.grad is None)
+        parameters = dict(named())
+        unused = tuple(name for name, parameter in parameters.items() if parameter.grad is None)
+        self.note("gradients", f"reach {len(parameters) - len(unused):,} of {len(parameters):,} parameters")
+        return unused
+
+    def note(self, name: str, finding: str, off: float | None = None, limit: float | None = None) -> None:
+        self.study.checks.append(Check(name, finding, off, limit))
 
     def text(self, number: int) -> list[Any]:
         text = self.found.text
@@ -182,19 +192,6 @@ class Proof:
 
     def _predictor(self, found: Findings) -> Predictor:
         return Predictor(self.study.entered, found)
-
-
-def exact_prediction(scheduler: Any, sample: Tensor, timestep: Any, clean: Tensor, step: int) -> Tensor:
-    """Return the objective's target at a step of a scheduler whose latents are `sample`, if they end at `clean`."""
-    if not samples_by_diffusion(scheduler):
-        level = noise_levels(scheduler.sigmas)[step].to(sample.device, sample.dtype)
-        return (sample - clean) / level
-    shown = scheduler.scale_model_input(sample, timestep) if hasattr(scheduler, "scale_model_input") else sample
-    alpha = scheduler.alphas_cumprod[timestep.long().cpu()].to(sample.device)
-    noise = (shown - alpha.sqrt() * clean) / (1 - alpha).sqrt()
-    if scheduler.config.get("prediction_type", "epsilon") == "epsilon":
-        return noise
-    return velocity(clean, noise, alpha.reshape(1))
 
 
 def distance(one: Tensor, other: Tensor) -> float:

@@ -12,8 +12,7 @@ thread that encodes captions and one that trains do not meet.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -21,7 +20,15 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor as draw
 from torch import Tensor
 
-from simpletuner.errors import SettingsError
+from simpletuner.models.automatic.pipeline_run import (
+    FOREIGN_ERRORS,
+    Ended,
+    PipelineRun,
+    StandIn,
+    first_line,
+    refused,
+)
+from simpletuner.models.automatic.scheduler import one_step
 from simpletuner.private_api.of_torch import tree_map_only
 from simpletuner.settings.values.shape import Shape
 
@@ -30,6 +37,9 @@ ALWAYS = {
     "num_images_per_prompt": 1,
     "num_videos_per_prompt": 1,
     "return_dict": False,
+    # A language model would rewrite each caption (ERNIE-Image, LongCat-Image).
+    "use_pe": False,
+    "enable_prompt_rewrite": False,
     # Sizes are those of the buckets, not the nearest of a list (PixArt, SANA).
     "use_resolution_binning": False,
 }
@@ -40,65 +50,6 @@ FRAMES = ("num_frames", "frames", "video_length")
 
 GUIDERS = ("guider", "ocr_guider")
 """Components that guide in place of an argument (HunyuanVideo 1.5)."""
-
-FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
-"""Raised by code that is given what it was not written for."""
-
-
-class Ended(Exception):
-    """Ends a pipeline's call, which has shown all that was asked of it."""
-
-
-def refused(pipeline: Any, why: str) -> SettingsError:
-    """Return the error for a pipeline that model_family=auto cannot train."""
-    name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
-    return SettingsError(
-        f"model_family=auto cannot train {name}: {why}", "a class of your own can: docs/families.md has a complete one"
-    )
-
-
-@dataclass
-class PipelineRun:
-    """Values that the seams hand in during one run, and what they see."""
-
-    text: Sequence[Any] | None = None
-    """Returned by `encode_prompt`, one for each of its calls; None: it really encodes."""
-    noise: Tensor | None = None
-    """Returned by the first `randn_tensor`; None: it really draws."""
-    time: Tensor | None = None
-    """Time of each sample (B), as the pipeline's scheduler has it; None: the pipeline's own loop."""
-    denoise: Callable[[dict[str, Any]], Any] | None = None
-    """Gets all inputs of the denoiser by name."""
-    at_step: Callable[..., Any] | None = None
-    """Gets the scheduler's own `step` and its arguments, and returns what `step` returns; None: `step` ends the run."""
-    decode: Callable[[Tensor], Any] | None = None
-    """Gets the latents for the VAE; None: the VAE's own `decode`."""
-    stop_at_noise: bool = False
-    encoded: list[Any] = field(default_factory=list)
-    drawn: list[tuple[int, ...]] = field(default_factory=list)
-    """Shapes of noise that were drawn before the denoiser's first call."""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    """Inputs of the denoiser, by name."""
-    handed: tuple[Tensor, Tensor] | None = None
-    """Prediction and latents, as the scheduler's `step` gets them."""
-    mu: float | None = None
-    """The shift that a scheduler with dynamic shifting gets."""
-
-
-class StandIn:
-    """In place of a component: its attributes, but calls of our own. Computes in float32; `dtype` says so."""
-
-    dtype = torch.float32
-
-    def __init__(self, module: Any, **methods: Callable[..., Any]) -> None:
-        self.module = module
-        self.__dict__.update(methods)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["call"](*args, **kwargs)
 
 
 class EnteredPipeline:
@@ -121,7 +72,7 @@ class EnteredPipeline:
         self.module = getattr(self.pipeline, denoiser)
         self.names = list(inspect.signature(type(self.module).forward).parameters)[1:]
         self.real_scheduler = self.pipeline.scheduler
-        self.one_step = self._one_step()
+        self.one_step = one_step(self.real_scheduler, lambda: self.entry)
         self.stand_ins = {denoiser: StandIn(self.module, call=self._call_denoiser)}
         if (vae := getattr(self.pipeline, "vae", None)) is not None:
             self.stand_ins["vae"] = StandIn(vae, decode=self._decode)
@@ -160,6 +111,24 @@ class EnteredPipeline:
                 each.enable()
             self.pipeline.__dict__.update(before)
             self.entry, self.running = PipelineRun(), False
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], shape: Shape, guided: bool = False, **arguments: Any) -> list[Any]:
+        """Return what each call of encode_prompt returns for captions."""
+        entry = PipelineRun(stop_at_noise=True, time=torch.zeros(1, device=self.device), denoise=stop)
+        self.run(entry, prompts, shape, guided, **arguments)
+        if not entry.encoded:
+            raise refused(self.cls.__name__, "it draws noise before it calls encode_prompt, or never calls it")
+        return entry.encoded
+
+    @torch.no_grad()
+    def noise_shape(self, text: Any, shape: Shape, **arguments: Any) -> tuple[int, ...]:
+        """Return the shape of the noise that is drawn for an image of a shape in px."""
+        entry = PipelineRun(text=text, stop_at_noise=True, time=torch.zeros(1, device=self.device), denoise=stop)
+        self.run(entry, ["x"], shape, **arguments)
+        if not entry.drawn:
+            raise refused(self.cls.__name__, "it draws no noise by randn_tensor, so it cannot be given noised latents")
+        return entry.drawn[0]
 
     # The seams.
 
@@ -215,37 +184,6 @@ class EnteredPipeline:
             scheduler.step = lambda *args, **kwargs: at_step(scheduler, own, *args, **kwargs)
         return scheduler
 
-    def _one_step(self) -> Any:
-        """Return a scheduler of the pipeline's class, by which some pipelines decide, with a single step."""
-        real = self.real_scheduler
-        cls, own = type(real), {"init_noise_sigma": 1.0}
-        # A property hides an instance's attribute of that name, so it is replaced in a subclass.
-        if isinstance(getattr(cls, "init_noise_sigma", None), property):
-            cls, own = type(cls.__name__, (cls,), own), {}
-        scheduler: Any = cls.from_config(real.config)
-
-        def set_timesteps(
-            num_inference_steps: Any = None,
-            device: Any = None,
-            sigmas: Any = None,
-            mu: float | None = None,
-            timesteps: Any = None,
-            **kwargs: Any,
-        ) -> None:
-            self.entry.mu, scheduler.num_inference_steps = mu, 1
-
-        def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.entry.handed = model_output, sample
-            if self.entry.at_step is None:
-                raise Ended
-            return self.entry.at_step(model_output, sample)
-
-        # On the instance: the type stays that of the real one.
-        scheduler.__dict__.update(
-            own, set_timesteps=set_timesteps, step=step, scale_model_input=lambda sample, timestep=None: sample
-        )
-        return scheduler
-
     # How the pipeline is made to come here.
 
     def _subclass(self, cls: Any) -> Any:
@@ -272,8 +210,9 @@ class EnteredPipeline:
         return copy
 
 
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:120]
+def stop(given: dict[str, Any]) -> Any:
+    """End a run at the denoiser's call, whose inputs it has shown."""
+    raise Ended
 
 
 def drawing_functions(cls: Any) -> Iterator[tuple[str, Any]]:
@@ -281,16 +220,3 @@ def drawing_functions(cls: Any) -> Iterator[tuple[str, Any]]:
     for name, function in inspect.getmembers(cls, inspect.isfunction):
         if name != "__call__" and "randn_tensor" in function.__code__.co_names:
             yield name, function
-
-
-def tensors_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors among a denoiser's inputs by name, those of dicts and lists included."""
-    found: dict[str, Tensor] = {}
-    for name, value in given.items():
-        if isinstance(value, Tensor):
-            found[name] = value
-        elif isinstance(value, Mapping):
-            found |= tensors_of(value)
-        elif isinstance(value, list | tuple):
-            found |= tensors_of({f"{name}[{number}]": each for number, each in enumerate(value)})
-    return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simpletuner.models.automatic.seams import refused
+from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.models.folder.safetensors_dtypes import DTYPES
 from simpletuner.private_api.of_torch import TreeSpec, tree_flatten, tree_unflatten
@@ -188,8 +188,8 @@ def all_equal(column: Sequence[Any]) -> bool:
     return all(not isinstance(each, Tensor) and each == first for each in column)
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+def same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 def to_float32(leaf: Any, device: torch.device) -> Any:

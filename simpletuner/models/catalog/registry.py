@@ -11,16 +11,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.declared.errors import nearest, shorten
 from simpletuner.settings.declared.sections import Model, Parallel
-from simpletuner.settings.foreign.original.trained_values import FAMILY_NAMES, ONLY_THERE
+from simpletuner.settings.foreign.original.families import alternative
 from simpletuner.system.importing import import_named
-
-if TYPE_CHECKING:
-    pass
 
 TINY = "tiny"
 ENTRY_POINTS = "simpletuner.families"
@@ -53,6 +50,8 @@ class Flavour:
     untrainable: str = ""
     flow_shift: float = 0
     """As `Preset.flow_shift`, where this checkpoint's scheduler has another one."""
+    license: str = ""
+    """Name on its card at the hub, a key of `licenses.LICENSES`; empty where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -216,14 +215,9 @@ def check_model(model: Model) -> None:
     """Raise SettingsError for a family or flavour that is not known, with the nearest one."""
     if class_path_of(model) is None:
         hint = "`simpletuner models` lists all families; your own goes into model_families"
-        name = shorten(model.model_family)
-        if model.model_family in ONLY_THERE:
-            raise SettingsError(
-                f"model_family {name} is trained by the original SimpleTuner; this version does not have it", hint
-            )
+        refuse_without_class(model)
         names = [*presets(), AUTO, *(model.model_families or {})]
-        other = FAMILY_NAMES.get(model.model_family)
-        like = f"; did you mean `{other}`?" if other else nearest(model.model_family, names)
+        name, like = shorten(model.model_family), nearest(model.model_family, names)
         raise SettingsError(f"Unknown model_family {name}{like}", hint)
     known = [*flavours_of(model.model_family), TINY]
     if model.model_flavour and model.model_flavour not in known:
@@ -234,15 +228,20 @@ def check_model(model: Model) -> None:
         )
 
 
+def refuse_without_class(model: Model) -> None:
+    """Raise SettingsError for a family of the original that has no class here: how else it is trained, or why not."""
+    flavour = flavour_of(model)
+    hub = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
+    sentence, hint = alternative(model.model_family, model.model_type, hub)
+    if sentence:
+        raise SettingsError(f"model_family {sentence}", hint)
+
+
 def check_trainable(model: Model) -> None:
     """Raise SettingsError for a model that is not known, or known by its architecture alone."""
     check_model(model)
     if not class_path_of(model):
-        trainable = [name for name, preset in presets().items() if preset.family_class]
-        raise SettingsError(
-            f"{model.model_family} cannot be trained yet: only its blocks can be detected",
-            f"families that can: {', '.join(trainable)}",
-        )
+        refuse_without_class(model)
     flavour = flavour_of(model)
     # Somebody's own weights may well be trainable where the published ones are not.
     if flavour and flavour.untrainable and not model.pretrained_model_name_or_path:

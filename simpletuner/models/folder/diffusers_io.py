@@ -15,7 +15,7 @@ from torch import nn
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.folder.malformed import CHECK_COPY
-from simpletuner.run_log import take_over
+from simpletuner.run_log import start_run_log, stop_run_log, take_over
 
 TEXT_PARTS = ("tokenizer", "text_encoder")
 """Prefixes of the components that turn captions into tensors."""
@@ -41,6 +41,17 @@ def silence_libraries() -> None:
         take_over(name)
     # Flux returns a view, which FSDP2 warns about at each forward; nothing here writes into it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+@contextmanager
+def libraries_silenced() -> Iterator[None]:
+    """Keep all that libraries print off the terminal, in a command that has no log of a run."""
+    start_run_log("")
+    try:
+        silence_libraries()
+        yield
+    finally:
+        stop_run_log()
 
 
 def text_folders(folder: Path) -> list[Path]:

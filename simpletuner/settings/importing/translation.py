@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simpletuner.settings.files.raw_values import RawValue
+from simpletuner.settings.foreign.original.families import FAMILY_NAMES
 from simpletuner.settings.foreign.original.names import is_off
 from simpletuner.settings.foreign.original.trained_values import (
     ASSISTED,
     DEFAULT_OPTIMIZER,
     FAMILIES_THERE,
-    FAMILY_NAMES,
     FLUX_LORA_TARGETS,
     IMAGE_STREAM,
     LORA_TARGETS,

@@ -7,8 +7,9 @@ from typing import Any
 
 from simpletuner.errors import BrokenRule
 from simpletuner.settings.declared.errors import broken
-from simpletuner.settings.declared.sections import Lora, Settings
+from simpletuner.settings.declared.sections import Lora, Model, Settings
 from simpletuner.settings.foreign.deepspeed.config import extra_deepspeed_settings
+from simpletuner.settings.foreign.original.families import FAMILY_NAMES
 from simpletuner.settings.rules.engine_rules import (
     compiler_chooses_activations,
     compiler_supports_settings,
@@ -48,9 +49,12 @@ def find_missing(settings: Settings) -> list[BrokenRule]:
 
 def normalize(settings: Settings) -> tuple[Settings, dict[str, str]]:
     """Reset choices that have no effect, so that saved files stay the same; return by name why each was reset."""
-    parallel = settings.parallel
+    parallel, model = settings.parallel, settings.model
     changes: dict[str, Any] = {}
     reasons: dict[str, str] = {}
+    if other := name_here(model):
+        reasons["model_family"] = f"{model.model_family} is called {other} here"
+        settings = settings.model_copy(update={"model": model.model_copy(update={"model_family": other})})
     if parallel.fsdp_version == 1:
         changes["fsdp_version"] = 2
         reasons["fsdp_version"] = "1 is deprecated: FSDP2 runs instead"
@@ -62,13 +66,20 @@ def normalize(settings: Settings) -> tuple[Settings, dict[str, str]]:
         if rest != parallel.deepspeed_config:
             reasons["deepspeed_config"] = "values that follow from other settings are left out"
     if not changes:
-        return settings, {}
+        return settings, reasons
     return settings.model_copy(update={"parallel": parallel.model_copy(update=changes)}), reasons
+
+
+def name_here(model: Model) -> str:
+    """Return the name here of a family that the original calls otherwise; empty for any other."""
+    return "" if model.model_family in (model.model_families or {}) else FAMILY_NAMES.get(model.model_family, "")
 
 
 def warnings_about(settings: Settings) -> Iterator[BrokenRule]:
     """Yield one sentence for each choice that is accepted, but deprecated or without effect."""
     parallel = settings.parallel
+    if other := name_here(settings.model):
+        yield broken(f"model_family={settings.model.model_family} is called {other} here", "model_family")
     if parallel.fsdp_enable and parallel.fsdp_version == 1:
         yield broken("fsdp_version=1 is deprecated: FSDP2 runs instead, with the same checkpoints", "fsdp_version")
     if parallel.fsdp_enable and not parallel.fsdp_cpu_ram_efficient_loading:

@@ -17,7 +17,7 @@ from simpletuner.models.catalog.parameter_count import copied_bytes
 from simpletuner.models.catalog.registry import TINY
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
-from simpletuner.models.folder.diffusers_io import silence_libraries
+from simpletuner.models.folder.diffusers_io import libraries_silenced
 from simpletuner.models.folder.malformed import opening
 from simpletuner.models.opening.loading import local_folder
 from simpletuner.models.opening.published import open_without_weights
@@ -26,7 +26,6 @@ from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import joined_world
 from simpletuner.preparation.prepare import plan_data, samples_by_shape
 from simpletuner.report import Report
-from simpletuner.run_log import start_run_log, stop_run_log
 from simpletuner.session import Session
 from simpletuner.settings import Loaded, Settings
 from simpletuner.settings.values.shape import Shape
@@ -102,13 +101,8 @@ def opened_family(settings: Settings, report: Report) -> Iterator[ModelFamily]:
 
     Libraries print nothing meanwhile.
     """
-    start_run_log("")
-    try:
-        silence_libraries()
-        with family_without_weights(settings, report) as family:
-            yield family
-    finally:
-        stop_run_log()
+    with libraries_silenced(), family_without_weights(settings, report) as family:
+        yield family
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from simpletuner.models.catalog.licenses import LICENSES, describe_license, license_of
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.settings import Settings
 from simpletuner.settings.declared.knob import kind_of
@@ -73,6 +74,7 @@ def render(settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: P
         code=code,
         numbers=table(describe_result(read_columns(settings.training.output_dir / METRICS))),
         rows=table((name, value) for name, value in facts.rows if name in ROWS),
+        license=describe_license(license_of(hub_id(settings.model))),
         datasets=[dataset_cells(each) for each in facts.datasets],
         settings=[(name, escaped(as_text(value))) for name, value in public.items()],
         command=command,
@@ -88,6 +90,7 @@ def front_matter(model: Model, prompts: Iterable[tuple[str, str]]) -> ModelCardD
 
     base, is_lora = hub_id(model), model.model_type == "lora"
     return ModelCardData(
+        **license_keys(license_of(base)),
         base_model=base,
         base_model_relation=("adapter" if is_lora else "finetune") if base else None,
         library_name="diffusers",
@@ -96,6 +99,15 @@ def front_matter(model: Model, prompts: Iterable[tuple[str, str]]) -> ModelCardD
         # An entry without a text is not shown.
         widget=[{"text": prompt or " ", "output": {"url": file}} for file, prompt in prompts] or None,
     )
+
+
+def license_keys(name: str) -> dict[str, Any]:
+    """Return the keys of a card for the licence of the base model, which what is trained from it inherits."""
+    if not name:
+        return {}
+    if LICENSES[name].is_hub_name:
+        return {"license": name}
+    return {"license": "other", "license_name": name, "license_link": LICENSES[name].text}
 
 
 def public_value(setting: ExplainedSetting, model: Model) -> Any:

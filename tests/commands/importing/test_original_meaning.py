@@ -18,6 +18,7 @@ from simpletuner.data.config.dataset_types import SnapshotImages
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.settings import Settings, load
 from simpletuner.settings.declared.sections import Data
+from simpletuner.settings.foreign.original.families import BY_AUTO, UNTRAINED, WITHOUT_LORA
 
 CONFIG = Path(__file__).with_name("original_config.json")
 IMAGES = {"id": "pictures", "type": "local", "instance_data_dir": "pictures"}
@@ -242,12 +243,29 @@ def test_optimisations_are_left_out_and_said(imported):
     assert "fuse_qkv_projections" not in tomllib.loads(Path("run.toml").read_text())
 
 
-@pytest.mark.parametrize("family", ["krea2", "ltxvideo2", "kandinsky5-image", "cosmos3", "anima", "z_image_omni"])
-def test_the_model_decides_before_all_else(imported, family):
-    changes = {"model_family": family, "fuse_qkv_projections": True, "context_parallel_size": 2, "controlnet": True}
-    code, err = imported({**LORA, **changes}, [])
-    assert code == 2 and f"'{family.replace('-', '_')}' is trained by the original SimpleTuner" in err.splitlines()[0]
-    assert "this version does not have it" in err and "did you mean" not in err
+def test_the_model_decides_before_all_else_and_is_said_to_train_by_its_pipeline_or_why_not(imported):
+    for family in ("kandinsky5-image", *BY_AUTO, *UNTRAINED):
+        changes = {"model_family": family, "fuse_qkv_projections": True, "context_parallel_size": 2, "controlnet": True}
+        code, err = imported({**LORA, **changes}, [])
+        first, name = err.splitlines()[0], family.replace("-", "_")
+        assert code == 2 and f"model_family {name} " in first and "did you mean" not in err
+        assert BY_AUTO.get(name) or UNTRAINED[name] in first
+        assert ("model_family=auto trains it by its pipeline" in first) == (name in BY_AUTO)
+        assert ("cannot load a LoRA" in first) == (name in WITHOUT_LORA)
+
+
+def test_a_family_that_is_only_called_otherwise_is_trained_by_its_name_here(imported, capsys):
+    code, err = imported({"model_family": "pixart", "model_flavour": None}, [IMAGES])
+    assert code == 0, err
+    assert tomllib.loads(Path("run.toml").read_text())["model_family"] == "pixart_sigma"
+    assert "# model_family = 'pixart' there" in Path("run.toml").read_text()
+    Path("none.toml").touch()
+    loaded = load({"model_family": "pixart"}, Path("none.toml"), complete=False, environment={})
+    assert loaded.settings.model.model_family == "pixart_sigma"
+    assert loaded.warnings == ("model_family=pixart is called pixart_sigma here",)
+    flags = {"model_family": "pixart", "model_families": "pixart=mine:Own"}
+    own = load(flags, Path("none.toml"), complete=False, environment={})
+    assert own.settings.model.model_family == "pixart" and not own.warnings
 
 
 def test_a_dataset_of_the_hub_has_its_columns_beside_the_others(imported):

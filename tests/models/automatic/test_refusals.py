@@ -20,6 +20,7 @@ from models.test_inputs import CPU
 
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.family import SMALLEST, AutomaticFamily
+from simpletuner.models.automatic.seams import ALWAYS
 from simpletuner.models.families.ltxvideo import LTXVideo
 from simpletuner.settings.declared.sections import Model, Settings
 
@@ -107,9 +108,27 @@ def test_folders_that_cannot_be_trained_are_refused(flux, tmp_path):
         (changed(flux, tmp_path / "b", index, transformer_2=["diffusers", "X"]), "transformer and transformer_2"),
         (changed(flux, tmp_path / "c", index, transformer=[None, None]), "it has none of transformer, unet"),
         (changed(flux, tmp_path / "d", index, **edm), "EDMEulerScheduler is for EDM"),
+        (changed(flux, tmp_path / "f", index, scheduler=["diffusers", "IPNDMScheduler"]), "has no noise levels"),
         (changed(flux, tmp_path / "e", index, _class_name="AutoencoderKL"), "it is no DiffusionPipeline"),
         (diffusers, "do not lead its own loop to known latents"),
     ):
         with pytest.raises(SettingsError) as refusal:
             automatic(folder)
         assert sentence in refusal.value.message and refusal.value.hint == ADVICE
+
+
+def test_a_scheduler_that_draws_noise_while_it_steps_is_proven_by_where_it_ends(tmp_path):
+    # Ancestral noise is drawn anew at each step but the last, so exact predictions still end at the known latents.
+    ancestral = {"class_name": "EulerAncestralDiscreteScheduler"}
+    family = automatic(build_foreign("PixArtAlphaPipeline", tmp_path / "base", scheduler=ancestral))
+    assert family.found.schedule.objective == "diffusion" and family.found.sign == 1.0
+    assert [check.name for check in family.checks if check.off is not None] == ["own loop", "image", "later step"]
+
+
+def test_no_language_model_rewrites_captions():
+    import diffusers
+
+    for cls in (diffusers.ErnieImagePipeline, diffusers.LongCatImagePipeline):
+        parameters = inspect.signature(inspect.unwrap(cls.__call__)).parameters.values()
+        on = {each.name for each in parameters if each.default is True} - {"return_dict", "enable_cfg_renorm"}
+        assert on and all(ALWAYS[name] is False for name in on)

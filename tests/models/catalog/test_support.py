@@ -12,6 +12,7 @@ from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import diffusion, flow_matching
 from simpletuner.settings.declared.sections import Model, Settings
+from simpletuner.settings.foreign.original.families import BY_AUTO, NO_PIPELINE, UNTRAINED, WITHOUT_LORA
 from simpletuner.settings.resolving.loading import load
 from simpletuner.training.engines import check_sequence_plan
 
@@ -32,6 +33,21 @@ def test_a_preset_says_what_its_class_says(family):
     assert (cls.sequence_plan is not None) == bool(preset.heads) == (not preset.unsplittable)
     source = Path(str(__import__(preset.family_class.partition(":")[0], fromlist=["x"]).__file__)).read_text()
     assert ("guidance_scale(" in source) == SCOPES["flux_guidance_value"].includes(preset)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by Kolors
+def test_what_is_said_of_the_original_s_families_is_so_of_diffusers():
+    import diffusers
+
+    for family, name in BY_AUTO.items():
+        pipeline = getattr(diffusers, name)
+        assert hasattr(pipeline, "encode_prompt"), name
+        assert hasattr(pipeline, "load_lora_weights") == (family not in WITHOUT_LORA), name
+    for name in ("OmniGenPipeline", "Cosmos3OmniPipeline"):
+        assert not hasattr(getattr(diffusers, name), "encode_prompt")
+    known = {name.removesuffix("Pipeline").lower() for name in dir(diffusers) if name.endswith("Pipeline")}
+    for family in (name for name, reason in UNTRAINED.items() if reason == NO_PIPELINE):
+        assert not any(name.startswith(family.replace("_", "")) for name in known), family
 
 
 @pytest.mark.parametrize(

@@ -100,15 +100,6 @@ FAMILIES_THERE: dict[str, FamilyThere] = {
     "sd3": FamilyThere(aligned(64), {"tokenizer_max_length": 154}),
     "wan": FamilyThere(aligned(32, tokenizer_max_length=512)),
 }
-FAMILY_NAMES = {"cosmos2image": "cosmos", "pixart": "pixart_sigma"}
-"""Names of families that the original has and that are others here."""
-ONLY_THERE = (
-    *("ace_step", "anima", "boogu_image", "cosmos3", "deepfloyd", "ernie", "heartmula", "ideogram", "ideogram4"),
-    *("kandinsky5_image", "kandinsky5_video", "krea2", "longcat_image", "longcat_video", "ltxvideo2", "mageflow"),
-    *("mage_flow", "minimax_h3", "minimax_music", "minimax_music3", "omnigen", "sanavideo", "stable_cascade"),
-    *("wan_s2v", "z_image_omni", "zlab_i1"),
-)
-"""Families of the original that this version has not got."""
 
 ASSISTED = {"z_image": ("", "turbo", "turbo_ostris_v2"), "flux": ("schnell",)}
 """Flavours (`""`: the default one) whose LoRA the original trains on top of an assistant LoRA."""

@@ -1,0 +1,147 @@
+"""Facts that a study found of a pipeline, and a proof confirmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simpletuner.models.automatic.pipeline_run import refused, tensors_of
+from simpletuner.models.automatic.scheduler import NoiseSchedule
+from simpletuner.models.automatic.text import TextLayout, to_float32
+from simpletuner.private_api.of_torch import TreeSpec, tree_map_only, tree_unflatten
+from simpletuner.settings.values.shape import Shape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The noise that a pipeline draws: its shape without batch, and which axes are rows and columns of cells."""
+
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+    cell_px: int
+
+    def in_px(self, latents: Sequence[int]) -> Shape:
+        """Return the shape in px of an image whose latents have these axes, without batch."""
+        return Shape(1, latents[self.rows] * self.cell_px, latents[self.columns] * self.cell_px)
+
+    def axes(self, cells: Shape) -> tuple[int, ...]:
+        """Return the axes of latents, without batch, of a shape in latent cells."""
+        axes = list(self.shape)
+        axes[self.rows], axes[self.columns] = cells.height, cells.width
+        return tuple(axes)
+
+    def axes_for(self, shape: Shape) -> tuple[int, ...]:
+        return self.axes(shape.in_cells(self.cell_px))
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Facts that were found of a pipeline, and the arguments that its calls are made with."""
+
+    schedule: NoiseSchedule
+    text: TextLayout
+    layout: Layout
+    arguments: dict[str, Any]
+    """Of each call: guidance is off."""
+    latents_input: str
+    """Name of the denoiser's input that holds the latents."""
+    float32_inputs: frozenset[str]
+    """Inputs that depend neither on latents nor on the caption: times, sizes, positions."""
+    outputs: Output
+    embeds_guidance: bool = False
+    sign: float = 1.0
+    """Of the objective's target in what the scheduler's `step` gets."""
+    axes: tuple[int | None, ...] | None = None
+    """Batch axes of the text's leaves; None: one call of the pipeline per sample."""
+    unbatched: str = ""
+    """Reason for which samples are not in one call."""
+    guidance: GuidedText | None = None
+    """None: images are sampled without guidance."""
+    unguided: str = ""
+    """Why they are."""
+    unused: tuple[str, ...] = ()
+    """Parameters that no prediction depends on."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A point that was shown of a pipeline, with the difference that was measured and the largest allowed."""
+
+    name: str
+    finding: str
+    off: float | None = None
+    limit: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.off is None or self.limit is None or self.off <= self.limit
+
+
+@dataclass(frozen=True)
+class GuidedText:
+    """The output of `encode_prompt` for a prompt and a negative prompt."""
+
+    structure: TreeSpec
+    constants: tuple[Any, ...]
+    positive: tuple[int, ...]
+    negative: tuple[int, ...]
+    """Numbers of the leaves that depend on one or the other, as many as a caption's own encoding has; or none that
+    depends on a negative prompt."""
+
+    def build(self, positive: Sequence[Tensor], negative: Sequence[Tensor]) -> Any:
+        leaves = list(self.constants)
+        for numbers, own in ((self.positive, positive), (self.negative, negative)):
+            for number, leaf in zip(numbers, own, strict=False):
+                leaves[number] = leaf
+        device = positive[0].device
+        return tree_unflatten([to_float32(leaf, device) for leaf in leaves], self.structure)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The shape of a denoiser's output relative to its latents."""
+
+    template: Any
+    """The output with a number in place of each tensor."""
+    ratios: tuple[tuple[Fraction, ...], ...]
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, output: Any, latents: Sequence[Tensor], pipeline: str) -> Output:
+        numbers, ratios = iter(range(100)), list[tuple[Fraction, ...]]()
+
+        def note(tensor: Tensor) -> int:
+            number = next(numbers)
+            like = latents[min(number, len(latents) - 1)]
+            if like.ndim != tensor.ndim:
+                raise refused(
+                    pipeline, f"its denoiser makes {tuple(tensor.shape)} of latents of shape {tuple(like.shape)}"
+                )
+            ratios.append(tuple(Fraction(a, b) for a, b in zip(tensor.shape, like.shape, strict=True)))
+            return number
+
+        return cls(tree_map_only(Tensor, note, output), tuple(ratios))
+
+    def make(self, latents: Sequence[Tensor], fill: Callable[[Tensor], Tensor] = torch.zeros_like) -> Any:
+        """Return an output for latents, zeros where nothing else is said."""
+
+        def one(number: int, like: Tensor) -> Tensor:
+            ratios = self.ratios[min(number, len(self.ratios) - 1)]
+            shape = [int(length * ratio) for length, ratio in zip(like.shape, ratios, strict=True)]
+            return fill(like.new_empty(shape, dtype=torch.float32))
+
+        if isinstance(self.template, tuple) and isinstance(self.template[0], list):  # a list, as long as the batch
+            return ([one(0, each) for each in latents], *self.template[1:])
+        return tree_map_only(int, lambda number: one(number, latents[min(number, len(latents) - 1)]), self.template)
+
+
+def latents_among(given: dict[str, Any], name: str) -> list[Tensor]:
+    """Return the latents among a denoiser's inputs: one tensor, or a list of one for each sample."""
+    tensors = tensors_of(given)
+    return [tensor for each, tensor in tensors.items() if each == name or each.startswith(f"{name}[")]

@@ -1,0 +1,88 @@
+"""A run of a pipeline: values that the seams hand in and see, and the refusal of one that shows something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simpletuner.errors import SettingsError
+
+FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+"""Raised by code that is given what it was not written for."""
+
+
+class Ended(Exception):
+    """Ends a pipeline's call, which has shown all that was asked of it."""
+
+
+def refused(pipeline: Any, why: str) -> SettingsError:
+    """Return the error for a pipeline that model_family=auto cannot train."""
+    name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
+    return SettingsError(
+        f"model_family=auto cannot train {name}: {why}", "a class of your own can: docs/families.md has a complete one"
+    )
+
+
+@dataclass
+class PipelineRun:
+    """Values that the seams hand in during one run, and what they see."""
+
+    text: Sequence[Any] | None = None
+    """Returned by `encode_prompt`, one for each of its calls; None: it really encodes."""
+    noise: Tensor | None = None
+    """Returned by the first `randn_tensor`; None: it really draws."""
+    time: Tensor | None = None
+    """Time of each sample (B), as the pipeline's scheduler has it; None: the pipeline's own loop."""
+    denoise: Callable[[dict[str, Any]], Any] | None = None
+    """Gets all inputs of the denoiser by name."""
+    at_step: Callable[..., Any] | None = None
+    """Gets the scheduler's own `step` and its arguments, and returns what `step` returns; None: `step` ends the run."""
+    decode: Callable[[Tensor], Any] | None = None
+    """Gets the latents for the VAE; None: the VAE's own `decode`."""
+    stop_at_noise: bool = False
+    encoded: list[Any] = field(default_factory=list)
+    drawn: list[tuple[int, ...]] = field(default_factory=list)
+    """Shapes of noise that were drawn before the denoiser's first call."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Inputs of the denoiser, by name."""
+    handed: tuple[Tensor, Tensor] | None = None
+    """Prediction and latents, as the scheduler's `step` gets them."""
+    mu: float | None = None
+    """The shift that a scheduler with dynamic shifting gets."""
+
+
+class StandIn:
+    """In place of a component: its attributes, but calls of our own. Computes in float32; `dtype` says so."""
+
+    dtype = torch.float32
+
+    def __init__(self, module: Any, **methods: Callable[..., Any]) -> None:
+        self.module = module
+        self.__dict__.update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["call"](*args, **kwargs)
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:120]
+
+
+def tensors_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors among a denoiser's inputs by name, those of dicts and lists included."""
+    found: dict[str, Tensor] = {}
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, Mapping):
+            found |= tensors_of(value)
+        elif isinstance(value, list | tuple):
+            found |= tensors_of({f"{name}[{number}]": each for number, each in enumerate(value)})
+    return found

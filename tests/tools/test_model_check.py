@@ -1,0 +1,64 @@
+"""`simpletuner models --check`: the proof alone, as a user types it, and a class against the pipeline's own run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import pytest
+from foreign import build_foreign
+
+from simpletuner.app import main
+
+OPPOSITE = """
+from simpletuner.models.families.flux import Flux
+
+
+class Opposite(Flux):
+    def predict(self, *arguments):
+        return -super().predict(*arguments)
+"""
+
+
+@pytest.fixture
+def checked(capsys, monkeypatch, tmp_path) -> Callable[..., tuple[str, str]]:
+    monkeypatch.chdir(tmp_path)
+
+    def checked(*arguments: str, code: int = 0) -> tuple[str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["models", *arguments])
+        said = capsys.readouterr()
+        assert ended.value.code == code, said.err
+        return said.out, " ".join(said.err.split())
+
+    return checked
+
+
+def test_a_built_in_class_is_compared_with_the_pipeline_s_own_run(flux, checked):
+    table, said = checked("--check", str(flux))
+    assert f"FluxPipeline in {flux}" in table and "differs" not in table and "warning" not in said
+    assert "own loop     ok   exact predictions lead it to known latents (off by" in table
+    assert "prediction   ok   of Flux is that of FluxPipeline, caption 2 (off by" in table
+
+
+def test_a_class_with_a_wrong_sign_is_named(flux, checked, tmp_path):
+    (tmp_path / "opposite_flux.py").write_text(OPPOSITE)
+    out, said = checked("--check", str(flux), "--class=opposite_flux:Opposite", "--json", code=2)
+    sys.modules.pop("opposite_flux", None)
+    found = json.loads(out)
+    assert not found["passed"] and found["proven"]["pipeline"].startswith("FluxPipeline by its own call")
+    failed = [(check["name"], check["off"]) for check in found["checks"] if not check["passed"]]
+    assert failed == [("prediction", pytest.approx(2)), ("prediction", pytest.approx(2))]
+    assert "the class differs from the pipeline's own run: prediction of Opposite" in said
+
+
+def test_a_pipeline_that_cannot_be_proven_is_refused_after_what_could_be(checked, tmp_path):
+    folder = build_foreign("PixArtAlphaPipeline", tmp_path / "base", scheduler={"class_name": "DDIMScheduler"})
+    out, said = checked("--check", str(folder), "--json", code=2)
+    found = json.loads(out)
+    assert [check["name"] for check in found["checks"]] == ["objective", "inputs"] and not found["passed"]
+    assert found["refusal"] in said and "do not lead its own loop to known latents" in said
+    assert "nothing is no folder" in checked("--check", str(tmp_path / "nothing"), code=2)[1]
+    assert "--class is for --check" in checked("--class=a:B", code=2)[1]
