@@ -116,12 +116,12 @@ class AutomaticVae(Vae):
     def downscale(self) -> int:
         return self.predictor.found.layout.cell_px
 
-    def normalize(self, latents_BCHW: Tensor) -> Tensor:
-        height, width = (side * cell_px(self.model) for side in latents_BCHW.shape[-2:])
-        return self.predictor.from_vae(latents_BCHW.cpu(), Shape(1, height, width))
+    def normalize(self, latents: Tensor) -> Tensor:
+        height, width = (side * cell_px(self.model) for side in latents.shape[-2:])
+        return self.predictor.from_vae(latents.cpu(), Shape(1, height, width))
 
-    def denormalize(self, latents_BCHW: Tensor) -> Tensor:
-        for_vae = self.predictor.to_vae(latents_BCHW.cpu())
+    def denormalize(self, latents: Tensor) -> Tensor:
+        for_vae = self.predictor.to_vae(latents.cpu())
         return for_vae.squeeze(2) if for_vae.ndim == 5 else for_vae
 
 
