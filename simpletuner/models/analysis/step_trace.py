@@ -376,7 +376,7 @@ def gradients_released(
 
 @torch.no_grad()
 def trace_vae(model: nn.Module, dtype: torch.dtype, shape: Shape, samples: int, decodes: bool) -> int:
-    """Return the most bytes, weights included, that a VAE on the meta device takes for images or clips of a shape in px."""
+    """Return the most bytes, weights included, that a VAE on the meta device takes for samples of a shape in px."""
     mode = new_mode()
     parameters = list(with_fake_parameters(model, mode, dtype).parameters())
     # The 3-D convolutions of video VAEs (Qwen-Image, Wan), which take an image as one frame.

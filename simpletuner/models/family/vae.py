@@ -81,8 +81,8 @@ class Vae:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Decode normalized latents, BCHW or BCFHW, to pixels in -1..1 with as many axes, float32, on the CPU."""
-        is_image = self.has_frames and latents.ndim == 4
         latents = self.denormalize(latents).to(self.device, self.dtype)
+        is_image = self.has_frames and latents.ndim == 4
         config: Any = self.model.config
         # The decoder of LTX-Video 0.9.5 also denoises, and takes the noise level of its latents: here none.
         kwargs = {"temb": latents.new_zeros(len(latents))} if config.get("timestep_conditioning") else {}
