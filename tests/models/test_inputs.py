@@ -27,8 +27,10 @@ from simpletuner.settings.values.shape import Shape
 
 TRAINABLE = [key for key, preset in presets().items() if preset.family_class]
 PROMPT, STEPS, CPU = "a red circle", 3, torch.device("cpu")
-SHAPE = Shape(1, height=64, width=96)
+OF_CLIPS = [key for key in TRAINABLE if presets()[key].frame_step]
+SHAPE, CLIP = Shape(1, height=64, width=96), Shape(17, height=64, width=96)
 """Width and height in px, different from one another and from a multiple of no family's cell."""
+SHAPES = [*((key, SHAPE) for key in TRAINABLE), *((key, CLIP) for key in OF_CLIPS)]
 
 
 def opened(key: str, folder: Path) -> ModelFamily:
@@ -81,12 +83,11 @@ def flattened(given: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def latents_shown(family: ModelFamily, given: dict[str, Any]) -> torch.Tensor:
+def latents_shown(family: ModelFamily, given: dict[str, Any], shape: Shape) -> torch.Tensor:
     """Return the latents (1CHW) that a pipeline gave its denoiser, as the VAE made them."""
     latents = next(given[name] for name in ("sample", "hidden_states", "x[0]") if name in given)
-    downscale = family.vae(CPU).downscale
     latents = latents.transpose(0, 1) if "x[0]" in given else latents  # one of a list is CFHW, a video of one frame
-    return family.unpack_latents(latents, SHAPE.in_cells(downscale))
+    return family.unpack_latents(latents, shape.in_cells(family.vae(CPU).cell))
 
 
 def same(ours: Any, theirs: Any, name: str) -> None:
@@ -98,16 +99,16 @@ def same(ours: Any, theirs: Any, name: str) -> None:
         assert ours == theirs, name
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
-def test_a_denoiser_sees_what_diffusers_own_pipeline_shows_it(key, pipelines):
-    expect_same_inputs(opened(key, pipelines(key)))
+@pytest.mark.parametrize(("key", "shape"), SHAPES)
+def test_a_denoiser_sees_what_diffusers_own_pipeline_shows_it(key, shape, pipelines):
+    expect_same_inputs(opened(key, pipelines(key)), shape)
 
 
-def expect_same_inputs(family: ModelFamily, **kwargs: Any) -> None:
+def expect_same_inputs(family: ModelFamily, shape: Shape = SHAPE, **kwargs: Any) -> None:
     """Compare the second call of three; the pipeline also gets these arguments."""
     pipeline = diffusers_pipeline(family)
     denoiser = getattr(pipeline, family.denoiser_name)
-    arguments = family.pipeline_kwargs({}, {}, sampling(guidance=1.0)) | kwargs
+    arguments = family.pipeline_kwargs({}, {}, sampling(guidance=1.0, shape=shape)) | kwargs
     theirs = recorded_call(denoiser, lambda: pipeline(prompt=PROMPT, **arguments), number=2)
 
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
@@ -116,17 +117,18 @@ def expect_same_inputs(family: ModelFamily, **kwargs: Any) -> None:
     scheduler = pipeline.scheduler
     flow = isinstance(family.objective(), FlowMatching)
     times = scheduler.timesteps[1:2] / (scheduler.config.num_train_timesteps if flow else 1)
-    noised = latents_shown(family, theirs)
+    noised = latents_shown(family, theirs, shape)
+    assert noised.ndim == 2 + len(shape.axes)
     ours = recorded_call(denoiser, lambda: family.predict(denoiser, noised, times, conditioning))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         same(ours[name], value, name)
 
 
-def sampling(guidance: float):
+def sampling(guidance: float, shape: Shape = SHAPE):
     from simpletuner.models.family.base import SamplingParams
 
-    return SamplingParams(SHAPE, STEPS, guidance, seed=7)
+    return SamplingParams(shape, STEPS, guidance, seed=7)
 
 
 class Products(TorchFunctionMode):
@@ -170,25 +172,26 @@ def test_neither_checkpointing_nor_fused_projections_change_prediction_or_gradie
         assert fused.count < apart.count and list(denoiser.state_dict()) == names
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
-def test_a_picture_is_the_one_that_diffusers_own_pipeline_draws(key, pipelines):
-    expect_same_picture(opened(key, pipelines(key)))
+@pytest.mark.parametrize(("key", "shape"), SHAPES)
+def test_a_picture_is_the_one_that_diffusers_own_pipeline_draws(key, shape, pipelines):
+    expect_same_picture(opened(key, pipelines(key)), shape)
 
 
-def expect_same_picture(family: ModelFamily, **kwargs: Any) -> None:
+def expect_same_picture(family: ModelFamily, shape: Shape = SHAPE, **kwargs: Any) -> None:
     """Compare sampling as a whole, with guidance; the pipeline also gets these arguments."""
     pipeline, vae = diffusers_pipeline(family), family.vae(CPU)
-    arguments = family.pipeline_kwargs({}, {}, sampling(guidance=4.0)) | kwargs
+    arguments = family.pipeline_kwargs({}, {}, sampling(4.0, shape)) | kwargs
     if "true_cfg_scale" in arguments:  # such a pipeline guides only if there is a negative prompt
         arguments["negative_prompt"] = ""
     theirs = pipeline(prompt=PROMPT, **(arguments | {"output_type": "pt"}))[0]
-    theirs = theirs[:, 0] if theirs.ndim == 5 else theirs
+    theirs = theirs.transpose(1, 2) if theirs.ndim == 5 else theirs  # BFCHW of a video
+    theirs = theirs[:, :, 0] if theirs.ndim == 5 and shape.frames == 1 else theirs
 
     encoder = family.text_encoder(CPU, torch.float32)
     no_caption = family.unconditional(encoder.encode([""]))
     denoiser = getattr(pipeline, family.denoiser_name)
     with torch.no_grad():
-        latents = family.sample(denoiser, vae, sampling(guidance=4.0), encoder.encode([PROMPT]), no_caption)
+        latents = family.sample(denoiser, vae, sampling(4.0, shape), encoder.encode([PROMPT]), no_caption)
     ours = (vae.decode(latents) + 1) / 2
     assert ours.shape == theirs.shape
     assert float(theirs.std()) > 0.01, "a picture of one colour proves nothing"
@@ -217,20 +220,21 @@ def test_the_scheduler_s_step_brings_back_clean_latents_from_the_target(key, pip
     torch.testing.assert_close(scheduler.step(example.target, time[0], sample).prev_sample, clean, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
-def test_latents_come_back_as_the_vae_alone_would_bring_them(key, pipelines):
+@pytest.mark.parametrize(("key", "shape"), SHAPES)
+def test_latents_come_back_as_the_vae_alone_would_bring_them(key, shape, pipelines):
     vae = opened(key, pipelines(key)).vae(CPU)
-    pixels = torch.rand(2, 3, *SHAPE[1:], generator=torch.Generator().manual_seed(0)) * 2 - 1
+    pixels = torch.rand(2, 3, *shape.axes, generator=torch.Generator().manual_seed(0)) * 2 - 1
     latents = vae.encode(pixels)
-    assert latents.shape[0] == 2 and latents.shape[2:] == SHAPE.in_cells(vae.downscale)[1:]
+    assert latents.shape[0] == 2 and latents.shape[2:] == shape.in_cells(vae.cell).axes
     assert vae.decode(latents).shape == pixels.shape
+    is_image = vae.has_frames and shape.frames == 1
     with torch.no_grad():
-        frames = pixels.unsqueeze(2) if vae.has_frames else pixels
+        frames = pixels.unsqueeze(2) if is_image else pixels
         encoded = vae.model.encode(frames)
         raw = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
         clean = {"temb": torch.zeros(2)} if vae.model.config.get("timestep_conditioning") else {}
         alone = vae.model.decode(raw, **clean).sample
-    alone = (alone.squeeze(2) if vae.has_frames else alone).clamp(-1, 1)
+    alone = (alone.squeeze(2) if is_image else alone).clamp(-1, 1)
     torch.testing.assert_close(vae.decode(latents), alone, atol=1e-4, rtol=0)
 
 

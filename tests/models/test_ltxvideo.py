@@ -5,9 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 from models import test_inputs
-from models.test_inputs import CPU, PROMPT, diffusers_pipeline, latents_shown, opened, recorded_call, sampling
+from models.test_inputs import (
+    CLIP,
+    CPU,
+    PROMPT,
+    SHAPE,
+    diffusers_pipeline,
+    latents_shown,
+    opened,
+    recorded_call,
+    sampling,
+)
 
 from simpletuner.models.families.ltxvideo import video_coords
+from simpletuner.models.family.vae import cell_of
 from simpletuner.settings.values.shape import Shape
 
 VAE_OF_0_9_0 = {
@@ -46,41 +57,43 @@ def first(pipelines, tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_denoiser_predicts_as_for_ltxpipeline_which_gives_positions_in_another_form(first):
+@pytest.mark.parametrize("shape", [SHAPE, CLIP])
+def test_the_denoiser_predicts_as_for_ltxpipeline_which_gives_positions_in_another_form(first, shape):
     family = opened("ltxvideo", first)
     pipeline = diffusers_pipeline(family)
-    asked = family.pipeline_kwargs({}, {}, sampling(guidance=1.0))
+    asked = family.pipeline_kwargs({}, {}, sampling(guidance=1.0, shape=shape))
     theirs = recorded_call(pipeline.transformer, lambda: pipeline(prompt=PROMPT, **asked), number=2)
     assert theirs["rope_interpolation_scale"][1:] == (8, 8)
 
     conditioning = family.text_encoder(CPU, torch.float32).encode([PROMPT])
-    noisy = latents_shown(family, theirs)
+    noisy = latents_shown(family, theirs, shape)
     with torch.no_grad():
         answer = pipeline.transformer(**theirs, return_dict=False)[0]
         ours = family.predict(pipeline.transformer, noisy, theirs["timestep"] / 1000, conditioning)
-    answer = family.unpack_latents(answer, Shape(1, *noisy.shape[2:]))
+    answer = family.unpack_latents(answer, Shape.of_axes(noisy.shape[2:]))
     torch.testing.assert_close(ours, answer, atol=1e-5, rtol=1e-5)
 
 
 def test_a_picture_of_ltxpipeline_is_the_one_that_it_draws(first):
-    test_inputs.test_a_picture_is_the_one_that_diffusers_own_pipeline_draws("ltxvideo", lambda _: first)
+    test_inputs.test_a_picture_is_the_one_that_diffusers_own_pipeline_draws("ltxvideo", CLIP, lambda _: first)
 
 
 def test_the_scheduler_of_0_9_0_brings_back_clean_latents(first):
     test_inputs.test_the_scheduler_s_step_brings_back_clean_latents_from_the_target("ltxvideo", lambda _: first)
 
 
-def test_latents_of_a_vae_without_a_timestep_come_back(first):
-    test_inputs.test_latents_come_back_as_the_vae_alone_would_bring_them("ltxvideo", lambda _: first)
+@pytest.mark.parametrize("shape", [SHAPE, CLIP])
+def test_latents_of_a_vae_without_a_timestep_come_back(first, shape):
+    test_inputs.test_latents_come_back_as_the_vae_alone_would_bring_them("ltxvideo", shape, lambda _: first)
 
 
 def test_a_cell_is_as_wide_as_the_vae_says(pipelines, first):
     for folder in (pipelines("ltxvideo"), first):
         family = opened("ltxvideo", folder)
-        assert family.cell_px() == family.vae(CPU).downscale == 8
+        assert family.cell == family.vae(CPU).cell == Shape(2, 8, 8)
     family.vae_config |= {"patch_size": 4, "spatio_temporal_scaling": [True, True, True, False]}
-    family.vae_config["spatial_compression_ratio"] = None
-    assert family.cell_px() == 32
+    family.vae_config |= {"spatial_compression_ratio": None, "temporal_compression_ratio": None}
+    assert cell_of(family.vae_config) == Shape(8, 32, 32)
 
 
 def test_prompts_are_as_long_as_the_pipeline_takes_them(pipelines, first):
@@ -89,4 +102,5 @@ def test_prompts_are_as_long_as_the_pipeline_takes_them(pipelines, first):
 
 
 def test_coords_are_second_top_and_left():
-    assert video_coords(2, 3, 32, CPU).tolist() == [[0] * 6, [0, 0, 0, 32, 32, 32], [0, 32, 64, 0, 32, 64]]
+    places = [[0, 0, 0, 32, 32, 32], [0, 32, 64, 0, 32, 64]]
+    assert video_coords(Shape(1, 2, 3), Shape(8, 32, 32), True, CPU).tolist() == [[0] * 6, *places]

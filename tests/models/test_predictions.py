@@ -52,8 +52,7 @@ def steps_of(family: ModelFamily, pipeline: Any, guidance: float = 1.0) -> list[
 
     pipeline.scheduler = Listening.from_config(pipeline.scheduler.config)
     pipeline(prompt=PROMPT, **family.pipeline_kwargs({}, {}, sampling(guidance)))
-    downscale = family.vae(CPU).downscale
-    shape = SHAPE.in_cells(downscale)
+    shape = SHAPE.in_cells(family.vae(CPU).cell)
     flow = isinstance(family.objective(), FlowMatching)
     count = pipeline.scheduler.config.num_train_timesteps if flow else 1
     return [(time[None] / count, *(family.unpack_latents(each, shape) for each in both)) for time, *both in handed]

@@ -376,13 +376,13 @@ def gradients_released(
 
 @torch.no_grad()
 def trace_vae(model: nn.Module, dtype: torch.dtype, shape: Shape, samples: int, decodes: bool) -> int:
-    """Return the most bytes, weights included, that a VAE on the meta device takes for images of a shape in px."""
+    """Return the most bytes, weights included, that a VAE on the meta device takes for samples of a shape in px."""
     mode = new_mode()
     parameters = list(with_fake_parameters(model, mode, dtype).parameters())
     # The 3-D convolutions of video VAEs (Qwen-Image, Wan), which take an image as one frame.
     has_frames = any(each.ndim == 5 for each in parameters)
     with mode:
-        images = torch.empty(samples, 3, *((1,) if has_frames else ()), shape.height, shape.width, dtype=dtype)
+        images = torch.empty(samples, 3, *(shape if has_frames else shape.axes), dtype=dtype)
     vae: Any = model
     encoded = vae.encode(images)
     latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()

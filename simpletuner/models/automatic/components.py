@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.pipeline_run import refused
 from simpletuner.models.automatic.seams import EnteredPipeline
-from simpletuner.models.family.vae import Vae, cell_px
+from simpletuner.models.family.vae import Vae, cell_of_model
 from simpletuner.models.folder.diffusers_io import TEXT_PARTS, build_on_meta, diffusers_class, require_packages
 from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import weights_files
@@ -114,15 +114,17 @@ class AutomaticVae(Vae):
         self.predictor = predictor(self.model)
 
     @property
-    def downscale(self) -> int:
-        return self.predictor.found.layout.cell_px
+    def cell(self) -> Shape:
+        side = self.predictor.found.layout.cell_px
+        return Shape(1, side, side)
 
-    def normalize(self, latents_BCHW: Tensor) -> Tensor:
-        height, width = (side * cell_px(self.model) for side in latents_BCHW.shape[-2:])
-        return self.predictor.from_vae(latents_BCHW.cpu(), Shape(1, height, width))
+    def normalize(self, latents: Tensor) -> Tensor:
+        cell = cell_of_model(self.model, patch=1)
+        height, width = latents.shape[-2] * cell.height, latents.shape[-1] * cell.width
+        return self.predictor.from_vae(latents.cpu(), Shape(1, height, width))
 
-    def denormalize(self, latents_BCHW: Tensor) -> Tensor:
-        for_vae = self.predictor.to_vae(latents_BCHW.cpu())
+    def denormalize(self, latents: Tensor) -> Tensor:
+        for_vae = self.predictor.to_vae(latents.cpu())
         return for_vae.squeeze(2) if for_vae.ndim == 5 else for_vae
 
 

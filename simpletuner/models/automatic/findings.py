@@ -37,7 +37,7 @@ class Layout:
         return tuple(axes)
 
     def axes_for(self, shape: Shape) -> tuple[int, ...]:
-        return self.axes(shape.in_cells(self.cell_px))
+        return self.axes(shape.in_cells(Shape(1, self.cell_px, self.cell_px)))
 
 
 @dataclass(frozen=True)

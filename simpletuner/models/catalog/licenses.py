@@ -1,7 +1,7 @@
 """Licences of published weights: whether they allow commercial use, and where their texts are.
 
-A preset's `license` is the name on the checkpoint's card, https://huggingface.co/<hub>; where a card could not be read
-there is none. The texts decide, not these words.
+A preset's `license` is the name on the checkpoint's card, https://huggingface.co/<hub>, by that card, its publisher's
+repository or a catalogue of licences; where none of them was at hand it has none. The texts decide, not these words.
 """
 
 from __future__ import annotations

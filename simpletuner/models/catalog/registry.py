@@ -100,6 +100,8 @@ class Preset:
     """Both sides of a validation image are multiples of this, in px: the VAE's scale times the patch size."""
     cell_px: int = 8
     """Width of one latent cell in px."""
+    frame_step: int = 0
+    """Clips have a multiple of this and one more frame, as the VAE takes them; 0 for a family of images alone."""
     flow_shift: float = 0
     """The shift with which the published schedulers sample an image of 1024 x 1024 px; 0 where there is no flow."""
     tiny: Tiny | None = None

@@ -16,6 +16,9 @@ from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.parallel.context.context_parallel import TOKENS, SequencePlan
 from simpletuner.settings.values.shape import Shape
 
+FRAME_RATE = 25
+"""Frames per second of a clip: the default of both pipelines."""
+
 
 class LTXVideo(ModelFamily):
     """LTX-Video 0.9."""
@@ -45,38 +48,44 @@ class LTXVideo(ModelFamily):
         )
         return {"prompt_embeds": embeds, "prompt_attention_mask": mask}
 
-    def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
+    def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Call the transformer as LTXConditionPipeline does."""
-        batch, _, height, width = noised_BCHW.shape
-        # LTXPipeline gives positions as rows, columns and a scale, which for one frame are the same numbers.
-        coords = video_coords(height, width, self.cell_px(), noised_BCHW.device)
+        shape = Shape.of_axes(noised.shape[2:])
+        # LTXPipeline gives frames, rows, columns and a scale, which are the same numbers.
+        coords = video_coords(shape, self.cell, self.has_short_first_frame, noised.device)
         tokens = model(
-            hidden_states=noised_BCHW.flatten(2).transpose(1, 2),
-            encoder_hidden_states=conditioning["prompt_embeds"].to(noised_BCHW.dtype),
+            hidden_states=noised.flatten(2).transpose(1, 2),
+            encoder_hidden_states=conditioning["prompt_embeds"].to(noised.dtype),
             timestep=timesteps_B[:, None] * 1000,
             encoder_attention_mask=conditioning["prompt_attention_mask"],
-            video_coords=coords.expand(batch, -1, -1),
+            video_coords=coords.expand(len(noised), -1, -1),
             return_dict=False,
         )[0]
-        return self.unpack_latents(tokens, Shape(1, height, width))
+        return self.unpack_latents(tokens, shape)
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
     ) -> dict[str, Any]:
-        return super().pipeline_kwargs(positive, negative, sampling) | {"num_frames": 1}
+        return super().pipeline_kwargs(positive, negative, sampling) | {
+            "num_frames": sampling.shape.frames,
+            "frame_rate": FRAME_RATE,
+        }
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
-        # LTXPipeline returns tokens (B, height * width, C), LTXConditionPipeline a video of one frame.
-        return latents.squeeze(2) if latents.ndim == 5 else latents.transpose(1, 2).unflatten(2, shape[1:])
+        # LTXPipeline returns tokens (B, frames * height * width, C), LTXConditionPipeline a video.
+        video_BCFHW = latents if latents.ndim == 5 else latents.transpose(1, 2).unflatten(2, shape)
+        return video_BCFHW.squeeze(2) if shape.frames == 1 else video_BCFHW
 
-    def cell_px(self) -> int:
-        """Width of one latent cell in px."""
-        # As AutoencoderKLLTXVideo computes it where its config, such as that of 0.9.0, does not state it.
-        ratio = self.vae_config.get("spatial_compression_ratio")
-        return ratio or self.vae_config["patch_size"] * 2 ** sum(self.vae_config["spatio_temporal_scaling"])
+    @property
+    def has_short_first_frame(self) -> bool:
+        """True where the pipeline counts the first latent frame as the one frame that it is made of."""
+        return self.index["_class_name"] == "LTXConditionPipeline"
 
 
-def video_coords(height: int, width: int, cell_px: int, device: torch.device) -> Tensor:
-    """Second, top and left (px) of each latent cell, shape (3, height * width); an image is at second 0."""
-    rows, columns = torch.meshgrid(*(torch.arange(side, device=device) for side in (height, width)), indexing="ij")
-    return torch.stack([torch.zeros_like(rows), rows * cell_px, columns * cell_px]).flatten(1).float()
+def video_coords(shape: Shape, cell: Shape, has_short_first_frame: bool, device: torch.device) -> Tensor:
+    """Second, top and left (px) of each latent cell, shape (3, frames * height * width); the first is at second 0."""
+    frames, rows, columns = torch.meshgrid(*(torch.arange(side, device=device) for side in shape), indexing="ij")
+    first = frames * cell.frames
+    if has_short_first_frame:
+        first = (first + 1 - cell.frames).clamp(min=0)
+    return torch.stack([first / FRAME_RATE, rows * cell.height, columns * cell.width]).flatten(1)

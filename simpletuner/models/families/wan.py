@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,27 +35,27 @@ class Wan(ModelFamily):
         )
         return {"prompt_embeds": embeds}
 
-    def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
+    def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Call the transformer as WanPipeline does."""
-        timesteps = timesteps_B * 1000
-        # Wan 2.2 TI2V-5B has a timestep for each token, since its first frame may be given without noise. In an image
-        # all are equal.
+        timesteps, shape = timesteps_B * 1000, Shape.of_axes(noised.shape[2:])
+        # Wan 2.2 TI2V-5B has a timestep for each token, since its first frame may be given without noise. Here all are
+        # equal.
         if self.index.get("expand_timesteps"):
-            _, patch_height, patch_width = self.config["patch_size"]
-            tokens = (noised_BCHW.shape[2] // patch_height) * (noised_BCHW.shape[3] // patch_width)
+            patch = Shape(*self.config["patch_size"])
+            tokens = math.prod(cells // side for cells, side in zip(shape, patch, strict=True))
             timesteps = timesteps[:, None].expand(-1, tokens)
         video_BCFHW = model(
-            hidden_states=noised_BCHW.unsqueeze(2),
+            hidden_states=noised.unsqueeze(2) if noised.ndim == 4 else noised,
             timestep=timesteps,
-            encoder_hidden_states=conditioning["prompt_embeds"].to(noised_BCHW.dtype),
+            encoder_hidden_states=conditioning["prompt_embeds"].to(noised.dtype),
             return_dict=False,
         )[0]
-        return video_BCFHW.squeeze(2)
+        return self.unpack_latents(video_BCFHW, shape)
 
     def pipeline_kwargs(
         self, positive: Conditioning, negative: Conditioning, sampling: SamplingParams
     ) -> dict[str, Any]:
-        return super().pipeline_kwargs(positive, negative, sampling) | {"num_frames": 1}
+        return super().pipeline_kwargs(positive, negative, sampling) | {"num_frames": sampling.shape.frames}
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
-        return latents.squeeze(2)
+        return latents.squeeze(2) if shape.frames == 1 else latents

@@ -23,7 +23,7 @@ from simpletuner.errors import SettingsError
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.objectives import Objective, keep_float32
 from simpletuner.models.family.text_encoding import Conditioning, TextEncoder
-from simpletuner.models.family.vae import Vae, downscale_of
+from simpletuner.models.family.vae import Vae, cell_of
 from simpletuner.models.folder.diffusers_io import (
     TEXT_PARTS,
     build_on_meta,
@@ -44,7 +44,7 @@ CLIP_TOKENS = 77
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one sampled image: its shape in px, number of denoising steps, guidance scale, seed."""
+    """Parameters of one sampled image or clip: its shape in px, number of denoising steps, guidance scale, seed."""
 
     shape: Shape
     steps: int
@@ -161,10 +161,10 @@ class ModelFamily(ABC):
         """
 
     @abstractmethod
-    def predict(self, model: nn.Module, noised_BCHW: Tensor, timesteps_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the denoiser as the pipeline does and return its prediction as BCHW.
+    def predict(self, model: nn.Module, noised: Tensor, timesteps_B: Tensor, conditioning: Conditioning, /) -> Tensor:
+        """Call the denoiser as the pipeline does and return its prediction with the axes of `noised`, BCHW or BCFHW.
 
-        `noised_BCHW` sets the dtype to compute in. `timesteps_B` are the objective's: 0..999 for diffusion, sigmas in
+        `noised` sets the dtype to compute in. `timesteps_B` are the objective's: 0..999 for diffusion, sigmas in
         0..1 for flow matching. The prediction is compared with the objective's target.
         """
 
@@ -212,13 +212,13 @@ class ModelFamily(ABC):
         return {**positive, **embeds, **sampling.kwargs()}
 
     def unpack_latents(self, latents: Tensor, shape: Shape) -> Tensor:
-        """Convert what the pipeline returns to BCHW; `shape` is in latent cells."""
+        """Convert what the pipeline returns to BCHW, or BCFHW of a clip; `shape` is in latent cells."""
         return latents
 
     def image_tokens(self, shape: Shape) -> int:
-        """Return the tokens of an image, whose shape is in latent cells, as its pipeline counts them."""
+        """Return the tokens of a sample, whose shape is in latent cells, as its pipeline counts them."""
         patch = math.isqrt(self.packing) if self.packing > 1 else self.exported_config().get("patch_size", 1)
-        return (shape.height // patch) * (shape.width // patch)
+        return shape.frames * (shape.height // patch) * (shape.width // patch)
 
     def mu(self, shape: Shape, config: Mapping[str, Any]) -> float:
         """Return the shift that the pipeline gives to a scheduler with dynamic shifting, by a shape in latent cells."""
@@ -244,11 +244,15 @@ class ModelFamily(ABC):
 
     # What is the same for all families.
 
+    @cached_property
+    def cell(self) -> Shape:
+        """Frames and px that one latent cell covers."""
+        return cell_of(self.vae_config)
+
     def input_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
-        """Shapes of the latents (C, H, W) and all conditioning of one sample, whose shape is in px."""
-        cells = shape.in_cells(downscale_of(self.vae_config))
-        latents = (self.exported_config()["in_channels"] // self.packing, cells.height, cells.width)
-        return {"latents": latents, **self.conditioning_shapes()}
+        """Shapes of the latents (C, [F,] H, W) and all conditioning of one sample, whose shape is in px."""
+        cells, channels = shape.in_cells(self.cell), self.exported_config()["in_channels"] // self.packing
+        return {"latents": (channels, *cells.axes), **self.conditioning_shapes()}
 
     def denoiser(self, include_buffers: bool = False) -> nn.Module:
         """Build the denoiser with parameters, or buffers too, on the meta device; unused parameters are frozen."""
@@ -319,14 +323,14 @@ class ModelFamily(ABC):
     def sample(
         self, model: nn.Module, vae: Vae, sampling: SamplingParams, positive: Conditioning, negative: Conditioning
     ) -> Tensor:
-        """Sample one image with diffusers' own pipeline and scheduler; return its latents (1CHW)."""
+        """Sample one image or clip with diffusers' own pipeline and scheduler; return its latents (1CHW or 1CFHW)."""
         pipeline = self.load_pipeline(vae=vae.model, model=model)
         pipeline.set_progress_bar_config(disable=True)
         kwargs = self.pipeline_kwargs(positive, negative, sampling)
         with cast_inputs(model, positive["prompt_embeds"].dtype, except_for=self.float32_inputs):
             latents = pipeline(**kwargs)[0]
         latents = vae.normalize(latents) if self.outputs_vae_latents else latents
-        return self.unpack_latents(latents, sampling.shape.in_cells(vae.downscale))
+        return self.unpack_latents(latents, sampling.shape.in_cells(vae.cell))
 
     def load_pipeline(
         self,

@@ -153,7 +153,7 @@ class FlowMatching:
 
     def add_noise(self, latents: Tensor, noise: Tensor, u: Tensor) -> NoisedLatents:
         """Noise latents at logit-normal (or uniform) sigmas, shifted towards noise."""
-        shift = self.shift(Shape(1, *latents.shape[-2:])) if callable(self.shift) else self.shift
+        shift = self.shift(Shape.of_axes(latents.shape[2:])) if callable(self.shift) else self.shift
         return self.at(latents, noise, shifted(u if self.uniform else logit_normal(u, self.sigmoid_scale), shift))
 
     def at(self, latents: Tensor, noise: Tensor, sigmas: Tensor) -> NoisedLatents:

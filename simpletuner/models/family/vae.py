@@ -1,6 +1,6 @@
 """Pixels to latents and back, for every VAE of diffusers that has one latent per image.
 
-Video VAEs get an image as a video of one frame (BCFHW); outside this file latents are BCHW.
+Pixels and latents are BCHW of images and BCFHW of clips; only here an image is a video VAE's clip of one frame.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from simpletuner.models.folder.malformed import read_json
 from simpletuner.models.folder.weights import any_weights_files, variant_of
 from simpletuner.parallel.gpu import return_memory
 from simpletuner.settings.declared.sections import Model
+from simpletuner.settings.values.shape import Shape
 
 
 class Vae:
@@ -52,45 +53,48 @@ class Vae:
             return_memory(device)
 
     @property
-    def downscale(self) -> int:
-        """Width of one latent cell in px."""
-        return cell_px(self.model) * self.patch
+    def cell(self) -> Shape:
+        """Frames and px that one latent cell covers."""
+        return cell_of_model(self.model, self.patch)
 
     @torch.no_grad()
-    def encode(self, pixels_BCHW: Tensor) -> Tensor:
-        """Encode pixels in -1..1 to normalized latents BCHW, float32, on the CPU."""
-        pixels = pixels_BCHW.to(self.device, self.dtype)
-        encoded = self.model.encode(pixels.unsqueeze(2) if self.has_frames else pixels)
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Encode pixels in -1..1, BCHW or BCFHW, to normalized latents with as many axes, float32, on the CPU."""
+        is_image = self.has_frames and pixels.ndim == 4
+        pixels = pixels.to(self.device, self.dtype)
+        encoded = self.model.encode(pixels.unsqueeze(2) if is_image else pixels)
         # The mean of the posterior: its spread is far below the noise of training. An autoencoder without a posterior
         # (AutoencoderDC) returns the latents themselves.
         latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
-        return self.normalize(latents.squeeze(2) if self.has_frames else latents).cpu()
+        return self.normalize(latents.squeeze(2) if is_image else latents).cpu()
 
-    def normalize(self, latents_BCHW: Tensor) -> Tensor:
+    def normalize(self, latents: Tensor) -> Tensor:
         """Convert the VAE's own latents to those that the denoiser sees, float32."""
-        mean, scale = self._statistics()
-        return (pixel_unshuffle(latents_BCHW.to(self.device).float(), self.patch) - mean) * scale
+        mean, scale = self._statistics(latents.ndim)
+        return (pixel_unshuffle(latents.to(self.device).float(), self.patch) - mean) * scale
 
-    def denormalize(self, latents_BCHW: Tensor) -> Tensor:
+    def denormalize(self, latents: Tensor) -> Tensor:
         """Convert latents that the denoiser sees to the VAE's own."""
-        mean, scale = self._statistics()
-        return pixel_shuffle(latents_BCHW.to(self.device).float() / scale + mean, self.patch)
+        mean, scale = self._statistics(latents.ndim)
+        return pixel_shuffle(latents.to(self.device).float() / scale + mean, self.patch)
 
     @torch.no_grad()
-    def decode(self, latents_BCHW: Tensor) -> Tensor:
-        """Decode normalized latents to pixels BCHW in -1..1, float32, on the CPU."""
-        latents = self.denormalize(latents_BCHW).to(self.device, self.dtype)
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode normalized latents, BCHW or BCFHW, to pixels in -1..1 with as many axes, float32, on the CPU."""
+        latents = self.denormalize(latents).to(self.device, self.dtype)
+        is_image = self.has_frames and latents.ndim == 4
         config: Any = self.model.config
         # The decoder of LTX-Video 0.9.5 also denoises, and takes the noise level of its latents: here none.
         kwargs = {"temb": latents.new_zeros(len(latents))} if config.get("timestep_conditioning") else {}
-        pixels = self.model.decode(latents.unsqueeze(2) if self.has_frames else latents, **kwargs).sample
-        return (pixels.squeeze(2) if self.has_frames else pixels).float().clamp(-1, 1).cpu()
+        pixels = self.model.decode(latents.unsqueeze(2) if is_image else latents, **kwargs).sample
+        return (pixels.squeeze(2) if is_image else pixels).float().clamp(-1, 1).cpu()
 
-    def _statistics(self) -> tuple[Any, Any]:
-        """(mean, scale), so that the denoiser sees (latents - mean) * scale."""
+    def _statistics(self, ndim: int) -> tuple[Any, Any]:
+        """(mean, scale) for latents of `ndim` axes, so that the denoiser sees (latents - mean) * scale."""
+        by_channel = (1, -1, *[1] * (ndim - 2))
         if self.patch_norm:
             mean, variance = self.patch_norm.running_mean.float(), self.patch_norm.running_var.float()
-            return mean.view(1, -1, 1, 1), (variance + self.patch_norm.eps).rsqrt().view(1, -1, 1, 1)
+            return mean.view(by_channel), (variance + self.patch_norm.eps).rsqrt().view(by_channel)
         config: Any = self.model.config
         scale = getattr(config, "scaling_factor", None) or 1.0
         # Statistics of each channel: in the config, or in buffers among the weights (AutoencoderKLLTXVideo).
@@ -98,7 +102,7 @@ class Vae:
         mean, std = known.get("latents_mean"), known.get("latents_std")
         if mean is None or std is None:
             return getattr(config, "shift_factor", None) or 0.0, scale
-        mean, std = (torch.as_tensor(each, device=self.device).float().view(1, -1, 1, 1) for each in (mean, std))
+        mean, std = (torch.as_tensor(each, device=self.device).float().view(by_channel) for each in (mean, std))
         return mean, scale / std
 
 
@@ -111,15 +115,19 @@ def enable_parts(model: nn.Module, settings: Model) -> None:
             getattr(model, f"enable_{part}")()
 
 
-def cell_px(model: Any) -> int:
-    """Width in px of one cell of a VAE's own latents."""
+def cell_of_model(model: Any, patch: int) -> Shape:
+    """Frames and px that one latent cell covers; `patch` cells of the VAE's own are one."""
     ratio = getattr(model, "spatial_compression_ratio", None)
-    return ratio or 2 ** (len(model.config.block_out_channels) - 1)
+    side = (ratio or 2 ** (len(model.config.block_out_channels) - 1)) * patch
+    # Wan's VAEs say it in their config alone, where WanPipeline reads it, too.
+    frames = getattr(model, "temporal_compression_ratio", None) or getattr(model.config, "scale_factor_temporal", None)
+    return Shape(frames or 1, side, side)
 
 
-def downscale_of(config: Mapping[str, Any]) -> int:
-    """Width of one latent cell in px, by the VAE's config alone."""
+def cell_of(config: Mapping[str, Any]) -> Shape:
+    """Frames and px that one latent cell covers, by the VAE's config alone."""
     if "_class_name" not in config:
-        return config["spatial_compression_ratio"]
+        side = config["spatial_compression_ratio"]
+        return Shape(config.get("temporal_compression_ratio", 1), side, side)
     model = build_on_meta(config)
-    return cell_px(model) * (config["patch_size"][0] if hasattr(model, "bn") else 1)
+    return cell_of_model(model, config["patch_size"][0] if hasattr(model, "bn") else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 WRITTEN = re.compile(r"(?P<width>[1-9]\d{0,5})(x(?P<height>[1-9]\d{0,5}))?", re.ASCII)
@@ -21,6 +22,11 @@ class Shape(NamedTuple):
         return cls(1, size[1], size[0])
 
     @classmethod
+    def of_axes(cls, axes: Sequence[int]) -> Shape:
+        """Return the shape of a tensor's axes behind the channels: (height, width), or those of a clip."""
+        return cls(*axes) if len(axes) == 3 else cls(1, *axes)
+
+    @classmethod
     def parse(cls, text: str) -> Shape:
         """Return the shape that a word means. Raises ValueError for what is neither EDGE nor WIDTHxHEIGHT."""
         if not (found := WRITTEN.fullmatch(text)):
@@ -36,12 +42,17 @@ class Shape(NamedTuple):
         return self.width, self.height
 
     @property
+    def axes(self) -> tuple[int, ...]:
+        """Axes of its pixels or latents behind the channels: an image's have none for frames."""
+        return tuple(self) if self.frames > 1 else tuple(self[1:])
+
+    @property
     def area(self) -> int:
         return self.height * self.width
 
-    def in_cells(self, side_px: int) -> Shape:
-        """Return the shape in cells of so many px."""
-        return Shape(self.frames, self.height // side_px, self.width // side_px)
+    def in_cells(self, cell: Shape) -> Shape:
+        """Return the shape in latent cells, which cover `cell`; the first frame has cells of its own."""
+        return Shape((self.frames - 1) // cell.frames + 1, self.height // cell.height, self.width // cell.width)
 
 
 def normalize_shapes(text: str) -> str:

@@ -89,7 +89,7 @@ def test_the_shift_by_size_is_what_diffusers_own_pipeline_gives_to_its_scheduler
     for shape in (Shape(1, 64, 96), Shape(1, 128, 128), Shape(1, 160, 64)):
         arguments = family.pipeline_kwargs({}, {}, SamplingParams(shape, steps, 1.0, seed=7))
         pipeline(prompt="a red circle", **arguments)
-        assert shift(shape.in_cells(vae.downscale)) == pytest.approx(math.exp(given[-1]))
+        assert shift(shape.in_cells(vae.cell)) == pytest.approx(math.exp(given[-1]))
     assert len(set(given)) == 3
     sigmas = torch.linspace(1, 0.02, 50)
     set_timesteps(sigmas=sigmas.tolist(), mu=given[-1])

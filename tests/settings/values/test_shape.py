@@ -17,7 +17,7 @@ def test_a_shape_is_read_as_it_is_written(width, height):
 
 def test_width_is_written_first_and_height_is_the_first_axis_after_frames():
     assert Shape.parse("96x64") == Shape(1, 64, 96) == (1, 64, 96)
-    assert Shape.parse("96x64").in_cells(8) == Shape(1, 8, 12)
+    assert Shape.parse("96x64").in_cells(Shape(4, 8, 8)) == Shape(1, 8, 12)
     assert parse_shapes("64,96x64") == [Shape(1, 64, 64), Shape(1, 64, 96)] and parse_shapes("") == []
 
 
