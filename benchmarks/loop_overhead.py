@@ -150,7 +150,7 @@ def measure(world: World, folder: Path) -> None:
         SDXL.open(folder / "base", settings),
     )
     prepared = data_in_memory(family, settings)
-    engine = open_engine(session, family, None)
+    engine = open_engine(session.settings, session.mesh, family, None)
     state = TrainingState(engine, None, {}, {}, "", Schedule(STEPS), 0, prepared.plan.sampler.start(BATCH_SIZE))
     with open_metrics(settings, 0, world) as metrics:
         build: Callable[[], Trainer] = partial(build_trainer, session, family, prepared, state, metrics)

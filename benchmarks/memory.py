@@ -76,7 +76,7 @@ def measure(layout: str, folder: Path, answer: Connection) -> None:
         family = Flux.open(folder / "flux", settings)
         family.denoiser()  # what it imports would be counted otherwise
         before = allocated_bytes()
-        with closing(open_engine(session, family, None)) as engine:
+        with closing(open_engine(session.settings, session.mesh, family, None)) as engine:
             backward(engine)
             engine.step(optimizer.max_grad_norm)  # moments come with the first step
             held = allocated_bytes()

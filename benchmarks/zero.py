@@ -110,7 +110,7 @@ def seconds_of(stage: str, folder: Path, world: World) -> list[str]:
     family = SDXL.open(folder / "sdxl", settings)
     prepared, batch_size = data_in_memory(family, settings), settings.effective_batch_size
     with (
-        closing(open_engine(session, family, None)) as engine,
+        closing(open_engine(session.settings, session.mesh, family, None)) as engine,
         open_metrics(settings, 0, world) as metrics,
     ):
         state = TrainingState(engine, None, {}, {}, "", Schedule(STEPS), 0, prepared.plan.sampler.start(batch_size))
@@ -157,7 +157,7 @@ def measure_memory(stage: str, ours: bool, folder: Path, report: Path) -> None:
         if ours:
             family = Flux.open(folder / "flux", settings)
             session = Session(Loaded(settings, {}), build_mesh(settings, world), Report(quiet=True), StopRequest())
-            engine: Any = open_engine(session, family, None).model
+            engine: Any = open_engine(session.settings, session.mesh, family, None).model
         else:
             whole: Any = FluxTransformer2DModel.from_pretrained(folder / "flux" / "transformer")
             engine = bare_engine(whole, settings)

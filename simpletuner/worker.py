@@ -146,7 +146,7 @@ def resume(session: Session, checkpoint: Checkpoint | None, notifier: Notifier) 
     verification = Verification(checkpoint, world) if checkpoint else None
     plan = plan_data(session)
     schedule, _ = resume_point(settings, plan, checkpoint)
-    done = exported_steps(session)
+    done = exported_steps(settings, world)
     if done >= schedule.max_steps:
         # A run that was killed after its export, and before it said so, has left the status of a step before.
         session.status.train(done, schedule.max_steps)
@@ -178,7 +178,7 @@ def train(
     verify_same_facts(family.facts(), session.world)
     session.world.activity.begin("reading the base model", watched=False)
     check_export(family, pipelines_of(session.settings))
-    wait_for_base_checksums = start_base_checksums(session, family, checkpoint)
+    wait_for_base_checksums = start_base_checksums(session.world, family, checkpoint)
     check_engine(session, family)
     if checkpoint is not None:
         check_fits(checkpoint, family, session.world, verification)
@@ -189,7 +189,7 @@ def train(
     session.world.activity.begin("loading weights", watched=False)
     steps = resume_point(session.settings, prepared.plan, checkpoint)[0].max_steps
     resolved = resolve_auto(session, family, prepared.plan, steps)
-    with closing(open_engine(resolved.session, family, checkpoint)) as engine:
+    with closing(open_engine(resolved.session.settings, session.mesh, family, checkpoint)) as engine:
         state = open_state(session, family, engine, prepared, checkpoint)
         state.base_checksums = wait_for_base_checksums()
         set_later_aside(session, state.step)
@@ -204,7 +204,7 @@ def train(
                 trainer = build_trainer(session, family, prepared, state, metrics, after_rounds)
                 trainer.train()
             with trainer.durations.timed(EXPORTING):
-                export(session, family, state, partial(write_card, session, family, facts))
+                export(session, family, state, partial(write_card, session.settings, family, facts))
             trainer.durations.write()
 
 
@@ -219,12 +219,12 @@ def verify_same_facts(facts: Mapping[str, str], world: World) -> None:
 
 
 def start_base_checksums(
-    session: Session, family: ModelFamily, checkpoint: Checkpoint | None
+    world: World, family: ModelFamily, checkpoint: Checkpoint | None
 ) -> Callable[[], Mapping[str, str]]:
     """Return what waits for the checksums of the base model when the run began: a checkpoint has them."""
     if checkpoint is not None and (known := checkpoint.state.get("base_checksums")):
         return lambda: known
-    return Checksums({} if family.adapter else base_files(family), session.world).wait
+    return Checksums({} if family.adapter else base_files(family), world).wait
 
 
 def open_state(
@@ -245,9 +245,9 @@ def open_state(
         base_fingerprints=base_fingerprints(family),
     )
     if checkpoint is not None:
-        warn_of_changed_base(session, checkpoint, state.base_fingerprints, family.facts())
+        warn_of_changed_base(session.report, checkpoint, state.base_fingerprints, family.facts())
         state.restore(checkpoint, settings, session.report)
-        warn_of_changed_data(session, plan, checkpoint)
+        warn_of_changed_data(session.report, plan, checkpoint)
     return state
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -29,6 +29,7 @@ from simpletuner.data.samples.samples import Samples
 from simpletuner.data.scan.scan import Scan
 from simpletuner.models.catalog.support import check_prompt_sizes
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.parallel.world import World
 from simpletuner.preparation.shared_arrays import share_arrays
 from simpletuner.preparation.shared_download import download_datasets
 from simpletuner.preparation.shared_scan import scan_datasets
@@ -117,7 +118,8 @@ def plan_data(session: Session, scans_folder: Path | None = None) -> Plan:
     report_left_out(found, session.report)
     for warning in dataset_warnings(found, alignment_px):
         session.report.warn(warning)
-    return share_memory(make_plan(settings, data.datasets, data.texts, found.samples), session, "plan")
+    plan = make_plan(settings, data.datasets, data.texts, found.samples)
+    return share_memory(plan, "plan", session.world, session.stop.check)
 
 
 def list_uncaptioned(found: Discovery, session: Session) -> None:
@@ -163,11 +165,11 @@ def make_plan(settings: Settings, datasets: list[ImageDataset], texts: list[Text
     return Plan(datasets, texts, samples, buckets, sampler, digest, held_out)
 
 
-def share_memory(plan: Plan, session: Session, place: str) -> Plan:
+def share_memory(plan: Plan, place: str, world: World, stop: Callable[[], None]) -> Plan:
     """Return the same plan in memory that the ranks of a machine share; `place` is unique in a run. Collective."""
     own = [array for part in plan.samples.parts for array in part.arrays]
     own += [array for bucket in plan.buckets.values() for array in bucket.groups.values()]
-    shared = iter(share_arrays(own, place, session.world, session.stop.check))
+    shared = iter(share_arrays(own, place, world, stop))
     samples = Samples([part.with_arrays(*islice(shared, len(part.arrays))) for part in plan.samples.parts])
     for bucket in plan.buckets.values():  # in place: the sampler and its schedule hold these buckets, too
         bucket.groups.update({copies: next(shared) for copies in bucket.groups})
@@ -203,7 +205,7 @@ def prepare(session: Session, plan: Plan, family: ModelFamily, writers: ExitStac
     if broken:  # headers were read before, so this is the first time that a damaged image body is noticed
         whole = plan.samples.without(broken)
         remade = make_plan(settings, plan.datasets, plan.texts, whole)
-        plan = share_memory(remade, session, "plan without broken images")
+        plan = share_memory(remade, "plan without broken images", session.world, stop)
     no_caption = family.unconditional({key: value[None] for key, value in sources.prompts.read("").items()})
     on_demand = [decoding_threads(part, session.world) for part in plan.samples.parts if encodes_beside(part.dataset)]
     at_once = sources.concurrent_reads

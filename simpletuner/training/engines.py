@@ -65,12 +65,12 @@ def check_sequence_plan(family: ModelFamily) -> None:
     check_heads(name, config.get("num_attention_heads") or config["n_heads"], family.settings.parallel)
 
 
-def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | None) -> Engine:
+def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint: Checkpoint | None) -> Engine:
     """Build the engine with the weights of the checkpoint, or else of the base model. Collective.
 
     With a LoRA those of the base are frozen, and a checkpoint holds the adapter alone.
     """
-    settings, is_lora = session.settings, family.adapter is not None
+    is_lora = family.adapter is not None
     if checkpoint is not None and not is_lora:
         folder, files = checkpoint.folder, checkpoint.files("model")
     else:
@@ -86,7 +86,7 @@ def open_engine(session: Session, family: ModelFamily, checkpoint: Checkpoint | 
         freeze(model, compute_dtype(settings))
     optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
     attach = partial(attach_adapter, family, checkpoint) if is_lora else None
-    return build_engine(model, blocks, settings, session.mesh, load_weights, optimizer, attach, family.sequence_plan)
+    return build_engine(model, blocks, settings, mesh, load_weights, optimizer, attach, family.sequence_plan)
 
 
 def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn.Module) -> Mapping[str, nn.Parameter]:

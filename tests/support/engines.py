@@ -162,7 +162,7 @@ def opened(
 ) -> Iterator[tuple[Trainer, TrainingState]]:
     """Yield what trains on an engine, from the start or from a checkpoint."""
     session, family = session_of(world, settings)
-    with closing(open_engine(session, family, checkpoint)) as engine:
+    with closing(open_engine(session.settings, session.mesh, family, checkpoint)) as engine:
         state = open_state(session, family, engine, prepared, checkpoint)
         state.schedule = Schedule(100)
         yield build_trainer(session, family, prepared, state, None), state

@@ -38,7 +38,7 @@ def held_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> No
             session, family = session_of(world, settings)
             trained = family.meta_denoiser  # held by the family
             before = living()
-            engine = open_engine(session, family, None)
+            engine = open_engine(session.settings, session.mesh, family, None)
             for _ in range(2):  # the first one makes the moments
                 for parameter in engine.module.parameters():
                     if parameter.requires_grad:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.models.family.base import ModelFamily
-from simpletuner.session import Session
+from simpletuner.settings import Settings
 from simpletuner.settings.declared.knob import kind_of
 from simpletuner.settings.declared.sections import Model, setting_fields
 from simpletuner.settings.showing.explain import ExplainedSetting
@@ -39,7 +39,7 @@ OF_A_MACHINE = ("output_dir", "logging_dir", "main_process_ip", "machine_rank", 
 """Settings that others can do nothing with."""
 
 
-def write_card(session: Session, family: ModelFamily, facts: RunFacts, pipeline: Path, folder: Path) -> None:
+def write_card(settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: Path, folder: Path) -> None:
     """Write the card of `pipeline` and its sample images into the folder that takes its place.
 
     One that somebody has made theirs stays.
@@ -48,14 +48,13 @@ def write_card(session: Session, family: ModelFamily, facts: RunFacts, pipeline:
     if path.exists() and OURS not in read_file(path).decode("utf-8", "replace"):
         return
     variant = "ema" if pipeline.name.endswith("-ema") else "trained"
-    samples = copy_samples(session.settings.training.output_dir / "validation", folder / SAMPLES, variant)
-    write_file(path, render(session, family, facts, pipeline, samples).encode())
+    samples = copy_samples(settings.training.output_dir / "validation", folder / SAMPLES, variant)
+    write_file(path, render(settings, family, facts, pipeline, samples).encode())
 
 
-def render(session: Session, family: ModelFamily, facts: RunFacts, pipeline: Path, samples: Samples) -> str:
+def render(settings: Settings, family: ModelFamily, facts: RunFacts, pipeline: Path, samples: Samples) -> str:
     from huggingface_hub import ModelCard
 
-    settings = session.settings
     base, lora = base_of(settings.model), settings.model.model_type == "lora"
     public = {each.name: public_value(each, settings.model) for each in facts.settings if each.name not in OF_A_MACHINE}
     command = format_command(["simpletuner", "train", *as_flags(public)]).strip()

@@ -6,7 +6,7 @@ from simpletuner.checkpoints.layout import Checkpoint, PositionFields
 from simpletuner.data.sampler.batch_sampler import DATA_VERSION, SamplerState
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.preparation.prepare import Plan
-from simpletuner.session import Session
+from simpletuner.report import Report
 from simpletuner.settings import Settings
 from simpletuner.training.schedule import Schedule, new_schedule, resumed_schedule
 
@@ -37,10 +37,10 @@ def has_same_data(plan: Plan, checkpoint: Checkpoint) -> bool:
     return checkpoint.state["data"] == plan.digest
 
 
-def warn_of_changed_data(session: Session, plan: Plan, checkpoint: Checkpoint) -> None:
+def warn_of_changed_data(report: Report, plan: Plan, checkpoint: Checkpoint) -> None:
     """Warn where a run does not go on at the position that the checkpoint holds."""
     if not has_same_data(plan, checkpoint):
-        session.report.warn("images or seed changed since the checkpoint: going on at the start of the next epoch")
+        report.warn("images or seed changed since the checkpoint: going on at the start of the next epoch")
 
 
 def resumed_position(plan: Plan, checkpoint: Checkpoint, batch_size: int) -> SamplerState:

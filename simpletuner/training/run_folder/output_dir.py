@@ -24,6 +24,7 @@ from simpletuner.checkpoints.export import (
 from simpletuner.checkpoints.layout import clear_unfinished
 from simpletuner.errors import RemoteFailure, SimpleTunerError, explain_system_errors
 from simpletuner.models.family.base import ModelFamily
+from simpletuner.parallel.world import World
 from simpletuner.run_log import LOG, LOGGER, write_log_to
 from simpletuner.session import Session
 from simpletuner.settings import Settings
@@ -97,14 +98,14 @@ def pipelines_of(settings: Settings) -> list[Path]:
     return [settings.training.output_dir / name for name in names]
 
 
-def exported_steps(session: Session) -> int:
+def exported_steps(settings: Settings, world: World) -> int:
     """Return the steps behind the exported pipeline that this run would continue; 0 where there is none. Collective.
 
     A run that goes back to an earlier checkpoint, or to the start, trains even though a pipeline is there.
     """
-    if session.settings.checkpoints.resume_from_checkpoint != "latest":
+    if settings.checkpoints.resume_from_checkpoint != "latest":
         return 0
-    return finished_steps(pipelines_of(session.settings)[0], session.world)
+    return finished_steps(pipelines_of(settings)[0], world)
 
 
 def export_single_files(session: Session) -> None:

@@ -13,6 +13,7 @@ from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.family.adapter import Adapter
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.world import World
+from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Settings
 
@@ -115,19 +116,19 @@ def base_fingerprints(family: ModelFamily) -> dict[str, str]:
 
 
 def warn_of_changed_base(
-    session: Session, checkpoint: Checkpoint, base: Mapping[str, str], facts: Mapping[str, str]
+    report: Report, checkpoint: Checkpoint, base: Mapping[str, str], facts: Mapping[str, str]
 ) -> None:
     """Warn of files of the base model that changed since the checkpoint was saved, and of another pipeline's call."""
     proven, now = checkpoint.state.get("proven", {}), dict(facts)
     for name in sorted(proven.keys() & now.keys()):
         if proven[name] != now[name]:
-            session.report.warn(f"{name} was {proven[name]} at the checkpoint, and is {now[name]} now")
+            report.warn(f"{name} was {proven[name]} at the checkpoint, and is {now[name]} now")
     before = checkpoint.state.get("base")
     if not before or before == base:
         return
     names = sorted(name for name in before.keys() | base.keys() if before.get(name) != base.get(name))
     more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    session.report.warn(f"the base model changed since the checkpoint: {', '.join(names[:SHOWN])}{more}")
+    report.warn(f"the base model changed since the checkpoint: {', '.join(names[:SHOWN])}{more}")
 
 
 def set_later_aside(session: Session, step: int) -> None:

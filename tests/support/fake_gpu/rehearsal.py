@@ -249,7 +249,7 @@ def started(
     set_float32_precision(settings.training.allow_tf32)
     backend = settings.training.attention_backend
     stack.enter_context(attention_by(backend, session.world.device, compute_dtype(settings)))
-    engine = stack.enter_context(closing(engines.open_engine(session, family, None)))
+    engine = stack.enter_context(closing(engines.open_engine(session.settings, session.mesh, family, None)))
     held = {"weights": recorder.live}
     if isinstance(model := engine.model, DistributedDataParallel):
         model.logger = mock.Mock()  # of C++, and asks for a timer of CUDA
