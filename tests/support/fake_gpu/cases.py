@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.distributed.fsdp import fully_shard
 
 from fake_gpu.device import RUNTIME, Stream
-from fake_gpu.rehearsal import Rehearsal, Workloads, rehearsed
+from fake_gpu.rehearsal import Known, Rehearsal, rehearsed
+from simpletuner.models.catalog.registry import load_preset
+from simpletuner.models.tiny.build import build_preset
 from simpletuner.parallel import fsdp2
 from simpletuner.parallel.fsdp2 import units_of
 from simpletuner.parallel.model.blocks import recommended_blocks
@@ -25,7 +29,6 @@ from simpletuner.parallel.model.blocks import recommended_blocks
 Flags = dict[str, Any]
 TINY: Flags = {
     "model_family": "flux",
-    "model_flavour": "tiny",
     "resolution": 512,  # so that activations are more than what the allocator rounds up
     "resolution_type": "pixel",
     "train_batch_size": 2,
@@ -35,19 +38,20 @@ TINY: Flags = {
 FSDP2: Flags = {"fsdp_enable": True}
 LORA: Flags = {"model_type": "lora"}
 RELEASED: Flags = {"optimizer_release_gradients": True, "max_grad_norm": 0, "use_ema": True}
+RANKS = 8
 CASES: dict[str, tuple[int, Flags]] = {
     "plain": (1, {"use_ema": True, "optimizer": "adam"}),
-    "ddp": (8, {"gradient_checkpointing": True}),
-    "fsdp2": (8, FSDP2 | {"use_ema": True, "ema_device": "accelerator"}),
+    "ddp": (RANKS, {"gradient_checkpointing": True}),
+    "fsdp2": (RANKS, FSDP2 | {"use_ema": True, "ema_device": "accelerator"}),
     "hsdp": (32, FSDP2 | {"dp_replicate_size": 4, "optimizer": "lion"}),
-    "accumulated": (8, FSDP2 | {"gradient_accumulation_steps": 2, "optimizer": "adagrad"}),
-    "all-gather": (8, FSDP2 | {"context_parallel_size": 2, "optimizer": "adafactor"}),
-    "all-to-all": (8, FSDP2 | {"context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall"}),
-    "muon": (8, FSDP2 | {"optimizer": "muon"}),
-    "schedule-free": (8, FSDP2 | {"optimizer": "adamw_schedulefree"}),
-    "split": (8, FSDP2 | {"state_layout": "split", "use_ema": True}),
-    "released": (8, FSDP2 | RELEASED),
-    "offloaded": (8, FSDP2 | {"fsdp_offload_params": True}),
+    "accumulated": (RANKS, FSDP2 | {"gradient_accumulation_steps": 2, "optimizer": "adagrad"}),
+    "all-gather": (RANKS, FSDP2 | {"context_parallel_size": 2, "optimizer": "adafactor"}),
+    "all-to-all": (RANKS, FSDP2 | {"context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall"}),
+    "muon": (RANKS, FSDP2 | {"optimizer": "muon"}),
+    "schedule-free": (RANKS, FSDP2 | {"optimizer": "adamw_schedulefree"}),
+    "split": (RANKS, FSDP2 | {"state_layout": "split", "use_ema": True}),
+    "released": (RANKS, FSDP2 | RELEASED),
+    "offloaded": (RANKS, FSDP2 | {"fsdp_offload_params": True}),
     "activations": (1, {"offload_activations": True}),
     "lora": (1, LORA),
     "int8": (1, LORA | {"base_model_precision": "int8"}),
@@ -55,14 +59,17 @@ CASES: dict[str, tuple[int, Flags]] = {
 }
 NEEDS_TORCHAO = ("int8", "float8")
 SAVED, EVALUATED = ("plain", "lora", "offloaded"), ("fsdp2",)
+WHOLE = ("fsdp2", "all-gather", "all-to-all")
+"""Cases with blocks of both kinds. The others have two of one kind, since their time is that of their operators."""
 OTHER_OPTIMIZERS = ("accumulated", "all-gather", "muon", "schedule-free", "split")
 """Cases whose optimizers use no stream of their own, so that nothing of the order of streams is new in them."""
 
 
-def rehearse_case(name: str, known: Workloads) -> dict[str, Any]:
-    """Return what a step after a resume did, with saving and evaluations before it in some cases."""
+def rehearse_case(name: str, model: Flags, known: Known) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what a step after a resume did, with saving and evaluations before it in some cases; then what it did with
+    each defect planted."""
     world_size, flags = CASES[name]
-    with rehearsed(TINY | flags, world_size, known=known, checks_order=name not in OTHER_OPTIMIZERS) as run:
+    with rehearsed(model | flags, world_size, known=known, checks_order=name not in OTHER_OPTIMIZERS) as run:
         found = {}
         if name in SAVED:
             run.step()
@@ -71,7 +78,9 @@ def rehearse_case(name: str, known: Workloads) -> dict[str, Any]:
             run.evaluate()
             found["evaluation"] = dict(run.recorder.waits)
         run.step()  # which must come behind all that is queued by then
-        return found | run.report() | {"ideal": ideal(run)}
+        yield name, found | run.report() | {"ideal": ideal(run)}
+        for defect, plant in DEFECTS.items() if name == WITH_DEFECTS else ():
+            yield f"defect: {defect}", run_with_defect(run, plant)
 
 
 def ideal(run: Rehearsal) -> dict[str, list[int]]:
@@ -142,53 +151,78 @@ def leave_out_a_weight(module: Any, **options: Any) -> Any:
     return fully_shard(module, **options, ignored_params={max(weights, key=torch.Tensor.numel)})
 
 
-Defect = Callable[[Rehearsal], AbstractContextManager[None]]
-DEFECTS: dict[str, tuple[int, Flags, Defect]] = {
-    "reads": (1, {}, read_in_the_step),
-    "cpu tensor": (1, {}, cpu_tensor_in_the_step),
-    "stream": (1, {"use_ema": True}, no_wait_for_stream),
-    "shards": (8, FSDP2, gathered_twice),
+DEFECTS: dict[str, Callable[[Rehearsal], AbstractContextManager[None]]] = {
+    "reads": read_in_the_step,
+    "stream": no_wait_for_stream,
+    "cpu tensor": cpu_tensor_in_the_step,  # which ends the step
 }
+WITH_DEFECTS = "plain"
+"""The case into whose later steps they are planted."""
 
 
-def rehearse_defect(name: str, known: Workloads) -> dict[str, Any]:
-    """Return what a step did into which a defect was planted."""
-    world_size, flags, plant = DEFECTS[name]
-    shard = leave_out_a_weight if name == "shards" else fully_shard
+def run_with_defect(run: Rehearsal, plant: Callable[[Rehearsal], AbstractContextManager[None]]) -> dict[str, Any]:
+    assert run.recorder.order is not None
+    run.recorder.order.races.clear()
+    with plant(run), suppress(FakeTensorDeviceMismatchError):
+        run.step()
+        run.step()  # meets what the EMA of the first one left behind
+    return run.report()
+
+
+def rehearse_wrong_shards(model: Flags, known: Known) -> dict[str, Any]:
+    """Return what a step did whose units are gathered twice, and whose largest weights are not sharded."""
     with (
-        mock.patch.object(fsdp2, "fully_shard", shard),
-        rehearsed(TINY | flags, world_size, known=known) as run,
-        plant(run),
+        mock.patch.object(fsdp2, "fully_shard", leave_out_a_weight),
+        rehearsed(model | FSDP2, RANKS, known=known) as run,
+        gathered_twice(run),
     ):
-        with suppress(FakeTensorDeviceMismatchError):
-            run.step()
-            if run.trainer.ema is not None:
-                run.step()
+        run.step()
         return run.report() | {"ideal": ideal(run)}
 
 
-def refuse_page_locking(known: Workloads) -> dict[str, Any]:
+def refuse_page_locking(model: Flags, known: Known) -> dict[str, Any]:
     """Return what a step did after the system has refused to lock memory for the EMA."""
     RUNTIME.code = 801  # cudaErrorNotSupported
     try:
-        with rehearsed(TINY | {"use_ema": True}, known=known) as run:
+        with rehearsed(model | {"use_ema": True}, resumes=False, known=known) as run:
             run.step()
             return run.report()
     finally:
         RUNTIME.code = 0
 
 
-def main(file: Path, names: list[str]) -> None:
-    known: Workloads = {}
-    found: dict[str, Any] = {}
+def rehearse_all(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    known = Known()
     skipped = NEEDS_TORCHAO if importlib.util.find_spec("torchao") is None else ()
-    runs = {name: rehearse_case for name in CASES if name not in skipped}
-    runs |= {f"defect: {name}": lambda name, known: rehearse_defect(name.partition(": ")[2], known) for name in DEFECTS}
-    runs["refused"] = lambda _, known: refuse_page_locking(known)
-    for name in names or runs:
-        began = time.process_time()
-        found[name] = runs[name](name, known) | {"seconds": time.process_time() - began}
+    with tiny_pipeline(num_layers=0) as small, tiny_pipeline() as whole:
+        # What was imported is half a million objects, over which each collection would go.
+        gc.collect()
+        gc.freeze()
+        for name in names or CASES:
+            if name not in skipped:
+                yield from rehearse_case(name, whole if name in WHOLE else small, known)
+        if not names:
+            yield "defect: shards", rehearse_wrong_shards(small, known)
+            yield "refused", refuse_page_locking(small, known)
+
+
+@contextmanager
+def tiny_pipeline(**changes: int) -> Iterator[Flags]:
+    """Yield the settings of a tiny pipeline; `changes` are of its denoiser's config."""
+    preset = load_preset("flux")
+    assert preset is not None and preset.tiny is not None
+    with TemporaryDirectory() as folder:
+        build_preset(preset.tiny, transformer=changes).save_pretrained(folder)
+        yield TINY | {"pretrained_model_name_or_path": folder}
+
+
+def main(file: Path, names: list[str]) -> None:
+    found: dict[str, Any] = {}
+    began = time.process_time()
+    for name, each in rehearse_all(names):
+        found[name] = each | {"seconds": time.process_time() - began}
         file.write_text(json.dumps(found))
+        began = time.process_time()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ threads, so what a ThreadPool would do is done where it is asked for.
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ from simpletuner.parallel.model.attention_backend import attention_by
 from simpletuner.parallel.world import World
 from simpletuner.report import Report
 from simpletuner.session import Session
-from simpletuner.settings import Loaded, load
+from simpletuner.settings import Loaded, Settings, load
 from simpletuner.settings.values.shape import Shape
 from simpletuner.system.processes.signals import StopRequest
 from simpletuner.tools.plan.inputs import count_shapes, opened_family
@@ -61,7 +62,13 @@ RANKS_PER_MACHINE = 8
 RESUMED_AT = 5
 HELD_OUT = 2
 
-Workloads = dict[tuple[Any, ...], tuple[Workload, ModelFamily]]
+
+@dataclass
+class Known:
+    """What rehearsals of the same model need not make again, by its settings."""
+
+    workloads: dict[tuple[Any, ...], Workload] = field(default_factory=dict)
+    flops: defaultdict[tuple[Any, ...], dict[Any, int]] = field(default_factory=lambda: defaultdict(dict))
 
 
 class GpuMode(FakeTensorMode):
@@ -149,20 +156,23 @@ def rehearsed(
     resumes: bool = True,
     checks_order: bool = True,
     plans: bool = True,
-    known: Workloads | None = None,
+    known: Known | None = None,
 ) -> Iterator[Rehearsal]:
     """Yield the first rank of a run of these settings; `resumes` starts it as from a checkpoint.
 
-    `known` are workloads of other settings, whose models and traces are used again.
+    `known` has the models, traces and FLOPs of rehearsals before.
     """
     machines = {"num_machines": world_size // RANKS_PER_MACHINE} if world_size > RANKS_PER_MACHINE else {}
     loaded = load({**flags, "num_processes": world_size, **machines}, complete=False, environment={})
     with ExitStack() as stack:
         family, largest = stack.enter_context(opened(loaded))
-        planned = planned_bytes(loaded, family, largest, {} if known is None else known) if plans else {}
+        known = known or Known()
+        planned = planned_bytes(loaded, family, largest, known) if plans else {}
         world = stack.enter_context(fake_world(world_size))
         session = Session(loaded, build_mesh(loaded.settings, world), Report(quiet=True), StopRequest())
-        yield from started(stack, session, family, largest, planned, resumes, checks_order)
+        with started(stack, session, family, largest, planned, resumes, checks_order) as run:
+            run.trainer.logger.throughput.counter.counted = known.flops[key_of(loaded.settings, largest)]
+            yield run
     gc.collect()
 
 
@@ -173,13 +183,16 @@ def opened(loaded: Loaded) -> Iterator[tuple[ModelFamily, Shape]]:
         yield family, count_shapes(loaded, report).largest
 
 
-def planned_bytes(loaded: Loaded, family: ModelFamily, largest: Shape, known: Workloads) -> dict[str, int]:
+def planned_bytes(loaded: Loaded, family: ModelFamily, largest: Shape, known: Known) -> dict[str, int]:
     """Return the bytes that `plan` says a GPU holds, by row."""
     settings = loaded.settings
-    key = (*settings.model.model_dump_json(), *settings.lora.model_dump_json(), largest)
-    workload, _ = known.setdefault(key, (Workload(family, largest), family))
+    workload = known.workloads.setdefault(key_of(settings, largest), Workload(family, largest))
     rows = estimate_training(settings, workload).rows
     return {row.name: round(row.gpu) for row in rows if row.gpu and row.gpu != CONTEXT_BYTES}
+
+
+def key_of(settings: Settings, largest: Shape) -> tuple[Any, ...]:
+    return settings.model.model_dump_json(), settings.lora.model_dump_json(), largest
 
 
 @contextmanager
@@ -199,6 +212,7 @@ def fake_world(size: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+@contextmanager
 def started(
     stack: ExitStack,
     session: Session,
