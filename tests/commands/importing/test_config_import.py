@@ -262,7 +262,7 @@ def test_what_validation_cannot_do_is_left_out_and_the_run_stays(run):
         ({"model_type": "lora", "model_family": "pixart_sigma", "model_flavour": None}, "cannot load a LoRA"),
         ({"model_type": "DPT"}, "model_type = 'DPT' (config/config.json:4): use one of full, lora"),
         ({"model_family": "kandinsky5-image"}, "its pipeline generates images of sizes of its own"),
-        ({"model_family": "hidream", "model_flavour": None}, "cannot be trained yet"),
+        ({"model_family": "hidream", "model_flavour": None}, "its pipeline generates images of one area alone"),
         ({"model_family": None}, "model_family is missing"),
         ({"controlnet": True}, "ControlNets and control channels are not trained by this version"),
         ({"data_backend_config": None}, "no images"),
