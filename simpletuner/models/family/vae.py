@@ -119,9 +119,10 @@ def cell_of_model(model: Any, patch: int) -> Shape:
     """Frames and px that one latent cell covers; `patch` cells of the VAE's own are one."""
     ratio = getattr(model, "spatial_compression_ratio", None)
     side = (ratio or 2 ** (len(model.config.block_out_channels) - 1)) * patch
-    # Wan's VAEs say it in their config alone, where WanPipeline reads it, too.
-    frames = getattr(model, "temporal_compression_ratio", None) or getattr(model.config, "scale_factor_temporal", None)
-    return Shape(frames or 1, side, side)
+    # LTX-Video computes it where its config has none; Wan's VAEs call it otherwise, and WanPipeline reads that.
+    told = (vars(model).get("temporal_compression_ratio"), model.config.get("temporal_compression_ratio"))
+    frames = next(filter(None, (*told, model.config.get("scale_factor_temporal"))), 1)
+    return Shape(frames, side, side)
 
 
 def cell_of(config: Mapping[str, Any]) -> Shape:

@@ -143,7 +143,7 @@ def test_training_flags_and_values(line, words):
         ("detect-blocks --model-family flux --model_flavour schn", ["schnell"]),
         ("detect-blocks --re", ["--refresh", "--revision"]),
         ("detect-blocks --apply ", []),
-        ("models --", ["--json", "--help"]),
+        ("models --", ["--json", "--check", "--class", "--help"]),
     ],
 )
 def test_block_detection_is_completed_as_well(line, words):
