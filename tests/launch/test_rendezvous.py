@@ -263,7 +263,7 @@ def test_a_store_that_is_gone_silences_the_machine_that_served_it():
         assert termination is not None
         began = time.monotonic()
         assert monitor.terminate(termination) == termination
-        assert time.monotonic() - began < 1, "there is nobody to wait for"
+        assert time.monotonic() - began < 3, "there is nobody to wait for"
     assert termination.sentence.startswith("machine 0 (a) has been silent for ")
 
 

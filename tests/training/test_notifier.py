@@ -90,8 +90,8 @@ def test_a_server_that_fails_hangs_or_is_gone_costs_a_warning_and_little_time(an
             before = time.monotonic()
             for step in range(5):
                 sent.send_round(step)
-            assert time.monotonic() - before < 0.2, "a round does not wait"
-    assert time.monotonic() - began < 3
+            assert time.monotonic() - before < 1.0, "a round does not wait"
+    assert time.monotonic() - began < 15
     said = capsys.readouterr().err
     assert said.count("warning: no message could be sent to notify_url") == 1 and "secret" not in said
 

@@ -250,9 +250,9 @@ def test_a_killed_node_leaves_nothing(nodes, number):
 
 def test_a_node_that_dies_in_the_midst_is_named_at_once_and_leaves_nothing(nodes):
     began = time.monotonic()
-    first, second = nodes.check({}, {"locks": "deadly"}, timeout_seconds=30)
+    first, second = nodes.check({}, {"locks": "deadly"}, timeout_seconds=120)
     assert second.code == -signal.SIGKILL
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     assert first["lock"]["seen"] == "not finished: node 1 ended before it was through"
     assert first["rename"]["status"] == "pass"
     assert (first.result["status"], first.result["silent"]) == ("fail", [1])
