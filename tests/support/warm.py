@@ -21,10 +21,7 @@ import diffusers
 import diffusers.guiders
 import huggingface_hub.repocard
 import jinja2
-import matplotlib.backends.backend_agg
-import matplotlib.figure
 import matplotlib.ft2font
-import matplotlib.ticker
 import PIL.Image
 import rich.console
 import rich.progress
@@ -53,10 +50,6 @@ for lazy in ("CLIPTextModel", "CLIPTextModelWithProjection", "CLIPTokenizer", "T
     getattr(transformers, lazy)
 get_checkpoint_conversion_mapping("clip")  # builds, and keeps, those of all models
 PIL.Image.init()
-figure = matplotlib.figure.Figure()
-figure.subplots().set_title("fonts are found and kept")
-matplotlib.backends.backend_agg.FigureCanvasAgg(figure).draw()
-del figure
 simpletuner.training.html_report.page.template()
 simpletuner.training.images.fonts.fonts_for(frozenset("plain"))
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from simpletuner.page.runs.folder import RunFolder
 from simpletuner.page.runs.watching import Watched
-from simpletuner.training.html_report.charts import Chart, Curve, Style, make_chart, make_charts, with_mean
+from simpletuner.training.metrics.charts import Chart, Curve, Style, make_chart, make_charts, with_mean
 from simpletuner.training.metrics.curves import WINDOW_SHARE
 from simpletuner.training.metrics.metrics_reader import METRICS, MetricColumns
 

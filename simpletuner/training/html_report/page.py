@@ -17,9 +17,9 @@ from simpletuner.session import Session
 from simpletuner.settings.values.spelling import as_text
 from simpletuner.system.files.atomic import write_file
 from simpletuner.system.processes.threads import SerialWorker
-from simpletuner.training.html_report.charts import make_charts
 from simpletuner.training.html_report.checkpoint_rows import TIME, checkpoint_rows
 from simpletuner.training.html_report.thumbnails import Gallery
+from simpletuner.training.metrics.charts import make_charts
 from simpletuner.training.metrics.metrics_reader import METRICS, MetricColumns
 from simpletuner.training.run_folder.output_dir import PAGE
 from simpletuner.training.run_folder.run_summary import RunFacts, describe_result

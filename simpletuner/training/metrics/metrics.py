@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,16 +13,12 @@ from simpletuner.errors import naming
 from simpletuner.run_log import APPEND
 from simpletuner.system.files.atomic import refuse_special, write_file
 from simpletuner.system.files.regular_files import read_file
-from simpletuner.training.metrics.curves import running_mean, window_of
-from simpletuner.training.metrics.metrics_reader import MAX_BYTES, METRICS, MetricColumns, read_columns, rows_in
+from simpletuner.training.metrics.loss_picture import CURVE, draw_loss
+from simpletuner.training.metrics.metrics_reader import MAX_BYTES, METRICS, read_columns, rows_in
 
 if TYPE_CHECKING:
     from simpletuner.parallel.world import World
     from simpletuner.settings import Settings
-
-CURVE = "loss.png"
-
-HELD_OUT_LINES = {"eval_loss": ("held-out images", "#d94801"), "eval_loss_ema": ("held-out images, EMA", "#238b45")}
 
 
 class Tracker(Protocol):
@@ -69,9 +64,9 @@ class Metrics:
         return int(max(read_columns(self.path).points(name)[0], default=-1))
 
     def close(self) -> None:
-        """Plot the loss and close the files."""
+        """Draw the loss and close the files."""
         self.file.close()
-        plot_loss(read_columns(self.path), self.curve)
+        draw_loss(read_columns(self.path), self.curve)
         for tracker in self.trackers:
             tracker.close()
 
@@ -86,32 +81,6 @@ def drop_rows_after(path: Path, step: int) -> None:
     kept = [row for row in rows_in(content) if row["step"] <= step and step > 0]
     if len(kept) < content.count(b"\n") or content[-1:] not in (b"", b"\n"):
         write_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
-
-
-def plot_loss(columns: MetricColumns, path: Path) -> None:
-    """Plot the loss by step: each value pale, and a running mean over it; and the held-out losses."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    steps, losses = columns.finite("loss")
-    if not len(steps):
-        return
-    window = window_of(len(steps))
-    figure = Figure(figsize=(8, 4.5), dpi=110)
-    axes = figure.add_axes((0.09, 0.12, 0.89, 0.8))  # `layout="constrained"` draws everything twice
-    axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="each step")
-    if len(steps) >= window:
-        label = f"mean of {window:,} steps around each"
-        axes.plot(steps, running_mean(losses, window), color="#08519c", linewidth=1.8, label=label)
-    for name, (label, colour) in HELD_OUT_LINES.items():
-        if len((measured := columns.points(name))[0]):
-            axes.plot(*measured, color=colour, marker="o", markersize=3.5, label=label)
-    axes.set(xlabel="optimizer step", ylabel="loss", title="Loss")
-    axes.grid(alpha=0.25)
-    axes.legend(loc="upper right", edgecolor="none")  # "best" compares with every point
-    content = BytesIO()
-    FigureCanvasAgg(figure).print_png(content)
-    write_file(path, content.getvalue())
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from simpletuner.settings import Settings, provenance
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_options
 from simpletuner.system.numbers import count_noun
 from simpletuner.training.auto.resolve import Resolved
-from simpletuner.training.metrics.metrics import CURVE
+from simpletuner.training.metrics.loss_picture import CURVE
 from simpletuner.training.metrics.metrics_reader import METRICS, read_columns
 from simpletuner.training.run_folder.output_dir import PAGE, single_file_of
 from simpletuner.training.run_folder.run_summary import Rows, describe_result

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
-from simpletuner.training.metrics.metrics import CURVE, Metrics
+from simpletuner.training.metrics.charts import tick_values
+from simpletuner.training.metrics.loss_picture import CURVE
+from simpletuner.training.metrics.metrics import Metrics
 from simpletuner.training.metrics.metrics_reader import METRICS, rows_in
 
 
@@ -97,3 +103,32 @@ def test_a_loss_that_is_not_a_number_does_not_stop_the_curve(tmp_path):
         metrics.write(row(step, loss))
     metrics.close()
     assert (tmp_path / CURVE).exists()
+
+
+@pytest.mark.parametrize("name", ["eval_loss", "eval_loss_ema"])
+def test_the_held_out_losses_are_in_the_picture(tmp_path, name):
+    metrics = Metrics(tmp_path, 0)
+    for step in range(1, 10):
+        metrics.write(row(step, 1 / step))
+        metrics.write({"step": step, name: 0.5 + 1 / step}, "eval")
+    metrics.close()
+    colour = {"eval_loss": (0xD9, 0x48, 0x01), "eval_loss_ema": (0x23, 0x8B, 0x45)}[name]
+    with Image.open(tmp_path / CURVE) as picture:
+        assert (np.asarray(picture)[60:400] == colour).all(-1).sum() > 100
+
+
+@given(low=st.floats(-1e6, 1e6), height=st.floats(1e-6, 1e6))
+def test_ticks_are_few_round_and_cover_the_values(low, height):
+    values = tick_values(low, high := low + height)
+    apart = np.diff(values)
+    assert apart == pytest.approx(apart[0], rel=1e-3) and 2 <= len(values) <= 6
+    rounding = 1e-9 * apart[0] + 1e-15 * max(abs(low), abs(high))
+    assert values[0] <= low + rounding and values[-1] >= high - rounding
+
+
+def test_a_run_ends_without_loading_matplotlib(tmp_path):
+    script = "import sys; from pathlib import Path; from simpletuner.training.metrics.metrics import Metrics\n"
+    script += "run = Metrics(Path(sys.argv[1]), 0); run.write({'step': 1, 'loss': 0.5}); run.close()\n"
+    script += "import simpletuner.training.html_report.page; print('matplotlib' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-P", "-c", script, tmp_path], capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n" and (tmp_path / CURVE).exists()

@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Lines are scaled by the browser, labels are HTML above them, so both fit any width."""
+"""Charts of metrics as lines and ticks, for inline SVG in pages and for `loss.png`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from simpletuner.training.metrics.curves import WINDOW_SHARE, thin_out, window_of
 from simpletuner.training.metrics.metrics_reader import MetricColumns
 
-# Of the coordinates of a chart, not of the screen. Whole numbers take a third of the time to format.
+# Coordinates of a chart, not of the screen: the browser scales the lines, and labels are HTML above them, so that both
+# fit any width. Whole numbers take a third of the time to format.
 WIDTH, HEIGHT = 6000, 2000
 COLUMNS = 600
 """Parts of the width, in each of which the least and the greatest point of a curve are drawn."""
@@ -42,11 +43,16 @@ class Tick:
 
 @dataclass(frozen=True)
 class Plot:
-    """A chart on one scale: ticks of its vertical axis, and the SVG path of each curve."""
+    """A chart on one scale: ticks of its vertical axis, and per curve its style and (points, 2) whole coordinates."""
 
     scale: Scale
     ticks: list[Tick]
-    paths: list[tuple[str, str]]
+    lines: list[tuple[Style, np.ndarray]]
+
+    @property
+    def paths(self) -> list[tuple[str, str]]:
+        """The `d` of SVG paths with their classes."""
+        return [path for style, points in self.lines for path in paths_of(points, style)]
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Chart:
     """A chart on one scale or on two; `readout` is (percent of the width, text) of points to point at."""
 
     title: str
-    legend: list[tuple[str, str]]
+    legend: list[tuple[str, Style]]
     steps: list[Tick]
     plots: list[Plot]
     readout: list[tuple[float, str]]
@@ -62,19 +68,22 @@ class Chart:
 
 def make_charts(columns: MetricColumns, smoothing: float = WINDOW_SHARE) -> list[Chart]:
     """Return a chart for each metric that a run has written; `smoothing` is the share of points in a running mean."""
-    held_out = [
-        Curve("held-out images", "held-out", *columns.finite("eval_loss")),
-        Curve("held-out images, EMA", "held-out-ema", *columns.finite("eval_loss_ema")),
-    ]
     wanted = [
         ("Loss", with_mean(columns, "loss", smoothing), True),
-        ("Loss on held-out images", held_out, True),
+        ("Loss on held-out images", held_out(columns), True),
         ("Learning rate", [Curve("learning rate", "smooth", *columns.finite("learning_rate"))], False),
         ("Gradient norm, before clipping", with_mean(columns, "grad_norm", smoothing), True),
         ("Samples per second", with_mean(columns, "samples_per_second", smoothing), False),
     ]
-    charts = [make_chart(title, [curve for curve in curves if len(curve.steps)], log) for title, curves, log in wanted]
+    charts = [make_chart(title, curves, log) for title, curves, log in wanted]
     return [chart for chart in charts if chart is not None]
+
+
+def held_out(columns: MetricColumns) -> list[Curve]:
+    return [
+        Curve("held-out images", "held-out", *columns.finite("eval_loss")),
+        Curve("held-out images, EMA", "held-out-ema", *columns.finite("eval_loss_ema")),
+    ]
 
 
 def with_mean(columns: MetricColumns, name: str, smoothing: float = WINDOW_SHARE) -> list[Curve]:
@@ -88,8 +97,8 @@ def with_mean(columns: MetricColumns, name: str, smoothing: float = WINDOW_SHARE
 
 
 def make_chart(title: str, curves: Sequence[Curve], log: bool) -> Chart | None:
-    """Return a chart; None where there is nothing to show."""
-    if not curves:
+    """Return a chart of the curves that have points; None where none has."""
+    if not (curves := [curve for curve in curves if len(curve.steps)]):
         return None
     low, high = (extreme([bound(curve.steps) for curve in curves]) for bound, extreme in ((np.min, min), (np.max, max)))
     across = scaled(float(low), float(high), WIDTH)
@@ -101,7 +110,7 @@ def make_chart(title: str, curves: Sequence[Curve], log: bool) -> Chart | None:
         for value in tick_values(float(low), float(high))
         if low <= value <= high and value == round(value)
     ]
-    legend = [(curve.label, curve.style) for curve in curves]
+    legend: list[tuple[str, Style]] = [(curve.label, curve.style) for curve in curves]
     return Chart(title, legend, steps, plots, read_out(curves, across))
 
 
@@ -120,10 +129,11 @@ def make_plot(scale: Scale, curves: Sequence[Curve], across: Callable[[Any], Any
     up = scaled(low, high, 100)
     values = log_ticks(10**low, 10**high) if scale == "log" else tick_values(low, high)
     ticks = [Tick(f"{value:g}", up(math.log10(value) if scale == "log" else value)) for value in values]
-    paths = [
-        path for curve, steps, at in shown for path in paths_of(across(steps), HEIGHT * (1 - up(at) / 100), curve.style)
+    lines: list[tuple[Style, np.ndarray]] = [
+        (curve.style, np.stack([across(steps), HEIGHT * (1 - up(at) / 100)], axis=1).round().astype(int))
+        for curve, steps, at in shown
     ]
-    return Plot(scale, [tick for tick in ticks if 0 <= tick.percent <= 100], paths)
+    return Plot(scale, [tick for tick in ticks if 0 <= tick.percent <= 100], lines)
 
 
 def padded(low: float, high: float) -> tuple[float, float]:
@@ -133,9 +143,14 @@ def padded(low: float, high: float) -> tuple[float, float]:
 
 
 def tick_values(low: float, high: float) -> list[float]:
-    from matplotlib.ticker import MaxNLocator
-
-    return [float(value) for value in MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high)]
+    """Return round values from at most `low` to at least `high`, 1, 2 or 5 times a power of ten apart, in 5 parts or
+    fewer."""
+    # matplotlib has this as MaxNLocator, and takes 0.4 CPU seconds to import, at the end of each run.
+    power = 10.0 ** math.floor(math.log10((high - low or 1.0) / 5))
+    steps = (power * factor for factor in (1, 2, 5, 10, 20))
+    step = next(each for each in steps if math.ceil(high / each) - math.floor(low / each) <= 5)
+    digits = max(0, math.ceil(-math.log10(power)))
+    return [round(number * step, digits) for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -148,12 +163,15 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in tick_values(low, high) if tick > 0]
 
 
-def paths_of(across: np.ndarray, down: np.ndarray, style: Style) -> Iterator[tuple[str, str]]:
+def paths_of(points: np.ndarray, style: Style) -> Iterator[tuple[str, str]]:
     """Yield the `d` of SVG paths with their classes: a line, and dots (lines of no length) where points are few."""
-    points = np.stack([across, down], axis=1).round().astype(int)
     yield "M" + " ".join(map(str, points.ravel().tolist())), style  # pairs after the first are lines to them
-    if style.startswith("held-out") or len(points) == 1:
+    if has_dots(style, points):
         yield "".join(f"M{x} {y}h0" for x, y in points.tolist()), f"{style} dot"
+
+
+def has_dots(style: Style, points: np.ndarray) -> bool:
+    return style.startswith("held-out") or len(points) == 1
 
 
 def read_out(curves: Sequence[Curve], across: Callable[[Any], Any], points: int = 200) -> list[tuple[float, str]]:
