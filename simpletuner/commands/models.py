@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from simpletuner.errors import SettingsError
+from simpletuner.models.catalog.preset import NEEDS_CLASS
 from simpletuner.report import Report
 
 if TYPE_CHECKING:
     from simpletuner.models.automatic.findings import Check
-    from simpletuner.models.catalog.registry import Flavour, Preset
+    from simpletuner.models.catalog.preset import Flavour, Preset
 
 WIDTH = 80
 
 ANY = {
     "trainable": True,
+    "by_its_pipeline": True,
     "objective": "any other pipeline of diffusers",
-    "text_encoders": "its own encoders, if it passes its proof",
-    "unsplittable": "context parallelism needs a class",
+    "text_encoders": "its own encoders",
+    "unsplittable": NEEDS_CLASS,
     "flavours": [],
 }
 """Facts of model_family=auto, as those of a family."""
@@ -97,9 +99,10 @@ def list_models(as_json: bool) -> None:
     for name, path in installed.items():
         report.line(name, style="bold")
         report.line(f"  from an installed package: {path}", style="dim")
+    without = [name for name, preset in presets().items() if preset.family_class and preset.tiny is None]
+    but = f" but {', '.join(without)}" if without else ""
     report.say(
-        "hint: every built-in family that can be trained has a flavour `tiny`, with random weights",
-        style="dim",
+        f"hint: every built-in family that can be trained{but} has a flavour `tiny`, with random weights", style="dim"
     )
 
 
@@ -107,6 +110,7 @@ def family_as_json(name: str, preset: Preset) -> dict[str, Any]:
     return {
         "model_family": name,
         "trainable": bool(preset.family_class),
+        "by_its_pipeline": preset.is_automatic,
         "objective": preset.objective,
         "text_encoders": preset.text_encoders,
         "unsplittable": preset.unsplittable,
@@ -135,6 +139,7 @@ def print_family(report: Report, family: dict[str, Any]) -> None:
     facts = [
         family["objective"],
         f"text by {family['text_encoders']}",
+        *["trains by its pipeline, proven at each start"] * family["by_its_pipeline"],
         *["blocks can be detected, no training yet"] * (not family["trainable"]),
     ]
     report.line(family["model_family"], style="bold")

@@ -13,10 +13,10 @@ from PIL import Image
 
 from simpletuner.models.catalog.registry import presets
 
-TRAINABLE = [key for key, preset in presets().items() if preset.family_class]
+BY_CLASS = [key for key, preset in presets().items() if preset.has_class]
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
+@pytest.mark.parametrize("key", BY_CLASS)
 def test_a_family_trains_shards_resumes_draws_and_exports(key, pipelines, shapes, train, tmp_path):
     flags = (
         *base(key, pipelines(key), shapes),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models.test_inputs import SHAPE, TRAINABLE, opened
+from models.test_inputs import BY_CLASS, SHAPE, opened
 from torch import Tensor, nn
 
 from simpletuner.data.batches.prefetch import stack_conditioning
@@ -24,7 +24,7 @@ from simpletuner.models.family.objectives import (
 from simpletuner.models.family.text_encoding import Conditioning
 from simpletuner.settings.declared.sections import Model, Settings, Training
 
-FLOWS = [name for name in TRAINABLE if family_class(Model(model_family=name)).objective is flow_matching]
+FLOWS = [name for name in BY_CLASS if family_class(Model(model_family=name)).objective is flow_matching]
 CPU, COUNT = torch.device("cpu"), 4
 
 

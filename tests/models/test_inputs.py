@@ -25,12 +25,12 @@ from simpletuner.parallel.model.fused_qkv import fuse_qkv
 from simpletuner.settings.declared.sections import Model, Settings
 from simpletuner.settings.values.shape import Shape
 
-TRAINABLE = [key for key, preset in presets().items() if preset.family_class]
+BY_CLASS = [key for key, preset in presets().items() if preset.has_class]
 PROMPT, STEPS, CPU = "a red circle", 3, torch.device("cpu")
-OF_CLIPS = [key for key in TRAINABLE if presets()[key].frame_step]
+OF_CLIPS = [key for key in BY_CLASS if presets()[key].frame_step]
 SHAPE, CLIP = Shape(1, height=64, width=96), Shape(17, height=64, width=96)
 """Width and height in px, different from one another and from a multiple of no family's cell."""
-SHAPES = [*((key, SHAPE) for key in TRAINABLE), *((key, CLIP) for key in OF_CLIPS)]
+SHAPES = [*((key, SHAPE) for key in BY_CLASS), *((key, CLIP) for key in OF_CLIPS)]
 
 
 def opened(key: str, folder: Path) -> ModelFamily:
@@ -141,7 +141,7 @@ class Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
+@pytest.mark.parametrize("key", BY_CLASS)
 def test_neither_checkpointing_nor_fused_projections_change_prediction_or_gradients(key, pipelines):
     family = opened(key, pipelines(key))
     denoiser = getattr(diffusers_pipeline(family), family.denoiser_name)
@@ -198,7 +198,7 @@ def expect_same_picture(family: ModelFamily, shape: Shape = SHAPE, **kwargs: Any
     torch.testing.assert_close(ours, theirs.float(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
+@pytest.mark.parametrize("key", BY_CLASS)
 def test_the_scheduler_s_step_brings_back_clean_latents_from_the_target(key, pipelines):
     family = opened(key, pipelines(key))
     objective, scheduler = family.objective(), family.load_pipeline(vae=None).scheduler
@@ -245,7 +245,7 @@ def test_sdxl_is_given_sizes_as_the_pipeline_orders_them(sdxl):
     assert ids.tolist() == [1081, 1920, 7, 128, 707, 1024]
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
+@pytest.mark.parametrize("key", BY_CLASS)
 def test_padding_that_is_not_cached_changes_no_bit_of_a_prediction(key, pipelines):
     family = opened(key, pipelines(key))
     denoiser = getattr(diffusers_pipeline(family), family.denoiser_name)

@@ -178,7 +178,7 @@ def test_a_malformed_folder_is_one_sentence_that_names_the_component(case, sdxl,
     assert "\n" not in caught.value.message and len(caught.value.message) < 500
 
 
-@pytest.mark.parametrize("family", [key for key, preset in presets().items() if preset.family_class])
+@pytest.mark.parametrize("family", [key for key, preset in presets().items() if preset.has_class])
 def test_every_family_s_whole_pipeline_is_accepted(family, pipelines):
     assert opened(pipelines(family), family).objective()
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from models.test_inputs import CPU, PROMPT, SHAPE, TRAINABLE, opened
+from models.test_inputs import BY_CLASS, CPU, PROMPT, SHAPE, opened
 from models.test_predictions import conditioning_of, rows
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -75,7 +75,7 @@ def waits_seen() -> Iterator[list[str]]:
         yield waits
 
 
-@pytest.mark.parametrize("key", [key for key in TRAINABLE if key not in READS])
+@pytest.mark.parametrize("key", [key for key in BY_CLASS if key not in READS])
 def test_a_micro_batch_copies_nothing_pageable_and_reads_nothing(key, pipelines):
     family = opened(key, pipelines(key))
     text = rows(family.text_encoder(CPU, torch.float32).encode([PROMPT, "a blue square on a black background"]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.test_inputs import CPU, PROMPT, SHAPE, TRAINABLE, diffusers_pipeline, opened, sampling
+from models.test_inputs import BY_CLASS, CPU, PROMPT, SHAPE, diffusers_pipeline, opened, sampling
 from torch import Tensor
 
 from simpletuner.data.batches.prefetch import stack_conditioning
@@ -58,7 +58,7 @@ def steps_of(family: ModelFamily, pipeline: Any, guidance: float = 1.0) -> list[
     return [(time[None] / count, *(family.unpack_latents(each, shape) for each in both)) for time, *both in handed]
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
+@pytest.mark.parametrize("key", BY_CLASS)
 def test_a_prediction_is_what_diffusers_own_pipeline_hands_its_scheduler(key, pipelines):
     family = opened(key, pipelines(key))
     pipeline = diffusers_pipeline(family)
@@ -69,7 +69,7 @@ def test_a_prediction_is_what_diffusers_own_pipeline_hands_its_scheduler(key, pi
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
+@pytest.mark.parametrize("key", BY_CLASS)
 def test_captions_of_any_length_in_one_batch_give_each_the_prediction_it_gets_alone(key, pipelines):
     family = opened(key, pipelines(key))
     denoiser, encoder = denoiser_of(family), family.text_encoder(CPU, torch.float32)
@@ -91,7 +91,7 @@ def test_captions_of_any_length_in_one_batch_give_each_the_prediction_it_gets_al
     torch.testing.assert_close(predictions(together[:1]), expected[:1], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
+@pytest.mark.parametrize("key", BY_CLASS)
 def test_a_weight_gets_a_gradient_unless_the_family_calls_it_unused(key, pipelines):
     family = opened(key, pipelines(key))
     denoiser, encoder = denoiser_of(family), family.text_encoder(CPU, torch.float32)
@@ -107,7 +107,7 @@ def test_a_weight_gets_a_gradient_unless_the_family_calls_it_unused(key, pipelin
             assert parameter.grad is None or not parameter.grad.any(), f"{name} is not unused"
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
+@pytest.mark.parametrize("key", BY_CLASS)
 def test_a_denoiser_without_any_memory_has_the_tensors_of_one_whose_buffers_have_values(key, pipelines):
     family = opened(key, pipelines(key))
 

@@ -30,5 +30,5 @@ def test_a_tiny_model_is_known_without_building_it(family: str, tmp_path: Path):
     assert count is not None and parameters_of(model) == (count[0], f"of the tiny {family}")
 
 
-def test_every_family_that_trains_has_a_tiny_flavour():
-    assert {name for name, preset in presets().items() if preset.family_class and not preset.tiny} == set()
+def test_every_family_that_trains_has_a_tiny_flavour_but_the_one_whose_tokenizer_is_a_file():
+    assert {name for name, preset in presets().items() if preset.family_class and not preset.tiny} == {"kolors"}

@@ -1,4 +1,4 @@
-"""Tiny pipelines of diffusers that no class of ours describes, built without a hub."""
+"""Tiny pipelines of diffusers that no family of ours has, built without a hub; those of families are in presets."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import string
 from pathlib import Path
 from typing import Any
 
-from simpletuner.models.tiny.build import build_component, fixed_seed
-from simpletuner.models.tiny.encoders import QWEN_TEXT, QWEN_WIDTH, spread_embeddings
-from simpletuner.models.tiny.tokenizers import WORDS, build_gemma_tokenizer, build_qwen_tokenizer
+from simpletuner.models.catalog.registry import presets
+from simpletuner.models.tiny.build import build_component, build_preset, fixed_seed
+from simpletuner.models.tiny.encoders import QWEN_TEXT, spread_embeddings
+from simpletuner.models.tiny.tokenizers import WORDS, build_qwen_tokenizer
 
 FLOW = {"class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
 DIFFUSION = {"class_name": "DDIMScheduler", "clip_sample": False, "set_alpha_to_one": True}
-UNIPC = {
-    "class_name": "UniPCMultistepScheduler",
-    "prediction_type": "flow_prediction",
-    "use_flow_sigmas": True,
-    "flow_shift": 3.0,
-}
 T5 = {"encoder": "t5", "width": 64}
 VAE = {"pretrained": "vae"}
 VAE_8PX = {
@@ -31,17 +26,7 @@ VAE_8PX = {
     "latent_channels": 4,
     "scaling_factor": 4.0,
 }
-VAE_WAN = {
-    "class_name": "AutoencoderKLWan",
-    "base_dim": 8,
-    "z_dim": 4,
-    "dim_mult": [1, 1, 2, 2],
-    "num_res_blocks": 1,
-    "latents_mean": [0.27, 0.28, -0.35, 0.23],
-    "latents_std": [0.12, 0.09, 0.11, 0.1],
-}
 DIT = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
-JOINT = DIT | {"attention_head_dim": 32, "num_single_layers": 2, "in_channels": 16}
 
 FOREIGN: dict[str, dict[str, Any]] = {
     "HunyuanVideoPipeline": {
@@ -114,46 +99,6 @@ FOREIGN: dict[str, dict[str, Any]] = {
             "cross_attention_dim": 32,
         },
         "scheduler": FLOW,
-    },
-    "BriaPipeline": {
-        "text_encoder": T5,
-        "vae": VAE,
-        "transformer": JOINT
-        | {
-            "class_name": "BriaTransformer2DModel",
-            "joint_attention_dim": 64,
-            "axes_dims_rope": [8, 12, 12],
-        },
-        "scheduler": FLOW,
-    },
-    "OvisImagePipeline": {
-        "text_encoder": {"encoder": "qwen3"},
-        "vae": VAE,
-        "transformer": JOINT
-        | {
-            "class_name": "OvisImageTransformer2DModel",
-            "out_channels": 16,
-            "joint_attention_dim": 64,
-            "axes_dims_rope": [8, 12, 12],
-        },
-        "scheduler": FLOW,
-    },
-    "SanaVideoPipeline": {
-        "text_encoder": {"encoder": "gemma", "width": 32},
-        "vae": VAE_WAN,
-        "transformer": DIT
-        | {
-            "class_name": "SanaVideoTransformer3DModel",
-            "attention_head_dim": 24,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_cross_attention_heads": 4,
-            "cross_attention_head_dim": 24,
-            "cross_attention_dim": 96,
-            "caption_channels": 32,
-            "sample_size": 8,
-        },
-        "scheduler": UNIPC,
     },
     "AllegroPipeline": {
         "text_encoder": T5,
@@ -240,77 +185,6 @@ FOREIGN: dict[str, dict[str, Any]] = {
         },
         "scheduler": DIFFUSION,
     },
-    "CogView4Pipeline": {
-        "text_encoder": {"encoder": "glm"},
-        "vae": VAE_8PX,
-        "transformer": DIT
-        | {
-            "class_name": "CogView4Transformer2DModel",
-            "in_channels": 4,
-            "out_channels": 4,
-            "text_embed_dim": 64,
-            "time_embed_dim": 8,
-            "condition_dim": 4,
-            "rope_axes_dim": [8, 8],
-        },
-        "scheduler": FLOW
-        | {"use_dynamic_shifting": True, "base_shift": 0.25, "max_shift": 0.75, "time_shift_type": "linear"},
-    },
-    "ErnieImagePipeline": {
-        "text_encoder": {"encoder": "qwen3"},
-        "vae": {
-            "class_name": "AutoencoderKLFlux2",
-            "down_block_types": ["DownEncoderBlock2D"] * 2,
-            "up_block_types": ["UpDecoderBlock2D"] * 2,
-            "block_out_channels": [8, 16],
-            "norm_num_groups": 4,
-            "layers_per_block": 1,
-            "latent_channels": 4,
-        },
-        "transformer": {
-            "class_name": "ErnieImageTransformer2DModel",
-            "hidden_size": 96,
-            "num_attention_heads": 4,
-            "num_layers": 2,
-            "ffn_hidden_size": 128,
-            "in_channels": 16,
-            "out_channels": 16,
-            "text_in_dim": 64,
-            "rope_axes_dim": [8, 8, 8],
-        },
-        "scheduler": FLOW,
-    },
-    "Krea2Pipeline": {
-        "text_encoder": {"encoder": "qwen3_vl"},
-        "vae": {
-            "class_name": "AutoencoderKLQwenImage",
-            "base_dim": 8,
-            "z_dim": 4,
-            "dim_mult": [1, 1, 2, 2],
-            "num_res_blocks": 1,
-            "latents_mean": [0.1] * 4,
-            "latents_std": [1.1] * 4,
-        },
-        "transformer": {
-            "class_name": "Krea2Transformer2DModel",
-            "in_channels": 16,
-            "num_layers": 2,
-            "attention_head_dim": 32,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 128,
-            "timestep_embed_dim": 32,
-            "text_hidden_dim": 64,
-            "num_text_layers": 2,
-            "text_num_attention_heads": 4,
-            "text_num_key_value_heads": 4,
-            "text_intermediate_size": 64,
-            "num_layerwise_text_blocks": 1,
-            "num_refiner_text_blocks": 1,
-            "axes_dims_rope": [8, 12, 12],
-        },
-        "scheduler": FLOW,
-    },
 }
 
 
@@ -318,6 +192,10 @@ def build_foreign(name: str, folder: Path, **changes: Any) -> Path:
     """Write a tiny pipeline; `changes` replace entries of components' configs, by component."""
     import diffusers
 
+    if name not in FOREIGN:
+        [tiny] = (each.tiny for each in presets().values() if name in each.pipelines and each.tiny)
+        build_preset(tiny, **changes).save_pretrained(folder)
+        return folder
     cls = getattr(diffusers, name)
     with fixed_seed():
         components: dict[str, Any] = {}
@@ -327,29 +205,8 @@ def build_foreign(name: str, folder: Path, **changes: Any) -> Path:
         optional = {
             each: None for each in inspect.signature(cls.__init__).parameters if each in cls._optional_components
         }
-        cls(**optional | components, **OPTIONS.get(name, {})).save_pretrained(folder)
+        cls(**optional | components).save_pretrained(folder)
     return folder
-
-
-def build_glm() -> dict[str, Any]:
-    from transformers import GlmConfig, GlmModel
-
-    tokenizer = build_gemma_tokenizer()  # it begins with a token of its own, as GLM's does
-    tokenizer.padding_side = "left"
-    config = GlmConfig(vocab_size=len(tokenizer), head_dim=16, pad_token_id=0, eos_token_id=0, **QWEN_TEXT)
-    return {"text_encoder": spread_embeddings(GlmModel(config)), "tokenizer": tokenizer}
-
-
-def build_qwen3_vl() -> dict[str, Any]:
-    from transformers import Qwen3VLConfig, Qwen3VLModel
-
-    tokenizer = build_qwen_tokenizer()
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
-    text = QWEN_TEXT | {"vocab_size": len(tokenizer), "head_dim": QWEN_WIDTH // 4, "rope_parameters": rope}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_WIDTH}
-    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-    encoder = Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision))
-    return {"text_encoder": spread_embeddings(encoder), "tokenizer": tokenizer}
 
 
 def build_llama() -> dict[str, Any]:
@@ -372,8 +229,5 @@ def build_bert() -> dict[str, Any]:
     return {"text_encoder": spread_embeddings(BertModel(config)), "tokenizer": tokenizer}
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"Krea2Pipeline": {"text_encoder_select_layers": [1, 2]}}
 FOREIGN["HunyuanVideoPipeline"]["text_encoder"] = build_llama
 FOREIGN["HunyuanDiTPipeline"]["text_encoder"] = build_bert
-FOREIGN["CogView4Pipeline"]["text_encoder"] = build_glm
-FOREIGN["Krea2Pipeline"]["text_encoder"] = build_qwen3_vl

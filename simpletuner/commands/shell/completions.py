@@ -19,7 +19,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from simpletuner.commands.shell.parse_state import ParseState, is_switch, names_of, takes_value
 from simpletuner.commands.shell.scripts import INSTALL, PROGRAMS, script_for
-from simpletuner.models.catalog.registry import AUTO, TINY, flavours_of, load_preset, presets
+from simpletuner.models.catalog.registry import AUTO, TINY, flavours_of, has_tiny, load_preset, presets
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import setting_fields
 from simpletuner.settings.resolving.loading import canonical_name
@@ -136,7 +136,8 @@ def values_of_setting(name: str, family: str) -> list[Completion]:
     if name == "model_flavour":
         known = [normalize_name(family)] if load_preset(normalize_name(family)) else presets()
         published = {name: flavour.hub for key in known for name, flavour in flavours_of(key).items()}
-        return [Completion(*item) for item in (published | {TINY: "small, with random weights"}).items()]
+        tiny = {TINY: "small, with random weights"} if any(map(has_tiny, known)) else {}
+        return [Completion(*item) for item in (published | tiny).items()]
     # A setting of free text may still have well-known values: those that its synonyms stand for.
     field = setting_fields()[name]
     accepted = (True, False, "auto") if field.annotation == bool | None else choices_of(field.annotation)

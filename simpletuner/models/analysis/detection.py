@@ -13,7 +13,8 @@ from typing import Any
 from simpletuner.errors import EnvironmentNotReady
 from simpletuner.models.analysis.block_cache import look_up, put
 from simpletuner.models.catalog.architecture import architecture_of, folder_of
-from simpletuner.models.catalog.registry import Architecture, flavours_of
+from simpletuner.models.catalog.preset import Architecture
+from simpletuner.models.catalog.registry import flavours_of
 from simpletuner.parallel.model.blocks import BlockClass, Blocks, detect_blocks
 from simpletuner.settings.declared.sections import Model
 

@@ -111,6 +111,9 @@ class AutomaticVae(Vae):
 
     def __init__(self, family: AutomaticFamily, device: torch.device, predictor: Callable[[Any], Predictor]) -> None:
         super().__init__(family.folder / "vae", device, family.settings.model)
+        # That of HunyuanVideo 1.5 attends over a mask that only a batch of one has the shape of.
+        if self.has_frames and hasattr(self.model, "use_slicing"):
+            self.model.enable_slicing()
         self.predictor = predictor(self.model)
 
     @property

@@ -40,14 +40,15 @@ from simpletuner.private_api.of_torch import FakeTensor
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.values.shape import Shape
 
+ANY_PIPELINE = "DiffusionPipeline"
 SMALLEST = Shape(1, 64, 64)
 """Shape in px that is studied where no bucket is known."""
 
 
 class AutomaticFamily(ModelFamily):
-    """A pipeline that no class describes."""
+    """A pipeline that no class describes: any for model_family=auto, else those of the family's preset."""
 
-    pipelines = ("DiffusionPipeline",)
+    pipelines = (ANY_PIPELINE,)
     host_inputs = (LENGTHS,)
 
     def __init__(self, folder: Path, settings: Settings) -> None:
@@ -60,7 +61,7 @@ class AutomaticFamily(ModelFamily):
 
     @classmethod
     def opens(cls, pipeline: object) -> bool:
-        return True
+        return ANY_PIPELINE in cls.pipelines or pipeline in cls.pipelines
 
     @classmethod
     def denoiser_in(cls, folder: Path) -> str:

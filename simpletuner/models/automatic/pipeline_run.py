@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import diffusers.utils.import_utils as diffusers_imports
 import torch
 from torch import Tensor
 
-from simpletuner.errors import SettingsError
+from simpletuner.errors import EnvironmentNotReady, SettingsError, SimpleTunerError
 
-FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Raised by code that is given what it was not written for."""
 
 
@@ -19,12 +20,20 @@ class Ended(Exception):
     """Ends a pipeline's call, which has shown all that was asked of it."""
 
 
+REFUSED = "cannot be trained by its own call"
+
+
 def refused(pipeline: Any, why: str) -> SettingsError:
-    """Return the error for a pipeline that model_family=auto cannot train."""
+    """Return the error for a pipeline that cannot be trained without a class of its own."""
     name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
-    return SettingsError(
-        f"model_family=auto cannot train {name}: {why}", "a class of your own can: docs/families.md has a complete one"
-    )
+    return SettingsError(f"{name} {REFUSED}: {why}", "a class of your own can: docs/families.md has a complete one")
+
+
+def without_package(pipeline: str, error: NameError) -> SimpleTunerError:
+    """Return the error for a name that a pipeline's call does not find: diffusers imports some packages if it can."""
+    if hasattr(diffusers_imports, f"is_{error.name}_available"):
+        return EnvironmentNotReady(f"{pipeline} needs the package {error.name}", f"pip install {error.name}")
+    return refused(pipeline, f"its own call fails with NameError: {first_line(error)}")
 
 
 @dataclass

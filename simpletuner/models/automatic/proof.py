@@ -16,7 +16,7 @@ from torch import Tensor
 from simpletuner.errors import SettingsError
 from simpletuner.models.automatic.components import AutomaticVae
 from simpletuner.models.automatic.findings import Check, Findings
-from simpletuner.models.automatic.pipeline_run import PipelineRun, tensors_of
+from simpletuner.models.automatic.pipeline_run import REFUSED, PipelineRun, tensors_of
 from simpletuner.models.automatic.prediction import Predictor
 from simpletuner.models.automatic.scheduler import exact_prediction
 from simpletuner.models.automatic.study import Study, random
@@ -119,7 +119,8 @@ class Proof:
         ) -> Any:
             scaled = hasattr(scheduler, "scale_model_input")
             shown = scheduler.scale_model_input(sample, timestep) if scaled else sample
-            seen.append((scheduler.timesteps[len(seen)].reshape(1), shown, output))
+            # Kandinsky 5 writes the next latents into these.
+            seen.append((scheduler.timesteps[len(seen)].reshape(1), shown.clone(), output))
             return own(output, timestep, sample, *args, **kw)
 
         entry = PipelineRun(noise=random(self.found.layout.shape, 2), denoise=self.denoise, at_step=at_step)
@@ -146,7 +147,7 @@ class Proof:
         try:
             together = self.predictor.predict(self.denoise, noised, times, texts)
         except SettingsError as error:  # refused here, it only costs speed
-            return error.message.partition(f"{self.study.name}: ")[2]
+            return error.message.partition(f"{REFUSED}: ")[2]
         off = distance(together, alone)
         return "" if off < CLOSE else f"two samples in one call differ by {off:.1g} from each alone"
 

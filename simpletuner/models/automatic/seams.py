@@ -27,6 +27,7 @@ from simpletuner.models.automatic.pipeline_run import (
     StandIn,
     first_line,
     refused,
+    without_package,
 )
 from simpletuner.models.automatic.scheduler import one_step
 from simpletuner.private_api.of_torch import tree_map_only
@@ -102,6 +103,8 @@ class EnteredPipeline:
         # A RuntimeError like those below, but it says nothing of the pipeline.
         except torch.OutOfMemoryError:
             raise
+        except NameError as error:
+            raise without_package(self.cls.__name__, error) from error
         except FOREIGN_ERRORS as error:
             raise refused(
                 self.cls.__name__, f"its own call fails with {type(error).__name__}: {first_line(error)}"

@@ -23,11 +23,12 @@ from simpletuner.settings.values.shape import Shape
 
 CAPTIONS = (
     "a red circle",
-    "two large blue squares and a small green triangle below them on a bright background, in pink",
+    'two large blue squares and the words "three four" below them on a bright background, in pink',
     "a photo",
     " ".join(["a small yellow star beside a large purple heart"] * 64),
 )
-"""Short and long ones; the last is as long as text encoders read."""
+"""Short and long ones; the last is as long as text encoders read. Words in quotation marks are encoded once more by
+HunyuanVideo 1.5, HunyuanImage and LongCat-Image."""
 
 
 @dataclass

@@ -69,6 +69,9 @@ class TextLayout:
         leaves, structure = tree_flatten(encoded)
         if structure != self.structure:
             raise refused(pipeline, "its encode_prompt returns another structure for another caption")
+        for number, (leaf, constant) in enumerate(zip(leaves, self.constants, strict=True)):
+            if number not in self.names and not all_equal((leaf, constant)):
+                raise refused(pipeline, f"a caption changes what others do not: number {number} of its encodings")
         return self.record_of([leaves[number] for number in self.names])
 
     def record_of(self, leaves: Sequence[Tensor]) -> Conditioning:

@@ -10,12 +10,13 @@ from typing import Any
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.parameter_count import DENOISERS
+from simpletuner.models.catalog.preset import Architecture
 from simpletuner.models.catalog.registry import (
     TINY,
-    Architecture,
     check_model,
     flavour_of,
     flavours_of,
+    revision_of,
     tiny_architecture,
 )
 from simpletuner.settings.declared.sections import Model
@@ -39,7 +40,7 @@ def architecture_of(model: Model, warn: Callable[[str], None]) -> Architecture:
         check_named(model)
     flavour = flavour_of(model)
     return architecture_in_hub_cache(
-        name or (flavour.hub if flavour else ""), model.revision
+        name or (flavour.hub if flavour else ""), revision_of(model)
     ) or published_architecture(model, warn)
 
 
@@ -111,7 +112,7 @@ def architecture_in_config(path: Path) -> Architecture:
 def published_architecture(model: Model, warn: Callable[[str], None]) -> Architecture:
     """The denoiser of the flavour that has this hub id, else of the chosen one, else of the family's default.
 
-    Raises SettingsError where nothing is published.
+    Raises SettingsError where nothing is published, EnvironmentNotReady where what is published is not known.
     """
     check_named(model)
     if (tiny := tiny_architecture(model)) is not None:
@@ -126,4 +127,9 @@ def published_architecture(model: Model, warn: Callable[[str], None]) -> Archite
     chosen = same or flavours.get(model.model_flavour) or next(iter(flavours.values()))
     if name and same is None:
         warn(f"{name} is neither a folder nor in the local hub cache: this is {chosen.hub}, as published")
+    if chosen.architecture.parameters is None:
+        raise EnvironmentNotReady(
+            f"the denoiser of {chosen.hub} is not known without its files, which are not on this machine",
+            f"download it (`hf download {chosen.hub}`), or name a pipeline folder with --pretrained_model_name_or_path",
+        )
     return chosen.architecture

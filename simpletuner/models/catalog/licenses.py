@@ -30,11 +30,19 @@ LICENSES = {
     "creativeml-openrail-m": License(
         WITHIN_RESTRICTIONS, f"{HUB}/spaces/CompVis/stable-diffusion-license", is_hub_name=True
     ),
+    "mit": License("yes", "https://opensource.org/license/mit", is_hub_name=True),
     "openrail++": License(
         WITHIN_RESTRICTIONS, f"{HUB}/stabilityai/stable-diffusion-xl-base-1.0/blob/main/LICENSE.md", is_hub_name=True
     ),
     "flux-1-dev-non-commercial-license": License("no", f"{HUB}/black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md"),
     "flux-non-commercial-license": License("no", f"{HUB}/black-forest-labs/FLUX.2-dev/blob/main/LICENSE.md"),
+    "krea-2-community-license": License(
+        "with a yearly revenue below 1,000,000 USD", f"{HUB}/krea/Krea-2-Raw/blob/main/LICENSE.pdf"
+    ),
+    "tencent-hunyuan-community": License(
+        "outside the EU, the UK and South Korea, with up to 100 million users a month",
+        f"{HUB}/tencent/HunyuanImage-2.1/blob/main/LICENSE",
+    ),
     "stabilityai-ai-community": License(
         "with a yearly revenue of up to 1,000,000 USD, registered",
         f"{HUB}/stabilityai/stable-diffusion-3.5-large/blob/main/LICENSE.md",

@@ -6,17 +6,17 @@ Each built-in family is one file, `presets/<family>.toml`: the import path of it
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import SettingsError
+from simpletuner.models.catalog.preset import AUTOMATIC, NEEDS_CLASS, Architecture, Flavour, Preset, Tiny
 from simpletuner.settings.declared.errors import nearest, shorten
 from simpletuner.settings.declared.sections import Model, Parallel
-from simpletuner.settings.foreign.original.families import alternative
+from simpletuner.settings.foreign.original.families import why_untrained
 from simpletuner.system.importing import import_named
 
 TINY = "tiny"
@@ -27,92 +27,6 @@ AUTO = "auto"
 """The family of any pipeline that passes its proof."""
 
 PRESETS = Path(__file__).parents[1] / "presets"
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A denoiser as published: diffusers' class and config, its parameters as the published files hold them."""
-
-    class_name: str
-    parameters: int | None = None
-    source: str = ""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    cell_px: int = 0
-    """Width of one latent cell in px, where it is not that of the family's other models."""
-
-
-@dataclass(frozen=True)
-class Flavour:
-    """A published checkpoint: hub id, architecture, and, if it cannot be trained, why."""
-
-    hub: str
-    architecture: Architecture
-    untrainable: str = ""
-    flow_shift: float = 0
-    """As `Preset.flow_shift`, where this checkpoint's scheduler has another one."""
-    license: str = ""
-    """Name on its card at the hub, a key of `licenses.LICENSES`; empty where that is not known."""
-
-
-@dataclass(frozen=True)
-class Tiny:
-    """The flavour `tiny`: a pipeline of few, narrow layers with random weights, for the demo and tests."""
-
-    pipeline: str
-    """Its class in diffusers."""
-    parameters: int
-    """Of the denoiser."""
-    components: Mapping[str, Mapping[str, Any]]
-    """By name, in the order in which they are built: a class of diffusers (`class_name`) with what differs from its
-    defaults, a kind of text `encoder`, which comes with its tokenizer, or the VAE of this package (`pretrained`)."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the pipeline's class."""
-    adjust: str = ""
-    """Import path of a function that is given the pipeline."""
-
-    def component(self, name: str) -> dict[str, Any]:
-        """Return a copy of what describes a component."""
-        return {**self.components[name]}
-
-
-@dataclass(frozen=True)
-class Preset:
-    """Facts of a built-in family, known without importing it; the fields are those of its TOML file."""
-
-    objective: str
-    """`epsilon`, `v_prediction`, `flow` or `edm`: what the published checkpoints predict."""
-    text_encoders: str
-    flavours: Mapping[str, Flavour]
-    """The published checkpoints, the default one first."""
-    family_class: str = ""
-    """Import path of the ModelFamily; empty if the family cannot be trained and only its blocks can be detected."""
-    pipelines: Sequence[str] = ()
-    """Pipeline classes of diffusers whose folders the family opens, those of its variants included."""
-    heads: int = 0
-    """Attention heads by the default config of the denoiser's class, where context parallelism can split it."""
-    unsplittable: str = ""
-    """Why context parallelism cannot split the denoiser, where it cannot."""
-    fixed_prompt_length: bool = False
-    """True if the text encoders read a fixed number of tokens, so that tokenizer_max_length has no effect."""
-    embeds_guidance: bool = False
-    """True if some checkpoint embeds the guidance scale, so that flux_guidance_value has an effect."""
-    image_multiple: int = 16
-    """Both sides of a validation image are multiples of this, in px: the VAE's scale times the patch size."""
-    cell_px: int = 8
-    """Width of one latent cell in px."""
-    frame_step: int = 0
-    """Clips have a multiple of this and one more frame, as the VAE takes them; 0 for a family of images alone."""
-    flow_shift: float = 0
-    """The shift with which the published schedulers sample an image of 1024 x 1024 px; 0 where there is no flow."""
-    tiny: Tiny | None = None
-    loads_lora: bool = True
-    """True if diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""
-    order: float = float("inf")
-    """Position in lists of families; without a number it is the last."""
-
-    @property
-    def is_diffusion(self) -> bool:
-        return self.objective in ("epsilon", "v_prediction")
 
 
 @cache
@@ -129,6 +43,8 @@ def load_preset(family: str) -> Preset | None:
         for name, values in content.pop("flavours").items()
     }
     tiny = content.pop("tiny", None)
+    if content.get("family_class") == AUTOMATIC:
+        content["unsplittable"] = NEEDS_CLASS
     return Preset(**content, flavours=flavours, tiny=tiny and Tiny(**{"pipeline": content["pipelines"][0]} | tiny))
 
 
@@ -146,11 +62,16 @@ def presets() -> Mapping[str, Preset]:
 
 
 def check_pipeline(folder: Path, name: object, family: str) -> None:
-    """Raise SettingsError for a folder whose pipeline class, `name`, other built-in families open."""
+    """Raise SettingsError for a folder whose pipeline class, `name`, other built-in families open.
+
+    A family without a class of its own opens no other pipeline than its own.
+    """
     others = [other for other, preset in presets().items() if name in preset.pipelines]
-    if others and family not in others:
+    own = load_preset(family)
+    if (others and family not in others) or (own and own.is_automatic and name not in own.pipelines):
         raise SettingsError(
-            f"{folder} is a {name}, which is not of model_family={family}", f"set model_family={others[0]}"
+            f"{folder} is a {name}, which is not of model_family={family}",
+            f"set model_family={others[0] if others else AUTO}",
         )
 
 
@@ -162,13 +83,26 @@ def flavours_of(family: str) -> Mapping[str, Flavour]:
 
 def trainable_flavours(family: str) -> list[str]:
     """The published flavours of a family that can be trained, the default first, and the tiny one."""
-    return [*(name for name, flavour in flavours_of(family).items() if not flavour.untrainable), TINY]
+    published = [name for name, flavour in flavours_of(family).items() if not flavour.untrainable]
+    return [*published, *[TINY] * has_tiny(family)]
+
+
+def has_tiny(family: str) -> bool:
+    """Return whether a family has the flavour `tiny`; of a user's own only its class knows."""
+    preset = load_preset(family)
+    return preset is None or preset.tiny is not None
 
 
 def flavour_of(model: Model) -> Flavour | None:
     """The chosen published flavour, or the family's default one; None for tiny and for a user's own family."""
     flavours = flavours_of(model.model_family)
     return flavours.get(model.model_flavour) if model.model_flavour else next(iter(flavours.values()), None)
+
+
+def revision_of(model: Model) -> str | None:
+    """Return the revision at the hub to take a model from: that of the settings, else of the published flavour."""
+    flavour = None if model.pretrained_model_name_or_path else flavour_of(model)
+    return model.revision or (flavour.revision if flavour else "") or None
 
 
 def published_shift(model: Model) -> float:
@@ -221,22 +155,23 @@ def check_model(model: Model) -> None:
         names = [*presets(), AUTO, *(model.model_families or {})]
         name, like = shorten(model.model_family), nearest(model.model_family, names)
         raise SettingsError(f"Unknown model_family {name}{like}", hint)
-    known = [*flavours_of(model.model_family), TINY]
+    own = model.model_family in (model.model_families or {})
+    known = [*flavours_of(model.model_family), *[TINY] * (own or has_tiny(model.model_family))]
     if model.model_flavour and model.model_flavour not in known:
         near = nearest(model.model_flavour, known)
+        is_tiny = model.model_flavour == TINY
         raise SettingsError(
-            f"Unknown model_flavour {shorten(model.model_flavour)} of {model.model_family}{near}",
+            f"{model.model_family} has no flavour `{TINY}`"
+            if is_tiny
+            else f"Unknown model_flavour {shorten(model.model_flavour)} of {model.model_family}{near}",
             f"known flavours: {', '.join(known)}",
         )
 
 
 def refuse_without_class(model: Model) -> None:
-    """Raise SettingsError for a family of the original that has no class here: how else it is trained, or why not."""
-    flavour = flavour_of(model)
-    hub = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
-    sentence, hint = alternative(model.model_family, model.model_type, hub)
-    if sentence:
-        raise SettingsError(f"model_family {sentence}", hint)
+    """Raise SettingsError for a family of the original that is not trained here, with the reason."""
+    if sentence := why_untrained(model.model_family):
+        raise SettingsError(f"model_family {sentence}", "`simpletuner models` lists those that can")
 
 
 def check_trainable(model: Model) -> None:
@@ -259,7 +194,8 @@ def check_trainable(model: Model) -> None:
 def suggest_base(model: Model) -> str:
     """Return what can be trained where no published model is at hand."""
     folder = "name a pipeline folder with --pretrained_model_name_or_path"
-    return folder if model.model_family == AUTO else f"{folder}, or use --model_flavour=tiny"
+    has_no_tiny = model.model_family == AUTO or not has_tiny(model.model_family)
+    return folder if has_no_tiny else f"{folder}, or use --model_flavour=tiny"
 
 
 def class_path_of(model: Model) -> str | None:
@@ -273,7 +209,7 @@ def class_path_of(model: Model) -> str | None:
     if preset := load_preset(name):
         return preset.family_class
     if name == AUTO:
-        return "simpletuner.models.automatic.family:AutomaticFamily"
+        return AUTOMATIC
     return next((point.value for point in entry_points(group=ENTRY_POINTS, name=name)), None)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.architecture import architecture_in_folder, is_path
+from simpletuner.models.catalog.preset import Preset
 from simpletuner.models.catalog.registry import (
-    Preset,
     check_heads,
     check_pipeline,
     check_trainable,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.catalog.registry import class_path_of, import_object
+from simpletuner.models.catalog.registry import class_path_of, import_object, load_preset
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.settings.declared.sections import Model
 
@@ -24,4 +24,8 @@ def family_class(model: Model) -> type[ModelFamily]:
             f"model_families: {model.model_family} = {path}: {cls.__name__} does not define {', '.join(missing)}",
             "docs/families.md has a complete family",
         )
+    preset = None if model.model_family in (model.model_families or {}) else load_preset(model.model_family)
+    if preset is not None and preset.is_automatic:
+        # One class for all of them, each of which opens its own pipelines alone.
+        return type(cls.__name__, (cls,), {"pipelines": tuple(preset.pipelines), "denoiser_name": preset.denoiser})
     return cls

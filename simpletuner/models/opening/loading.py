@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError, explain_system_errors
-from simpletuner.models.catalog.registry import TINY, check_pipeline, flavour_of, suggest_base
+from simpletuner.models.catalog.registry import TINY, check_pipeline, flavour_of, revision_of, suggest_base
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.folder.malformed import CHECK_COPY, opening, read_json
@@ -88,7 +88,7 @@ def folder_at_hand(settings: Settings) -> Path | None:
         return folder
     name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
     try:
-        return Path(snapshot_download(name, revision=model.revision, local_files_only=True)) if name else None
+        return Path(snapshot_download(name, revision=revision_of(model), local_files_only=True)) if name else None
     except (HFValidationError, LocalEntryNotFoundError):
         return None
 
@@ -129,7 +129,7 @@ def download(model: Model) -> Path:
 
     flavour = flavour_of(model)
     name = model.pretrained_model_name_or_path or (flavour.hub if flavour else "")
-    fetch = partial(snapshot_download, name, revision=model.revision)
+    fetch = partial(snapshot_download, name, revision=revision_of(model))
     try:
         index = read_json(Path(fetch(allow_patterns=[INDEX])) / INDEX)
         components = [part for part, value in index.items() if isinstance(value, list) and value[0]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from simpletuner.models.catalog.registry import Architecture, load_preset
+from simpletuner.models.catalog.preset import Architecture
+from simpletuner.models.catalog.registry import load_preset
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.folder.diffusers_io import build_on_meta
@@ -20,7 +21,10 @@ def open_without_weights(architecture: Architecture, settings: Settings, folder:
     cls, preset = family_class(settings.model), load_preset(settings.model.model_family)
     denoiser = build_on_meta({**architecture.config, "_class_name": architecture.class_name}, include_buffers=True)
     files = {
-        "model_index.json": {"_class_name": cls.pipelines[0]},
+        "model_index.json": {
+            "_class_name": cls.pipelines[0],
+            cls.denoiser_name: ["diffusers", architecture.class_name],
+        },
         f"{cls.denoiser_name}/config.json": json.loads(denoiser.to_json_string()),
         "vae/config.json": {"spatial_compression_ratio": architecture.cell_px or (preset.cell_px if preset else 8)},
         "scheduler/scheduler_config.json": {},

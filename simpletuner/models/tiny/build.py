@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from simpletuner.errors import SettingsError
-from simpletuner.models.catalog.registry import Tiny, import_object, load_preset
+from simpletuner.models.catalog.preset import Tiny
+from simpletuner.models.catalog.registry import import_object, load_preset
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.folder.diffusers_io import choose_accelerator
-from simpletuner.models.tiny.encoders import build_encoder, load_vae
+from simpletuner.models.tiny.encoders import ENCODERS, build_encoder, load_vae
 from simpletuner.settings.declared.sections import Model
 
 SEED = 0
@@ -70,6 +71,8 @@ def build_component(name: str, described: dict[str, Any]) -> dict[str, Any]:
     if kind := described.pop("encoder", ""):
         tokenizer, encoder = build_encoder(kind, **described)
         return {name: encoder, name.replace("text_encoder", "tokenizer"): tokenizer}
+    if kind := described.pop("tokenizer", ""):
+        return {name: ENCODERS[kind][0]()}
     return {name: getattr(diffusers, described.pop("class_name"))(**described)}
 
 

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner.models.tiny.tokenizers import (
     CLIP_MAX_LENGTH,
+    build_byt5_tokenizer,
     build_clip_tokenizer,
     build_gemma_tokenizer,
+    build_glm_tokenizer,
     build_qwen_tokenizer,
     build_t5_tokenizer,
+    build_t5gemma_tokenizer,
 )
 
 if TYPE_CHECKING:
@@ -21,11 +24,15 @@ if TYPE_CHECKING:
         CLIPTokenizer,
         Gemma2Model,
         GemmaTokenizer,
+        GlmModel,
         Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLTextModel,
         Qwen2Tokenizer,
         Qwen3ForCausalLM,
         Qwen3Model,
+        Qwen3VLModel,
         T5EncoderModel,
+        T5GemmaEncoderModel,
         T5Tokenizer,
         UMT5EncoderModel,
     )
@@ -52,6 +59,8 @@ QWEN_VISION: dict[str, Any] = {
     "fullatt_block_indexes": [0],
 }
 
+
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 
 QWEN_DEEP: dict[str, Any] = {
     "num_hidden_layers": 28,  # FLUX.2's pipeline reads layers 9, 18 and 27
@@ -150,12 +159,11 @@ def build_qwen3(tokenizer: Qwen2Tokenizer) -> Qwen3Model:
 def build_qwen25_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     text = QWEN_TEXT | {
         "vocab_size": len(tokenizer),
         "bos_token_id": None,
         "eos_token_id": None,
-        "rope_parameters": rope,
+        "rope_parameters": QWEN_ROPE,
     }
     return spread_embeddings(
         Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=QWEN_VISION))
@@ -169,6 +177,48 @@ def build_qwen3_causal(tokenizer: Qwen2Tokenizer, width: int) -> Qwen3ForCausalL
     return spread_embeddings(Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **QWEN_DEEP)))
 
 
+def build_qwen25_vl_text(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLTextModel:
+    """Build the text part of Qwen2.5-VL alone, as HunyuanVideo 1.5 has it."""
+    from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
+
+    config = Qwen2_5_VLTextConfig(vocab_size=len(tokenizer), rope_parameters=QWEN_ROPE, **QWEN_TEXT)
+    return spread_embeddings(Qwen2_5_VLTextModel(config))
+
+
+def build_qwen3_vl(tokenizer: Qwen2Tokenizer) -> Qwen3VLModel:
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    rope = QWEN_ROPE | {"mrope_interleaved": True}
+    text = QWEN_TEXT | {"vocab_size": len(tokenizer), "head_dim": QWEN_WIDTH // 4, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_WIDTH}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    return spread_embeddings(Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision)))
+
+
+def build_glm(tokenizer: GemmaTokenizer) -> GlmModel:
+    from transformers import GlmConfig, GlmModel
+
+    config = GlmConfig(vocab_size=len(tokenizer), head_dim=16, pad_token_id=0, eos_token_id=0, **QWEN_TEXT)
+    return spread_embeddings(GlmModel(config))
+
+
+def build_t5gemma(tokenizer: GemmaTokenizer, width: int) -> T5GemmaEncoderModel:
+    from transformers import T5GemmaConfig, T5GemmaEncoderModel, T5GemmaModuleConfig
+
+    part = T5GemmaModuleConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        query_pre_attn_scalar=width // 4,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return spread_embeddings(T5GemmaEncoderModel(T5GemmaConfig(encoder=part, decoder=part, is_encoder_decoder=False)))
+
+
 ENCODERS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "clip": (build_clip_tokenizer, build_clip),
     "t5": (build_t5_tokenizer, build_t5),
@@ -177,4 +227,9 @@ ENCODERS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "qwen3": (build_qwen_tokenizer, build_qwen3),
     "qwen3_causal": (build_qwen_tokenizer, build_qwen3_causal),
     "qwen25_vl": (build_qwen_tokenizer, build_qwen25_vl),
+    "qwen25_vl_text": (build_qwen_tokenizer, build_qwen25_vl_text),
+    "qwen3_vl": (build_qwen_tokenizer, build_qwen3_vl),
+    "glm": (build_glm_tokenizer, build_glm),
+    "t5gemma": (build_t5gemma_tokenizer, build_t5gemma),
+    "byt5": (build_byt5_tokenizer, build_t5),
 }

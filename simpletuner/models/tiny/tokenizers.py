@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import CLIPTokenizer, GemmaTokenizer, Qwen2Tokenizer, T5Tokenizer
+    from transformers import ByT5Tokenizer, CLIPTokenizer, GemmaTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 CLIP_MAX_LENGTH = 77
 
@@ -67,6 +67,24 @@ def build_gemma_tokenizer() -> GemmaTokenizer:
     pieces += [*letters, *map("".join, merges)]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     return GemmaTokenizer(vocab=vocabulary, merges=merges, add_bos_token=True, padding_side="right")
+
+
+def build_glm_tokenizer() -> GemmaTokenizer:
+    tokenizer = build_gemma_tokenizer()  # it begins with a token of its own, as GLM's does
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def build_t5gemma_tokenizer() -> GemmaTokenizer:
+    tokenizer = build_gemma_tokenizer()
+    tokenizer.model_max_length = 256  # as PRX pads to
+    return tokenizer
+
+
+def build_byt5_tokenizer() -> ByT5Tokenizer:
+    from transformers import ByT5Tokenizer
+
+    return ByT5Tokenizer()  # bytes need no vocabulary
 
 
 def build_qwen_tokenizer() -> Qwen2Tokenizer:

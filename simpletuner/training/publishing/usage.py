@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from simpletuner.models.catalog.registry import revision_of
 from simpletuner.models.family.base import ModelFamily, SamplingParams
 from simpletuner.settings import Settings
 from simpletuner.settings.values.shape import Shape
@@ -39,7 +40,7 @@ def loading(family: ModelFamily, export: Path) -> list[str]:
     if family.adapter is None:
         return [full_source(settings, export), dtype]
     model = settings.model
-    arguments = {"revision": model.revision if hub_id(model) else None, "variant": model.variant}
+    arguments = {"revision": revision_of(model) if hub_id(model) else None, "variant": model.variant}
     return [base_source(family), dtype, *as_python({name: value for name, value in arguments.items() if value})]
 
 

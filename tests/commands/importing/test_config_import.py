@@ -15,6 +15,7 @@ import pytest
 from simpletuner.app import main
 from simpletuner.models.catalog.registry import flavours_of, presets
 from simpletuner.settings import load
+from simpletuner.settings.foreign.original.trained_values import FAMILIES_THERE, FamilyThere
 
 FAMILIES = [name for name, preset in presets().items() if preset.family_class]
 DATASETS = "config/multidatabackend.json"
@@ -66,7 +67,7 @@ def write_example(family: str, pictures: Path | str = "pictures", **changes: Any
 def test_a_complete_example_of_a_family_becomes_a_file_that_train_accepts(run, family):
     write_example(family)
     code, out, err = run("config", "import", "config", "--output=run.toml")
-    if family in ("sana", "chroma"):  # whose methods this version does not have
+    if FAMILIES_THERE.get(family, FamilyThere()).lost:
         assert (code, out, Path("run.toml").exists()) == (2, "", False)
         assert "would train something else" in err and "model_family" in err.splitlines()[1]
         code, out, err = run("config", "import", "config", "--output=run.toml", "--partial")

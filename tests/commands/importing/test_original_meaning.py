@@ -18,7 +18,7 @@ from simpletuner.data.config.dataset_types import SnapshotImages
 from simpletuner.data.config.datasets import load_datasets
 from simpletuner.settings import Settings, load
 from simpletuner.settings.declared.sections import Data
-from simpletuner.settings.foreign.original.families import BY_AUTO, UNTRAINED, WITHOUT_LORA
+from simpletuner.settings.foreign.original.families import UNTRAINED
 
 CONFIG = Path(__file__).with_name("original_config.json")
 IMAGES = {"id": "pictures", "type": "local", "instance_data_dir": "pictures"}
@@ -81,6 +81,7 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "rounding": ({"aspect_bucket_rounding": 4}, "aspect_bucket_rounding = 4 "),
     "controlnet targets": ({**LORA, "model_family": "flux", "flux_lora_target": "controlnet"}, "flux_lora_target = "),
     "sana": ({"model_family": "sana"}, "latents are halved"),
+    "by its pipeline": ({**LORA, "model_family": "krea2"}, "there code of its own trains it"),
     "chroma": ({"model_family": "chroma"}, "noise levels are pushed towards 0 and 1"),
     "typing error": ({"learnng_rate": 1e-4}, "learnng_rate = 0.0001 "),
     "unknown": ({"nonsense": 1}, "nonsense = 1 "),
@@ -243,15 +244,13 @@ def test_optimisations_are_left_out_and_said(imported):
     assert "fuse_qkv_projections" not in tomllib.loads(Path("run.toml").read_text())
 
 
-def test_the_model_decides_before_all_else_and_is_said_to_train_by_its_pipeline_or_why_not(imported):
-    for family in ("kandinsky5-image", *BY_AUTO, *UNTRAINED):
+def test_the_model_decides_before_all_else_and_why_it_is_not_trained_is_said(imported):
+    for family in ("kandinsky5-image", *UNTRAINED):
         changes = {"model_family": family, "fuse_qkv_projections": True, "context_parallel_size": 2, "controlnet": True}
         code, err = imported({**LORA, **changes}, [])
         first, name = err.splitlines()[0], family.replace("-", "_")
         assert code == 2 and f"model_family {name} " in first and "did you mean" not in err
-        assert BY_AUTO.get(name) or UNTRAINED[name] in first
-        assert ("model_family=auto trains it by its pipeline" in first) == (name in BY_AUTO)
-        assert ("cannot load a LoRA" in first) == (name in WITHOUT_LORA)
+        assert UNTRAINED[name] in first
 
 
 def test_a_family_that_is_only_called_otherwise_is_trained_by_its_name_here(imported, capsys):

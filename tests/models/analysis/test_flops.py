@@ -13,7 +13,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from models.test_inputs import CPU, PROMPT, SHAPE, TRAINABLE, opened
+from models.test_inputs import BY_CLASS, CPU, PROMPT, SHAPE, opened
 from models.test_predictions import conditioning_of, rows
 
 from simpletuner.models.analysis.flops import (
@@ -70,7 +70,7 @@ def line_of(key: str) -> str:
 
 
 def test_the_flops_of_published_models_are_the_reviewed_ones():
-    assert INPUTS.keys() == set(TRAINABLE)
+    assert INPUTS.keys() == set(BY_CLASS)
     assert listed() == GOLDEN.read_text(encoding="utf-8"), (
         "if that is meant, run `make goldens`, and review and commit tests/models/analysis/flops.txt"
     )
@@ -97,7 +97,7 @@ def counted_as_a_whole(family: ModelFamily, latents: Tensor, conditioning: dict[
     return forward, counter.get_total_flops()
 
 
-@pytest.mark.parametrize("key", TRAINABLE)
+@pytest.mark.parametrize("key", BY_CLASS)
 def test_equal_blocks_are_counted_once_for_all_and_samples_add_up(key, pipelines):
     family = opened(key, pipelines(key))
     latents, conditioning = batch_of(family)

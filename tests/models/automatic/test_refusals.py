@@ -71,7 +71,7 @@ def test_a_fault_in_a_pipeline_s_call_is_refused(old, new, sentence, flux):
     with pytest.raises(SettingsError) as refusal:
         family.prove([SMALLEST], CPU)
     assert sentence in refusal.value.message and refusal.value.hint == ADVICE
-    assert refusal.value.message.startswith("model_family=auto cannot train FluxPipeline: ")
+    assert refusal.value.message.startswith("FluxPipeline cannot be trained by its own call: ")
 
 
 def test_a_class_with_a_wrong_sign_and_a_call_without_gradients_are_found(flux, pipelines, monkeypatch):

@@ -30,7 +30,7 @@ from simpletuner.training.state import TrainingState
 from simpletuner.training.trainer import Trainer
 
 TRAINABLE = [key for key, preset in presets().items() if preset.family_class]
-ABLE = [key for key in TRAINABLE if presets()[key].loads_lora]
+ABLE = [key for key in TRAINABLE if presets()[key].loads_lora and presets()[key].has_class]
 RANK, ALPHA = 4, 6
 
 

@@ -21,7 +21,7 @@ from simpletuner.settings.declared.sections import Model, ObjectiveSettings, Set
 from simpletuner.settings.importing.warnings import DIFFUSION
 from simpletuner.settings.values.shape import Shape
 
-FLOWS = [key for key, preset in presets().items() if preset.family_class and preset.objective == "flow"]
+FLOWS = [key for key, preset in presets().items() if preset.has_class and preset.objective == "flow"]
 DYNAMIC = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 64}
 DYNAMIC |= {"base_shift": 0.3, "max_shift": 1.3, "shift_terminal": None}
 
@@ -61,7 +61,7 @@ def test_flavours_whose_schedulers_differ_have_their_own():
     assert list(found.values()) == [1.0, 3.158, 6.0, 5.0]
     own = Model(model_family="flux", model_families={"flux": "package.module:Flux"})
     assert published_shift(own) == 0
-    assert all((presets()[key].flow_shift > 0) == (key in FLOWS) for key in presets() if presets()[key].family_class)
+    assert all((presets()[key].flow_shift > 0) == (key in FLOWS) for key in presets() if presets()[key].has_class)
 
 
 # Lumina2Pipeline counts the latents' channels in place of tokens, and SanaPipeline, WanPipeline, AuraFlowPipeline and

@@ -1,26 +1,12 @@
-"""Names of families of the original: those that differ here, and how this version trains those without a class.
+"""Names of families of the original: those that differ here, and why this version does not train the others.
 
-Families that are not listed have the same name here, and a class.
+Families that are not listed have the same name here.
 """
 
 from __future__ import annotations
 
 FAMILY_NAMES = {"cosmos2image": "cosmos", "pixart": "pixart_sigma"}
 """Names that differ here."""
-
-BY_AUTO = {
-    "ernie": "ErnieImagePipeline",
-    "hunyuanvideo": "HunyuanVideo15Pipeline",
-    "kandinsky5_video": "Kandinsky5T2VPipeline",
-    "kolors": "KolorsPipeline",
-    "krea2": "Krea2Pipeline",
-    "longcat_image": "LongCatImagePipeline",
-    "sanavideo": "SanaVideoPipeline",
-}
-"""Pipelines of diffusers that model_family=auto runs in place of a class, if they pass its proof."""
-
-WITHOUT_LORA = ("hunyuanvideo", "longcat_image")
-"""Families of these whose pipelines cannot load a LoRA."""
 
 AUDIO = "it generates audio"
 NO_PIPELINE = "diffusers has no pipeline of it"
@@ -50,21 +36,10 @@ UNTRAINED = {
     "z_image_omni": "its pipeline generates from images, too",
     "zlab_i1": NO_PIPELINE,
 }
-"""Reasons for which this version trains a family neither by a class nor by its pipeline."""
+"""Reasons for which this version trains a family neither by a class nor by its pipeline's own call."""
 
 
-def alternative(family: str, model_type: str, hub: str) -> tuple[str, str]:
-    """Return how a family that has no class can be trained, or why it cannot, and a hint; empty for another name.
-
-    `hub` is the id of its published pipeline, where that is known.
-    """
-    if pipeline := BY_AUTO.get(family):
-        lora = ", with model_type=full: it cannot load a LoRA" if family in WITHOUT_LORA else ""
-        return (
-            f"{family} has no class here; model_family=auto trains it by its pipeline in diffusers, {pipeline}, if "
-            f"that passes the proof{lora if model_type == 'lora' else ''}",
-            f"set model_family=auto, and pretrained_model_name_or_path to {hub or 'its folder or hub id'}; "
-            "`simpletuner models --check` proves it without a run",
-        )
+def why_untrained(family: str) -> str:
+    """Return the sentence that a family of the original cannot be trained here, with the reason; empty for another."""
     reason = UNTRAINED.get(family)
-    return (f"{family} cannot be trained: {reason}" if reason else ""), "`simpletuner models` lists those that can"
+    return f"{family} cannot be trained: {reason}" if reason else ""

@@ -80,6 +80,10 @@ def aligned(pixels: int, **forces: Any) -> dict[str, Any]:
     return {"aspect_bucket_alignment": pixels, **forces}
 
 
+BY_PIPELINE = FamilyThere(
+    lost="there code of its own trains it, which was not compared with diffusers' pipeline, by which it trains here"
+)
+
 FAMILIES_THERE: dict[str, FamilyThere] = {
     "auraflow": FamilyThere(aligned(64), {"tokenizer_max_length": 120}),
     "chroma": FamilyThere(
@@ -87,8 +91,14 @@ FAMILIES_THERE: dict[str, FamilyThere] = {
         lost="there noise levels are pushed towards 0 and 1 after they are drawn, which this version does not do",
     ),
     "cosmos": FamilyThere(aligned(16)),
+    "ernie": BY_PIPELINE,
     "flux": FamilyThere(aligned(64)),
     "flux2": FamilyThere(aligned(16, tokenizer_max_length=512, flux_guidance_value=1.0)),
+    "hunyuanvideo": BY_PIPELINE,
+    "kandinsky5_video": BY_PIPELINE,
+    "kolors": BY_PIPELINE,
+    "krea2": BY_PIPELINE,
+    "longcat_image": BY_PIPELINE,
     "ltxvideo": FamilyThere(aligned(64, tokenizer_max_length=226)),
     "lumina2": FamilyThere(aligned(64)),
     "pixart_sigma": FamilyThere(aligned(64, tokenizer_max_length=300), {"max_grad_norm": 0.01}),
@@ -97,6 +107,7 @@ FAMILIES_THERE: dict[str, FamilyThere] = {
         aligned(64, vae_dtype="fp32"),
         lost="there latents are halved, and noise levels are drawn evenly from the scheduler's own",
     ),
+    "sanavideo": BY_PIPELINE,
     "sd3": FamilyThere(aligned(64), {"tokenizer_max_length": 154}),
     "wan": FamilyThere(aligned(32, tokenizer_max_length=512)),
 }
@@ -107,6 +118,7 @@ ASSISTED = {"z_image": ("", "turbo", "turbo_ostris_v2"), "flux": ("schnell",)}
 IMAGE_STREAM = "to_k,to_q,to_v,to_out.0"
 LORA_TARGETS = {
     "flux": f"{IMAGE_STREAM},add_k_proj,add_q_proj,add_v_proj,to_add_out",
+    "kandinsky5_video": "to_key,to_query,to_value",
     "flux2": "attn.to_q,attn.to_k,attn.to_v,attn.to_out.0,attn.to_qkv_mlp_proj",
 }
 """Layers that a LoRA adapts where the file names none; those of IMAGE_STREAM in all other families."""

@@ -1,0 +1,119 @@
+"""Facts of a model family as its TOML file has them: its class, and its published checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+AUTOMATIC = "simpletuner.models.automatic.family:AutomaticFamily"
+"""The class of families that train by their pipeline's own call."""
+
+NEEDS_CLASS = "context parallelism needs a class"
+"""Why a family of that class cannot be split: nothing is known of its denoiser but its call."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A denoiser as published: diffusers' class and config, its parameters as the published files hold them."""
+
+    class_name: str
+    parameters: int | None = None
+    """None where the published config was nowhere to be read; then `config` is not known either."""
+    source: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    cell_px: int = 0
+    """Width of one latent cell in px, where it is not that of the family's other models."""
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """A published checkpoint: hub id, architecture, and, if it cannot be trained, why."""
+
+    hub: str
+    architecture: Architecture
+    untrainable: str = ""
+    flow_shift: float = 0
+    """As `Preset.flow_shift`, where this checkpoint's scheduler has another one."""
+    revision: str = ""
+    """Branch at the hub of the pipeline that diffusers opens, where that is not the main one."""
+    license: str = ""
+    """Name on its card at the hub, a key of `licenses.LICENSES`; empty where that is not known."""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """The flavour `tiny`: a pipeline of few, narrow layers with random weights, for the demo and tests."""
+
+    pipeline: str
+    """Its class in diffusers."""
+    parameters: int
+    """Of the denoiser."""
+    components: Mapping[str, Mapping[str, Any]]
+    """By name, in the order in which they are built: a class of diffusers (`class_name`) with what differs from its
+    defaults, a kind of text `encoder`, which comes with its tokenizer, the `tokenizer` of such a kind alone, or the VAE
+    of this package (`pretrained`)."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the pipeline's class."""
+    adjust: str = ""
+    """Import path of a function that is given the pipeline."""
+
+    def component(self, name: str) -> dict[str, Any]:
+        """Return a copy of what describes a component."""
+        return {**self.components[name]}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Facts of a built-in family, known without importing it; the fields are those of its TOML file."""
+
+    objective: str
+    """`epsilon`, `v_prediction`, `flow` or `edm`: what the published checkpoints predict."""
+    text_encoders: str
+    flavours: Mapping[str, Flavour]
+    """The published checkpoints, the default one first."""
+    family_class: str = ""
+    """Import path of the ModelFamily; empty if the family cannot be trained and only its blocks can be detected."""
+    pipelines: Sequence[str] = ()
+    """Pipeline classes of diffusers whose folders the family opens, those of its variants included."""
+    heads: int = 0
+    """Attention heads by the default config of the denoiser's class, where context parallelism can split it."""
+    unsplittable: str = ""
+    """Why context parallelism cannot split the denoiser, where it cannot."""
+    fixed_prompt_length: bool = False
+    """True if the text encoders read a fixed number of tokens, so that tokenizer_max_length has no effect."""
+    embeds_guidance: bool = False
+    """True if some checkpoint embeds the guidance scale, so that flux_guidance_value has an effect."""
+    image_multiple: int = 16
+    """Both sides of a validation image are multiples of this, in px: the VAE's scale times the patch size."""
+    cell_px: int = 8
+    """Width of one latent cell in px."""
+    frame_step: int = 0
+    """Clips have a multiple of this and one more frame, as the VAE takes them; 0 for a family of images alone."""
+    flow_shift: float = 0
+    """The shift with which the published schedulers sample an image of 1024 x 1024 px; 0 where there is no flow."""
+    tiny: Tiny | None = None
+    loads_lora: bool = True
+    """True if diffusers' pipeline has load_lora_weights, without which nothing could open a LoRA."""
+    order: float = float("inf")
+    """Position in lists of families; without a number it is the last."""
+
+    @property
+    def is_diffusion(self) -> bool:
+        return self.objective in ("epsilon", "v_prediction")
+
+    @property
+    def is_automatic(self) -> bool:
+        """Return whether the family trains by its pipeline's own call, which is proven at each start."""
+        return self.family_class == AUTOMATIC
+
+    @property
+    def has_class(self) -> bool:
+        """Return whether a class describes the family, which is trained by it."""
+        return bool(self.family_class) and not self.is_automatic
+
+    @property
+    def denoiser(self) -> str:
+        """Return the name of the denoiser's component in its pipelines."""
+        is_unet = any(each.architecture.class_name.startswith("UNet") for each in self.flavours.values())
+        return "unet" if is_unet else "transformer"
