@@ -206,7 +206,8 @@ def test_pinned_memory_is_not_rounded_up_unless_the_user_says_so(name):
     assert empty == {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}
 
 
-def test_ranks_of_a_machine_share_its_cores():
+def test_ranks_of_a_machine_share_its_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = os.cpu_count() or 1
     for machines in (1, 2):
         launch = Launch(num_processes=cores * machines, num_machines=machines)
