@@ -24,6 +24,7 @@ from simpletuner.data.storage.object_storage import HEADER_BYTES, ObjectStorage,
 from simpletuner.data.storage.storage import LocalStorage, StoredFile, UnreadableFileError
 from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError, EnvironmentNotReady, ExitCode, SimpleTunerError
+from simpletuner.settings.values.shape import Shape
 
 KEYS = {"aws_access_key_id": "AKIAOWN", "aws_secret_access_key": "hidden"}
 
@@ -104,7 +105,9 @@ def test_a_bucket_is_scanned_like_the_folder_that_was_uploaded(server, proxy, fo
     assert len({*versions}) == len(versions) and all(version.count('"') == 2 for version in versions)
 
     samples = discover(
-        [scanning.scanned(images_at(proxy, "scanned/below", caption_strategy="filename"), storage)], 64, 0
+        [scanning.scanned(images_at(proxy, "scanned/below", caption_strategy="filename"), storage)],
+        Shape(1, 64, 64),
+        0,
     )
     for sample in samples.samples:
         assert sample.open().read() == (folder / sample.name).read_bytes()
