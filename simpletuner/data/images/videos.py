@@ -30,6 +30,10 @@ HD_HEIGHT = 720
 """Files that do not name their matrix have that of BT.709 from this height on, as players assume."""
 
 
+HEADER_BYTES, READ_BYTES = 1 << 15, 1 << 18
+"""Bytes that are read at once of headers and of frames, each a request where the file is in a bucket."""
+
+
 class Film(Protocol):
     """An opened video."""
 
@@ -51,7 +55,7 @@ def read_frames(file: BinaryIO, numbers: Sequence[int], original: Shape) -> Iter
 
     Raises one of DECODE_ERRORS, also where the sizes differ for which bucket and crop were chosen.
     """
-    with opened_film(file) as film:
+    with opened_film(file, READ_BYTES) as film:
         for image in film.images(numbers):
             if image.size != original.size:
                 found = "{}x{}".format(*image.size)
@@ -61,8 +65,11 @@ def read_frames(file: BinaryIO, numbers: Sequence[int], original: Shape) -> Iter
 
 
 @contextmanager
-def opened_film(file: BinaryIO) -> Iterator[Film]:
-    """Open a video by its content, whatever its name says. Raises one of DECODE_ERRORS, also within the block."""
+def opened_film(file: BinaryIO, read_bytes: int = HEADER_BYTES) -> Iterator[Film]:
+    """Open a video by its content, whatever its name says. Raises one of DECODE_ERRORS, also within the block.
+
+    `read_bytes` are read at once.
+    """
     head = file.read(16)
     file.seek(0)
     if is_webp(head):
@@ -75,7 +82,7 @@ def opened_film(file: BinaryIO) -> Iterator[Film]:
 
     try:
         # Titles and the like may be in any encoding.
-        with av.open(file, "r", format=demuxer, metadata_errors="ignore") as container:
+        with av.open(file, "r", format=demuxer, metadata_errors="ignore", buffer_size=read_bytes) as container:
             yield DecodedFilm(container)
     except av.FFmpegError:  # its own message names the stream object, and FFmpeg's function
         raise ValueError(UNREADABLE) from None
