@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import base
+from conftest import Trained, base
 from PIL import Image
 from video_files import write_video
 
@@ -38,6 +38,10 @@ def media(tmp_path_factory) -> tuple[Path, Path]:
     return videos, images
 
 
+def measured(run: Trained, name: str) -> list[float]:
+    return [row[name] for row in run.rows if name in row]
+
+
 def model(pipelines) -> tuple[str, ...]:
     return base("wan", pipelines("wan"), Path("unused"))[:2]
 
@@ -48,17 +52,19 @@ def test_clips_and_images_in_one_run_on_two_ranks_and_after_an_interruption(medi
         tmp_path / "data.json",
         {"dataset_type": "video", "instance_data_dir": str(videos), "video": {"num_frames": 12, "min_frames": 9}},
         {"instance_data_dir": str(images)},
+        {"dataset_type": "eval", "instance_data_dir": str(videos), "video": {"num_frames": 5}, "max_num_samples": 2},
     )
     flags = (*model(pipelines), *FLAGS, file)
     one = train(tmp_path / "one", *flags, "--train_batch_size=2", "--max_train_steps=4")
-    assert "8 in 2 buckets (80x48: 4, 80x48@9: 4)" in one.said
-    assert "1 video shorter than min_frames" in one.said and "1 broken image left out" in one.said
-    assert len({*one.losses}) == 4
+    assert "8 in 2 buckets (80x48: 4, 80x48@9: 4); 2 held out" in one.said
+    assert "2 videos shorter than min_frames" in one.said and "1 broken image left out" in one.said
+    assert len({*measured(one, "loss")}) == 4 and len(measured(one, "eval_loss")) == 2
     split = ("--fsdp_enable", "--train_batch_size=1")
     train(tmp_path / "two", *flags, *split, "--max_train_steps=2", world=2)
     two = train(tmp_path / "two", *flags, *split, "--max_train_steps=4", world=2)
     assert "encoding" not in two.said
-    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    assert measured(two, "loss") == pytest.approx(measured(one, "loss"), rel=1e-5)
+    assert measured(two, "eval_loss")[-1] == pytest.approx(measured(one, "eval_loss")[-1], rel=1e-5)
 
 
 def test_a_video_of_one_frame_trains_as_an_image(pipelines, train, tmp_path):
