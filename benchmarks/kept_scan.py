@@ -31,6 +31,7 @@ from simpletuner.data.scan.file_list import OtherFiles
 from simpletuner.data.scan.scan import SCANNED, Scan
 from simpletuner.data.scan.scan_cache import ROWS, intact_files, open_table, write_table
 from simpletuner.data.storage.storage import LocalStorage
+from simpletuner.settings.values.shape import Shape
 
 COUNTS = (100_000, 1_000_000, 10_000_000)
 BATCH_SIZE, BATCHES = 8, 500
@@ -86,7 +87,7 @@ def row(count: int) -> list[str]:
             id="drawn", instance_data_dir=Path(folder), minimum_aspect_ratio=None, maximum_aspect_ratio=None
         )
         table, _ = open_table(path)
-        found = timed(lambda: discover([Scan(dataset, storage, table, OtherFiles())], 64, 0))
+        found = timed(lambda: discover([Scan(dataset, storage, table, OtherFiles())], Shape(1, 64, 64), 0))
         timed(lambda: list(dataset_warnings(found, 64)))
         buckets = timed(lambda: make_buckets(found.samples))
         timed(lambda: digest_buckets(buckets, found.samples))

@@ -30,6 +30,7 @@ from simpletuner.data.scan.scan_cache import intact_files, open_table, write_tab
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.parallel.world import joined_world
 from simpletuner.preparation.shared_arrays import share_arrays
+from simpletuner.settings.values.shape import Shape
 
 
 def settled_mib() -> float:
@@ -50,7 +51,9 @@ def rank(number: int, ranks: int, port: int, folder: str, put: Callable[[Any], N
             id="drawn", instance_data_dir=Path(folder), minimum_aspect_ratio=None, maximum_aspect_ratio=None
         )
         table, _ = open_table(intact_files(Path(folder), "scan")[0])
-        samples = discover([Scan(dataset, LocalStorage(Path(folder)), table, OtherFiles())], 64, 0).samples
+        samples = discover(
+            [Scan(dataset, LocalStorage(Path(folder)), table, OtherFiles())], Shape(1, 64, 64), 0
+        ).samples
         buckets = make_buckets(samples)
         alone = settled_mib() - before
         own = [array for part in samples.parts for array in part.arrays]

@@ -33,6 +33,7 @@ from simpletuner.data.scan.scan_cache import ROWS
 from simpletuner.data.scan.table_join import describe_files, with_described
 from simpletuner.data.storage.storage import LocalStorage
 from simpletuner.data.tables.table_files import TableFile
+from simpletuner.settings.values.shape import Shape
 
 COUNTS = (100_000, 1_000_000, 10_000_000)
 
@@ -98,7 +99,7 @@ def row(given: tuple[int, bool]) -> list[str]:
         described = timed(lambda: describe_files(table, rows, files["name"]))
         nothing = SCANNED.empty_table().take(pa.nulls(count, pa.int32()))
         scanned, _ = timed(lambda: with_described(dataset, files, nothing, described))
-        found = timed(lambda: discover([Scan(dataset, storage, scanned, OtherFiles())], 64, 0))
+        found = timed(lambda: discover([Scan(dataset, storage, scanned, OtherFiles())], Shape(1, 64, 64), 0))
         timed(lambda: make_buckets(found.samples))
         assert len(found.samples) == count
         peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024

@@ -34,6 +34,7 @@ from simpletuner.report import Report
 from simpletuner.session import Session
 from simpletuner.settings import Loaded
 from simpletuner.system.files.locks import shared_lock
+from simpletuner.system.importing import no_collection
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.activity import Activity
 from simpletuner.system.processes.run_status import RunState, StatusWriter
@@ -175,7 +176,8 @@ def train(
 ) -> None:
     """Encode the data, build the engine, train, export."""
     session.world.activity.begin("reading the base model", watched=False)
-    family = load_family(session.settings, session.world, session.stop.check)
+    with no_collection():  # the classes of the model are imported here
+        family = load_family(session.settings, session.world, session.stop.check)
     # What can be known to be wrong is found before anything is encoded, which may take hours.
     session.world.activity.begin("proving the pipeline", watched=False)
     family.prove(sorted(samples_by_shape(plan)), session.world.device)

@@ -28,7 +28,7 @@ PHOTOGRAPHS = Path(__file__).parent / "fixtures" / "photographs"
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import ranks  # noqa: E402
-from flags import last_wins  # noqa: E402
+from flags import last_wins, tokens_of  # noqa: E402
 
 if "SIMPLETUNER_TEST_GPUS" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # several ranks on one GPU are refused, and TF32 is not within tolerances
@@ -256,11 +256,12 @@ def shapes(tmp_path_factory) -> Path:
 
 
 def base(family: str, pipeline: Path, pictures: Path) -> tuple[str, ...]:
-    """Return the flags that name a model and pictures."""
+    """Return the flags that name a model and pictures, and shorten captions."""
     return (
         f"--model_family={family}",
         f"--pretrained_model_name_or_path={pipeline}",
         f"--instance_data_dir={pictures}",
+        *([f"--tokenizer_max_length={tokens}"] if (tokens := tokens_of(family)) else []),
     )
 
 

@@ -1,4 +1,4 @@
-"""The latents cache: images decoded, resized, cropped and encoded once, by all ranks."""
+"""The latents cache: images and clips decoded, resized, cropped and encoded once, by all ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from simpletuner.caches.fill.write_through import GrowingCache, open_growing
 from simpletuner.caches.store.keys import KeyParts, folder_fingerprint, latents_parts, short_hash
 from simpletuner.caches.store.mirror import Mirror
 from simpletuner.caches.store.shards import ShardReader
-from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, read_rgb, resize_and_crop
+from simpletuner.data.images.images import DECODE_ERRORS, DOUBT, resize_and_crop
 from simpletuner.data.samples.samples import DatasetSamples, Sample
 from simpletuner.errors import DataError
 from simpletuner.models.family.base import ModelFamily
@@ -32,6 +33,8 @@ from simpletuner.system.numbers import count_noun
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # More of them wait for one another: each holds the GIL for a part of its work, and an image in memory.
 MOST_DECODING_THREADS = 16
+CLIP_BYTES = 2 << 30
+"""Memory of a rank for clips that wait for the VAE: one of 81 frames of 832x480 px is 0.4 GB of float32."""
 
 
 class LatentsCache:
@@ -64,12 +67,13 @@ class LatentsCache:
         Return the samples that are known to be impossible to decode, with the reason.
         """
         job = CacheJob(
-            title="images",
+            title=f"{self.samples.dataset.noun}s",
             folder=self.folder,
             digest=short_hash(
                 [self.samples.checksum("name", "version"), self.fingerprint, self.dtype, *self.facts.values()]
             ),
-            chunk=chunk,
+            # A clip is a batch by itself: the VAE takes as much memory for its frames as for so many images.
+            chunk=1 if self.samples.dataset.clips else chunk,
             items=lambda: self.samples,
             request=self.request,
             load=partial(decode_image, doubtful=self.doubtful),
@@ -104,7 +108,10 @@ class LatentsCache:
         return CacheRequest(sample.id, self._parts(sample), str(sample.geometry.target))
 
     def read(self, sample: Sample) -> Tensor:
-        """Return a sample's latents (C, H, W), float32. Raises DataError where the image turns out to be damaged."""
+        """Return a sample's latents (C, H, W), or (C, F, H, W) of a clip, float32.
+
+        Raises DataError where the image turns out to be damaged.
+        """
         if self.growing is not None:
             # Missing records are encoded here, in a thread that prepares batches.
             made = self.growing.read(sample)
@@ -144,23 +151,31 @@ def latents_dtype(settings: Settings) -> str:
 def decoding_threads(samples: DatasetSamples, world: World) -> int:
     """Return how many threads of a rank decode images: its share of the cores, or as many as hide a store's latency."""
     cores = min((os.cpu_count() or 1) // world.local_size, MOST_DECODING_THREADS)
-    return samples.dataset.max_workers or max(2, cores, samples.storage.concurrent_reads)
+    wanted = samples.dataset.max_workers or max(2, cores, samples.storage.concurrent_reads)
+    if not samples.dataset.clips:
+        return wanted
+    sizes = samples.sizes
+    largest = int((sizes.frames * np.multiply(*sizes.targets.T, dtype=np.int64)).max(initial=1)) * 3 * 4
+    return max(1, min(wanted, CLIP_BYTES // largest))
 
 
 def decode_image(sample: Sample, doubtful: dict[str, str] | None = None) -> Tensor | str:
-    """Return a sample's pixels (3, H, W) in [-1, 1], or why its file cannot be decoded.
+    """Return a sample's pixels (3, H, W) in [-1, 1], (3, F, H, W) of a clip, or why its file cannot be decoded.
 
     Adds to `doubtful`, by the sample's name, what may be wrong about its colours.
     """
     g = sample.geometry
+    pixels, doubt = torch.empty(3, *g.target), ""
     try:
-        with sample.open() as file:
-            image = read_rgb(file, g.resized.size, g.original.size)
-            pixels = resize_and_crop(image, g.resized.size, g.crop_left_top, g.target.size)
+        # Frame by frame: only what is trained on is in memory, in the size in which it is.
+        for number, image in enumerate(sample.images(g.resized.size)):
+            frame = resize_and_crop(image, g.resized.size, g.crop_left_top, g.target.size)
+            pixels[:, number] = torch.from_numpy(frame).permute(2, 0, 1)
+            doubt = image.info[DOUBT]
     except DECODE_ERRORS as error:
         # Returned, not raised: the record says why it is broken, so the next start need not try the file
         # again.
         return str(error) or type(error).__name__
-    if doubtful is not None and (doubt := image.info[DOUBT]):
+    if doubtful is not None and doubt:
         doubtful[sample.id] = doubt
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    return pixels.view(3, *g.target.axes)

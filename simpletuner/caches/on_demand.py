@@ -34,7 +34,10 @@ class LatentsOnDemand:
         return {}
 
     def read(self, sample: Sample) -> Tensor:
-        """Return a sample's latents (C, H, W), float32. Raises DataError where the image cannot be decoded."""
+        """Return a sample's latents (C, H, W), or (C, F, H, W) of a clip, float32.
+
+        Raises DataError where the image cannot be decoded.
+        """
         pixels = decode_image(sample)
         if isinstance(pixels, str):
             hint = "remove it, or leave out vae_cache_disable: what cannot be decoded is then left out before training"

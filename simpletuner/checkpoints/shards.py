@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from simpletuner.parallel.optimizer_state import NamedTensors
@@ -53,9 +54,12 @@ def plan_group(tensors: NamedTensors) -> TensorGroup:
     """Choose the rank that writes each shard: of those that hold a copy of it, the one with the fewest elements."""
     loads = [0] * dist.get_world_size()
     plan: dict[str, WrittenTensor] = {}
+    # Once for a mesh and not for each tensor: DeviceMesh.mesh computes its ranks anew at 0.3 ms, before each save.
+    holders_in = {mesh: holders_of(mesh) for mesh in set(map(mesh_of, tensors.values()))}
     # Largest first, so that the ranks' loads come out even; names break ties, so that all ranks agree.
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
-        holders, shapes = holders_of(tensor), shard_shapes(tensor)
+        holders = holders_in[mesh_of(tensor)]
+        shapes = shard_shapes(tuple(tensor.shape), len(holders))
         shards, row = [], 0
         for ranks, shape in zip(holders, shapes, strict=True):
             if prod(shape) or len(shapes) == 1:
@@ -74,18 +78,23 @@ def planned(make: Callable[[], NamedTensors]) -> Callable[[], TensorGroup]:
     return lambda: plan_group(make())
 
 
-def holders_of(tensor: Tensor) -> list[list[int]]:
+def mesh_of(tensor: Tensor) -> DeviceMesh | None:
+    """Return the ranks over which a tensor is sharded; None for one that is whole on all of them."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def holders_of(mesh: DeviceMesh | None) -> list[list[int]]:
     """Return, for each shard of a tensor, the ranks that hold it: several where there are copies."""
-    if not isinstance(tensor, DTensor):
+    if mesh is None:
         return [list(range(dist.get_world_size()))]
-    ranks = tensor.device_mesh.mesh  # (shards,), or (copies, shards)
+    ranks = mesh.mesh  # (shards,), or (copies, shards)
     return ranks.reshape(-1, ranks.shape[-1]).T.tolist()
 
 
-def shard_shapes(tensor: Tensor) -> list[tuple[int, ...]]:
-    """Return the shape of each shard; the last ones may have no rows, as `torch.chunk` cuts dim 0."""
-    if not isinstance(tensor, DTensor):
-        return [tuple(tensor.shape)]
-    (rows, *rest), count = tensor.shape, tensor.device_mesh.mesh.shape[-1]
+def shard_shapes(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """Return the shape of each of `count` shards; the last ones may have no rows, as `torch.chunk` cuts dim 0."""
+    if count == 1:
+        return [shape]
+    rows, *rest = shape
     most = -(-rows // count)
     return [(min(rows, (index + 1) * most) - min(rows, index * most), *rest) for index in range(count)]

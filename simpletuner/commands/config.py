@@ -31,7 +31,12 @@ class Format(StrEnum):
     ENV = "env"
     ACCELERATE = "accelerate"
     DEEPSPEED = "deepspeed"
+    TORCHRUN = "torchrun"
     SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+    KUBEFLOW = "kubeflow"
+    SKYPILOT = "skypilot"
+    DSTACK = "dstack"
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]

@@ -17,7 +17,17 @@ from simpletuner.page.rendering import field, folders_of, respond
 from simpletuner.settings.showing.export import FORMATS, Exported
 from simpletuner.tools.config_files import export_checked
 
-TITLES = {"cli": "Command line", "accelerate": "Accelerate", "deepspeed": "DeepSpeed", "slurm": "SLURM", "env": ".env"}
+TITLES = {
+    "cli": "Command line",
+    "env": ".env",
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed",
+    "torchrun": "torchrun",
+    "kubernetes": "Kubernetes",
+    "kubeflow": "Kubeflow",
+    "skypilot": "SkyPilot",
+    "dstack": "dstack",
+}
 """Names of formats that are not their own in capitals."""
 
 

@@ -27,7 +27,7 @@ from simpletuner.data.samples.discovery import Discovery, discover, format_names
 from simpletuner.data.samples.held_out import held_out_indices
 from simpletuner.data.samples.samples import Samples
 from simpletuner.data.scan.scan import Scan
-from simpletuner.models.catalog.support import check_prompt_sizes
+from simpletuner.models.catalog.support import check_clips, check_prompt_sizes
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.parallel.world import World
 from simpletuner.preparation.shared_arrays import share_arrays
@@ -110,13 +110,13 @@ def plan_data(session: Session, scans_folder: Path | None = None) -> Plan:
     Raises DataError or SettingsError before anything expensive happens.
     """
     settings, data = session.settings, scan_data(session, scans_folder)
-    alignment_px = settings.data.aspect_bucket_alignment
-    found = discover(data.scans, alignment_px, settings.training.seed)
+    alignment = check_clips(settings, data.datasets)
+    found = discover(data.scans, alignment, settings.training.seed)
     if scans_folder is None:
         list_uncaptioned(found, session)
     found.check()
     report_left_out(found, session.report)
-    for warning in dataset_warnings(found, alignment_px):
+    for warning in dataset_warnings(found, alignment.width):
         session.report.warn(warning)
     plan = make_plan(settings, data.datasets, data.texts, found.samples)
     return share_memory(plan, "plan", session.world, session.stop.check)
@@ -249,6 +249,10 @@ def report_left_out(found: Discovery, report: Report) -> None:
         report.say(f"{address} is left out of the images: this run writes there")
     if found.unwanted:
         report.say(f"{count_noun(found.unwanted, 'image')} outside the limits of size or aspect left out")
+    if found.other_lengths:
+        report.say(
+            f"{count_noun(found.other_lengths, 'video')} shorter than min_frames or longer than max_frames left out"
+        )
     if found.skipped:
         report.say(f"{count_noun(found.skipped, 'image')} without a caption left out")
     if found.surplus:

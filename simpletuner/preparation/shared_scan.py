@@ -182,7 +182,8 @@ class SharedScan:
         return None
 
     def _kept(self) -> list[Path]:
-        return intact_files(self.folder, self._kind("scan"))
+        # Other columns are those of another version.
+        return [path for path in intact_files(self.folder, self._kind("scan")) if open_table(path)[0].schema == SCANNED]
 
     def _task(self, files: FileList, described: Callable[[], Described | None]) -> dict[str, Any]:
         """Write down which files are to be read, unless a kept scan is that of the same files."""
@@ -206,12 +207,13 @@ class SharedScan:
 
     def _kind(self, name: str) -> str:
         encoding = self.dataset.caption_encoding
+        name = f"{name}-video" if self.dataset.clips else name  # of a GIF, frames count only here
         return f"{name}-{self.dataset.caption_strategy}{f'-{encoding}' if encoding else ''}"
 
     def _scan_share(self, name: str, rows: int, report: Report) -> None:
         """Read files until none is left, and write what they say. Collective."""
         files, _ = self._open(name)
-        with report.progress("reading image headers", rows) as progress:
+        with report.progress(f"reading {self.dataset.noun} headers", rows) as progress:
             parts = [write_table(self.folder, self._kind("part"), part) for part in self._parts(files, progress.update)]
             self.world.wait_for_count(f"{self.place}/rows", rows, self.stop, progress.update)
         self.world.store.set(f"{self.place}/parts/{self.world.rank}", json.dumps(parts))

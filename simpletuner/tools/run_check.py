@@ -61,7 +61,7 @@ def check_run(loaded: Loaded) -> Loaded:
     from simpletuner.deepspeed.requirements import check_settings
     from simpletuner.launch.plan import visible_gpus
     from simpletuner.models.catalog.parameter_count import parameters_of
-    from simpletuner.models.catalog.support import check_runnable
+    from simpletuner.models.catalog.support import check_clips, check_runnable
 
     settings, errors, datasets, texts = loaded.settings, [], [], []
     with collect_error(errors):
@@ -78,6 +78,7 @@ def check_run(loaded: Loaded) -> Loaded:
     with naming_places(loaded.origins, "offload_param_path"):
         warnings = (*unused_keys(settings.data), *check_settings(settings, counted and counted[0]))
     with naming_places(loaded.origins, "data_backend_config", "instance_data_dir"):
+        check_clips(settings, datasets)
         check_image_folders(datasets, settings.data.data_backend_config)
         check_buckets([*datasets, *texts, *(each.latents_bucket for each in datasets)])
     return replace(loaded, warnings=(*loaded.warnings, *warnings))
@@ -124,8 +125,12 @@ def check_buckets(places: Iterable[object]) -> None:
 
 
 def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> None:
-    """Raise DataError for an image folder or a table that does not exist. `file` is the one that names the datasets."""
+    """Raise DataError for a folder or a table that does not exist, and EnvironmentNotReady where videos cannot be read.
+
+    `file` is the one that names the datasets.
+    """
     from simpletuner.data.config.dataset_types import BucketImages, LocalImages, SnapshotImages, UrlImages
+    from simpletuner.data.images.video_formats import check_av
 
     for dataset in datasets:
         folder = dataset.instance_data_dir if isinstance(dataset, LocalImages) else None
@@ -137,6 +142,8 @@ def check_image_folders(datasets: Sequence[ImageDataset], file: Path | None) -> 
                 f"{place}dataset `{dataset.id}`: there is no folder {shorten(str(folder))}",
                 f"set {'dataset_name' if isinstance(dataset, SnapshotImages) else 'instance_data_dir'} to your images",
             )
+        if dataset.clips:
+            check_av(dataset.id)
         table = dataset.csv_file if isinstance(dataset, UrlImages) else dataset.parquet and dataset.parquet.path
         is_local = table and (table.is_absolute() or not isinstance(dataset, BucketImages))
         if table and is_local and not table.is_file():

@@ -38,6 +38,7 @@ from settings_files import MODEL  # noqa: E402
 from simpletuner import app  # noqa: E402
 from simpletuner.run_log import CONTROLS  # noqa: E402
 from simpletuner.settings import load  # noqa: E402
+from simpletuner.settings.showing.clusters import CLUSTERS  # noqa: E402
 from simpletuner.settings.showing.export import FORMATS, export  # noqa: E402
 
 MOST_SECONDS = 5
@@ -234,7 +235,9 @@ def replay(case: Case, draw: random.Random) -> Iterator[str]:
     table = ask("config", "show", "--all", f"--config={case.config}")
     if CONTROLS.search(table.out) or table.code:
         yield f"CONTROL CHARACTER IN A TABLE\n{table.out!r}"
-    to = draw.choice([name for name in FORMATS if name != "slurm" and (name != "deepspeed" or wanted["zero_stage"])])
+    to = draw.choice(
+        [name for name in FORMATS if name not in CLUSTERS and (name != "deepspeed" or wanted["zero_stage"])]
+    )
     saved = ask("config", "export", f"--to={to}", "--output=saved", f"--config={case.config}")
     if saved.code:
         yield f"NOT EXPORTED to {to}\n{saved.err}"

@@ -44,6 +44,7 @@ from simpletuner.parallel.world import World, joined_world  # noqa: E402
 from simpletuner.preparation.shared_scan import scan_datasets  # noqa: E402
 from simpletuner.report import Report  # noqa: E402
 from simpletuner.settings.declared.sections import Data  # noqa: E402
+from simpletuner.settings.values.shape import Shape  # noqa: E402
 
 NAMES = ("a.png", "b.png", "in/c.png")
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -211,7 +212,7 @@ def samples_of(folder: Path, world: World) -> tuple[list[tuple], list[str]]:
     with contextlib.chdir(folder):
         datasets, _ = load_datasets(Data(data_backend_config=Path("d.json")))
         scans = scan_datasets(datasets, [], Path("scans"), world, Report(quiet=True), lambda: None)
-        found = discover(scans, 16, 0)
+        found = discover(scans, Shape(1, 16, 16), 0)
         found.check()
         return [(each.id, each.geometry, each.captions) for each in found.samples], list(dataset_warnings(found, 16))
 

@@ -266,7 +266,7 @@ print("imported", [name for name in sys.argv[1].split(",") if name in sys.module
         ["config", "schema"],
         ["config", "docs"],
         ["config", "init", "--model_family=flux", "--output=new.toml"],
-        *(["config", "export", f"--to={to}"] for to in ("cli", "json", "toml", "yaml", "env", "slurm")),
+        *(["config", "export", f"--to={to}"] for to in ("cli", "json", "toml", "yaml", "env", "slurm", "kubernetes")),
         ["config", "export", "--to=accelerate", "--fsdp_enable"],
         ["config", "export", "--to=deepspeed", "--zero_stage=2"],
     ],

@@ -11,8 +11,8 @@ import pytest
 
 from simpletuner.errors import SettingsError
 from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
-from simpletuner.launch.node_info import MAY_DIFFER, NodeInfo, difference
-from simpletuner.launch.plan import choose_gpus, round_no_pinned_memory
+from simpletuner.launch.node_info import MAY_DIFFER, NodeInfo, check_addresses, difference
+from simpletuner.launch.plan import choose_gpus, chosen_variables, round_no_pinned_memory
 from simpletuner.settings.declared.sections import Launch, setting_fields
 from simpletuner.system.network import addresses, interface_towards
 
@@ -122,9 +122,11 @@ def test_gpu_ids_count_among_the_gpus_that_a_job_was_given():
     own = {"CUDA_VISIBLE_DEVICES": "7,4", "_SIMPLETUNER_LAUNCHER_SOCKET": "/tmp/socket"}
     choose_gpus(Launch(gpu_ids="2,0", num_processes=2), own)
     assert own["CUDA_VISIBLE_DEVICES"] == "7,4", "our launcher has chosen already"
-    with pytest.raises(SettingsError, match="gpu_ids names GPU 4, but CUDA_VISIBLE_DEVICES = 4,5 leaves 2") as caught:
-        choose_gpus(Launch(gpu_ids="4"), {"CUDA_VISIBLE_DEVICES": "4,5"})
-    assert "counted from 0" in caught.value.hint
+    for number in ("2", "4"):
+        sentence = f"gpu_ids names GPU {number}, but CUDA_VISIBLE_DEVICES = 4,5 leaves 2"
+        with pytest.raises(SettingsError, match=sentence) as caught:
+            choose_gpus(Launch(gpu_ids=number), {"CUDA_VISIBLE_DEVICES": "4,5"})
+        assert "counted from 0" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -202,3 +204,32 @@ def test_pinned_memory_is_not_rounded_up_unless_the_user_says_so(name):
     empty: dict[str, str] = {}
     round_no_pinned_memory(empty)
     assert empty == {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}
+
+
+def test_ranks_of_a_machine_share_its_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = os.cpu_count() or 1
+    for machines in (1, 2):
+        launch = Launch(num_processes=cores * machines, num_machines=machines)
+        assert chosen_variables(0, launch)["OMP_NUM_THREADS"] == "1"
+    assert chosen_variables(0, Launch(num_processes=1))["OMP_NUM_THREADS"] == str(cores)
+
+
+@pytest.mark.parametrize(
+    ("found", "refused"),
+    [
+        (["127.0.1.1", "10.0.0.2"], True),
+        (["127.0.0.1", "127.0.0.1"], False),  # two launchers on one machine
+        (["10.0.0.1", "10.0.0.2"], False),
+        (["", ""], False),
+    ],
+)
+def test_a_first_machine_that_others_cannot_reach_is_refused(found, refused):
+    infos = [NodeInfo(f"n{number}", number, {}, {}, address) for number, address in enumerate(found)]
+    if not refused:
+        check_addresses(infos)
+        return
+    with pytest.raises(
+        SettingsError, match=r"leads machine 0 to its loopback address 127\.0\.1\.1, which others cannot"
+    ):
+        check_addresses(infos)

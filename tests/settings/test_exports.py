@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from simpletuner.app import main
 from simpletuner.settings import Loaded, Settings, load, settings_as_json
 from simpletuner.settings.files.formats import env_entries
-from simpletuner.settings.showing.export import Exported, export
+from simpletuner.settings.showing.clusters import CLUSTERS
+from simpletuner.settings.showing.command_lines import Exported
+from simpletuner.settings.showing.export import export
 
 OFTEN = hypothesis_settings(
     max_examples=60,
@@ -114,7 +116,7 @@ def test_deepspeeds_file_and_the_flags_beside_it_mean_the_same_settings(loaded):
     assert shown(exported.command) == settings_as_json(loaded)
 
 
-@pytest.mark.parametrize("to", ["json", "toml", "yaml", "env", "cli", "accelerate", "slurm"])
+@pytest.mark.parametrize("to", ["json", "toml", "yaml", "env", "cli", "accelerate", *CLUSTERS])
 def test_an_emptied_list_is_said_since_a_weaker_source_may_fill_it(to):
     loaded = load({"validation_prompt": []}, complete=False, environment=NOWHERE)
     assert "validation_prompt" in export(loaded, to).text.lower()

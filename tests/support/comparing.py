@@ -16,6 +16,7 @@ from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation.same_folder import verify_same_folders
 from simpletuner.preparation.shared_scan import scan_datasets
 from simpletuner.report import Report
+from simpletuner.settings.values.shape import Shape
 
 
 def compare(cases: str, report: str) -> None:
@@ -44,7 +45,7 @@ def compared(world: World, case: Path) -> str:
     values = json.loads((case / f"rank{world.rank}.json").read_text())
     datasets = [LocalImages(id="d", instance_data_dir=folder, resolution=64, **values)]
     scans = scan_datasets(datasets, [], case / "scan", world, Report(quiet=True), lambda: None)
-    return " ".join(f"{sample.id}={sample.version}" for sample in discover(scans, 64, 0).samples)
+    return " ".join(f"{sample.id}={sample.version}" for sample in discover(scans, Shape(1, 64, 64), 0).samples)
 
 
 def probed(world: World, case: Path) -> str:

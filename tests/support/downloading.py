@@ -15,6 +15,7 @@ from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation.shared_download import download_datasets
 from simpletuner.preparation.shared_scan import scan_datasets
 from simpletuner.report import Report
+from simpletuner.settings.values.shape import Shape
 
 
 def download_cases(cases: str, report: str) -> None:
@@ -35,4 +36,4 @@ def downloaded(world: World, case: Path) -> str:
     dataset = UrlImages(id="d", type="csv", csv_file=case / "urls.csv", csv_cache_dir=folder, **keys)
     datasets = download_datasets([dataset], world, Report(quiet=True), lambda: None)
     scans = scan_datasets(datasets, [], case / "scan", world, Report(quiet=True), lambda: None)
-    return " ".join(caption for sample in discover(scans, 64, 0).samples for caption in sample.captions)
+    return " ".join(caption for sample in discover(scans, Shape(1, 64, 64), 0).samples for caption in sample.captions)

@@ -12,6 +12,7 @@ from typing import Any
 
 import ranks
 import torch
+from flags import tokens_of
 from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import Checkpoint, load_checkpoint
@@ -117,7 +118,7 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
             resolution=arguments.get("resolution", 64),
             crop=arguments.get("crop", False),
             aspect_bucket_alignment=arguments.get("alignment", 16),
-            tokenizer_max_length=arguments.get("tokenizer_max_length"),
+            tokenizer_max_length=arguments.get("tokenizer_max_length", tokens_of(arguments["family"])),
             caption_dropout_probability=arguments.get("caption_dropout", 0.0),
             cache_dir_vae=shared / "latents",
             cache_dir_text=shared / "text",

@@ -16,3 +16,13 @@ def last_wins(arguments: Iterable[str]) -> list[str]:
         or names[index] == "--validation_prompt"
         or names[index] not in names[index + 1 :]
     ]
+
+
+ANY_LENGTH = frozenset({"auto", "lumina2", "qwen_image", "sd1x", "sd2x", "sdxl", "z_image"})
+"""Families that encode captions as long as they are, or always as 77 tokens."""
+TOKENS = 24
+
+
+def tokens_of(family: str) -> int | None:
+    """Return a tokenizer_max_length: with the 512 tokens that others pad captions to, a step costs three times more."""
+    return None if family in ANY_LENGTH else TOKENS

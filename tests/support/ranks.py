@@ -20,6 +20,19 @@ SMALL_UNET = {
     "attention_head_dim": [2, 4],
 }
 """Two levels instead of three: 212 weights instead of 408, and what a run costs is what its weights cost."""
+SMALLER = {
+    "sdxl": SMALL_UNET,
+    **dict.fromkeys(
+        ("sd1x", "sd2x"),
+        {
+            "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+            "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+            "block_out_channels": [32, 64],
+            "attention_head_dim": [2, 4],
+        },
+    ),
+}
+"""What the tiny pipelines of tests have otherwise than those that users get, by family."""
 
 
 def as_rank(function: Callable[..., None], rank: int, world: int, port: int, log: str, *arguments: Any) -> None:
@@ -76,13 +89,13 @@ def run_python(code: str, folder: str) -> None:
 
 
 def build_pipeline(family: str, folder: str) -> None:
-    """Write the tiny pipeline of a family; of SDXL a smaller one, since nearly every test trains it."""
+    """Write the tiny pipeline of a family, as small as tests need it."""
     from simpletuner.models.catalog.registry import load_preset
     from simpletuner.models.tiny.build import build_preset
 
     preset = load_preset(family)
     assert preset is not None and preset.tiny is not None
-    changes = {"unet": SMALL_UNET} if family == "sdxl" else {}
+    changes = {"unet": SMALLER[family]} if family in SMALLER else {}
     build_preset(preset.tiny, **changes).save_pretrained(folder)
 
 

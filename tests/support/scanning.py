@@ -14,6 +14,7 @@ from simpletuner.data.samples.samples import DatasetSamples, Sizes
 from simpletuner.data.scan.file_list import list_images
 from simpletuner.data.scan.scan import SCANNED, Scan, scan_files
 from simpletuner.data.storage.storage import LocalStorage, Storage, open_storage
+from simpletuner.settings.values.shape import Shape
 
 
 def scanned(dataset: ImageDataset, storage: Storage) -> Scan:
@@ -24,11 +25,15 @@ def scanned(dataset: ImageDataset, storage: Storage) -> Scan:
 
 
 def found(
-    datasets: Sequence[ImageDataset], outputs: Sequence[Path] = (), alignment_px: int = 64, seed: int = 0
+    datasets: Sequence[ImageDataset],
+    outputs: Sequence[Path] = (),
+    alignment_px: int = 64,
+    seed: int = 0,
+    frame_step: int = 1,
 ) -> Discovery:
     """Find the samples of datasets."""
     scans = [scanned(dataset, open_storage(dataset, outputs)) for dataset in datasets]
-    discovery = discover(scans, alignment_px, seed)
+    discovery = discover(scans, Shape(frame_step, alignment_px, alignment_px), seed)
     discovery.check()
     return discovery
 
@@ -39,7 +44,7 @@ def drawn(*targets: tuple[int, int], dataset: str = "d", repeats: int = 0, first
     values = {"name": names, "version": ["1"] * len(names), "captions": [["c"]] * len(names)}
     schema = pa.schema([SCANNED.field(name) for name in values])
     sides = np.array(targets, np.int64).reshape(-1, 2)
-    sizes = Sizes(sides, sides, sides, np.arange(len(names), dtype=np.int32))
-    made = LocalImages.model_construct(id=dataset, repeats=repeats, caption_strategy="textfile", **keys)
     rows = np.arange(len(names), dtype=np.int32)
+    sizes = Sizes(sides, sides, sides, np.ones_like(rows), np.ones_like(rows), np.ones(len(rows)), rows)
+    made = LocalImages.model_construct(id=dataset, repeats=repeats, caption_strategy="textfile", **keys)
     return DatasetSamples(made, LocalStorage(Path()), pa.table(values, schema), rows, sizes, 0)

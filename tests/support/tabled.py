@@ -23,6 +23,7 @@ from simpletuner.parallel.world import joined_world
 from simpletuner.preparation.shared_scan import SharedScan
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import Data
+from simpletuner.settings.values.shape import Shape
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -94,6 +95,6 @@ def scan_table(folder: Path, table: Path | None, columns: Mapping[str, Any], **v
     finally:
         if dist.is_initialized():  # after an error, with which a run ends
             dist.destroy_process_group()
-    found = discover([scan], 16, 0)
+    found = discover([scan], Shape(1, 16, 16), 0)
     found.check()
     return Scanned(found, storage.opened, list(dataset_warnings(found, 16)))

@@ -46,3 +46,8 @@ def test_with_another_batch_progress_goes_on_from_where_it_was_to_its_end_in_eve
 
 def test_during_warm_up_nothing_is_done():
     assert [Schedule(20).progress(step, 8) for step in (0, 7, 8, 14, 20, 30)] == [0, 0, 0, 0.5, 1, 1]
+
+
+def test_a_run_that_resumes_within_its_warm_up_finishes_it():
+    schedule = Schedule(20, start_step=2)
+    assert [schedule.progress(step, 8) for step in (2, 5, 8, 14)] == [0, 0, 0, 0.5]

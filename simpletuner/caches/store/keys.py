@@ -29,6 +29,8 @@ def latents_parts(sample: Sample, vae: str, dtype: str) -> KeyParts:
         "resolution and crop": short_hash([g.original.size, g.resized.size, g.crop_left_top, g.target.size]),
         "VAE": vae,
         "dtype": dtype,
+        # Only of videos, so that images keep the keys that they had before there were any.
+        **({"clip": f"{g.target.frames} frames from {g.clip.start} by {g.clip.stride}"} if g.clip else {}),
     }
 
 

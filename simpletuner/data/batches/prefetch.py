@@ -26,7 +26,10 @@ Conditioning = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro batch of one rank. Latents and noise are (B, C, H, W) float32; `u` is (B,), uniform in [0, 1)."""
+    """A micro batch of one rank. Latents and noise are (B, C, H, W) float32, of clips (B, C, F, H, W).
+
+    `u` is (B,), uniform in [0, 1).
+    """
 
     latents: Tensor
     noise: Tensor

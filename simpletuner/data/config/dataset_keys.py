@@ -37,8 +37,10 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("webshart_optimize_captions", "webshart_optimise_captions"), LOCAL),
     "bucket_resolutions": LATER + ": buckets come from resolution and aspect_bucket_alignment",
     **dict.fromkeys(("delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"), GONE),
-    **dict.fromkeys(("video", "audio", "video_column", "audio_column", "s2v_datasets"), LATER + ": only images"),
-    **dict.fromkeys(("audio_caption_fields", "lyrics_column", "is_i2v"), LATER + ": only images"),
+    **dict.fromkeys(("audio", "audio_column", "s2v_datasets"), LATER + ": only images and videos"),
+    **dict.fromkeys(("audio_caption_fields", "lyrics_column"), LATER + ": only images and videos"),
+    "video_column": LATER + ": videos are files of type local, aws, gcs or azure",
+    "is_i2v": "it belongs into the block `video`",
 }  # fmt: skip
 
 NO_EFFECT: dict[str, str] = {
@@ -66,9 +68,9 @@ RULES: dict[str, Rule] = {
 VALUES: dict[str, dict[str, str]] = {
     "type": {**dict.fromkeys(("memory", "webshart"), LOCAL), **dict.fromkeys(("http", "https"), ONLY_LISTS)},
     "dataset_type": {
-        **dict.fromkeys(("video", "audio"), LATER + ": only images"),
+        "audio": LATER + ": only images and videos",
         **dict.fromkeys(("conditioning", "conditioning_image_embeds", "distillation_cache"), NO_CONDITIONING),
-        "caption": LATER + ": captions belong to images",
+        "caption": LATER + ": captions belong to images and videos",
     },
     "caption_strategy": {"huggingface": ONLY_SNAPSHOTS, "webshart": LATER + ": name a table in `parquet`"},
     "metadata_backend": {"huggingface": ONLY_SNAPSHOTS, "webshart": LATER + ": name a table in `parquet`"},

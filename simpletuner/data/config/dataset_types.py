@@ -1,4 +1,4 @@
-"""Types of entries in a dataset file: images, by storage, and the caches that they name."""
+"""Types of entries in a dataset file: images and videos, by storage, and the caches that they name."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from simpletuner.data.config.tables import (
     check_format,
     check_table,
 )
+from simpletuner.data.config.videos import VideoSettings
 from simpletuner.settings.declared.knob import Section
 from simpletuner.settings.values.placeholders import OF_A_DATASET, fill, only_placeholders
 
@@ -30,11 +31,12 @@ SMALLEST_PIXELS = 64
 
 
 class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
-    """Images, wherever they are, and how they are captioned, resized and cropped."""
+    """Images or videos, wherever they are, and how they are captioned, resized and cropped."""
 
     id: Annotated[str, AfterValidator(check_id)]
     type: Literal["local", "aws", "gcs", "azure", "csv", "huggingface"] = "local"
-    dataset_type: Literal["image", "eval"] = "image"
+    dataset_type: Literal["image", "video", "eval"] = "image"
+    video: VideoSettings | None = None
     text_embeds: str | None = None
     image_embeds: str | None = None
     disabled: bool = False
@@ -60,6 +62,23 @@ class ImageDataset(CaptionKeys, CropKeys, ParticipationKeys):
         new = self.model_copy(update={"cache_dir_vae": fill(embeds.cache_dir, {"id": embeds.id})})
         new._embeds = embeds
         return new
+
+    @property
+    def clips(self) -> VideoSettings | None:
+        """Rules by which clips are cut out of its files; None for a dataset of images."""
+        return VideoSettings.model_validate({}) if self.dataset_type == "video" and self.video is None else self.video
+
+    @property
+    def noun(self) -> str:
+        return "video" if self.clips else "image"
+
+    @model_validator(mode="after")
+    def check_videos(self) -> ImageDataset:
+        if self.video and self.dataset_type == "image":
+            raise PydanticCustomError("video", "it is for dataset_type video, or eval")
+        if self.clips and self.type in ("csv", "huggingface"):
+            raise PydanticCustomError("dataset_type", "videos are of type local, aws, gcs or azure")
+        return self
 
     @model_validator(mode="after")
     def check_latents_folder(self) -> ImageDataset:

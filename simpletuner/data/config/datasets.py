@@ -28,6 +28,8 @@ from simpletuner.data.config.tables import (
     TABLE_RULES,
     TableSettings,
 )
+from simpletuner.data.config.videos import BLOCK as VIDEO
+from simpletuner.data.config.videos import VideoSettings
 from simpletuner.errors import BrokenRule, Mistake, SettingsError
 from simpletuner.settings.declared.errors import allowed, did_you_mean, shorten
 from simpletuner.settings.declared.knob import Section
@@ -46,6 +48,9 @@ KEEPS_OFF: dict[str, Rule] = {
     "crop_aspect_buckets": Keeps(lambda value: None if is_off(value) else value),
 }
 """Keys for which the original writes `not set` as another value."""
+
+BLOCKS: dict[str, type[Section]] = {BLOCK: TableSettings, VIDEO: VideoSettings}
+"""Keys of a dataset that are blocks of keys."""
 
 Kind = TypeVar("Kind", ImageDataset, TextEmbeds, ImageEmbeds)
 
@@ -148,8 +153,8 @@ def mistakes_between(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
     for problem in find_nested_ids(own):
         yield Mistake("id", problem, name)
     yield from mistakes_of_embeds(parsed, name)
-    if not any(dataset.dataset_type == "image" for dataset in images) and not parsed.mistakes:
-        yield BrokenRule("data_backend_config", f"{name} names no dataset of images to train on")
+    if all(dataset.dataset_type == "eval" for dataset in images) and not parsed.mistakes:
+        yield BrokenRule("data_backend_config", f"{name} names no dataset of images or videos to train on")
 
 
 def mistakes_of_embeds(parsed: DatasetFile, name: str) -> Iterator[Mistake]:
@@ -215,10 +220,11 @@ def parse_entry(entry: DatasetEntry, data: Data, parsed: DatasetFile) -> None:
 
 
 def fields_with_blocks(kind: type[Section]) -> dict[str, FieldInfo]:
-    """Return the fields of a dataset that a file may have, those of its table as `parquet.path`."""
+    """Return the fields of a dataset that a file may have, those of blocks as `parquet.path` and `video.fps`."""
     fields = dict(kind.model_fields)
-    if fields.pop(BLOCK, None):
-        fields |= {f"{BLOCK}.{name}": field for name, field in TableSettings.model_fields.items()}
+    for block, section in BLOCKS.items():
+        if fields.pop(block, None):
+            fields |= {f"{block}.{name}": field for name, field in section.model_fields.items()}
     if issubclass(kind, BucketEmbeds):
         del fields["cache_dir"]
     return fields

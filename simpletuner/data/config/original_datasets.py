@@ -10,7 +10,7 @@ from typing import Any
 
 from simpletuner.data.config.dataset_file import DatasetEntry, name_of_key
 from simpletuner.data.config.dataset_keys import NO_EFFECT, RULES
-from simpletuner.data.config.datasets import DatasetFile, is_disabled, parse_datasets, parse_entry
+from simpletuner.data.config.datasets import BLOCKS, DatasetFile, is_disabled, parse_datasets, parse_entry
 from simpletuner.data.config.tables import BLOCK
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.settings.declared.secret_names import is_secret
@@ -46,7 +46,7 @@ HARMLESS = ("image_embeds", "default", "cache_dir", *NO_EFFECT)
 KEEPS_RESULT = (
     *("vae_cache_clear_each_epoch", "delete_unwanted_images", "delete_problematic_images", "delete_nsfw_images"),
     *("text_encoder_batch_size", "conditioning_image_embed_batch_size", "streaming", "num_proc", "hf_token"),
-    *("parquet.num_frames_column", "parquet.fps_column", "parquet.audio_duration_column"),
+    "parquet.audio_duration_column",
 )
 """Keys that do not change what is trained on."""
 KEEPS_ZERO = ("repeats", "crop", "disabled", "disable", "prepend_instance_prompt", "default")
@@ -71,9 +71,11 @@ def import_datasets(
     left_out: list[LeftOut] = []
     found = [import_entry(entry, data, root, names, left_out) for entry in entries]
     taken = [new for new in found if new is not None]
-    if not any(entry.get("dataset_type", "image") == "image" for entry in taken):
+    if not any(entry.get("dataset_type", "image") in ("image", "video") for entry in taken):
         reasons = [f"\n  {item}" for item in left_out if item.name in ESSENTIAL]
-        raise SettingsError(f"{path} has no dataset of images that this version can train on{''.join(reasons)}", HINT)
+        raise SettingsError(
+            f"{path} has no dataset of images or videos that this version can train on{''.join(reasons)}", HINT
+        )
     parse_datasets([DatasetEntry.of(entry, path) for entry in taken], path, data).check()
     return ImportedDatasets(taken, left_out, taken != [entry.as_dict for entry in entries])
 
@@ -90,10 +92,10 @@ def import_entry(
     for key in PATHS:
         if isinstance(new.get(key), str):
             new[key] = relocated(fill_in(new[key], {**names, **texts_of(old)}), root)
-    if isinstance(block := new.get(BLOCK), dict):
-        new[BLOCK] = dict(block)
-        if isinstance(path := block.get("path"), str) and normalize_name(new.get("type")) not in BUCKETS:
-            new[BLOCK]["path"] = relocated(fill_in(path, {**names, **texts_of(old)}), root)
+    new |= {name: dict(new[name]) for name in BLOCKS if isinstance(new.get(name), dict)}
+    path = new[BLOCK].get("path") if isinstance(new.get(BLOCK), dict) else None
+    if isinstance(path, str) and normalize_name(new.get("type")) not in BUCKETS:
+        new[BLOCK]["path"] = relocated(fill_in(path, {**names, **texts_of(old)}), root)
     idle = {key: rule for key in new if isinstance(rule := RULES.get(name_of_key(key)), Ignores)}
     left_out += [LeftOut(key, new.pop(key), place, rule.reason, effect_of(key)) for key, rule in idle.items()]
     # In rounds: without a key, another one may be the mistake.

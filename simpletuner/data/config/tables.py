@@ -1,4 +1,4 @@
-"""The `parquet` block of a dataset: a table (Parquet, CSV or JSON lines) that holds captions or sizes of its images."""
+"""The `parquet` block of a dataset: a table (Parquet, CSV or JSON lines) that holds captions or sizes of its files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ FORMATS = {".parquet": "Parquet", ".csv": "CSV", ".jsonl": "JSON lines", ".json"
 TABLE_STRATEGIES = ("parquet", "csv")
 """Values of caption_strategy that mean the table, whatever its format."""
 
-ONLY_IMAGES = "not supported by this version: only images, their sizes and captions"
+ONLY_IMAGES = "not supported by this version: only sizes, lengths and captions"
 BLOCK = "parquet"
 TABLE_RULES: dict[str, Rule] = {
-    f"{BLOCK}.{key}": Refuses(ONLY_IMAGES)
-    for key in ("num_frames_column", "fps_column", "bbox_column", "audio_duration_column", "lyrics_column")
+    f"{BLOCK}.{key}": Refuses(ONLY_IMAGES) for key in ("bbox_column", "audio_duration_column", "lyrics_column")
 }
 
 
@@ -45,6 +44,9 @@ class TableSettings(Section):
     width_column: str | None = None
     height_column: str | None = None
     """None named: `width` and `height`, where the table has them as numbers."""
+    num_frames_column: str | None = None
+    fps_column: str | None = None
+    """Of videos. None named: `num_frames` and `fps`, where the table has them as numbers."""
     identifier_includes_extension: bool | None = None
     """None: as more of the rows have a file."""
 

@@ -1,1 +1,1 @@
-"""Decoding images: formats, colour profiles, sizes and crops."""
+"""Decoding images and videos: formats, colour profiles, sizes, crops and clips."""

@@ -1,4 +1,4 @@
-"""From sizes of images to aspect buckets, resized sizes and crops.
+"""From sizes of images and videos to aspect buckets, resized sizes and crops.
 
 Arrays of sizes are (images, 2) int64, width and height in px. What both sides are reduced to
 is computed from two columns, `np.maximum(*sizes.T)`: a reduction along so short an axis takes ten times as long.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from simpletuner.data.config.dataset_types import ImageDataset
+from simpletuner.data.images.clips import Clip, clip_of
 from simpletuner.settings.values.shape import Shape
 
 AREA_TOLERANCE = 0.1
@@ -24,12 +25,14 @@ MORE_THAN_ANY_RATIO = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Transform of one image: resize to `resized`, crop `target` at `crop_left_top`."""
+    """Transform of one image, or of each frame of a clip: resize to `resized`, crop `target` at `crop_left_top`."""
 
     original: Shape
     resized: Shape
     crop_left_top: tuple[int, int]
     target: Shape
+    clip: Clip | None = None
+    """Of a video."""
 
 
 def target_areas(dataset: ImageDataset, aspects: np.ndarray) -> np.ndarray:
@@ -130,11 +133,13 @@ def resized_sizes(dataset: ImageDataset, originals: np.ndarray, targets: np.ndar
 
 
 def compute_geometry(
-    dataset: ImageDataset, sample_id: str, original: Shape, resized: Shape, target: Shape, seed: int
+    dataset: ImageDataset, sample_id: str, original: Shape, resized: Shape, target: Shape, seed: int, stride: float = 1
 ) -> Geometry:
-    """Return how one image is resized and cropped to its bucket."""
+    """Return how one image or video is resized and cropped to its bucket; `stride` is the distance of frames."""
     room = (resized.width - target.width, resized.height - target.height)
-    return Geometry(original, resized, crop_position(dataset, sample_id, room, seed), target)
+    video = dataset.clips
+    clip = clip_of(video, sample_id, original.frames, target.frames, stride, seed) if video else None
+    return Geometry(original, resized, crop_position(dataset, sample_id, room, seed), target, clip)
 
 
 def crop_position(dataset: ImageDataset, sample_id: str, room: tuple[int, int], seed: int) -> tuple[int, int]:

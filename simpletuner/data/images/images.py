@@ -31,10 +31,13 @@ DOUBT = "simpletuner_doubt"
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """Facts from an image's header, before decoding: (width, height) as displayed, EXIF applied."""
+    """Facts from the header of an image or a video, before decoding: (width, height) as displayed, turned upright."""
 
     size: tuple[int, int]
     animated: bool = False
+    frames: int = 1
+    fps: float = 0
+    """0 for an image."""
 
 
 def read_header(file: BinaryIO) -> ImageHeader:

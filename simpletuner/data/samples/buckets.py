@@ -21,13 +21,13 @@ from simpletuner.settings.values.shape import Shape
 # More is a mistake in `repeats`: at 1,000 samples per second, such an epoch takes four months.
 MAX_EPOCH_SAMPLES = 10**10
 
-# By name, such as `1024x1024`.
+# By name, such as `1024x1024`, or `832x480@81` of clips.
 Buckets = dict[str, Bucket]
 
 
 def bucket_name(code: int) -> str:
-    """Return the name of a bucket by width << 32 | height."""
-    return str(Shape(1, code & 0xFFFFFFFF, code >> 32))
+    """Return the name of a bucket by its target code."""
+    return str(Shape(code >> 48, code & 0xFFFFFF, code >> 24 & 0xFFFFFF))
 
 
 def make_buckets(

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from simpletuner.data.images.geometry import shapes_of, target_areas
 from simpletuner.data.images.image_formats import BY_PLUGIN, INSTALL, READ
+from simpletuner.data.images.video_formats import READ_VIDEOS
 from simpletuner.data.samples.discovery import Discovery
 from simpletuner.data.samples.samples import DatasetSamples, Sample, Samples, Sizes
 from simpletuner.data.scan.captions import captions_of
@@ -54,7 +55,15 @@ def warn_not_read(found: Discovery) -> Iterator[str]:
         example = next(each.example for each in found.others if each.example)
         heic = f"; HEIC is read after `{INSTALL}`" if BY_PLUGIN & found.not_read.keys() else ""
         count = count_noun(found.not_read.total(), "file")
-        yield f"{count} not read: {named}{more}, such as {example}; what is read is {READ}{heic}"
+        yield f"{count} not read: {named}{more}, such as {example}; what is read is {formats_of(found)}{heic}"
+
+
+def formats_of(found: Discovery) -> str:
+    """Name the formats that are read in these datasets."""
+    by_kind = {scan.dataset.noun: READ_VIDEOS if scan.dataset.clips else READ for scan in found.scans}
+    if len(by_kind) > 1:
+        return "; ".join(f"in datasets of {noun}s {by_kind[noun]}" for noun in sorted(by_kind))
+    return next(iter(by_kind.values()), READ)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,17 @@ import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import LARGEST_PIXELS, ImageDataset
 from simpletuner.data.config.tables import TABLE_STRATEGIES
+from simpletuner.data.images.clips import are_long_enough, clip_frames, strides_of
 from simpletuner.data.images.geometry import are_within_limits, bucket_sizes, is_enlarged_within, resized_sizes
 from simpletuner.data.images.image_formats import READ
+from simpletuner.data.images.video_formats import READ_VIDEOS
 from simpletuner.data.sampler.stable_choice import choose_by_name, hash_names
 from simpletuner.data.samples.samples import DatasetSamples, Samples, Sizes, different_values
 from simpletuner.data.scan.captions import caption_file
 from simpletuner.data.scan.file_list import OtherFiles, printable
 from simpletuner.data.scan.scan import NO_ROW, Scan
 from simpletuner.errors import DataError
+from simpletuner.settings.values.shape import Shape
 from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.threads import map_in_threads
 
@@ -42,6 +45,8 @@ class Discovery:
     samples: Samples = field(default_factory=Samples)
     broken: dict[str, str] = field(default_factory=dict)
     unwanted: int = 0
+    other_lengths: int = 0
+    """Number of videos that min_frames and max_frames leave out."""
     surplus: int = 0
     """Number of images left out by max_num_samples."""
     animated: list[str] = field(default_factory=list)
@@ -79,14 +84,17 @@ class Discovery:
             raise error
 
 
-def discover(scans: Sequence[Scan], alignment_px: int, seed: int) -> Discovery:
-    """Choose the samples among the images that were found; `Discovery.check` raises what ends a run."""
+def discover(scans: Sequence[Scan], alignment: Shape, seed: int) -> Discovery:
+    """Choose the samples among the images that were found; `Discovery.check` raises what ends a run.
+
+    Sides of buckets are multiples of those of `alignment`, and frames of clips one more than a multiple of its frames.
+    """
     found = Discovery(scans)
     parts = []
     for scan in scans:
         found.others.append(scan.others)
         found.broken |= {f"{scan.dataset.id}/{name}": NOT_UTF8 for name in scan.others.undecodable}
-        parts.append(choose_samples(scan, alignment_px, seed, found))
+        parts.append(choose_samples(scan, alignment, seed, found))
     found.samples = Samples(parts)
     return found
 
@@ -94,7 +102,7 @@ def discover(scans: Sequence[Scan], alignment_px: int, seed: int) -> Discovery:
 NOT_UTF8 = "its name is not UTF-8: rename it"
 
 
-def choose_samples(scan: Scan, alignment_px: int, seed: int, found: Discovery) -> DatasetSamples:
+def choose_samples(scan: Scan, alignment: Shape, seed: int, found: Discovery) -> DatasetSamples:
     """Return the samples of one dataset, after noting in `found` what is left out."""
     dataset, table = scan.dataset, scan.table
     is_read = pc.equal(table["problem"], "").to_numpy()
@@ -102,11 +110,13 @@ def choose_samples(scan: Scan, alignment_px: int, seed: int, found: Discovery) -
     for name, problem in zip(*(pick(table[column], ~is_read) for column in ("name", "problem")), strict=True):
         found.broken[f"{dataset.id}/{name}"] = problem
     rows = np.flatnonzero(is_read & has_row).astype(np.int32)
-    sizes = sizes_of(dataset, table, rows, alignment_px, seed)
+    sizes, is_long_enough = sizes_of(dataset, table, rows, alignment, seed)
     is_wanted = are_within_limits(dataset, sizes.originals)
     is_wanted &= is_enlarged_within(dataset, sizes.originals, sizes.targets)
-    fits = np.multiply(*sizes.resized.T, dtype=np.int64) <= LARGEST_PIXELS
+    fits = np.multiply(*sizes.resized.T, dtype=np.int64) * sizes.frames <= LARGEST_PIXELS
     found.unwanted += int(sizes.images_where(~is_wanted).sum())
+    found.other_lengths += int(sizes.images_where(is_wanted & ~is_long_enough).sum())
+    is_wanted &= is_long_enough
     for position in np.flatnonzero(sizes.images_where(is_wanted & ~fits)).tolist():
         _, resized, _ = sizes.of(position)
         name = table["name"][int(rows[position])]
@@ -132,29 +142,56 @@ def pick(column: pa.ChunkedArray, mask: np.ndarray) -> list:
     return column.take(pa.array(np.flatnonzero(mask))).to_pylist() if mask.any() else []
 
 
-def sizes_of(dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment_px: int, seed: int) -> Sizes:
-    """Find the bucket of each size that occurs; there are far fewer sizes than images."""
+def sizes_of(
+    dataset: ImageDataset, table: pa.Table, rows: np.ndarray, alignment: Shape, seed: int
+) -> tuple[Sizes, np.ndarray]:
+    """Find the bucket of each size that occurs, and whether videos of this size are as long as they must be.
+
+    There are far fewer sizes than images.
+    """
     width, height = (table[side].to_numpy() for side in ("width", "height"))
     if len(rows) < len(table):
         width, height = width[rows], height[rows]
     codes, index = different_sizes(width, height)
+    lengths, rates = np.ones(len(codes), np.int32), np.zeros(len(codes))
+    if video := dataset.clips:
+        frames, fps = (table[name].to_numpy()[rows] for name in ("frames", "fps"))
+        codes, lengths, rates, index = different_lengths(codes, frames, fps, index)
     choices = None
     if dataset.crop and dataset.crop_aspect == "random":
         count = np.uint64(len(dataset.aspects))
         drawn = hash_names(table["name"], seed, dataset.id, "aspect")[rows] % count
         of_both, index = np.unique(index.astype(np.uint64) * count + drawn, return_inverse=True)
-        codes, choices, index = codes[of_both // count], of_both % count, index.astype(np.int32)
+        of_sizes = of_both // count
+        codes, lengths, rates = codes[of_sizes], lengths[of_sizes], rates[of_sizes]
+        choices, index = of_both % count, index.astype(np.int32)
 
     def block(start: int) -> tuple[np.ndarray, ...]:
         part = slice(start, start + BLOCK_SIZES)
         originals = np.stack([codes[part] >> 32, codes[part] & 0xFFFFFFFF], axis=1)
-        targets = bucket_sizes(dataset, originals, alignment_px, None if choices is None else choices[part])
+        targets = bucket_sizes(dataset, originals, alignment.width, None if choices is None else choices[part])
         resized = resized_sizes(dataset, originals, targets)
         return tuple(each.astype(np.int32) for each in (originals, resized, targets))
 
     blocks = map_in_threads(block, range(0, max(len(codes), 1), BLOCK_SIZES))
     originals, resized, targets = map(np.concatenate, zip(*blocks, strict=True))
-    return Sizes(originals, resized, targets, index)
+    frames, strides, is_long_enough = lengths, np.ones(len(codes)), np.ones(len(codes), bool)
+    if video:
+        is_long_enough = are_long_enough(video, lengths, rates, alignment.frames)
+        frames, strides = clip_frames(video, lengths, rates, alignment.frames), strides_of(video, rates)
+    return Sizes(originals, resized, targets, lengths, frames.astype(np.int32), strides, index), is_long_enough
+
+
+def different_lengths(
+    codes: np.ndarray, lengths: np.ndarray, rates: np.ndarray, index: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Tell sizes with other lengths or rates apart: codes, lengths and rates of sizes, and which one each video has."""
+    known, of_rates = np.unique(rates, return_inverse=True)
+    longest = int(lengths.max(initial=0)) + 1
+    keys = (index.astype(np.int64) * longest + lengths) * max(1, len(known)) + of_rates
+    found, index = different_values(keys)
+    of_sizes, lengths = np.divmod(found // max(1, len(known)), longest)
+    return codes[of_sizes], lengths.astype(np.int32), known[found % max(1, len(known))].astype(np.float64), index
 
 
 def different_sizes(width: np.ndarray, height: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -203,7 +240,7 @@ def uncaptioned_error(scan: Scan, names: Sequence[str]) -> DataError:
     where = {"filename": "their file name", "textfile": "their .txt file next to them"}
     table = f"the table {dataset.parquet.path}" if dataset.parquet else ""
     return DataError(
-        f"dataset `{dataset.id}`: {count_noun(len(names), 'image')} without a caption in "
+        f"dataset `{dataset.id}`: {count_noun(len(names), dataset.noun)} without a caption in "
         f"{where.get(dataset.caption_strategy, table)}:{format_names(names)}",
         "write captions, leave such images out with --skip_uncaptioned, or set another caption_strategy: textfile, "
         "filename, instanceprompt or parquet",
@@ -215,7 +252,7 @@ def no_row_error(scan: Scan) -> DataError:
     table, others, images = scan.dataset.parquet, scan.others, scan.table["name"]
     assert table is not None
     rows = f"{count_noun(others.unmatched_rows, 'row')}, the first `{printable(others.first_unmatched)}`"
-    named = f"none of {count_noun(len(images), 'image')}, the first `{printable(images[0].as_py())}`"
+    named = f"none of {count_noun(len(images), scan.dataset.noun)}, the first `{printable(images[0].as_py())}`"
     return DataError(
         f"dataset `{scan.dataset.id}`: the table {table.path} has {rows}, but {named}, in {scan.storage.describe()}",
         f"parquet.filename_column is `{table.filename_column}`: it has paths below that folder, or names alone, all "
@@ -233,15 +270,16 @@ def nothing_usable_error(scan: Scan, found: Discovery) -> DataError:
     counts = {
         "broken": len(found.broken),
         "outside the size limits": found.unwanted,
+        "shorter or longer than min_frames and max_frames allow": found.other_lengths,
         "without a caption": found.skipped,
         "not read": found.not_read.total(),
     }
     left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
     such = f"; {found.not_read.most_common(1)[0][0]} is not" if found.not_read else ""
     return DataError(
-        f"dataset `{scan.dataset.id}`: no usable image in {scan.storage.describe()}"
+        f"dataset `{scan.dataset.id}`: no usable {scan.dataset.noun} in {scan.storage.describe()}"
         + (f" ({left_out})" if left_out else ""),
-        f"{READ} are read, with all subfolders{such}",
+        f"{READ_VIDEOS if scan.dataset.clips else READ} are read, with all subfolders{such}",
     )
 
 

@@ -23,6 +23,7 @@ from simpletuner.data.scan.file_list import list_images
 from simpletuner.data.scan.scan import Scan, scan_files
 from simpletuner.data.storage.storage import open_storage
 from simpletuner.settings import Settings
+from simpletuner.settings.values.shape import Shape
 
 # Ranks read all headers again, which takes a second for so many on a slow disk. Larger datasets seldom lack
 # images.
@@ -37,12 +38,14 @@ def check_few_images(settings: Settings) -> None:
     datasets, _ = load_datasets(settings.data, settings.model.model_type)
     outputs = [settings.training.output_dir, *(latents_folder(dataset, settings) for dataset in datasets)]
     folders = [dataset.instance_data_dir for dataset in datasets if isinstance(dataset, LocalImages)]
-    is_plain = all(dataset.parquet is None and dataset.window == Window() for dataset in datasets)
+    # Of a video the first frame is decoded as well, which takes 20 times as long as an image's header.
+    is_plain = all(not (each.parquet or each.clips) and each.window == Window() for each in datasets)
     has_few = len(list(islice(files_in(folders), MOST_FILES + 1))) <= MOST_FILES
     if len(folders) < len(datasets) or not (is_plain and has_few):
         return
     scans = [scan_of(dataset, outputs) for dataset in datasets]
-    samples = discover(scans, settings.data.aspect_bucket_alignment, settings.training.seed).samples
+    side_px = settings.data.aspect_bucket_alignment
+    samples = discover(scans, Shape(1, side_px, side_px), settings.training.seed).samples
     buckets = make_buckets(samples, held_out_indices(samples, settings.validation.eval_split))
     if buckets:  # else the ranks say why no image is left
         fill_buckets(buckets, settings.effective_batch_size, settings.data.allow_dataset_oversubscription)

@@ -19,9 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
+from PIL import Image
 
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.geometry import Geometry, compute_geometry
+from simpletuner.data.images.images import read_rgb
+from simpletuner.data.images.videos import read_frames
 from simpletuner.data.sampler.stable_choice import hash_texts
 from simpletuner.data.scan.captions import captions_of
 from simpletuner.data.storage.storage import Storage
@@ -30,7 +33,7 @@ from simpletuner.settings.values.shape import Shape
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An image of a dataset, as `name` in `storage`; `version` changes when the file does."""
+    """An image or a clip of a dataset, as `name` in `storage`; `version` changes when the file does."""
 
     id: str
     dataset: str
@@ -42,32 +45,58 @@ class Sample:
     """Alternatives, from which each step chooses at random."""
 
     def open(self) -> BinaryIO:
-        return self.storage.open(self.name)
+        """Open its file: an image to be read whole, a video to be read in parts."""
+        return self.storage.open_header(self.name) if self.geometry.clip else self.storage.open(self.name)
+
+    def images(self, smallest: tuple[int, int], places: Sequence[int] | None = None) -> Iterator[Image.Image]:
+        """Yield its frames in upright RGB, all or those at ascending `places` of the clip; an image is one.
+
+        They are decoded no larger than needed for `smallest`, where the format allows. Raises one of DECODE_ERRORS.
+        """
+        g = self.geometry
+        with self.open() as file:
+            if g.clip is None:
+                yield read_rgb(file, smallest, g.original.size)
+                return
+            numbers = g.clip.frame_numbers(g.target.frames)
+            yield from read_frames(
+                file, numbers if places is None else [numbers[place] for place in places], g.original
+            )
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The sizes that occur among images, what each is brought to, and which one each image has.
 
-    `originals`, `resized` and `targets` are (sizes, 2), `index` is (images,), all int32.
+    `originals`, `resized` and `targets` are (sizes, 2), `index` is (images,), all int32. A size of a video is also its
+    length, that of the clip, and the distance of frames (`strides`, float64): 1 of an image.
     """
 
     originals: np.ndarray
     resized: np.ndarray
     targets: np.ndarray
+    lengths: np.ndarray
+    frames: np.ndarray
+    strides: np.ndarray
     index: np.ndarray
 
     def of(self, image: int) -> tuple[Shape, Shape, Shape]:
         """Return the original shape of one image, its resized shape and its target."""
+        size = self.index[image]
+        sides, clip = (self.originals, self.resized, self.targets), int(self.frames[size])
+        lengths = int(self.lengths[size]), clip, clip
         original, resized, target = (
-            Shape.of_size(sizes[self.index[image]].tolist()) for sizes in (self.originals, self.resized, self.targets)
+            Shape(frames, *own[size, ::-1].tolist()) for frames, own in zip(lengths, sides, strict=True)
         )
         return original, resized, target
 
+    def stride_of(self, image: int) -> float:
+        return float(self.strides[self.index[image]])
+
     @property
     def target_codes(self) -> np.ndarray:
-        """Return width << 32 | height of the target of each size, (sizes,) int64."""
-        return self.targets @ np.array([1 << 32, 1])
+        """Return frames << 48 | width << 24 | height of the target of each size, (sizes,) int64."""
+        return self.targets @ np.array([1 << 24, 1]) + (self.frames.astype(np.int64) << 48)
 
     def images_where(self, mask: np.ndarray) -> np.ndarray:
         """Return a mask of images, given a mask of sizes (sizes,), in which mostly none is set."""
@@ -115,7 +144,8 @@ class DatasetSamples(Sequence[Sample]):
     def __getitem__(self, index: int) -> Sample:  # pyright: ignore[reportIncompatibleMethodOverride]
         name, version, lines = self._reader[int(self.rows[index])]
         sample_id = f"{self.dataset.id}/{name}"
-        geometry = compute_geometry(self.dataset, sample_id, *self.sizes.of(index), self.seed)
+        sizes = self.sizes
+        geometry = compute_geometry(self.dataset, sample_id, *sizes.of(index), self.seed, sizes.stride_of(index))
         captions = captions_of(self.dataset, name, lines)
         return Sample(sample_id, self.dataset.id, self.storage, name, version, geometry, captions)
 

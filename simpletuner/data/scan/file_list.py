@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.image_formats import read_suffixes, unread_suffixes
+from simpletuner.data.images.video_formats import UNREAD_BESIDE_VIDEOS, VIDEO_SUFFIXES
 from simpletuner.data.storage.storage import CAPTION_SUFFIX, Storage, StoredFile
 from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError
@@ -68,12 +69,14 @@ class FileList:
 def list_images(dataset: ImageDataset, storage: Storage, stop: Callable[[], None]) -> FileList:
     """List the images of a dataset, and where its captions are files, those. Raises DataError for a missing folder."""
     own = {CAPTION_SUFFIX} if dataset.caption_strategy == "textfile" else frozenset()
-    read, unread = read_suffixes(), unread_suffixes()
+    videos = (VIDEO_SUFFIXES, UNREAD_BESIDE_VIDEOS)
+    read, unread = videos if dataset.clips else (read_suffixes(), unread_suffixes())
     try:
         listing = storage.list_files(read | unread | own)
     except FileNotFoundError:
         raise DataError(
-            f"dataset `{dataset.id}`: there is no folder {storage.describe()}", "set instance_data_dir to your images"
+            f"dataset `{dataset.id}`: there is no folder {storage.describe()}",
+            f"set instance_data_dir to your {dataset.noun}s",
         ) from None
     table = table_of(dataset, storage)
     others, images, captions = OtherFiles(table=table.version() if table else ""), [], []

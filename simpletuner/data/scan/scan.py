@@ -1,4 +1,4 @@
-"""Scans of image files, as columns: sizes from headers, captions from text files. Nothing is decoded.
+"""Scans of image and video files, as columns: sizes from headers, captions from text files. Nothing is decoded.
 
 A scan does not depend on resolution, crop or limits, so a kept one serves a run with others.
 """
@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.images.images import DECODE_ERRORS, read_header
+from simpletuner.data.images.videos import read_video_header
 from simpletuner.data.scan.captions import read_caption_file
 from simpletuner.data.scan.file_list import CAPTION_VERSION, FILE, OtherFiles, printable
 from simpletuner.data.storage.storage import MAX_BYTES, Storage, UnreadableFileError
@@ -28,12 +29,15 @@ SCANNED = pa.schema(
         pa.field(CAPTION_VERSION, pa.large_string()),
         pa.field("width", pa.int32()),
         pa.field("height", pa.int32()),
+        pa.field("frames", pa.int32()),
+        pa.field("fps", pa.float64()),
         pa.field("animated", pa.bool_()),
         pa.field("captions", pa.large_list(pa.large_string())),
         pa.field("caption_problem", pa.large_string()),
     ]
 )
-"""Columns of an image: sizes in px as displayed, 0 with a `problem`; the lines of its caption file or the captions of
+"""Columns of an image or a video: sizes in px as displayed, 0 with a `problem`; frames, 1 of an image, and how many are
+shown per second, 0 where nothing says it; the lines of its caption file or the captions of
 the table, or why there are none."""
 NO_ROW = "has no row in the table"
 """The `caption_problem` of an image that does not belong to the dataset, since metadata_backend is a table."""
@@ -59,15 +63,25 @@ def scan_files(dataset: ImageDataset, storage: Storage, files: Sequence[Mapping[
 
 
 def scan_file(dataset: ImageDataset, storage: Storage, file: Mapping[str, Any]) -> dict[str, Any]:
-    row = {**file, "width": 0, "height": 0, "animated": False, "captions": [], "caption_problem": ""}
+    row = {
+        **file,
+        "width": 0,
+        "height": 0,
+        "frames": 1,
+        "fps": 0.0,
+        "animated": False,
+        "captions": [],
+        "caption_problem": "",
+    }
     try:
         check_readable(file)
         with storage.open_header(file["name"]) as opened:
-            header = read_header(opened)
+            header = read_video_header(opened) if dataset.clips else read_header(opened)
     except DECODE_ERRORS as error:
         return {**row, "problem": printable(str(error)) or type(error).__name__}
     width, height = header.size
-    row |= {"width": width, "height": height, "animated": header.animated}
+    row |= {"width": width, "height": height, "frames": header.frames, "fps": header.fps}
+    row |= {"animated": header.animated and not dataset.clips}
     if not file[CAPTION_VERSION] or dataset.caption_strategy != "textfile":  # no caption file, or none is wanted
         return row
     try:

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.tables import BLOCK, TABLE_STRATEGIES
 from simpletuner.data.images.image_formats import BY_PILLOW, BY_PLUGIN
+from simpletuner.data.images.video_formats import VIDEO_SUFFIXES
 from simpletuner.data.scan.scan import NO_ROW, SCANNED
 from simpletuner.data.storage.storage import MAX_BYTES
 from simpletuner.data.tables.table_files import TableFile
@@ -23,8 +24,10 @@ from simpletuner.system.numbers import count_noun
 from simpletuner.system.processes.threads import map_in_threads
 
 MAX_NAMES = 20
+LENGTHS = ("frames", "fps")
+"""Columns of videos, in addition to their sizes."""
 
-SUFFIXES_OF_FIVE = sorted(suffix for suffix in BY_PILLOW | BY_PLUGIN if len(suffix) == 5)
+SUFFIXES_OF_FIVE = sorted(suffix for suffix in BY_PILLOW | BY_PLUGIN | VIDEO_SUFFIXES if len(suffix) == 5)
 """All others that an image may have are of 4 letters, the dot included."""
 
 
@@ -35,6 +38,8 @@ class Described:
     has_row: np.ndarray
     sizes: np.ndarray
     """(2, files) int32 px, 0 where the table has none."""
+    frames: np.ndarray
+    fps: np.ndarray
     captions: pa.ChunkedArray
     gives_sizes: bool
     """True if they replace headers."""
@@ -58,7 +63,9 @@ def describe_files(table: TableFile, rows: pa.Table, names: pa.ChunkedArray) -> 
     own = [rows[side].to_numpy()[index[has_row]] for side in ("width", "height")]
     sizes = np.zeros((2, len(index)), np.int32)
     sizes[:, has_row] = own
-    described = Described(has_row, sizes, take(rows["captions"], found, has_row), table.gives_sizes)
+    frames, fps = (np.where(has_row, rows[name].to_numpy()[index], 0) if len(rows) else index for name in LENGTHS)
+    captions = take(rows["captions"], found, has_row)
+    described = Described(has_row, sizes, frames, fps, captions, table.gives_sizes)
     again, unmatched = unused_rows(rows["identifier"], index[has_row])
     described.remarks.extend(remarks_on(table.dataset, names, again, unmatched, described))
     return replace(
@@ -174,6 +181,7 @@ def with_described(
     `scanned` has what was read of each file: nulls where nothing was.
     """
     read = np.stack([pc.fill_null(scanned[side], 0).to_numpy() for side in ("width", "height")])
+    frames, fps = (pc.fill_null(scanned[name], 0).to_numpy() for name in LENGTHS)
     known = described.has_size & (read[0] == 0) & described.gives_sizes
     sides = np.where(known, described.sizes, read)
     differ = described.has_size & (read[0] > 0) & (described.sizes != read).any(axis=0)
@@ -187,6 +195,8 @@ def with_described(
         **{name: files[name] for name in files.column_names},
         "problem": pc.coalesce(scanned["problem"], files["problem"]),
         **dict(zip(("width", "height"), map(pa.array, sides), strict=True)),
+        "frames": pa.array(np.where(known, described.frames, frames)),
+        "fps": pa.array(np.where(known, described.fps, fps)),
         "animated": pc.fill_null(scanned["animated"], False),
         "captions": described.captions if from_table else scanned["captions"],
         "caption_problem": pc.if_else(is_out, NO_ROW, problems),

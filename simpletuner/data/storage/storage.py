@@ -17,6 +17,7 @@ from typing import BinaryIO, Protocol
 
 from simpletuner.data.config.dataset_types import BucketImages, ImageDataset, LocalImages, SnapshotImages
 from simpletuner.data.config.object_store_keys import BucketPlace
+from simpletuner.data.images.video_formats import check_av
 from simpletuner.errors import DataError, EnvironmentNotReady
 from simpletuner.system.files.regular_files import open_regular
 
@@ -218,8 +219,10 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 def open_storage(dataset: ImageDataset, outputs: Sequence[Path]) -> Storage:
     """Return the store of a dataset's files; `outputs` are the folders that the run writes into.
 
-    Raises EnvironmentNotReady where what the store needs is not installed.
+    Raises EnvironmentNotReady where what the store or its videos need is not installed.
     """
+    if dataset.clips:
+        check_av(dataset.id)
     if isinstance(dataset, BucketImages):
         check_obstore(dataset)
         from simpletuner.data.storage.object_storage import open_bucket

@@ -39,7 +39,8 @@ MAX_LETTERS = 200
 MAX_COLUMNS = 20
 CAPTION_COLUMN = "caption"
 SIZE_COLUMNS = {"width_column": "width", "height_column": "height"}
-"""Columns by these names are read where the dataset names none."""
+LENGTH_COLUMNS = {"num_frames_column": "num_frames", "fps_column": "fps"}
+"""Columns by these names are read where the dataset names none; lengths are those of videos."""
 
 ROW = pa.schema(
     {
@@ -47,9 +48,11 @@ ROW = pa.schema(
         "captions": pa.large_list(pa.large_string()),
         "width": pa.int32(),
         "height": pa.int32(),
+        "frames": pa.int32(),
+        "fps": pa.float64(),
     }
 )
-"""Columns of a table's row; sizes in px, 0 where there is no usable one."""
+"""Columns of a table's row; sizes in px, 0 where there is no usable one; of an image 1 frame, and 0 per second."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +102,19 @@ class TableFile:
         if self.dataset.metadata_backend == BLOCK and not settings.size_columns:
             with self._opened() as file:
                 schema = SCHEMAS[self.kind](file)
-            if all(name in schema.names and is_number(schema.field(name).type) for name in SIZE_COLUMNS.values()):
-                chosen |= SIZE_COLUMNS
+            numbers = {name for name in schema.names if is_number(schema.field(name).type)}
+            chosen |= SIZE_COLUMNS if numbers.issuperset(SIZE_COLUMNS.values()) else {}
+            if self.dataset.clips:
+                own = settings.model_dump(include={*LENGTH_COLUMNS})
+                chosen |= {key: name for key, name in LENGTH_COLUMNS.items() if not own[key] and name in numbers}
         return replace(self, settings=settings.model_copy(update=chosen))
 
     @property
     def gives_sizes(self) -> bool:
         """Return whether it replaces headers; of a table whose columns are named."""
-        return self.dataset.may_have_sizes_from_table and bool(self.settings.size_columns)
+        settings, clips = self.settings, self.dataset.clips
+        has_lengths = not clips or (settings.num_frames_column and (settings.fps_column or not clips.fps))
+        return self.dataset.may_have_sizes_from_table and bool(settings.size_columns and has_lengths)
 
     @property
     def kind(self) -> str:
@@ -171,7 +179,13 @@ class TableFile:
         sizes = [self._sides(batch, name) for name in settings.size_columns] or [np.zeros(len(batch), np.int32)] * 2
         # A size that is missing or absurd is read from the header instead.
         usable = (sizes[0] > 0) & (sizes[1] > 0) & (sizes[0].astype(np.int64) * sizes[1] <= LARGEST_PIXELS)
+        frames, fps = np.ones(len(batch), np.int32), np.zeros(len(batch))
+        if (clips := self.dataset.clips) and settings.num_frames_column:
+            frames = self._sides(batch, settings.num_frames_column)
+            fps = self._rates(batch, settings.fps_column) if settings.fps_column else fps
+            usable &= (frames > 0) & ((fps > 0) | (clips.fps is None))
         columns = [identifiers, first_captions(captions, len(batch)), *(np.where(usable, side, 0) for side in sizes)]
+        columns += [frames, fps]
         return pa.record_batch(
             [pa.array(each, field.type) for each, field in zip(columns, ROW, strict=True)], schema=ROW
         )
@@ -192,13 +206,20 @@ class TableFile:
             texts, parents = self._texts(batch, name), np.arange(len(batch))
         return captions_by_row(pc.utf8_trim_whitespace(texts), parents, len(batch))
 
-    def _sides(self, batch: pa.RecordBatch, name: str) -> np.ndarray:
-        """Return a side of each image, 0 where it is missing or no size."""
+    def _rates(self, batch: pa.RecordBatch, name: str) -> np.ndarray:
+        """Return frames per second, 0 where they are missing or no number."""
+        rates = self._numbers(batch, name)
+        return np.where(np.isfinite(rates) & (rates > 0), rates, 0.0)
+
+    def _numbers(self, batch: pa.RecordBatch, name: str) -> np.ndarray:
         column = plain(batch.column(name))
-        kind = column.type
-        if not is_number(kind):
-            raise self.error(f"has {kind} in column `{name}`, not whole numbers")
-        sides = pc.fill_null(column.cast(pa.float64(), safe=False), 0).to_numpy(zero_copy_only=False)
+        if not is_number(column.type):
+            raise self.error(f"has {column.type} in column `{name}`, not whole numbers")
+        return pc.fill_null(column.cast(pa.float64(), safe=False), 0).to_numpy(zero_copy_only=False)
+
+    def _sides(self, batch: pa.RecordBatch, name: str) -> np.ndarray:
+        """Return a side of each image, or how many frames each video has; 0 where it is missing or no size."""
+        sides = self._numbers(batch, name)
         return np.where((sides > 0) & (sides <= LARGEST_PIXELS) & (sides == np.floor(sides)), sides, 0).astype(np.int32)
 
 
@@ -213,6 +234,7 @@ def wanted_columns(settings: TableSettings) -> list[tuple[str, str]]:
         *(("caption_column", name) for name in settings.caption_column),
         *(("fallback_caption_column", name) for name in settings.caption_columns[len(settings.caption_column) :]),
         *zip(("width_column", "height_column"), settings.size_columns, strict=False),
+        *((key, name) for key in LENGTH_COLUMNS if (name := getattr(settings, key))),
     ]
 
 
@@ -235,12 +257,13 @@ def read_parquet(file: pa.NativeFile, settings: TableSettings, require: Require)
 def read_csv(file: pa.NativeFile, settings: TableSettings, require: Require) -> Parts:
     """Read texts as they are written: `0001` is a name, not a number."""
     texts = dict.fromkeys([settings.filename_column, *settings.caption_columns], pa.string())
+    numbers = filter(None, [*settings.size_columns, settings.num_frames_column, settings.fps_column])
     return with_columns(
         pa_csv.read_csv(
             file,
             pa_csv.ReadOptions(use_threads=False),
             pa_csv.ParseOptions(newlines_in_values=True),
-            pa_csv.ConvertOptions(column_types=texts | dict.fromkeys(settings.size_columns, pa.float64())),
+            pa_csv.ConvertOptions(column_types=texts | dict.fromkeys(numbers, pa.float64())),
         ),
         require,
     )

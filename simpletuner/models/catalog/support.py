@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from simpletuner.data.config.dataset_types import ImageDataset
 from simpletuner.data.config.validation_prompts import ValidationPrompt
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.architecture import architecture_in_folder, is_path
@@ -27,6 +28,7 @@ from simpletuner.settings import Loaded
 from simpletuner.settings.declared.errors import broken, shorten
 from simpletuner.settings.declared.sections import SECTION_OF, Model, Settings, setting_fields
 from simpletuner.settings.resolving.places import naming_places, with_places
+from simpletuner.settings.values.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,28 @@ def check_sizes(settings: Settings) -> None:
         hint = f"set aspect_bucket_alignment={max(1, round(alignment / multiple)) * multiple}"
         raise SettingsError(mistakes=[broken(message, "aspect_bucket_alignment")], hint=hint)
     check_sides("validation_resolution", size, "validation_resolution", family, multiple)
+
+
+def check_clips(settings: Settings, datasets: Iterable[ImageDataset]) -> Shape:
+    """Return what sides of buckets, and frames of clips but one, are multiples of; without a family 1 frame.
+
+    Raises SettingsError for videos and a family that cannot train them.
+    """
+    model, side_px = settings.model, settings.data.aspect_bucket_alignment
+    step = frame_step(model)
+    if model.model_family and not step and (videos := next((dataset for dataset in datasets if dataset.clips), None)):
+        able = [name for name, preset in presets().items() if preset.frame_step]
+        raise SettingsError(
+            f"dataset `{videos.id}` has videos, and model_family={model.model_family} trains on images alone",
+            f"take a family that trains on clips: {', '.join(able)}",
+        )
+    return Shape(step or 1, side_px, side_px)
+
+
+def frame_step(model: Model) -> int:
+    """Return by how much the frames of clips differ; 0 for a family of images, and for one without a preset."""
+    preset = load_preset(model.model_family)
+    return preset.frame_step if preset and model.model_family not in (model.model_families or {}) else 0
 
 
 def check_prompt_sizes(settings: Settings, prompts: Iterable[ValidationPrompt]) -> None:

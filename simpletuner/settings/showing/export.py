@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from simpletuner.errors import SettingsError
@@ -20,27 +19,10 @@ from simpletuner.settings.files.file_entries import FileEntry
 from simpletuner.settings.foreign.accelerate.fields import map_file, to_fields
 from simpletuner.settings.foreign.deepspeed.config import deepspeed_config
 from simpletuner.settings.resolving.loading import Loaded, settings_as_json
+from simpletuner.settings.showing.clusters import CLUSTERS
+from simpletuner.settings.showing.command_lines import Exported, as_flags, format_command
 from simpletuner.settings.values.spelling import as_text, normalize_value
 from simpletuner.system.files.paths import ENVIRONMENT
-
-SAVE_SECONDS = 300
-"""Time before the end of a SLURM job at which a run is asked to save and stop."""
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A text to save, and the command that replays it from a file of this name."""
-
-    text: str
-    name: str
-    command: list[str]
-
-    def replay(self, path: str = "") -> str:
-        """The command for a shell, with the path where the text was saved."""
-        names = {
-            prefix + self.name: prefix + (path or self.name) for prefix in ("", "--config=", "--deepspeed_config=")
-        }
-        return format_command([names.get(word, word) for word in self.command])
 
 
 def export(loaded: Loaded, to: str, everything: bool = False) -> Exported:
@@ -60,15 +42,6 @@ def values_to_write(loaded: Loaded, everything: bool) -> dict[str, Any]:
 
 def field_value(settings: Settings, name: str) -> Any:
     return getattr(getattr(settings, SECTION_OF[name]), name)
-
-
-def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """A list becomes one flag per item, an empty one JSON: no flag at all would leave its default."""
-    return [
-        f"--{name}={as_text(item)}"
-        for name, value in values.items()
-        for item in ((value or [[]]) if isinstance(value, list) else [value])
-    ]
 
 
 def to_cli(settings: Settings, values: dict[str, Any]) -> Exported:
@@ -144,52 +117,6 @@ def to_deepspeed(settings: Settings, values: dict[str, Any]) -> Exported:
     return Exported(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "deepspeed.json", words)
 
 
-def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
-    """An sbatch script: one launcher per node, which starts that node's ranks.
-
-    Without main_process_ip, such as that of an accelerate file: a job gets other nodes each time.
-    """
-    launch = settings.launch
-    flags = as_flags({name: value for name, value in values.items() if name not in OF_A_JOB})
-    # srun's default lets the other nodes run on when one has failed (KillOnBadExit=0 in slurm.conf).
-    start = ["srun", "--kill-on-bad-exit=1", "bash", "-c", START_ON_NODE, "simpletuner", *flags]
-    ranks = launch.num_processes // launch.num_machines
-    gpus = "" if launch.use_cpu else f"#SBATCH --gpus-per-node={ranks}\n"
-    master = "" if launch.num_machines == 1 else MASTER_OF_JOB
-    cpus = ranks * CPUS_PER_RANK
-    head = SBATCH_HEAD.format(nodes=launch.num_machines, gpus=gpus, seconds=SAVE_SECONDS, cpus=cpus)
-    return Exported(head + master + format_command(start), "simpletuner.sbatch", ["sbatch", "simpletuner.sbatch"])
-
-
-OF_A_JOB = ("machine_rank", "main_process_ip")
-"""Settings that each job decides anew."""
-CPUS_PER_RANK = 8
-"""Cores per rank that the script proposes: threads decode images during training."""
-START_ON_NODE = 'exec simpletuner train --machine_rank="$SLURM_NODEID" "$@"'
-MASTER_OF_JOB = f"""\
-# The first node of this job, by the name that SLURM gives it: others reach it there.
-{PREFIX}MAIN_PROCESS_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-export {PREFIX}MAIN_PROCESS_IP
-"""
-SBATCH_HEAD = """\
-#!/bin/bash
-#SBATCH --job-name=simpletuner
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-{gpus}#SBATCH --signal=TERM@{seconds}
-#SBATCH --output=%x-%j.log
-# What clusters ask for beside: fill a line in, and take its first # away.
-##SBATCH --time=24:00:00
-##SBATCH --partition=PARTITION
-##SBATCH --account=ACCOUNT
-##SBATCH --cpus-per-task={cpus}
-##SBATCH --mem=0
-# Before its time is over the run is asked to save and stop; submit the same script again and it goes on.
-set -euo pipefail
-# srun does not take it from the job.
-[ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-"""
-
 FORMATS: dict[str, Callable[[Settings, dict[str, Any]], Exported]] = {
     "cli": to_cli,
     "json": to_json,
@@ -198,34 +125,9 @@ FORMATS: dict[str, Callable[[Settings, dict[str, Any]], Exported]] = {
     "env": to_env,
     "accelerate": to_accelerate,
     "deepspeed": to_deepspeed,
-    "slurm": to_slurm,
+    **CLUSTERS,
 }
 
 
 def config_file(text: str, name: str) -> Exported:
     return Exported(text, name, ["simpletuner", "train", f"--config={name}"])
-
-
-def format_command(words: list[str]) -> str:
-    """Format a command for bash; several flags get a line each."""
-    first = next((index + 1 for index in reversed(range(len(words))) if not words[index].startswith("--")), 0)
-    parts = (word.partition("=") for word in words[first:])
-    flags = [name + equals + quoted(value) for name, equals, value in parts]
-    return (" \\\n  " if len(flags) > 1 else " ").join([" ".join(map(quoted, words[:first])), *flags]) + "\n"
-
-
-def quoted(word: str) -> str:
-    """Quote a word on one line for bash: what is not printable is written as escaped bytes, in any locale."""
-    if word.isprintable():
-        return shlex.quote(word)
-    shown = (
-        character if character.isprintable() and character not in "\\'" else escaped(character) for character in word
-    )
-    return f"$'{''.join(shown)}'"
-
-
-def escaped(character: str) -> str:
-    """Escape one character for `$'...'`."""
-    if character in "\\'":
-        return "\\" + character
-    return "\\n" if character == "\n" else "".join(f"\\x{byte:02x}" for byte in character.encode())

@@ -1,4 +1,5 @@
-"""The shape of a sample, of a bucket and of latents, and how it is written: EDGE or WIDTHxHEIGHT in px."""
+"""The shape of a sample, of a bucket and of latents, and how it is written: EDGE or WIDTHxHEIGHT in px, and
+WIDTHxHEIGHT@FRAMES for a clip."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-WRITTEN = re.compile(r"(?P<width>[1-9]\d{0,5})(x(?P<height>[1-9]\d{0,5}))?", re.ASCII)
+WRITTEN = re.compile(r"(?P<width>[1-9]\d{0,5})(x(?P<height>[1-9]\d{0,5}))?(@(?P<frames>[1-9]\d{0,5}))?", re.ASCII)
 
 
 class Shape(NamedTuple):
@@ -28,13 +29,14 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Return the shape that a word means. Raises ValueError for what is neither EDGE nor WIDTHxHEIGHT."""
+        """Return the shape that a word means. Raises ValueError for what is no EDGE and no WIDTHxHEIGHT, with @FRAMES
+        or without."""
         if not (found := WRITTEN.fullmatch(text)):
             raise ValueError("write an edge such as 1024, 1216x832, or several sizes, such as 1024x1024,1280x768")
-        return cls.of_size((int(found["width"]), int(found["height"] or found["width"])))
+        return cls(int(found["frames"] or 1), int(found["height"] or found["width"]), int(found["width"]))
 
     def __str__(self) -> str:
-        return f"{self.width}x{self.height}"
+        return f"{self.width}x{self.height}" + (f"@{self.frames}" if self.frames > 1 else "")
 
     @property
     def size(self) -> tuple[int, int]:
@@ -50,6 +52,11 @@ class Shape(NamedTuple):
     def area(self) -> int:
         return self.height * self.width
 
+    @property
+    def pixels(self) -> int:
+        """Pixels of all frames, which is what memory and time depend on."""
+        return self.frames * self.area
+
     def in_cells(self, cell: Shape) -> Shape:
         """Return the shape in latent cells, which cover `cell`; the first frame has cells of its own."""
         return Shape((self.frames - 1) // cell.frames + 1, self.height // cell.height, self.width // cell.width)
@@ -61,6 +68,8 @@ def normalize_shapes(text: str) -> str:
     shapes = parse_shapes(",".join(words)) if text else []
     if twice := next((shape for shape in shapes if shapes.count(shape) > 1), None):
         raise ValueError(f"{twice} stands there twice: keep one of them")
+    if clip := next((shape for shape in shapes if shape.frames > 1), None):
+        raise ValueError(f"{clip} has several frames, and images of one frame are sampled: leave out @{clip.frames}")
     return ",".join(words)
 
 

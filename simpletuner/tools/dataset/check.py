@@ -21,6 +21,7 @@ from simpletuner.data.samples.discovery import discover
 from simpletuner.data.samples.held_out import held_out_indices
 from simpletuner.data.samples.samples import DatasetSamples, Samples
 from simpletuner.errors import DataError, SettingsError, SimpleTunerError
+from simpletuner.models.catalog.support import check_clips
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation.prepare import ScannedData, make_plan, scan_data
@@ -99,7 +100,8 @@ def check_datasets(loaded: Loaded, options: CheckOptions, report: Report) -> Che
     with joined_world({}, use_cpu=True) as world, TemporaryDirectory(prefix="simpletuner-") as folder:
         session = Session(loaded, Mesh(world), report, StopRequest())
         data = scan_data(session, copy_of_scans(settings, Path(folder) / "scan"))
-        found = [discover([scan], settings.data.aspect_bucket_alignment, settings.training.seed) for scan in data.scans]
+        alignment = check_clips(settings, data.datasets)
+        found = [discover([scan], alignment, settings.training.seed) for scan in data.scans]
         samples = Samples([each.samples.parts[0] for each in found])
         result.errors += [error for each in found for error in each.errors()]
         buckets, held_out = plan_buckets(settings, data, samples, result)

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from simpletuner.data.images.images import DECODE_ERRORS, read_rgb
+from simpletuner.data.images.images import DECODE_ERRORS
+from simpletuner.data.samples.buckets import bucket_name
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED, cropped_away
 from simpletuner.data.samples.samples import DatasetSamples, Sample
 from simpletuner.system.files.atomic import write_file
@@ -34,7 +35,7 @@ def write_sheets(
         shown = run_bounded(lambda index: thumbnail_of(samples[index]), chosen, threads, lambda: None)
         thumbnails = {index: future.result() for index, future in shown}
         shown_of = f", {len(chosen)} shown" * (len(chosen) < total)
-        title = f"{samples.dataset.id}   {name} px   {count_noun(total, 'image')}{shown_of}"
+        title = f"{samples.dataset.id}   {name} px   {count_noun(total, samples.dataset.noun)}{shown_of}"
         content = io.BytesIO()
         sheet([(samples[index], thumbnails[index]) for index in chosen], title).save(content, "PNG")
         path = folder / f"{samples.dataset.id.replace('/', '-')}-{name}.png"
@@ -45,27 +46,40 @@ def write_sheets(
 
 def choose_images(samples: DatasetSamples) -> Iterator[tuple[str, list[int], int]]:
     """Yield each bucket with images of all degrees of cropping, the most cropped one first, and how many it has."""
-    targets, of_sizes = np.unique(samples.sizes.targets, axis=0, return_inverse=True)
-    of_images = of_sizes.reshape(-1)[samples.sizes.index]
+    codes, of_sizes = np.unique(samples.sizes.target_codes, return_inverse=True)
+    of_images = of_sizes[samples.sizes.index]
     cropped = cropped_away(samples.sizes)[samples.sizes.index]
-    for number, target in enumerate(targets.tolist()):
+    for number, code in enumerate(codes.tolist()):
         own = np.flatnonzero(of_images == number)
         if len(own):
             own = own[np.argsort(-cropped[own], kind="stable")]
             places = np.unique(np.linspace(0, len(own) - 1, min(len(own), MAX_IMAGES)).round().astype(np.int64))
-            yield "{}x{}".format(*target), own[places].tolist(), len(own)
+            yield bucket_name(code), own[places].tolist(), len(own)
 
 
 def thumbnail_of(sample: Sample) -> Image.Image | str:
-    """Return an image in the size of a cell, its crop as training takes it framed; or why it cannot be decoded."""
+    """Return an image in the size of a cell, its crop as training takes it framed; or why it cannot be decoded.
+
+    Of a clip there are the first, the middle and the last frame, one below the other.
+    """
     g = sample.geometry
     scale = CELL_PX / max(g.resized.size)
     size = max(1, round(g.resized.width * scale)), max(1, round(g.resized.height * scale))
     try:
-        with sample.open() as file:
-            whole = read_rgb(file, size, g.original.size).resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
+        last = g.target.frames - 1
+        frames = [framed(image, sample, scale, size) for image in sample.images(size, sorted({0, last // 2, last}))]
     except DECODE_ERRORS as error:
         return str(error) or type(error).__name__
+    shown = Image.new("RGB", (size[0], len(frames) * (size[1] + 2) - 2), "white")
+    for number, frame in enumerate(frames):
+        shown.paste(frame, (0, number * (size[1] + 2)))
+    return shown
+
+
+def framed(image: Image.Image, sample: Sample, scale: float, size: tuple[int, int]) -> Image.Image:
+    """Return an image in this size, dark where it is cropped."""
+    g = sample.geometry
+    whole = image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
     left, top = (round(start * scale) for start in g.crop_left_top)
     right, bottom = (
         min(side, round((start + length) * scale))
@@ -73,7 +87,7 @@ def thumbnail_of(sample: Sample) -> Image.Image | str:
     )
     shown = Image.blend(whole, Image.new("RGB", size, "black"), DARKNESS)
     shown.paste(whole.crop((left, top, right, bottom)), (left, top))
-    if g.resized != g.target:
+    if g.resized.size != g.target.size:
         ImageDraw.Draw(shown).rectangle((left, top, right - 1, bottom - 1), outline=EDGE)
     return shown
 

@@ -63,8 +63,15 @@ def read_contents(samples: DatasetSamples, threads: int, show: Callable[[int], o
 
 
 def read_content(sample: Sample) -> Content | str:
-    """Return what an image is compared by, or why it cannot be decoded."""
+    """Return what an image is compared by, or why it cannot be decoded; of a clip its first frame counts."""
     try:
+        if sample.geometry.clip:
+            (image,) = sample.images((SMALL_PX, SMALL_PX), places=[0])
+            digest = xxhash.xxh3_128()
+            with sample.storage.open(sample.name) as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+            return content_of(digest.digest(), image)
         with sample.open() as file:
             content = file.read()
         image = read_rgb(io.BytesIO(content), (SMALL_PX, SMALL_PX), sample.geometry.original.size)

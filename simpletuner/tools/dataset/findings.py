@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from simpletuner.data.config.dataset_types import ImageDataset
-from simpletuner.data.images.image_formats import READ
 from simpletuner.data.samples.dataset_summary import MUCH_ENLARGED
-from simpletuner.data.samples.dataset_warnings import EXTREME_ASPECT, enlargements, extremeness
+from simpletuner.data.samples.dataset_warnings import EXTREME_ASPECT, enlargements, extremeness, formats_of
 from simpletuner.data.samples.discovery import Discovery
 from simpletuner.data.samples.samples import DatasetSamples, Sizes
 from simpletuner.data.scan.file_list import CAPTION_VERSION
@@ -62,6 +61,10 @@ def findings_of(found: Discovery) -> Iterator[DatasetFinding]:
     if found.unwanted:
         sentence = f"{count_noun(found.unwanted, 'image')} outside the limits of size or aspect: left out"
         yield DatasetFinding("images", "outside limits", found.unwanted, sentence)
+    if found.other_lengths:
+        videos = count_noun(found.other_lengths, "video")
+        sentence = f"{videos} shorter than min_frames or longer than max_frames: left out"
+        yield DatasetFinding("images", "other lengths", found.other_lengths, sentence)
     if found.surplus:
         yield DatasetFinding(
             "images", "surplus", found.surplus, f"{count_noun(found.surplus, 'image')} left out by max_num_samples"
@@ -79,7 +82,9 @@ def unread_files(found: Discovery) -> Iterator[DatasetFinding]:
     if kinds := found.not_read.most_common():
         named = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:MAX_SUFFIXES])
         more = ", and others" if len(kinds) > MAX_SUFFIXES else ""
-        sentence = f"{count_noun(found.not_read.total(), 'file')} not read: {named}{more}; what is read is {READ}"
+        sentence = (
+            f"{count_noun(found.not_read.total(), 'file')} not read: {named}{more}; what is read is {formats_of(found)}"
+        )
         yield DatasetFinding("files", "not read", found.not_read.total(), sentence, dict(kinds))
 
 

@@ -46,13 +46,13 @@ class SampleShapes:
 
     @property
     def largest(self) -> Shape:
-        return max(self.counts, key=attrgetter("area"))
+        return max(self.counts, key=attrgetter("pixels"))
 
     @property
     def mean_area(self) -> float:
         """Mean area of a sample relative to the largest."""
-        pixels = sum(shape.area * count for shape, count in self.counts.items())
-        return pixels / sum(self.counts.values()) / self.largest.area
+        pixels = sum(shape.pixels * count for shape, count in self.counts.items())
+        return pixels / sum(self.counts.values()) / self.largest.pixels
 
 
 def count_shapes(loaded: Loaded, report: Report) -> SampleShapes:

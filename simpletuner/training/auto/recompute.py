@@ -67,7 +67,7 @@ def resolve_recomputation(session: Session, family: ModelFamily, plan: Plan) -> 
     else:
         world.activity.begin("counting activations", watched=False)
         limit = min(map(int, world.gather_texts(str(free_bytes(world)))))
-        workload = Workload(family, max(samples_by_shape(plan), key=attrgetter("area")))
+        workload = Workload(family, max(samples_by_shape(plan), key=attrgetter("pixels")))
 
         def choose() -> str:
             return json.dumps(choose_recomputation(settings, workload, limit))

@@ -117,6 +117,7 @@ class Workload:
         if "_class_name" not in self.family.vae_config:
             return None
         dtype = torch.bfloat16 if settings.model.vae_dtype == "bf16" else torch.float32
+        samples = 1 if self.largest.frames > 1 else samples  # clips are encoded one by one
         key = (dtype, samples, decodes)
         if key not in self.vae_peaks:
             model = build_on_meta(self.family.vae_config).eval()

@@ -286,7 +286,7 @@ def test_what_decides_a_run_is_an_error_and_nothing_is_written(run, changes, sai
         ({"id": "a", "type": "csv"}, "csv_file = null (config/multidatabackend.json:2"),
         ({"id": "a", "type": "memory"}, "type = 'memory' (config/multidatabackend.json:2, dataset `a`): not supported"),
         ({"id": "a", "type": "aws"}, "aws_bucket_name = null (config/multidatabackend.json:2"),
-        ({"id": "a", "type": "local", "dataset_type": "video"}, "only images"),
+        ({"id": "a", "type": "local", "dataset_type": "audio"}, "only images and videos"),
         ({"id": "a", "type": "local"}, "instance_data_dir = null"),
     ],
 )
@@ -316,8 +316,17 @@ def test_other_files_are_answered_with_a_sentence(run):
         assert code == 2 and said in err and "hint: " in err
 
 
-def test_the_table_of_a_dataset_moves_with_it_and_keys_for_videos_stay_behind(run):
-    block = {"path": "sets/a.parquet", "filename_column": "id", "caption_column": "c", "fps_column": "f"}
+def test_a_dataset_of_videos_keeps_its_clips_but_not_their_first_frame(run):
+    films = {"id": "a", "dataset_type": "video", "instance_data_dir": "sets/a", "caption_strategy": "filename"}
+    write("their/config/multidatabackend.json", [films | {"video": {"num_frames": 81, "is_i2v": True}}])
+    code, out, err = run("config", "import", "their/config/multidatabackend.json", "--partial")
+    (imported,) = json.loads(out)
+    assert code == 0 and imported["dataset_type"] == "video" and imported["video"] == {"num_frames": 81}
+    assert "video.is_i2v = true (their/config/multidatabackend.json:" in err
+
+
+def test_the_table_of_a_dataset_moves_with_it_and_keys_for_boxes_stay_behind(run):
+    block = {"path": "sets/a.parquet", "filename_column": "id", "caption_column": "c", "bbox_column": "f"}
     entry = {"id": "a", "instance_data_dir": "sets/a", "caption_strategy": "parquet", "parquet": block}
     write(
         "their/config/multidatabackend.json", [entry, {**entry, "id": "b", "parquet": {**block, "path": "a.feather"}}]
@@ -329,5 +338,5 @@ def test_the_table_of_a_dataset_moves_with_it_and_keys_for_videos_stay_behind(ru
         "filename_column": "id",
         "caption_column": "c",
     }
-    assert "parquet.fps_column = 'f' (their/config/multidatabackend.json:" in err
+    assert "parquet.bbox_column = 'f' (their/config/multidatabackend.json:" in err
     assert "dataset `b` is left out" in err

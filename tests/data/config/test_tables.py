@@ -292,7 +292,7 @@ def test_a_table_that_is_missing_or_damaged_is_named(images):
         ({"path": "t.csv", "widht_column": "w"}, {}, "parquet.widht_column: unknown key; did you mean `parquet.width"),
         ({"path": "t.csv", "width_column": "w"}, {}, "height_column is missing: both sides are needed"),
         ({"path": "t.csv", "caption_column": [1]}, {}, "parquet.caption_column = [1]: use text or a list of texts"),
-        ({"path": "t.csv", "fps_column": "f"}, {}, "parquet.fps_column = 'f': not supported by this version"),
+        ({"path": "t.csv", "bbox_column": "f"}, {}, "parquet.bbox_column = 'f': not supported by this version"),
         ({"filename_column": "f"}, {}, "parquet.path: is missing"),
     ],
 )  # fmt: skip

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from s3_server import BUCKET, Fault, Proxy, put, s3_proxy, s3_server, upload
+from video_files import write_video
 
 from simpletuner.caches.latents import decode_image
 from simpletuner.data.config.dataset_types import LocalImages, S3Images
@@ -24,6 +25,7 @@ from simpletuner.data.storage.object_storage import HEADER_BYTES, ObjectStorage,
 from simpletuner.data.storage.storage import LocalStorage, StoredFile, UnreadableFileError
 from simpletuner.data.tables.table_files import table_of
 from simpletuner.errors import DataError, EnvironmentNotReady, ExitCode, SimpleTunerError
+from simpletuner.settings.values.shape import Shape
 
 KEYS = {"aws_access_key_id": "AKIAOWN", "aws_secret_access_key": "hidden"}
 
@@ -82,6 +84,28 @@ def folder(tmp_path) -> Path:
     return tmp_path / "images"
 
 
+def test_clips_in_a_bucket_are_read_in_part_and_equal_those_of_the_folder(server, proxy, tmp_path):
+    films = tmp_path / "films"
+    films.mkdir()
+    path = write_video(films / "a.mov", frames=40, size=(320, 240), codec="rawvideo", pixel_format="uyvy422")
+    upload(server, films, "films/")
+    clip = {"num_frames": 2, "clip_position": "middle"}
+    values = {"caption_strategy": "filename", "dataset_type": "video", "video": clip}
+    local, far = (
+        LocalImages(id="d", instance_data_dir=films, resolution=64, **values),
+        images_at(proxy, "films", **values),
+    )
+    pixels = []
+    for dataset, storage in ((local, LocalStorage(films)), (far, open_bucket(far))):
+        [sample] = discover([scanning.scanned(dataset, storage)], Shape(1, 64, 64), 0).samples
+        decoded = decode_image(sample)
+        assert not isinstance(decoded, str), decoded
+        pixels.append(decoded)
+    assert pixels[0].shape == (3, 2, 64, 64) and (pixels[0] == pixels[1]).all()
+    ranges = [tuple(map(int, each.removeprefix("bytes=").split("-"))) for each in requests_for(proxy, "a.mov")]
+    assert sum(last + 1 - first for first, last in ranges) < path.stat().st_size / 2
+
+
 def test_a_bucket_is_scanned_like_the_folder_that_was_uploaded(server, proxy, folder):
     upload(server, folder, "scanned/below/")
     local = scanning.scanned(LocalImages(id="d", instance_data_dir=folder), LocalStorage(folder))
@@ -104,7 +128,9 @@ def test_a_bucket_is_scanned_like_the_folder_that_was_uploaded(server, proxy, fo
     assert len({*versions}) == len(versions) and all(version.count('"') == 2 for version in versions)
 
     samples = discover(
-        [scanning.scanned(images_at(proxy, "scanned/below", caption_strategy="filename"), storage)], 64, 0
+        [scanning.scanned(images_at(proxy, "scanned/below", caption_strategy="filename"), storage)],
+        Shape(1, 64, 64),
+        0,
     )
     for sample in samples.samples:
         assert sample.open().read() == (folder / sample.name).read_bytes()

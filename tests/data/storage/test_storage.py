@@ -15,6 +15,7 @@ from simpletuner.data.config.dataset_types import LocalImages
 from simpletuner.data.samples.discovery import discover
 from simpletuner.data.scan.comparison import hash_ends
 from simpletuner.data.storage.storage import Listing, LocalStorage, StoredFile, UnreadableFileError
+from simpletuner.settings.values.shape import Shape
 
 DATASET = LocalImages(id="d", instance_data_dir=Path("unused"), resolution=64)
 
@@ -55,7 +56,7 @@ def test_a_store_needs_no_more_than_the_protocol():
     blobs = {f"sub/{suffix}.{suffix}": image(suffix, (128, 64)) for suffix in ("jpg", "png", "webp")}
     captions = {f"{name.rpartition('.')[0]}.txt": b"a caption\nanother" for name in blobs}
     storage = MemoryStorage({**blobs, **captions, "a.psd": b"", "bad.png": b"no image"})
-    found = discover([scanning.scanned(DATASET, storage)], 64, 0)
+    found = discover([scanning.scanned(DATASET, storage)], Shape(1, 64, 64), 0)
     samples = list(found.samples)
     assert [sample.id for sample in samples] == [f"d/{name}" for name in sorted(blobs)]
     assert {sample.captions for sample in samples} == {("a caption", "another")}

@@ -62,4 +62,4 @@ def test_a_dataset_of_type_eval_is_measured_and_not_trained_on(sdxl, shapes, tra
     assert "8 in 1 bucket" in run.said and "3 held out" in run.said
     file.write_text(json.dumps(entries[1:]))
     alone = train(tmp_path / "alone", *flags, "--max_train_steps=2", code=2)
-    assert "names no dataset of images to train on" in alone.said
+    assert "names no dataset of images or videos to train on" in alone.said

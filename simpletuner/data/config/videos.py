@@ -1,0 +1,50 @@
+"""The block `video` of a dataset: how long its clips are, and where they are cut out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from simpletuner.settings.declared.knob import Section
+
+BLOCK = "video"
+DEFAULT_FRAMES = 125
+"""5 s at the 25 frames per second of LTX-Video, as other trainers have it; Wan's 4n + 1 and LTX's 8n + 1 round it."""
+
+
+class VideoSettings(Section):
+    """Lengths are frames of the clip that is trained on: with `fps`, after frames in between are left out."""
+
+    num_frames: int | None = Field(None, ge=1)
+    """None: DEFAULT_FRAMES, or with `resolution_frames` as long as each video is."""
+    min_frames: int | None = Field(None, ge=1)
+    """None: shorter than `num_frames` is left out."""
+    max_frames: int | None = Field(None, ge=1)
+    bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = "aspect_ratio"
+    frame_interval: int | None = Field(None, ge=1)
+    fps: float | None = Field(None, gt=0)
+    clip_position: Literal["start", "middle", "random"] = "start"
+    is_i2v: bool = False
+
+    @model_validator(mode="after")
+    def check_lengths(self) -> VideoSettings:
+        if self.max_frames is not None and self.max_frames < (self.min_frames or self.num_frames or 1):
+            raise PydanticCustomError("video.max_frames", "is below what min_frames or num_frames asks for")
+        if self.frame_interval is not None and self.bucket_strategy != "resolution_frames":
+            message = "rounds the lengths of bucket_strategy resolution_frames: set it, or leave this out"
+            raise PydanticCustomError("video.frame_interval", message)
+        return self
+
+    @model_validator(mode="after")
+    def check_conditioning(self) -> VideoSettings:
+        if self.is_i2v:
+            message = "models that continue a first frame are not supported by this version: set false to train on text"
+            raise PydanticCustomError("video.is_i2v", message)
+        return self
+
+    @property
+    def wanted_frames(self) -> int | None:
+        """Frames of a clip where the video has so many; None: all of them."""
+        return self.num_frames or (DEFAULT_FRAMES if self.bucket_strategy == "aspect_ratio" else None)

@@ -1,0 +1,236 @@
+"""Read videos: facts from headers, and the frames of a clip as images. A film is never in memory as a whole.
+
+Frame `i` is what is shown `i / rate` seconds after the beginning, at the mean rate: so films of variable rate keep
+their speed, and in others it is simply the frame with that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from itertools import chain
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+from PIL import Image, ImageOps
+
+from simpletuner.data.images.images import DOUBT, ImageHeader, open_image, read_orientation, to_rgb
+from simpletuner.data.images.video_formats import demuxer_of, is_webp
+from simpletuner.settings.values.shape import Shape
+
+if TYPE_CHECKING:
+    from av import VideoFrame
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
+
+UNREADABLE = "is not a video in a known format, or is damaged"
+# Of FFmpeg's enums: matrix coefficients that a file does not name; transfer curves of PQ and HLG.
+UNSPECIFIED, HDR_CURVES = 2, (16, 18)
+HD_HEIGHT = 720
+"""Files that do not name their matrix have that of BT.709 from this height on, as players assume."""
+
+
+HEADER_BYTES, READ_BYTES = 1 << 15, 1 << 18
+"""Bytes that are read at once of headers and of frames, each a request where the file is in a bucket."""
+
+
+class Film(Protocol):
+    """An opened video."""
+
+    def header(self) -> ImageHeader: ...
+
+    def images(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
+        """Yield the frames with these ascending numbers, upright in RGB. Raises ValueError where one is not there."""
+        ...
+
+
+def read_video_header(file: BinaryIO) -> ImageHeader:
+    """Read a video's header and first frame. Raises one of DECODE_ERRORS."""
+    with opened_film(file) as film:
+        return film.header()
+
+
+def read_frames(file: BinaryIO, numbers: Sequence[int], original: Shape) -> Iterator[Image.Image]:
+    """Yield the frames with these ascending numbers of a video that has the shape `original`.
+
+    Raises one of DECODE_ERRORS, also where the sizes differ for which bucket and crop were chosen.
+    """
+    with opened_film(file, READ_BYTES) as film:
+        for image in film.images(numbers):
+            if image.size != original.size:
+                found = "{}x{}".format(*image.size)
+                size = "{}x{}".format(*original.size)
+                raise ValueError(f"has frames of {found} px, not {size}: the table is wrong, or the file changed")
+            yield image
+
+
+@contextmanager
+def opened_film(file: BinaryIO, read_bytes: int = HEADER_BYTES) -> Iterator[Film]:
+    """Open a video by its content, whatever its name says. Raises one of DECODE_ERRORS, also within the block.
+
+    `read_bytes` are read at once.
+    """
+    head = file.read(16)
+    file.seek(0)
+    if is_webp(head):
+        with open_image(file) as image:
+            yield WebPFilm(image)
+        return
+    if not (demuxer := demuxer_of(head)):
+        raise ValueError("is empty" if not head else UNREADABLE)
+    import av
+
+    try:
+        # Titles and the like may be in any encoding.
+        with av.open(file, "r", format=demuxer, metadata_errors="ignore", buffer_size=read_bytes) as container:
+            yield DecodedFilm(container)
+    except av.FFmpegError:  # its own message names the stream object, and FFmpeg's function
+        raise ValueError(UNREADABLE) from None
+
+
+class WebPFilm:
+    """An animated WebP; its frames count as equally long."""
+
+    def __init__(self, image: Image.Image) -> None:
+        self._image = image
+
+    def header(self) -> ImageHeader:
+        count = getattr(self._image, "n_frames", 1)
+        self._image.load()  # which reads the time of the first frame
+        duration_ms = self._image.info.get("duration", 0)
+        size = turned_upright(self._image).size
+        return ImageHeader(size, count > 1, count, 1000 / duration_ms if duration_ms else 0)
+
+    def images(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
+        count = getattr(self._image, "n_frames", 1)
+        if numbers[-1] >= count:
+            raise too_short(count, numbers[-1] + 1)
+        for number in numbers:
+            self._image.seek(number)
+            self._image.load()
+            image = to_rgb(turned_upright(self._image))
+            image.info[DOUBT] = ""
+            yield image
+
+
+class DecodedFilm:
+    """A film that PyAV decodes from the last key frame before the clip, one frame after the other."""
+
+    def __init__(self, container: InputContainer) -> None:
+        self._container, self._stream = container, film_stream(container)
+        # Other clips are decoded by other threads at the same time.
+        self._stream.codec_context.thread_count = 1
+        self._rate = self._stream.average_rate or self._stream.guessed_rate or Fraction(1)
+        self._start = self._stream.start_time or 0
+        assert self._stream.time_base
+        self._ticks = 1 / (self._rate * self._stream.time_base)
+        """Ticks of the stream's clock per frame."""
+
+    def header(self) -> ImageHeader:
+        first = next(self._container.decode(self._stream), None)
+        if first is None:
+            raise ValueError("has no frame that can be decoded")
+        width, height = displayed_size(first, self._stream)
+        is_turned = first.rotation % 180 != 0
+        frames = self._count_frames()
+        return ImageHeader((height, width) if is_turned else (width, height), frames > 1, frames, float(self._rate))
+
+    def images(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
+        waiting = [self._start + number * self._ticks for number in numbers]
+        half, shown = self._ticks / 2, None
+        for frame in self._decoded_from(waiting[0]):
+            while waiting and shown is not None and time_of(frame) > waiting[0] + half:
+                waiting.pop(0)
+                yield self._image(shown)
+            shown = frame
+            if not waiting:
+                return
+        if shown is None:
+            raise ValueError("has no frame that can be decoded")
+        end = time_of(shown) + max(shown.duration or 0, self._ticks)
+        while waiting and waiting[0] + half <= end:
+            waiting.pop(0)
+            yield self._image(shown)
+        if waiting:
+            raise too_short(round((end - self._start) / self._ticks), numbers[-1] + 1)
+
+    def _decoded_from(self, moment: Fraction) -> Iterable[VideoFrame]:
+        """Return the frames from the one that is shown at a moment, or from an earlier one."""
+        if moment > self._start:
+            self._container.seek(int(moment), stream=self._stream)
+        frames = self._container.decode(self._stream)
+        first = next(frames, None)
+        if first is not None and time_of(first) > moment + self._ticks / 2:  # the index has no key frame before it
+            self._container.seek(self._start, stream=self._stream)
+            return self._container.decode(self._stream)
+        return chain([first], frames) if first is not None else ()
+
+    def _image(self, frame: VideoFrame) -> Image.Image:
+        if frame.is_corrupt:
+            number = round((time_of(frame) - self._start) / self._ticks)
+            raise ValueError(f"is damaged at frame {number}")
+        has_alpha = any(each.is_alpha for each in frame.format.components)
+        # Unnamed, FFmpeg would take the matrix of SD for all: greens and reds of HD would be off by some levels.
+        is_hd = frame.colorspace == UNSPECIFIED and frame.height >= HD_HEIGHT
+        matrix = "ITU709" if is_hd else None
+        converted = frame.reformat(format="rgba" if has_alpha else "rgb24", src_colorspace=matrix)
+        image = to_rgb(Image.fromarray(converted.to_ndarray()))
+        if (size := displayed_size(frame, self._stream)) != image.size:
+            image = image.resize(size, Image.Resampling.LANCZOS)
+        image = image.rotate(frame.rotation, expand=True) if frame.rotation else image
+        is_hdr = frame.color_trc in HDR_CURVES
+        image.info[DOUBT] = "its brightness is coded for HDR screens, and it looks pale without" if is_hdr else ""
+        return image
+
+    def _count_frames(self) -> int:
+        """Return the number of frames that the container states; of Matroska and WebM, by the length of the track."""
+        if self._stream.frames:
+            return self._stream.frames
+        if (seconds := seconds_of(self._stream.metadata.get("DURATION", ""))) is not None:
+            return max(1, round(seconds * self._rate))
+        # The length of the whole film may be that of its sound. Nothing is decoded, but all of the file is read.
+        self._container.seek(self._start, stream=self._stream)
+        return sum(packet.size > 0 for packet in self._container.demux(self._stream))
+
+
+def turned_upright(image: Image.Image) -> Image.Image:
+    return ImageOps.exif_transpose(image) if read_orientation(image) != 1 else image
+
+
+def film_stream(container: InputContainer) -> VideoStream:
+    """Return the moving images of a file, which may also have a cover. Raises ValueError where it has none."""
+    from av.stream import Disposition
+
+    for stream in container.streams.video:
+        # FFmpeg has no decoder for a stream without a codec context, which PyAV's types leave out.
+        has_decoder = getattr(stream, "codec_context", None) is not None
+        if has_decoder and not stream.disposition & Disposition.attached_pic:
+            return stream
+    raise ValueError("has no video track that can be decoded")
+
+
+def time_of(frame: VideoFrame) -> int:
+    """Return when a frame is shown, in ticks. Raises ValueError where nothing says it."""
+    if frame.pts is None:
+        raise ValueError("has frames without a time")
+    return frame.pts
+
+
+def displayed_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
+    """Return width and height with square pixels, before the frame is turned; DV and DVDs have others."""
+    return round(frame.width * (stream.sample_aspect_ratio or 1)), frame.height
+
+
+def seconds_of(text: str) -> Fraction | None:
+    """Return the seconds that `00:01:02.500000000` means, as FFmpeg writes a track's length; None for anything else."""
+    try:
+        hours, minutes, seconds = map(Fraction, text.strip("\0 ").split(":"))
+    except ValueError:
+        return None
+    return hours * 3600 + minutes * 60 + seconds
+
+
+def too_short(found: int, needed: int) -> ValueError:
+    return ValueError(
+        f"ends after {found} frames, and {needed} are needed: it is cut short, or its header or the table is wrong"
+    )

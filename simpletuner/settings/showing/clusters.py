@@ -1,0 +1,151 @@
+"""Job files of clusters that replay settings: torchrun, SLURM, Kubernetes, Kubeflow, SkyPilot, dstack.
+
+What people fill in stands in comments. A job gets other machines each time, so none holds an address.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from simpletuner.settings.declared.sections import Settings
+from simpletuner.settings.files.config_files import PREFIX
+from simpletuner.settings.showing.command_lines import Exported, as_flags, format_command
+
+SAVE_SECONDS = 300
+"""Time that a run has to save and stop after it was asked to."""
+CPUS_PER_RANK = 8
+"""Cores per rank that files propose: threads decode images during training."""
+RESTARTS = 10
+"""Number of times that a failed job is started again, from its newest checkpoint."""
+OF_A_JOB = ("machine_rank", "main_process_ip")
+"""Settings that each job decides anew."""
+OF_TORCHRUN = (*OF_A_JOB, "main_process_port", "num_machines", "num_processes")
+"""Settings that torchrun decides."""
+ENDPOINT = "--rdzv-endpoint=$HEAD:29400"
+MEET = ("--rdzv-id=simpletuner", "--rdzv-backend=c10d", ENDPOINT)
+MASTER_OF_JOB = f"""\
+# The first node of this job, by the name that SLURM gives it: others reach it there.
+{PREFIX}MAIN_PROCESS_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+export {PREFIX}MAIN_PROCESS_IP
+"""
+JOBS = Path(__file__).parent / "jobs"
+PLACE = re.compile(r"^( *)%\{(\w+)\}\n|%\{(\w+)\}", re.MULTILINE)
+
+
+def to_torchrun(settings: Settings, values: dict[str, Any]) -> Exported:
+    """A script for every machine, whose ranks torchrun starts, and starts again when one has failed."""
+    machines = settings.launch.num_machines
+    meet = ["--standalone"] if machines == 1 else [f"--nnodes={machines}", *MEET]
+    start = ["exec", *torchrun(settings, *meet, f"--max-restarts={RESTARTS}"), *flags_without(values, OF_TORCHRUN)]
+    # The address is what the caller's variable holds, in double quotes.
+    command = format_command(start).replace(f"'{ENDPOINT}'", f'"{ENDPOINT}"')
+    name = "torchrun-one.sh" if machines == 1 else "torchrun.sh"
+    return Exported(filled(name, settings, command=command), "torchrun.sh", ["bash", "torchrun.sh"])
+
+
+def to_slurm(settings: Settings, values: dict[str, Any]) -> Exported:
+    """An sbatch script: one launcher per node, which starts that node's ranks."""
+    # srun's default lets the other nodes run on when one has failed (KillOnBadExit=0 in slurm.conf).
+    start = ["srun", "--kill-on-bad-exit=1", *on_each_machine("$SLURM_NODEID"), *flags_without(values, OF_A_JOB)]
+    text = filled(
+        "simpletuner.sbatch",
+        settings,
+        gpus="" if settings.launch.use_cpu else f"#SBATCH --gpus-per-node={ranks_per_machine(settings)}\n",
+        master="" if settings.launch.num_machines == 1 else MASTER_OF_JOB,
+        command=format_command(start),
+    )
+    return Exported(text, "simpletuner.sbatch", ["sbatch", "simpletuner.sbatch"])
+
+
+def to_kubernetes(settings: Settings, values: dict[str, Any]) -> Exported:
+    """A JobSet: a pod per machine, which find one another by the names of its headless service."""
+    words = started(settings, values, "$JOB_COMPLETION_INDEX", "simpletuner-machines-0-0.simpletuner")
+    return applied("jobset.yaml", settings, words)
+
+
+def to_kubeflow(settings: Settings, values: dict[str, Any]) -> Exported:
+    """A TrainJob of Kubeflow Trainer, whose runtime tells torchrun of the other nodes."""
+    return applied("trainjob.yaml", settings, [*torchrun(settings), *flags_without(values, OF_TORCHRUN)])
+
+
+def to_skypilot(settings: Settings, values: dict[str, Any]) -> Exported:
+    """A task for `sky jobs launch`, which finds machines, and starts the task again on others when they are taken."""
+    words = started(settings, values, "$SKYPILOT_NODE_RANK", '$(sed -n 1p <<< "$SKYPILOT_NODE_IPS")')
+    cards = "" if settings.launch.use_cpu else f"accelerators: H100:{ranks_per_machine(settings)}\n"
+    text = filled("sky.yaml", settings, cards=cards, command=format_command(words))
+    return Exported(text, "sky.yaml", ["sky", "jobs", "launch", "sky.yaml"])
+
+
+def to_dstack(settings: Settings, values: dict[str, Any]) -> Exported:
+    """A task for `dstack apply`, which starts it on each node of a fleet."""
+    words = started(settings, values, "$DSTACK_NODE_RANK", "$DSTACK_MASTER_NODE_IP")
+    cards = "" if settings.launch.use_cpu else f"gpu: 80GB:{ranks_per_machine(settings)}\n"
+    text = filled("simpletuner.dstack.yml", settings, cards=cards, command=format_command(words))
+    return Exported(text, "simpletuner.dstack.yml", ["dstack", "apply", "-f", "simpletuner.dstack.yml"])
+
+
+def ranks_per_machine(settings: Settings) -> int:
+    return settings.launch.num_processes // settings.launch.num_machines
+
+
+def flags_without(values: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
+    return as_flags({name: value for name, value in values.items() if name not in names})
+
+
+def torchrun(settings: Settings, *options: str) -> list[str]:
+    return ["torchrun", *options, f"--nproc-per-node={ranks_per_machine(settings)}", "-m", "simpletuner", "train"]
+
+
+def on_each_machine(number: str, address: str = "") -> list[str]:
+    """Return a command that starts a machine's ranks, before its flags; bash fills in its number and the address."""
+    ip = f' --main_process_ip="{address}"' if address else ""
+    return ["bash", "-c", f'exec simpletuner train --machine_rank="{number}"{ip} "$@"', "simpletuner"]
+
+
+def started(settings: Settings, values: Mapping[str, Any], number: str, address: str) -> list[str]:
+    """Return the command of every machine of a job; `number` and `address` are variables that the cluster sets."""
+    one = settings.launch.num_machines == 1
+    return [*(["simpletuner", "train"] if one else on_each_machine(number, address)), *flags_without(values, OF_A_JOB)]
+
+
+def applied(name: str, settings: Settings, words: list[str]) -> Exported:
+    """Return a file for `kubectl apply` whose container runs a command."""
+    import yaml
+
+    ranks = ranks_per_machine(settings)
+    # Kubernetes replaces $(NAME) in commands, and writes $ for $$.
+    command = yaml.safe_dump([word.replace("$", "$$") for word in words], allow_unicode=True, width=float("inf"))
+    cards = "" if settings.launch.use_cpu else f"limits: {{nvidia.com/gpu: {ranks}}}\n"
+    resources = f"{cards}requests: {{cpu: {ranks * CPUS_PER_RANK}}}\n"
+    text = filled(name, settings, command=command, resources=resources)
+    return Exported(text, name, ["kubectl", "apply", f"--filename={name}"])
+
+
+def filled(name: str, settings: Settings, **values: str) -> str:
+    """Return a file of `jobs/` with its places filled: `%{name}`, alone on a line for several lines, or for none."""
+    values |= {
+        "machines": str(settings.launch.num_machines),
+        "cpus": str(ranks_per_machine(settings) * CPUS_PER_RANK),
+        "seconds": str(SAVE_SECONDS),
+        "restarts": str(RESTARTS),
+    }
+
+    def value_of(place: re.Match[str]) -> str:
+        margin, lines, word = place.groups()
+        return values[word] if word else indent(values[lines], margin)
+
+    return PLACE.sub(value_of, (JOBS / name).read_text(encoding="utf-8"))
+
+
+CLUSTERS: dict[str, Callable[[Settings, dict[str, Any]], Exported]] = {
+    "torchrun": to_torchrun,
+    "slurm": to_slurm,
+    "kubernetes": to_kubernetes,
+    "kubeflow": to_kubeflow,
+    "skypilot": to_skypilot,
+    "dstack": to_dstack,
+}

@@ -1,0 +1,60 @@
+"""Video files for tests, written by PyAV and Pillow: each frame of one grey that says its number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+CODECS = {".mp4": "libx264", ".mov": "libx264", ".mkv": "libx264", ".webm": "libvpx-vp9", ".avi": "mpeg4"}
+SIZE = (64, 48)
+STEP = 12
+"""Levels of grey from one frame to the next: more than compression changes."""
+
+
+def frame_of(number: int, size: tuple[int, int] = SIZE) -> np.ndarray:
+    """Return a frame whose left upper quarter is white, so that turning it shows."""
+    pixels = np.full((size[1], size[0], 3), STEP * number % 256, np.uint8)
+    pixels[: size[1] // 2, : size[0] // 2] = 255
+    return pixels
+
+
+def write_video(
+    path: Path,
+    frames: int = 20,
+    size: tuple[int, int] = SIZE,
+    rate: int = 25,
+    codec: str = "",
+    pixel_format: str = "yuv420p",
+    times_ms: Sequence[int] = (),
+    gop: int = 5,
+    **stream_values: Any,
+) -> Path:
+    """Write a video with a key frame at every fifth frame; `times_ms` are those of a variable rate."""
+    if path.suffix in (".webp", ".gif"):
+        images = [Image.fromarray(frame_of(number, size)) for number in range(frames)]
+        images[0].save(path, save_all=True, append_images=images[1:], duration=1000 // rate, lossless=True)
+        return path
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream(codec or CODECS[path.suffix], rate=rate)
+        stream.width, stream.height = size
+        stream.pix_fmt, stream.codec_context.gop_size = pixel_format, gop
+        for name, value in stream_values.items():
+            setattr(stream, name, value)
+        for number in range(frames):
+            frame = av.VideoFrame.from_ndarray(frame_of(number, size), format="rgb24")
+            if times_ms:
+                frame.pts, frame.time_base = times_ms[number], Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def numbers_of(images: Sequence[Image.Image]) -> list[int]:
+    """Return which frame each image is, by the grey of its right lower corner."""
+    return [round(np.asarray(image)[-4:, -4:].mean() / STEP) for image in images]
