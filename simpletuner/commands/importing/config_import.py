@@ -18,7 +18,7 @@ from simpletuner.data.config.dataset_file import dataset_entries
 from simpletuner.data.config.original_datasets import ImportedDatasets, import_datasets
 from simpletuner.errors import Mistake, SettingsError
 from simpletuner.models.catalog.registry import check_trainable
-from simpletuner.models.catalog.support import check_runnable
+from simpletuner.models.catalog.support import check_runnable, check_trains_clips
 from simpletuner.report import Report
 from simpletuner.settings.declared.sections import SECTION_OF, Data, Model
 from simpletuner.settings.files.config_files import CONFIG_ENV
@@ -174,6 +174,9 @@ def take_datasets(original: Original, loaded: Loaded, root: Path, new: Path | No
         raise SettingsError(message, "the original's own examples come with it: copy the file here")
     names = {name: str(value) for name, value in settings_as_json(loaded).items()}
     datasets = import_datasets(dataset_entries(file), file, loaded.settings.data, root, names)
+    for entry in datasets.entries:
+        if entry.get("dataset_type") == "video":
+            check_trains_clips(loaded.settings.model, entry["id"])
     original.left_out += datasets.left_out
     if datasets.is_changed and new is None:
         reason = "this version refuses parts of it: --output writes a copy without them, too"

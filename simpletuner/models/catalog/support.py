@@ -142,15 +142,20 @@ def check_clips(settings: Settings, datasets: Iterable[ImageDataset]) -> Shape:
 
     Raises SettingsError for videos and a family that cannot train them.
     """
-    model, side_px = settings.model, settings.data.aspect_bucket_alignment
-    step = frame_step(model)
-    if model.model_family and not step and (videos := next((dataset for dataset in datasets if dataset.clips), None)):
+    side_px = settings.data.aspect_bucket_alignment
+    if videos := next((dataset for dataset in datasets if dataset.clips), None):
+        check_trains_clips(settings.model, videos.id)
+    return Shape(frame_step(settings.model) or 1, side_px, side_px)
+
+
+def check_trains_clips(model: Model, dataset: str) -> None:
+    """Raise SettingsError for a dataset of videos, and a family that cannot train them."""
+    if model.model_family and not frame_step(model):
         able = [name for name, preset in presets().items() if preset.frame_step]
         raise SettingsError(
-            f"dataset `{videos.id}` has videos, and model_family={model.model_family} trains on images alone",
+            f"dataset `{dataset}` has videos, and model_family={model.model_family} trains on images alone",
             f"take a family that trains on clips: {', '.join(able)}",
         )
-    return Shape(step or 1, side_px, side_px)
 
 
 def frame_step(model: Model) -> int:

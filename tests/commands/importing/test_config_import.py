@@ -65,7 +65,8 @@ def write_example(family: str, pictures: Path | str = "pictures", **changes: Any
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_complete_example_of_a_family_becomes_a_file_that_train_accepts(run, family):
-    write_example(family)
+    multiple = presets()[family].image_multiple
+    write_example(family, **({"aspect_bucket_alignment": multiple} if multiple > 16 else {}))
     code, out, err = run("config", "import", "config", "--output=run.toml")
     if FAMILIES_THERE.get(family, FamilyThere()).lost:
         assert (code, out, Path("run.toml").exists()) == (2, "", False)

@@ -105,7 +105,6 @@ MASKS = {"id": "masks", "dataset_type": "conditioning", "conditioning_type": "ma
 LOST_DATA: dict[str, tuple[list[dict[str, Any]], str]] = {
     "canny": ([{**IMAGES, "conditioning": [{"type": "canny"}]}], "conditioning = "),
     "masks": ([{**IMAGES, "conditioning_data": "masks"}, MASKS], "conditioning_data = 'masks' "),
-    "video": ([IMAGES, {**IMAGES, "id": "films", "dataset_type": "video"}], "dataset_type = 'video' "),
     "memory": ([IMAGES, {"id": "far", "type": "memory"}], "type = 'memory' "),
     "batch": ([{**IMAGES, "train_batch_size": 2}], "train_batch_size = 2 "),
     "timesteps": ([{**IMAGES, "timestep_sampling_offset": 0.5}], "timestep_sampling_offset = 0.5 "),
@@ -124,6 +123,14 @@ def test_datasets_that_would_be_others_end_the_import(imported, capsys, case):
     out, err = capsys.readouterr()
     assert (caught.value.code, out) == (2, "") and said in err
     assert imported({}, datasets, "--partial")[0] == 0
+
+
+@pytest.mark.parametrize(("family", "code"), [("wan", 0), ("sdxl", 2)])
+def test_videos_are_imported_for_families_that_train_on_clips(imported, family, code):
+    films = [IMAGES, {**IMAGES, "id": "films", "dataset_type": "video"}]
+    found, err = imported({"model_family": family, "model_flavour": None}, films)
+    assert found == code and Path("run.toml").exists() == (code == 0), err
+    assert ("dataset `films` has videos, and model_family=sdxl trains on images alone" in err) == (code == 2)
 
 
 Check = Callable[[Settings], tuple[Any, ...]]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from simpletuner.errors import SettingsError
 from simpletuner.settings.files.env_format import env_entries
 from simpletuner.settings.files.formats import read_entries
-from simpletuner.settings.showing.export import quoted
+from simpletuner.settings.showing.command_lines import quoted
 
 BASH = ("bash", "--noprofile", "--norc")
 ENVIRONMENT = {"LC_ALL": "C.UTF-8", "E": "of the environment"}
