@@ -31,6 +31,10 @@ def test_what_a_file_is_replaced_with_is_whole_and_a_pipe_stays_one(tmp_path):
     (tmp_path / "a").write_text("old")
     replace_file(tmp_path / "a", b"new")
     assert (tmp_path / "a").read_bytes() == b"new" and names(tmp_path) == ["a"]
+    (tmp_path / "a").chmod(0o640)
+    replace_file(tmp_path / "a", b"newer")
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640, "a file of secrets stays one's own"
+    (tmp_path / "a").unlink()
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     replace_file(tmp_path / "pipe", b"new")

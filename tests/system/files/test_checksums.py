@@ -1,8 +1,11 @@
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from simpletuner.system.files.checksums import is_intact, with_checksum
+import pytest
+import xxhash
+
+from simpletuner.system.files.checksums import READ_BYTES, file_checksum, is_intact, with_checksum
 
 VALUES = {"steps": 3, "files": {"a": 1}}
 
@@ -19,3 +22,10 @@ def test_values_with_a_checksum_of_their_own_are_intact_until_any_of_them_change
 def test_without_a_checksum_or_with_one_that_is_none_nothing_is_intact(checksum):
     assert not is_intact(VALUES | {"checksum": checksum})
     assert not is_intact(VALUES)
+
+
+@pytest.mark.parametrize("length", [0, 1, READ_BYTES - 1, READ_BYTES, READ_BYTES + 1, 2 * READ_BYTES + 7])
+def test_a_file_has_the_checksum_of_its_bytes_whatever_its_length(tmp_path: Path, length: int):
+    content = bytes(range(251)) * (length // 251 + 1)
+    (tmp_path / "file").write_bytes(content[:length])
+    assert file_checksum(tmp_path / "file") == f"xxh3:{xxhash.xxh3_128_hexdigest(content[:length])}"

@@ -158,6 +158,12 @@ def test_a_second_process_is_told_that_the_folder_is_in_use_until_the_first_ends
         assert said == [f"waiting up to 30 s for an earlier run to release {output}"]
 
 
+def test_who_holds_a_folder_is_written_over_a_longer_name(tmp_path):
+    (tmp_path / ".lock").write_text(f"a-host-with-a-very-long-name.{'x' * 60}.example 4194304\n")
+    with lock_output_dir(tmp_path):
+        assert (tmp_path / ".lock").read_text() == f"{socket.gethostname()} {os.getpid()}\n"
+
+
 def test_a_folder_can_be_used_again_after_a_failure(tmp_path):
     for _ in range(2):
         with pytest.raises(RuntimeError), lock_output_dir(tmp_path / "run"):
