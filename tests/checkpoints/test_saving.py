@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import saving
 import torch
 from safetensors.torch import load_file
+from torch.distributed import HashStore
 
 from simpletuner.checkpoints.layout import STATE, load_checkpoint
+from simpletuner.checkpoints.saving import run_on_all_ranks
 from simpletuner.checkpoints.verification import find_file_damage
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.parallel.world import World
 from simpletuner.system.files.atomic import unfinished_path
 
 
@@ -73,3 +78,16 @@ def test_one_rank_reads_without_collectives(run_on, tmp_path):
     """Gloo's threads would start OpenMP teams of their own: see `reading_threads`."""
     before, after = run_on(saving.threads_after_reading, 1, str(tmp_path))
     assert after == before
+
+
+def test_a_checkpoint_that_cannot_be_saved_leaves_nothing_and_says_why(tmp_path):
+    def fails() -> None:
+        raise OSError(28, "No space left on device", str(hidden / "state.json"))
+
+    hidden = tmp_path / ".checkpoint"
+    hidden.mkdir()
+    (hidden / "shard").write_bytes(b"1")
+    world = World(0, 1, 0, torch.device("cpu"), HashStore())
+    with pytest.raises(EnvironmentNotReady, match="cannot save to .*No space left on device"):
+        run_on_all_ranks(world, hidden, fails)
+    assert list(tmp_path.iterdir()) == []

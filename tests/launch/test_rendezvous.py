@@ -270,3 +270,11 @@ def test_a_store_that_is_gone_silences_the_machine_that_served_it():
 @pytest.mark.parametrize(("code", "number"), [(143, 15), (130, 2), (129, 1), (5, 0), (2, 0)])
 def test_only_an_orderly_stop_gives_ranks_time_to_save(code, number):
     assert rank_failed(0, ProcessExit(0, 1, code)).signal_number == number
+
+
+def test_a_first_machine_whose_store_answers_is_not_silent_though_its_launcher_is_busy():
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    store = TCPStore("127.0.0.1", served.port, timeout=timedelta(seconds=5), wait_for_workers=False)
+    with PeerMonitor(signed(store), 1, ["machine 0 (a)", "machine 1 (b)"], 1.0) as monitor:
+        time.sleep(3)  # nobody sends heartbeats of machine 0
+        assert monitor.find_silent() is None

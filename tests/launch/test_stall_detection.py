@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -115,3 +116,26 @@ def test_ranks_are_not_blamed_for_the_time_in_which_their_launcher_was_stopped_i
         meter.active, meter.asked = (each - seconds for each in (meter.active, meter.asked))
         idle = meter.idle_seconds(os.getpid(), 1)
         assert (idle == 0) if is_paused else (idle >= seconds)
+
+
+POLLING = """
+import time
+print("polling", flush=True)
+while True:
+    until = time.perf_counter() + 0.0005  # of a second, 20 times in one: 1 % of a core
+    while time.perf_counter() < until:
+        pass
+    time.sleep(0.05)
+"""
+
+
+def test_a_process_that_only_polls_makes_no_progress():
+    with subprocess.Popen([sys.executable, "-c", POLLING], stdout=subprocess.PIPE) as polling:
+        assert polling.stdout is not None and polling.stdout.readline()  # its start takes CPU
+        meter, end = ProgressMeter(sample_seconds=1.0), time.monotonic() + 6
+        meter.idle_seconds(polling.pid, 1)
+        while time.monotonic() < end:
+            idle = meter.idle_seconds(polling.pid, 1)
+            time.sleep(0.1)
+        polling.kill()
+    assert idle > 4
