@@ -60,6 +60,8 @@ class StepTrace:
     other_bytes: int
     """Read and written by all other operators, each of which passes through the device's memory."""
     launches: int
+    released: tuple[str, ...] = ()
+    """The parameters in the order of `backward_points`, each of which is before one's gradient."""
 
     def peak(self, gradient_bytes: float, are_kept: bool = False) -> tuple[float, float]:
         """Return the bytes of activations and of gradients when both together are most.
@@ -336,11 +338,12 @@ def trace_step(
         latents = inputs.pop("latents").to(dtype)
     # Masks are real: their sums are lengths, which become shapes.
     masks = {name: torch.ones(samples, *shape, dtype=torch.long) for name, shape in shapes.items() if "mask" in name}
-    memory, trained = MemoryCounter(), [each for each in model.parameters() if each.requires_grad]
+    memory, trained = MemoryCounter(), {name: each for name, each in model.named_parameters() if each.requires_grad}
     memory.exclude(iter([*model.parameters(), *model.buffers(), latents, *inputs.values()]))
     points: list[tuple[int, float]] = []
+    released: list[str] = []
     casts = CudaAutocast() if on_gpu else nullcontext()
-    with memory, casts, gradients_released(trained, memory, points):
+    with memory, casts, gradients_released(trained, memory, points, released):
         with torch.autocast("cpu", dtype, enabled=autocast):
             with MetaMemory("meta") if offloads else nullcontext():
                 prediction = family.predict(model, latents, timesteps, inputs | masks)
@@ -350,23 +353,28 @@ def trace_step(
         points.append((memory.restart_peak(), 1.0))
     attention = sum(memory.flops[each] for each in ATTENTION)
     products = memory.flops.total() - attention
-    return StepTrace(samples, kept, on_host, tuple(points), products, attention, memory.moved, memory.launches)
+    work = (products, attention, memory.moved, memory.launches)
+    return StepTrace(samples, kept, on_host, tuple(points), *work, tuple(released))
 
 
 @contextmanager
 def gradients_released(
-    trained: list[nn.Parameter], memory: MemoryCounter, points: list[tuple[int, float]]
+    trained: Mapping[str, nn.Parameter],
+    memory: MemoryCounter,
+    points: list[tuple[int, float]],
+    released: list[str],
 ) -> Iterator[None]:
     """Free each gradient when it is there, and note the peak before it: how gradients are kept is up to an engine."""
-    total, done = sum(each.numel() for each in trained), 0
+    total, done = sum(each.numel() for each in trained.values()), 0
 
-    def release(parameter: Tensor) -> None:
+    def release(name: str, parameter: Tensor) -> None:
         nonlocal done
         points.append((memory.restart_peak(), done / total))
+        released.append(name)
         done += parameter.numel()
         parameter.grad = None
 
-    hooks = [each.register_post_accumulate_grad_hook(release) for each in trained]
+    hooks = [each.register_post_accumulate_grad_hook(partial(release, name)) for name, each in trained.items()]
     try:
         yield
     finally:

@@ -88,6 +88,9 @@ class ModelFamily(ABC):
     round_sigmas_in_bf16: ClassVar[Callable[[Tensor], Tensor]] = staticmethod(keep_float32)
     """Flow matching in bf16: maps the sigmas of a batch to those that the denoiser computes with (objectives.py)."""
 
+    has_equal_blocks: ClassVar[bool] = True
+    """True if blocks of one list of the denoiser do the same work: `plan` then counts two or three of them."""
+
     outputs_vae_latents: ClassVar[bool] = False
     """True if the pipeline returns latents as its VAE decodes them, not as the denoiser sees them."""
 

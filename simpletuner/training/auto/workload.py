@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from simpletuner.models.analysis.equal_blocks import equal_blocks, trace_by_kinds
 from simpletuner.models.analysis.step_trace import (
     StepTrace,
     new_mode,
@@ -74,9 +75,10 @@ class Workload:
             model: Any = self.models[kind]
             model.enable_gradient_checkpointing() if recomputes else model.disable_gradient_checkpointing()
             shapes, autocast = self.family.input_shapes(self.largest), dtype != torch.float32 and not in_bf16
-            self.traces[key] = trace_step(
-                self.family, model, self.mode, shapes, samples, dtype, autocast, on_gpu, offloads
-            )
+            inputs = (shapes, samples, dtype, autocast, on_gpu, offloads)
+            trace = partial(trace_step, self.family, model, self.mode, *inputs)
+            counts = equal_blocks(model) if self.family.has_equal_blocks else {}
+            self.traces[key] = trace_by_kinds(model, counts, trace) if counts else trace()
         return self.traces[key]
 
     def trained_model(self, settings: Settings) -> nn.Module:
