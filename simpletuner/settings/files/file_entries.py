@@ -66,12 +66,13 @@ def explain_parsing(path: Path, check: str, hint: str) -> Iterator[None]:
 
 def json_mistake(error: json.JSONDecodeError) -> NotParsed:
     """Return what is wrong with a JSON text, with a hint for the usual mistakes in what is written by hand."""
-    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
-    comma = (before + after[:1]).replace(" ", "")[-2:]
-    hint = "JSON takes double quotes, true, false and null, and a comma between entries"
-    if comma in (",]", ",}") or re.match(r",\s*[\]}]", error.doc[error.pos :]):
+    at = error.doc.rfind(",", 0, error.pos + 1)  # Python 3.13 points at a trailing comma, earlier versions behind it
+    if at >= 0 and not error.doc[at + 1 : error.pos].strip() and re.match(r",\s*[\]}]", error.doc[at:]):
+        line, column = error.doc.count("\n", 0, at) + 1, at - error.doc.rfind("\n", 0, at)
         hint = "JSON allows no comma before a closing bracket: remove it"
-    elif after.startswith(("//", "/*", "#")):
+        return NotParsed(line, f"comma before a closing bracket, column {column}", hint)
+    hint = "JSON takes double quotes, true, false and null, and a comma between entries"
+    if error.doc[error.pos :].lstrip().startswith(("//", "/*", "#")):
         hint = "JSON has no comments: remove it"
     return NotParsed(error.lineno, f"{error.msg[0].lower()}{error.msg[1:]}, column {error.colno}", hint)
 

@@ -370,7 +370,8 @@ def test_datasets_name_their_caches_of_text_and_of_latents_and_one_text_cache_is
     [
         ("[" * 100_000, "nested too deeply", ""),
         ('[\n {"id": "a",}\n]', "d.json:2 does not parse", "no comma before a closing bracket"),
-        ('[\n {"id": "a"},\n]', "d.json:3 does not parse", "no comma before a closing bracket"),
+        ('[\n {"id": "a,}" "b"}\n]', "d.json:2 does not parse", "a comma between entries"),
+        ('[\n {"id": "a"},\n]', "d.json:2 does not parse", "no comma before a closing bracket"),
         ("[ // mine\n]", "column 3", "no comments"),
         ("[{'id': 1}]", "column 3", "double quotes"),
         ('[{"id": "a",\n "id": "b"}]', "d.json:2 does not parse: duplicate key `id`", "correct that line"),
