@@ -45,7 +45,7 @@ def main() -> None:
         model = build_on_meta(read_json(Path(folder) / "unet" / "config.json"))
         shard(model, ("BasicTransformerBlock", "ResnetBlock2D"), Parallel(), torch.float32, mesh := Mesh(world))
         allocate(model, world.device, world.device)
-        engine = fsdp2_engine(model, Parallel(), mesh, partial(make_optimizer, settings=Optimizer()))
+        engine = fsdp2_engine(model, Parallel(), mesh, partial(make_optimizer, settings=Optimizer()), torch.float32)
         dtensor_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         times: dict[str, list[float]] = {"DTensors": [], "ours": []}
         for parameter in model.parameters():

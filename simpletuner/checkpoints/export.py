@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field
+from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import file_sizes
 from simpletuner.checkpoints.saving import make_empty_folder, run_on_all_ranks, run_on_first_rank, write_group
@@ -81,10 +82,11 @@ def export_lora(
     steps: int,
     write_card: Callable[[Path], None],
 ) -> None:
-    """Collective: write a LoRA, which every rank has whole, as diffusers' `load_lora_weights` opens it."""
+    """Collective: write a LoRA, as diffusers' `load_lora_weights` opens it."""
+    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in weights.items()}
 
     def write(hidden: Path) -> None:
-        write_lora(hidden / LORA_WEIGHTS, family, adapter, weights)
+        write_lora(hidden / LORA_WEIGHTS, family, adapter, whole)
 
     replace_export(target, world, steps, lambda _: {}, write, write_card)
 

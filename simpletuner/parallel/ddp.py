@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from simpletuner.parallel.mesh import Mesh
-from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
+from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine, autocast
 
 
 def ddp_engine(
@@ -38,7 +38,7 @@ def ddp_engine(
             parallel.register_comm_hook(None, lambda _, bucket: reduce_in_float32(bucket))
 
     def precision() -> torch.autocast:
-        return torch.autocast(mesh.world.device.type, dtype, enabled=dtype != torch.float32 and not in_bf16)
+        return autocast(mesh, torch.float32 if in_bf16 else dtype)
 
     @contextmanager
     def micro_batch(is_last: bool) -> Iterator[None]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from simpletuner.errors import SettingsError
 from simpletuner.parallel.mesh import Mesh
 from simpletuner.parallel.model.blocks import blocks_of, recommended_blocks
 from simpletuner.parallel.model.module_stats import count_parameters
-from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine
+from simpletuner.parallel.torch_engine import MakeOptimizer, TorchEngine, autocast
 from simpletuner.settings.declared.errors import nearest
 from simpletuner.settings.declared.sections import Parallel
 from simpletuner.system.importing import import_named
@@ -24,7 +24,12 @@ SYNC_EACH_BATCH_ABOVE = 2_000_000_000
 
 
 def shard(model: nn.Module, blocks: tuple[str, ...], parallel: Parallel, dtype: torch.dtype, mesh: Mesh) -> None:
-    """Turn a model's parameters into DTensors sharded on dim 0: each unit, then what is left as the root."""
+    """Turn a model's parameters into DTensors sharded on dim 0: each unit, then what is left as the root.
+
+    They are gathered in `dtype`, but those of a LoRA and its base as they are.
+    """
+    if not all(each.requires_grad for each in model.parameters()):
+        dtype = torch.float32  # the norms of a base in bf16 are float32, and so are the matrices of a LoRA
     # cast_forward_inputs would round rotary tables, timesteps and SDXL's time ids to bf16, where 999 becomes 1000.
     # Gradients are reduced in float32: in bf16 a sum over many ranks loses what each of them adds.
     policy = MixedPrecisionPolicy(
@@ -137,25 +142,36 @@ def fsdp2_engine(
     parallel: Parallel,
     mesh: Mesh,
     make_optimizer: MakeOptimizer,
+    dtype: torch.dtype,
+    adapter: Mapping[str, nn.Parameter] | None = None,
     make_engine: Callable[..., TorchEngine] = TorchEngine,
 ) -> TorchEngine:
-    """Return the engine of a sharded model: weights are gathered block by block, in the compute dtype."""
+    """Return the engine of a sharded model: weights are gathered block by block.
+
+    They are gathered in the compute dtype; with an `adapter` as they are, and autocast computes in `dtype`.
+    """
     assert isinstance(model, FSDPModule)
-    sync_each_batch = is_synced_each_batch(parallel, count_parameters(model))
+    trained = model.parameters() if adapter is None else adapter.values()
+    sync_each_batch = is_synced_each_batch(parallel, sum(map(Tensor.numel, trained)))
+
+    def precision() -> torch.autocast:
+        return autocast(mesh, torch.float32 if adapter is None else dtype)
 
     @contextmanager
     def micro_batch(is_last: bool) -> Iterator[None]:
         # Without a sync, whole gradients stay on this rank until the last micro-batch: one reduce-scatter per step.
         model.set_requires_gradient_sync(is_last or sync_each_batch)
         model.set_requires_all_reduce(is_last)  # over copies, once per step in any case
-        yield
+        with precision():
+            yield
 
     @contextmanager
     def inference() -> Iterator[None]:
-        yield
+        with precision():
+            yield
         # FSDP2 reshards the root in backward; without a backward its gathered weights would stay in memory.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    return make_engine(model, model, mesh, make_optimizer, micro_batch, inference)
+    return make_engine(model, model, mesh, make_optimizer, micro_batch, inference, adapter)

@@ -64,6 +64,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def autocast(mesh: Mesh, dtype: torch.dtype) -> torch.autocast:
+    """Return the context in which float32 weights compute in `dtype`; it does nothing for float32."""
+    return torch.autocast(mesh.world.device.type, dtype, enabled=dtype != torch.float32)
+
+
 class TorchEngine:
     """An Engine whose weights are DTensors of the model, or whole on each rank.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from simpletuner.checkpoints.layout import Checkpoint
 from simpletuner.checkpoints.tensors import read_tensors
 from simpletuner.errors import SettingsError
 from simpletuner.models.catalog.registry import check_heads
-from simpletuner.models.family.adapter import freeze
+from simpletuner.models.family.adapter import adapter_parameters, base_weights, freeze
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.folder.weights import weights_files
 from simpletuner.models.opening.lora_file import check_lora_init, lora_file, stored_names
@@ -78,7 +78,7 @@ def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint:
         files = weights_files(folder, settings.model.variant)
 
     def load_weights(tensors: NamedTensors) -> None:
-        read_tensors(files, tensors, str(folder))
+        read_tensors(files, base_weights(tensors), str(folder))
 
     model = family.denoiser()
     blocks = recommended_blocks(model)
@@ -90,18 +90,23 @@ def open_engine(settings: Settings, mesh: Mesh, family: ModelFamily, checkpoint:
     return build_engine(model, blocks, settings, mesh, load_weights, optimizer, attach, family.sequence_plan)
 
 
-def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Insert the LoRA with the weights of the checkpoint, or else of lora_init, or else new ones. Collective."""
+def attach_adapter(family: ModelFamily, checkpoint: Checkpoint | None, model: nn.Module) -> None:
+    """Insert the LoRA with the weights of the checkpoint, or else of lora_init, or else new ones. Collective.
+
+    Its matrices are whole, in host memory; the base may still be on the meta device.
+    """
     assert family.adapter is not None
-    trained, start = family.adapter.attach(model), family.settings.lora.lora_init
-    tensors = {name: each.detach() for name, each in trained.items()}
+    family.adapter.attach_new(model)
+    tensors, start = (
+        {name: each.detach() for name, each in adapter_parameters(model).items()},
+        family.settings.lora.lora_init,
+    )
     if checkpoint is not None:
         read_tensors(checkpoint.files("model"), tensors, str(checkpoint.folder))
     elif start is not None:
         stored = stored_names(path := lora_file(start))
         named = {stored[f"{family.denoiser_name}.{name}"]: each for name, each in tensors.items()}
         read_tensors([path], named, str(path))
-    return trained
 
 
 def build_engine(
@@ -111,7 +116,7 @@ def build_engine(
     mesh: Mesh,
     load_weights: Callable[[dict[str, Tensor]], None],
     make_optimizer: MakeOptimizer,
-    attach: Callable[[nn.Module], Mapping[str, nn.Parameter]] | None = None,
+    attach: Callable[[nn.Module], None] | None = None,
     plan: SequencePlan | None = None,
 ) -> Engine:
     """Wrap a denoiser on the meta device; `load_weights` fills tensors by name, and `attach` adds a LoRA. Collective.
@@ -120,8 +125,10 @@ def build_engine(
     than its share; weights come before the optimizer and DDP, which copy or broadcast them.
     """
     dtype, world, precision = compute_dtype(settings), mesh.world, precision_of(settings)
-    # First: float8 replaces modules, which are then compiled and sharded like all others.
+    # First: float8 replaces modules, and a LoRA adds some, which are then compiled and sharded like all others.
     precision.prepare(model, blocks)
+    if attach is not None:
+        attach(model)
     parallelize(model, blocks, settings, mesh, plan)
     if settings.parallel.zero_stage is not None:
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds
@@ -132,10 +139,11 @@ def build_engine(
     make_engine = precision.load(model, blocks, world.device, parameters_on, load_weights)
     if settings.optimizer.optimizer == "adamw_schedulefree":
         make_engine = ScheduleFreeEngine
+    adapter = adapter_parameters(model) or None
     if settings.parallel.fsdp_enable:
-        engine = fsdp2_engine(model, settings.parallel, mesh, make_optimizer, make_engine)
+        engine = fsdp2_engine(model, settings.parallel, mesh, make_optimizer, dtype, adapter, make_engine)
     else:
-        engine = ddp_engine(model, mesh, make_optimizer, dtype, attach(model) if attach else None, make_engine)
+        engine = ddp_engine(model, mesh, make_optimizer, dtype, adapter, make_engine)
     engine.clips_values = settings.optimizer.grad_clip_method == "value"
     if settings.optimizer.optimizer_release_gradients:
         engine.release_gradients()

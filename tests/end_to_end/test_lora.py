@@ -94,12 +94,15 @@ def test_ranks_that_share_the_batch_train_what_one_rank_does_and_resume_each_oth
     plain = train(tmp_path / "plain", *flags, "--train_batch_size=4", "--max_train_steps=4")
     train(tmp_path / "shared", *flags, "--train_batch_size=2", "--max_train_steps=2", world=2)
     train(tmp_path / "shared", *flags, "--train_batch_size=4", "--max_train_steps=3")
-    shared = train(tmp_path / "shared", *flags, "--train_batch_size=2", "--max_train_steps=4", world=2)
+    sharded = ("--fsdp_enable", "--use_ema", "--train_batch_size=2", "--max_train_steps=4")
+    shared = train(tmp_path / "shared", *flags, *sharded, world=2)
     assert shared.losses == pytest.approx(plain.losses, rel=1e-5)
     weights = checkpoint(plain.output, 4, "model")
     # By the norm: AdamW divides a gradient by its size, so where that is near 0 the last bit of a sum moves a weight.
-    for name, value in checkpoint(shared.output, 4, "model").items():
-        assert (value - weights[name]).norm() < 5e-4 * weights[name].norm(), name
+    exported = load_file(shared.output / FILE)
+    assert exported.keys() == {f"unet.{name}" for name in weights}
+    for name, value in weights.items():
+        assert (exported[f"unet.{name}"] - value).norm() < 5e-4 * value.norm(), name
     for more, said in (
         (("--lora_rank=8",), "has lora_rank = 4, but now it is 8"),
         (("--lora_target_modules=to_q",), "has lora_target_modules = to_k,to_out.0,to_q,to_v, but now it is to_q"),
@@ -109,6 +112,27 @@ def test_ranks_that_share_the_batch_train_what_one_rank_does_and_resume_each_oth
         assert said in " ".join(refused.said.split())
     finished = train(tmp_path / "plain", *flags, "--train_batch_size=4", "--max_train_steps=4")
     assert "finished already" in finished.said
+
+
+def test_a_sharded_base_gives_the_losses_of_one_rank_and_each_layout_goes_on_from_the_others(run_on, arguments_of):
+    arguments = arguments_of("flux", gradient_checkpointing=True)
+    names = ["lora fsdp2", "lora fsdp2-cpu", "lora cp2"]
+    one = run_on(engines.save_in_turn, 1, arguments, ["lora whole"])
+    two = run_on(engines.save_in_turn, 2, arguments, names)
+    expected = numbers(one["lora whole-x1"])
+    for name, steps in two.items():
+        assert numbers(steps) == pytest.approx(expected, rel=1e-5), name
+    sources = ["lora whole-x1", "lora fsdp2-x2"]
+    resumed = run_on(engines.resume_in_turn, 4, arguments, {"lora hybrid-cp2": sources})
+    resumed |= run_on(engines.resume_in_turn, 2, arguments, {"lora whole": sources[1:], "lora fsdp2": sources})
+    assert len(resumed) == 5
+    for pair, (different, steps) in resumed.items():
+        assert different == [], pair
+        assert numbers(steps) == pytest.approx(expected, rel=1e-5), pair
+
+
+def numbers(steps: list[list[float]]) -> list[float]:
+    return [number for step in steps for number in step]
 
 
 def test_regularisation_data_is_trained_towards_the_base_model_on_any_number_of_ranks(

@@ -103,7 +103,6 @@ CASES: tuple[Case, ...] = (
     Case(f"train {ENOUGH} --fsdp_enable --zero_stage=2"),
     Case(f"train {ENOUGH} --fsdp_enable --fsdp_version=1 --context_parallel_size=2 --num_processes=2"),
     Case(f"train {ENOUGH} --fsdp_enable --context_parallel_size=3 --num_processes=8"),
-    Case(f"train {ENOUGH} --fsdp_enable --model_type=lora"),
     Case(f"train {ENOUGH} --num_machines=3 --num_processes=8 --machine_rank=3"),
     Case(f"train {ENOUGH} --num_machines=2 --num_processes=16"),
     Case(f"train {ENOUGH} --fsdp_auto_wrap_policy=BLOCKS --validation_resolution=big"),

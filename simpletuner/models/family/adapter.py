@@ -6,13 +6,13 @@ does: `<layer>.lora_A.weight` (rank x in) and `<layer>.lora_B.weight` (out x ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from simpletuner.data.sampler.permutation import hash_key
 from simpletuner.errors import SettingsError
@@ -79,27 +79,31 @@ class Adapter:
         return {"lora_rank": self.rank, "lora_alpha": float(self.alpha), "lora_target_modules": targets}
 
     def attach(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Insert the matrices, in float32, and return them by name. B is 0, so the output does not change yet.
-
-        Their values depend on the seed alone, so they are the same on all ranks. In a model on the meta device they
-        are on the meta device.
-        """
+        """Insert the matrices, in float32 on the meta device, and return them by name."""
         from peft import LoraConfig, inject_adapter_in_model
 
         config = LoraConfig(
             r=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=list(self.modules)
         )
-        is_meta = next(model.parameters()).is_meta
-        # Hashed: on a CPU torch's generator keeps the lower 32 bits of a seed only.
-        torch.default_generator.manual_seed(hash_key(self.seed, "lora"))
-        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=is_meta)
-        # The engine is given these alone, by the names that files have: optimizer, EMA, checkpoints and ranks
-        # need to know nothing else of LoRA.
-        trained = {file_name(name): each for name, each in model.named_parameters() if is_adapter(name)}
+        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
+        trained = adapter_parameters(model)
         for each in trained.values():
             # Over a bf16 base, too: in bf16 an update below 0.2 % of a weight is rounded away.
             each.data = each.data.float()
         return trained
+
+    def attach_new(self, model: nn.Module) -> None:
+        """Insert the matrices, in host memory. A is random, B is 0, so the output does not change yet.
+
+        The values depend on the seed alone, so they are the same on all ranks.
+        """
+        self.attach(model)
+        # Hashed: on a CPU torch's generator keeps the lower 32 bits of a seed only.
+        torch.default_generator.manual_seed(hash_key(self.seed, "lora"))
+        for layer in adapted_layers(model):
+            layer.lora_A[ADAPTER].to_empty(device="cpu")
+            layer.lora_B[ADAPTER].to_empty(device="cpu")
+            layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
 
 def attention_projections(model: nn.Module) -> tuple[str, ...]:
@@ -149,6 +153,16 @@ def ends_of_layers(model: nn.Module) -> list[str]:
     return sorted({end_of(name) for name in layers_ending_with(model, "")})
 
 
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the matrices by the names that files have. Optimizer, EMA, checkpoints and ranks know only these."""
+    return {file_name(name): each for name, each in model.named_parameters() if is_adapter(name)}
+
+
+def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of a model's tensors that the base model has, by its names for them."""
+    return {name.replace(".base_layer.", "."): each for name, each in tensors.items() if not is_adapter(name)}
+
+
 def is_adapter(name: str) -> bool:
     return f".{ADAPTER}." in name and ".lora_" in name
 
@@ -175,14 +189,19 @@ def is_kept_in_float32(model: nn.Module, name: str) -> bool:
     return any(part in name.split(".") for part in modules_in_float32(model))
 
 
+def adapted_layers(model: nn.Module) -> list[Any]:
+    """Return peft's layers, in the order of the model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """Disable the adapters within the block."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     # Layer by layer: peft's own context manager is a method of PeftModel, and the denoiser is not wrapped in
     # one.
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = adapted_layers(model)
     for layer in layers:
         layer.enable_adapters(False)
     try:

@@ -143,7 +143,7 @@ def torch_rows(settings: Settings, inputs: MemoryInputs) -> Iterator[MemoryRow]:
     yield place_row("weights", place, weight * share, f"{weight} P{divided}")
     if inputs.frozen_parameters:
         width = frozen_bytes(settings)
-        yield MemoryRow("frozen base", gpu=width * inputs.frozen_parameters, formula=f"{width} F")
+        yield place_row("frozen base", place, width * inputs.frozen_parameters / shards, f"{width} F{divided}")
     state = inputs.num_states * (SPLIT_MOMENT_BYTES if is_split else FLOAT32_BYTES)
     yield place_row("optimizer", place, state * share, f"{state:.3g} P{divided}")
     yield place_row(
@@ -158,12 +158,16 @@ def torch_rows(settings: Settings, inputs: MemoryInputs) -> Iterator[MemoryRow]:
 
 def gathered_row(settings: Settings, inputs: MemoryInputs) -> MemoryRow:
     """Estimate what FSDP2 gathers: the root, a unit that computes, one that comes, and one's gradients in float32."""
-    width, unit = compute_bytes(settings), inputs.largest_unit
+    width, gradients, whole, of = compute_bytes(settings), float(FLOAT32_BYTES), inputs.num_parameters, "P"
+    if inputs.frozen_parameters:
+        # The base as it is held, with the matrices of a LoRA, of which each unit has its share, in float32.
+        gradients = FLOAT32_BYTES * inputs.num_parameters / inputs.frozen_parameters
+        width, whole, of = frozen_bytes(settings) + gradients, inputs.frozen_parameters, "F"
+    unit, at_peak = inputs.largest_unit, width + gradients
     if not settings.parallel.fsdp_reshard_after_forward:
-        whole = width * inputs.num_parameters + (width + FLOAT32_BYTES) * unit
-        return MemoryRow("gathered", gpu=whole, formula=f"{width} P + {width + FLOAT32_BYTES} U")
-    gathered = width * (inputs.root_parameters + 2 * unit) + (width + FLOAT32_BYTES) * unit
-    return MemoryRow("gathered", gpu=gathered, formula=f"{width} (root + 2 U) + {width + FLOAT32_BYTES} U")
+        return MemoryRow("gathered", width * whole + at_peak * unit, formula=f"{width:.3g} {of} + {at_peak:.3g} U")
+    gathered = width * (inputs.root_parameters + 2 * unit) + at_peak * unit
+    return MemoryRow("gathered", gathered, formula=f"{width:.3g} (root + 2 U) + {at_peak:.3g} U")
 
 
 def shard_ranks(settings: Settings) -> int:

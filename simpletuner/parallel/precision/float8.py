@@ -29,10 +29,7 @@ def convert_linear_layers(model: nn.Module, blocks: tuple[str, ...], emulate: bo
 
     Parameters and their names stay. `emulate` computes with float8 values in the layer's dtype, on any device.
     """
-    from torchao.float8 import (  # pyright: ignore[reportMissingImports]
-        Float8LinearConfig,
-        convert_to_float8_training,
-    )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     # Rows are padded: those of a modulation layer are as many as samples.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)

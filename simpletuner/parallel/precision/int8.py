@@ -23,6 +23,11 @@ def check_torchao(setting: str) -> None:
 
 def quantize_linear_layers(module: nn.Module) -> None:
     """Replace the weights of linear layers by int8 with one scale per row; they are multiplied in the layer's dtype."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # pyright: ignore[reportMissingImports]
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    quantize_(module, Int8WeightOnlyConfig())
+    quantize_(module, Int8WeightOnlyConfig(), is_frozen_linear)
+
+
+def is_frozen_linear(module: nn.Module, _: str) -> bool:
+    """Return whether a layer belongs to the base, not to the LoRA within it."""
+    return isinstance(module, nn.Linear) and not module.weight.requires_grad

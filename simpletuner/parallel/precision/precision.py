@@ -13,7 +13,7 @@ from simpletuner.parallel.fsdp2 import units_by_class
 from simpletuner.parallel.precision.float8 import check_float8, convert_linear_layers
 from simpletuner.parallel.precision.int8 import check_torchao, quantize_linear_layers
 from simpletuner.parallel.precision.split_engine import SplitEngine, hold_in_bf16, load_split
-from simpletuner.parallel.torch_engine import TorchEngine
+from simpletuner.parallel.torch_engine import TorchEngine, local_tensor
 from simpletuner.settings.declared.sections import Settings
 
 LoadWeights = Callable[[dict[str, Tensor]], None]
@@ -108,10 +108,15 @@ def precision_of(settings: Settings) -> Precision:
 
 
 def allocate(model: nn.Module, device: torch.device, parameters_on: torch.device, recurse: bool = True) -> None:
-    """Give parameters (of this rank's shards only) uninitialized memory; buffers keep their values."""
-    # to_empty() also empties buffers; those that are not in the checkpoint, such as rotary tables, exist only here
+    """Give parameters (of this rank's shards only) uninitialized memory; what has values already keeps them."""
+    # to_empty() also empties buffers; those that are not in the checkpoint, such as rotary tables, exist only here. So
+    # do the matrices of a LoRA.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers(recurse=recurse)}
+    shards = {name: local_tensor(each.detach()) for name, each in model.named_parameters(recurse=recurse)}
+    held = {name: shard.clone() for name, shard in shards.items() if not shard.is_meta}
     model.to_empty(device=parameters_on, recurse=recurse)
+    for name, shard in held.items():
+        local_tensor(model.get_parameter(name).detach()).copy_(shard)
     for name, buffer in buffers.items():
         owner, _, own_name = name.rpartition(".")
         model.get_submodule(owner)._buffers[own_name] = buffer.to(device)

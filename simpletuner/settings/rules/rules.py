@@ -176,10 +176,9 @@ def lora_is_for_whole_denoisers(settings: Settings) -> Iterator[BrokenRule]:
             )
             yield broken(message, "base_model_precision", "model_type")
         return
-    if settings.parallel.fsdp_enable:
-        message = "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable"
-        hint = "on several GPUs, --num_processes alone trains it on all of them"
-        yield broken(message, "model_type", "fsdp_enable", hint=hint)
+    if settings.parallel.fsdp_enable and settings.lora.base_model_precision != "no_change":
+        message = "a quantized base is whole on each rank: leave out base_model_precision, or fsdp_enable"
+        yield broken(message, "base_model_precision", "fsdp_enable")
     if settings.parallel.zero_stage is not None:
         message = (
             "model_type=lora cannot run with DeepSpeed: it shares out the state of all weights, of which an adapter "

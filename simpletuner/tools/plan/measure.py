@@ -59,7 +59,7 @@ def random_engine(
             if (adapter := family.adapter) is not None:
                 freeze(model, dtype)
             optimizer = partial(make_optimizer, settings=settings.optimizer, blocks=block_paths(model))
-            attach, plan = adapter and adapter.attach, family.sequence_plan
+            attach, plan = adapter and adapter.attach_new, family.sequence_plan
             engine = build_engine(model, blocks, settings, Mesh(world), fill, optimizer, attach, plan)
             with closing(engine):
                 yield engine, world

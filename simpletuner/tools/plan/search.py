@@ -44,7 +44,7 @@ def candidates(loaded: Loaded) -> Iterator[dict[str, Any]]:
     free = {name: values for name, values in CHOICES.items() if name not in loaded.origins}
     if loaded.settings.training.gradient_checkpointing is None:
         free["gradient_checkpointing"] = CHOICES["gradient_checkpointing"]
-    if loaded.settings.parallel.zero_stage is not None or loaded.settings.model.model_type == "lora":
+    if loaded.settings.parallel.zero_stage is not None:
         free = {name: free[name] for name in ("gradient_checkpointing", "offload_activations") if name in free}
     training = loaded.settings.training
     whole = training.train_batch_size * training.gradient_accumulation_steps

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from simpletuner.errors import EnvironmentNotReady, SettingsError
 from simpletuner.models.catalog.registry import presets
-from simpletuner.models.family.adapter import Adapter, freeze
+from simpletuner.models.family.adapter import Adapter, adapter_parameters, freeze
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.models.family.objectives import sample_losses
@@ -257,7 +257,8 @@ def test_new_matrices_depend_on_the_whole_seed(pipelines):
     def matrices(seed: int) -> list[torch.Tensor]:
         family = opened("flux", pipelines("flux"))
         adapter = dataclasses.replace(adapter_of(family), seed=seed)
-        trained = adapter.attach(diffusers_denoiser(family))
+        adapter.attach_new(model := diffusers_denoiser(family))
+        trained = adapter_parameters(model)
         return [each for name, each in trained.items() if "lora_A" in name]
 
     first, again, above = (matrices(seed) for seed in (42, 42, 42 + (1 << 32)))

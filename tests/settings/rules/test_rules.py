@@ -266,8 +266,8 @@ REFUSED = [
         "num_machines = 2 needs --main_process_ip: the address of machine 0",
     ),
     (
-        {"model_type": "lora", "fsdp_enable": True},
-        "model_type=lora cannot run with FSDP: sharding only slows small adapters; drop fsdp_enable",
+        {"model_type": "lora", "fsdp_enable": True, "base_model_precision": "int8"},
+        "a quantized base is whole on each rank: leave out base_model_precision, or fsdp_enable",
     ),
     (
         {"fsdp_auto_wrap_policy": "BLOCKS"},
