@@ -35,7 +35,7 @@ from simpletuner.errors import (
     explain_system_errors,
 )
 from simpletuner.report import Report
-from simpletuner.run_log import LOGGER, stop_run_log
+from simpletuner.run_log import LOGGER, silence_torchao, stop_run_log
 
 DEBUG = "SIMPLETUNER_DEBUG"
 """Set it, or pass --debug, to see the whole traceback of an error."""
@@ -129,6 +129,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "simpletuner") -
     if "--debug" in given:
         os.environ[DEBUG] = "1"  # the ranks that this process starts inherit it
     debug = bool(os.environ.get(DEBUG))
+    silence_torchao()
     try:
         with explain_system_errors():
             arguments = [argument for argument in given if argument != "--debug"]

@@ -99,6 +99,16 @@ def take_over(logger_name: str) -> None:
     logger.propagate = True
 
 
+def silence_torchao() -> None:
+    """Drop what an import of torchao says: diffusers imports it wherever it is installed, whether it is used or not.
+
+    Version 0.18 logs which of its CUDA kernels do not fit this machine, and registers enums as torch 2.13 advises
+    against; diffusers misses what it has renamed.
+    """
+    for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def stop_run_log() -> None:
     """Undo `start_run_log`."""
     for logger in (LOGGER, logging.getLogger()):

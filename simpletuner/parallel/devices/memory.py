@@ -20,6 +20,9 @@ SPLIT_MOMENT_BYTES = 1 + 4 / 128
 """A moment of state_layout=split: 8 bits, and a float32 scale for each 128 of them (`split_state.py`)."""
 
 
+QUANTIZED_BYTES = {"int8": 1, "float8": 1, "nf4": 0.5 + 1 / 64}
+"""Bytes of a frozen weight by base_model_precision: NF4 has 4 bits, and 8 bits of scale for 64 weights."""
+
 SPLIT_CHUNK = 32768 * 128
 """Values that its optimizer has in float32 at once."""
 
@@ -143,7 +146,7 @@ def torch_rows(settings: Settings, inputs: MemoryInputs) -> Iterator[MemoryRow]:
     yield place_row("weights", place, weight * share, f"{weight} P{divided}")
     if inputs.frozen_parameters:
         width = frozen_bytes(settings)
-        yield place_row("frozen base", place, width * inputs.frozen_parameters / shards, f"{width} F{divided}")
+        yield place_row("frozen base", place, width * inputs.frozen_parameters / shards, f"{width:.3g} F{divided}")
     state = inputs.num_states * (SPLIT_MOMENT_BYTES if is_split else FLOAT32_BYTES)
     yield place_row("optimizer", place, state * share, f"{state:.3g} P{divided}")
     yield place_row(
@@ -181,9 +184,9 @@ def compute_bytes(settings: Settings) -> int:
     return BF16_BYTES if settings.training.mixed_precision == "bf16" else FLOAT32_BYTES
 
 
-def frozen_bytes(settings: Settings) -> int:
+def frozen_bytes(settings: Settings) -> float:
     """Return the bytes of each weight of a LoRA's base."""
-    return 1 if settings.lora.base_model_precision == "int8" else compute_bytes(settings)
+    return QUANTIZED_BYTES.get(settings.lora.base_model_precision) or compute_bytes(settings)
 
 
 def gradient_bytes(settings: Settings, inputs: MemoryInputs, syncs_each_batch: bool) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from simpletuner.parallel.fsdp2 import units_by_class
 from simpletuner.parallel.precision.float8 import check_float8, convert_linear_layers
-from simpletuner.parallel.precision.int8 import check_torchao, quantize_linear_layers
+from simpletuner.parallel.precision.quantized import QuantizedLinear, check_torchao, replace_linear_layers
 from simpletuner.parallel.precision.split_engine import SplitEngine, hold_in_bf16, load_split
 from simpletuner.parallel.torch_engine import TorchEngine, local_tensor
 from simpletuner.settings.declared.sections import Settings
@@ -19,6 +19,9 @@ from simpletuner.settings.declared.sections import Settings
 LoadWeights = Callable[[dict[str, Tensor]], None]
 """Fills tensors of a model's state dict by name. Collective."""
 MakeEngine = Callable[..., TorchEngine]
+
+GROUP_BYTES = 256 << 20
+"""Weights that are read at a time to be quantized: each read looks at the headers of all files."""
 
 
 @dataclass(frozen=True)
@@ -69,42 +72,48 @@ class SplitPrecision(Precision):
 
 
 @dataclass(frozen=True)
-class Int8Base(Precision):
-    """base_model_precision=int8: the frozen base of a LoRA, whose linear layers in blocks hold int8."""
+class QuantizedBase(Precision):
+    """base_model_precision: the frozen base of a LoRA, whose linear layers in blocks are quantized."""
+
+    base: str = "int8"
 
     def check(self, device: torch.device) -> None:
-        super().check(device)
-        check_torchao("base_model_precision=int8")
+        check_torchao(f"base_model_precision={self.base}")
 
-    def load(
-        self,
-        model: nn.Module,
-        blocks: tuple[str, ...],
-        device: torch.device,
-        parameters_on: torch.device,
-        load_weights: LoadWeights,
-    ) -> MakeEngine:
-        """Load block by block, so that no more than one block is ever held in the base's own dtype."""
-        units = units_by_class(model, blocks)
-        names = {module: name for name, module in model.named_modules()}
-        inside = {module for unit in units for module in unit.modules()}
-        for unit in units:
-            allocate(unit, device, device)
-            load_weights({f"{names[unit]}.{name}": tensor for name, tensor in unit.state_dict().items()})
-            quantize_linear_layers(unit)
-        for module in model.modules():
-            if module not in inside:
-                allocate(module, device, device, recurse=False)
-        prefixes = tuple(f"{names[unit]}." for unit in units)
-        load_weights({name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)})
+    def prepare(self, model: nn.Module, blocks: tuple[str, ...]) -> None:
+        for unit in units_by_class(model, blocks):
+            replace_linear_layers(unit, self.base)
+
+    def fill(self, model: nn.Module, load_weights: LoadWeights) -> MakeEngine:
+        """Load some layers at a time, so that no rank ever holds many weights in the base's own dtype."""
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+        for names in grouped({name: layer.whole_bytes for name, layer in layers.items()}, GROUP_BYTES):
+            weights = {f"{name}.weight": layers[name].empty_weight() for name in names}
+            load_weights(weights)
+            for name, weight in zip(names, weights.values(), strict=True):
+                layers[name].take(weight)
+        parts = {f"{name}.{part}" for name, layer in layers.items() for part in layer.rebuild.names}
+        load_weights({name: tensor for name, tensor in model.state_dict().items() if name not in parts})
         return TorchEngine
 
 
 def precision_of(settings: Settings) -> Precision:
     float8 = bool(settings.training.float8)
-    if settings.lora.base_model_precision == "int8":
-        return Int8Base(float8)
+    if settings.lora.base_model_precision != "no_change":
+        return QuantizedBase(base=settings.lora.base_model_precision)
     return SplitPrecision(float8) if settings.optimizer.state_layout == "split" else Precision(float8)
+
+
+def grouped(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Yield the names in order, in groups that together have no more than `most` bytes, or one name."""
+    group: list[str] = []
+    for name, size in sizes.items():
+        if group and sum(sizes[each] for each in group) + size > most:
+            yield group
+            group = []
+        group.append(name)
+    if group:
+        yield group
 
 
 def allocate(model: nn.Module, device: torch.device, parameters_on: torch.device, recurse: bool = True) -> None:

@@ -81,7 +81,7 @@ class Lora(Section):
     lora_dropout: float = knob(0.0, "Fraction of an adapter's input values that are zeroed in training.", ge=0, lt=1)
     lora_target_modules: str = knob("", "Comma-separated names, or ends of names, of the layers to adapt; empty: the attention projections that `simpletuner detect-blocks --lora` shows.")
     lora_init: Path | None = knob(None, "A LoRA in diffusers format to train on: pytorch_lora_weights.safetensors, or its folder.")
-    base_model_precision: Literal["no_change", "int8"] = knob("no_change", "How a LoRA's frozen base is held: in the precision of mixed_precision, or in int8 (torchao).")
+    base_model_precision: Literal["no_change", "int8", "float8", "nf4"] = knob("no_change", "How a LoRA's frozen base is held: in the precision of mixed_precision, or in 8 or 4 bits (torchao).")
 
 
 class DatasetSettings(Section):

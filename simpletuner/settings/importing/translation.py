@@ -29,7 +29,12 @@ from simpletuner.settings.values.spelling import normalize_name
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay")
 OVERRIDES = ("optimizer_beta1", "optimizer_beta2", "optimizer_config")
 CONFIG_KEYS = {"eps": "adam_epsilon", "weight_decay": "adam_weight_decay"}
-INT8 = ("int8_quanto", "int8_sdnq", "int8_torchao")
+QUANTIZED = {
+    **dict.fromkeys(("int8_quanto", "int8_sdnq", "int8_torchao"), "int8"),
+    **dict.fromkeys(("fp8_quanto", "fp8_torchao"), "float8"),
+    **dict.fromkeys(("nf4_bnb", "int4_quanto", "int4_torchao"), "nf4"),
+}
+"""base_model_precision here, by the original's word for it."""
 LIMITS = {"max_grad_norm": 2.0, "aspect_bucket_alignment": 64.0}
 """Defaults of the original's that a family limits."""
 
@@ -171,8 +176,10 @@ def translate(given: RawValue, there: There) -> tuple[RawValue, str]:
     name, word = normalize_name(given.name.lstrip("-")), normalize_name(given.value)
     if name == "optimizer" and (found := OPTIMIZERS_THERE.get(word)):
         return replace(given, value=found.ours), found.note
-    if name == "base_model_precision" and word in INT8:
-        return replace(given, value="int8"), "the weights are quantized by torchao"
+    if name == "base_model_precision" and word in QUANTIZED:
+        is_nf4 = QUANTIZED[word] == "nf4"
+        how = "the weights are quantized by torchao" + (" to NormalFloat4, with a scale for 64 of them" * is_nf4)
+        return replace(given, value=QUANTIZED[word]), how
     if name == "model_family" and word in FAMILY_NAMES:
         return replace(given, value=FAMILY_NAMES[word]), ""
     if name == "flux_lora_target" and there.family_name == "flux" and word in FLUX_LORA_TARGETS:

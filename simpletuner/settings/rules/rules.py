@@ -176,9 +176,6 @@ def lora_is_for_whole_denoisers(settings: Settings) -> Iterator[BrokenRule]:
             )
             yield broken(message, "base_model_precision", "model_type")
         return
-    if settings.parallel.fsdp_enable and settings.lora.base_model_precision != "no_change":
-        message = "a quantized base is whole on each rank: leave out base_model_precision, or fsdp_enable"
-        yield broken(message, "base_model_precision", "fsdp_enable")
     if settings.parallel.zero_stage is not None:
         message = (
             "model_type=lora cannot run with DeepSpeed: it shares out the state of all weights, of which an adapter "

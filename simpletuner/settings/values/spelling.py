@@ -39,7 +39,12 @@ SYNONYMS: dict[str, dict[str, str]] = {
     "prediction_type": {"v": "v_prediction", "eps": "epsilon"},
     "caption_strategy": {"instance_prompt": "instanceprompt", "text_file": "textfile"},
     "model_type": {"full_rank": "full"},
-    "base_model_precision": {"int8_torchao": "int8", "int8_quanto": "int8", "none": "no_change"},
+    "base_model_precision": {
+        "int8_torchao": "int8",
+        "int8_quanto": "int8",
+        "fp8_torchao": "float8",
+        "none": "no_change",
+    },
     "resume_from_checkpoint": {"latest": "latest", "none": "none"},
 }
 

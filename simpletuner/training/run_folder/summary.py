@@ -75,7 +75,7 @@ def format_trained(family: ModelFamily, parameters: int) -> str:
     if (adapter := family.adapter) is None:
         return f"{parameters:,} parameters"
     base, precision = count_parameters(family.meta_denoiser), family.settings.lora.base_model_precision
-    frozen = f"{base:,} frozen{' in int8' if precision == 'int8' else ''}"
+    frozen = f"{base:,} frozen{'' if precision == 'no_change' else f' in {precision}'}"
     return f"LoRA of rank {adapter.rank} on {len(adapter.modules)} layers: {parameters:,} parameters over {frozen}"
 
 

@@ -266,10 +266,6 @@ REFUSED = [
         "num_machines = 2 needs --main_process_ip: the address of machine 0",
     ),
     (
-        {"model_type": "lora", "fsdp_enable": True, "base_model_precision": "int8"},
-        "a quantized base is whole on each rank: leave out base_model_precision, or fsdp_enable",
-    ),
-    (
         {"fsdp_auto_wrap_policy": "BLOCKS"},
         "fsdp_auto_wrap_policy = 'BLOCKS': use TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, "
         "or a dotted path to a callable",

@@ -1,0 +1,176 @@
+"""Frozen weights in 8 or 4 bits, quantized by torchao and held as plain tensors.
+
+torchao's own tensors are subclasses, of which autograd would keep a dequantized copy for the backward pass and which
+FSDP2 cannot shard. Their parts (values and scales) are parameters like any other: sharded by rows, gathered as they
+are, and dequantized when the layer computes, in the forward and in the backward pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from simpletuner.errors import EnvironmentNotReady
+from simpletuner.parallel.torch_engine import local_tensor
+
+NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
+"""Values that share a scale, and scales that share one of theirs (Dettmers et al. 2023, arXiv:2305.14314)."""
+
+
+def check_torchao(setting: str) -> None:
+    """Raise EnvironmentNotReady where torchao is not installed, or does not fit the installed torch."""
+    try:
+        importlib.import_module("torchao.quantization")
+    except ImportError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise EnvironmentNotReady(
+            f"{setting} needs torchao: {reason}",
+            f"pip install 'simpletuner[int8]', or leave {setting.partition('=')[0]} out",
+        ) from None
+
+
+def to_int8(weight: Tensor) -> Any:
+    """Quantize to int8 with one scale per row."""
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return by_config(weight, Int8WeightOnlyConfig())
+
+
+def to_float8(weight: Tensor) -> Any:
+    """Quantize to float8 (e4m3) with one scale per row."""
+    from torchao.quantization import Float8WeightOnlyConfig
+
+    return by_config(weight, Float8WeightOnlyConfig())
+
+
+def to_nf4(weight: Tensor) -> Any:
+    """Quantize to NormalFloat4 with one scale for 64 values, which are quantized in turn."""
+    from torchao.quantization import to_nf4
+
+    return to_nf4(weight, NF4_BLOCK, math.gcd(weight.numel() // NF4_BLOCK, NF4_SCALE_BLOCK))
+
+
+def by_config(weight: Tensor, config: Any) -> Any:
+    from torchao.quantization import quantize_
+
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_(layer, config)
+    return layer.weight
+
+
+QUANTIZERS: dict[str, Callable[[Tensor], Any]] = {"int8": to_int8, "float8": to_float8, "nf4": to_nf4}
+"""Functions that quantize a weight (outputs, inputs), by the value of base_model_precision."""
+
+
+@dataclass
+class Rebuild:
+    """Names, shapes and wrapping class of a quantized weight's parts."""
+
+    kind: Any
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    context: Any
+    size: torch.Size
+
+    @classmethod
+    def of(cls, weight: Any) -> Rebuild:
+        names, context = weight.__tensor_flatten__()
+        shapes = tuple(getattr(weight, name).shape for name in names)
+        return cls(type(weight), tuple(names), shapes, context, weight.shape)
+
+    def dequantized(self, parts: tuple[Tensor, ...]) -> Tensor:
+        shaped = {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+        stride = (self.size[1], 1)
+        weight = self.kind.__tensor_unflatten__(shaped, self.context, self.size, stride)
+        # `dequantize` of an NF4Tensor is a function of other arguments.
+        return weight.get_original_weight() if hasattr(weight, "get_original_weight") else weight.dequantize()
+
+
+class FrozenProduct(torch.autograd.Function):
+    """x W^T + b for a weight that is dequantized in each pass, and of which only the parts are kept between them."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, rebuild: Rebuild, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(*parts)
+        ctx.rebuild = rebuild
+        return F.linear(inputs, rebuild.dequantized(parts), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        parts = ctx.saved_tensors  # once: recomputation gives each saved tensor out a single time
+        weight = ctx.rebuild.dequantized(parts).to(gradient.dtype)
+        return gradient @ weight, None, None, *(None for _ in parts)
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear layer whose weight is held as the parts that torchao quantizes it to."""
+
+    def __init__(self, layer: nn.Linear, quantize: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.dtype, self.quantize, self.bias = layer.weight.dtype, quantize, layer.bias
+        weight = quantize(layer.weight.detach())
+        self.rebuild = Rebuild.of(weight)
+        for name in self.rebuild.names:
+            # FSDP2 shards rows, which a tensor of no dimension, such as the mean of NF4's scales, does not have.
+            part = torch.atleast_1d(getattr(weight, name))
+            self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return FrozenProduct.apply(inputs, self.bias, self.rebuild, *self.parts())
+
+    def parts(self) -> list[nn.Parameter]:
+        return [self.get_parameter(name) for name in self.rebuild.names]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in its own dtype (outputs, inputs), made anew at each call."""
+        return self.rebuild.dequantized(tuple(self.parts()))
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.in_features * self.out_features * self.dtype.itemsize
+
+    def empty_weight(self) -> Tensor:
+        """Allocate a whole weight where this rank's rows are."""
+        device = local_tensor(self.parts()[0].detach()).device
+        return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=device)
+
+    @torch.no_grad()
+    def take(self, weight: Tensor) -> None:
+        """Quantize a whole weight, and keep this rank's rows of its parts."""
+        quantized = self.quantize(weight)
+        self.rebuild = Rebuild.of(quantized)
+        for name, part in zip(self.rebuild.names, self.parts(), strict=True):
+            local_tensor(part.detach()).copy_(rows_of(torch.atleast_1d(getattr(quantized, name)), part))
+
+
+def rows_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Return those rows of a whole tensor that this rank has of `like`."""
+    if not isinstance(like, DTensor):
+        return whole
+    chunks, rank = whole.chunk(like.device_mesh.size(-1)), like.device_mesh.get_local_rank(-1)
+    return chunks[rank] if rank < len(chunks) else whole[:0]
+
+
+def replace_linear_layers(unit: nn.Module, precision: str) -> None:
+    """Replace the frozen linear layers of a unit on the meta device by quantized ones.
+
+    A LoRA's own layers stay, and with NF4 those whose weights are no multiple of its block.
+    """
+    for parent in [*unit.modules()]:
+        for name, layer in parent.named_children():
+            if type(layer) is not nn.Linear or layer.weight.requires_grad:
+                continue
+            if precision != "nf4" or layer.weight.numel() % NF4_BLOCK == 0:
+                setattr(parent, name, QuantizedLinear(layer, QUANTIZERS[precision]))

@@ -1,0 +1,62 @@
+"""Quantized weights: near the exact ones, and nothing but their parts is kept for the backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from simpletuner.parallel.precision.precision import grouped
+from simpletuner.parallel.precision.quantized import QUANTIZERS, QuantizedLinear, replace_linear_layers
+
+pytest.importorskip("torchao")
+
+ERRORS = {"int8": 0.01, "float8": 0.03, "nf4": 0.1}
+"""Norm of the error of normally distributed weights, relative to their norm."""
+
+
+@pytest.fixture
+def exact() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(256, 128).requires_grad_(False)
+
+
+def quantized(exact: nn.Linear, precision: str) -> QuantizedLinear:
+    layer = QuantizedLinear(exact, QUANTIZERS[precision])
+    layer.take(exact.weight)
+    return layer
+
+
+@pytest.mark.parametrize("precision", QUANTIZERS)
+def test_outputs_and_gradients_are_those_of_the_dequantized_weight(precision, exact):
+    layer = quantized(exact, precision)
+    assert 0 < (layer.weight - exact.weight).norm() / exact.weight.norm() < ERRORS[precision]
+    plain = nn.Linear(256, 128)
+    plain.load_state_dict({"weight": layer.weight, "bias": exact.bias})
+    inputs, other = (torch.ones(2, 3, 256).cumsum(-1).requires_grad_() for _ in range(2))
+    layer(inputs).square().sum().backward()
+    plain(other).square().sum().backward()
+    assert torch.allclose(layer(inputs), plain(other))
+    assert inputs.grad is not None and torch.allclose(inputs.grad, other.grad)
+
+
+@pytest.mark.parametrize("precision", QUANTIZERS)
+def test_only_the_parts_are_kept_for_the_backward_pass(precision, exact):
+    layer, kept = quantized(exact, precision), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+        layer(torch.ones(3, 256, requires_grad=True))
+    assert {each.data_ptr() for each in kept} == {each.data_ptr() for each in layer.parts()}
+    assert sum(each.nbytes for each in kept) < 1.1 * exact.weight.numel()
+
+
+def test_trained_layers_and_those_of_odd_sizes_stay():
+    unit = nn.Sequential(nn.Linear(8, 7), nn.Linear(8, 8), nn.Sequential(nn.Linear(16, 16))).requires_grad_(False)
+    unit.append(nn.Linear(16, 16))
+    replace_linear_layers(unit, "nf4")
+    kinds = [type(unit[0]), type(unit[1]), type(unit[2][0]), type(unit[3])]
+    assert kinds == [nn.Linear, QuantizedLinear, QuantizedLinear, nn.Linear]
+
+
+def test_weights_are_read_in_groups():
+    assert list(grouped({"a": 3, "b": 3, "c": 9, "d": 1}, 6)) == [["a", "b"], ["c"], ["d"]]
+    assert list(grouped({}, 6)) == []
