@@ -116,6 +116,15 @@ def test_deepspeeds_file_and_the_flags_beside_it_mean_the_same_settings(loaded):
     assert shown(exported.command) == settings_as_json(loaded)
 
 
+@pytest.mark.parametrize(("learning_rate", "lr_end"), [(1.1227972450552087e308, 1e-7), (1.0, 5e-324), (3e-4, 1e-6)])
+def test_deepspeeds_file_holds_no_ratio_that_contradicts_the_flag_beside_it(learning_rate, lr_end):
+    rates = {"learning_rate": learning_rate, "lr_end": lr_end, "lr_scheduler": "cosine", "max_train_steps": 70}
+    loaded = load({"zero_stage": 2, **rates}, complete=False, environment=NOWHERE)
+    exported = export(loaded, "deepspeed")
+    saved(exported)
+    assert shown(exported.command) == settings_as_json(loaded)
+
+
 @pytest.mark.parametrize("to", ["json", "toml", "yaml", "env", "cli", "accelerate", *CLUSTERS])
 def test_an_emptied_list_is_said_since_a_weaker_source_may_fill_it(to):
     loaded = load({"validation_prompt": []}, complete=False, environment=NOWHERE)

@@ -37,11 +37,11 @@ from simpletuner.settings.importing.translation import (
 from simpletuner.settings.resolving.loading import canonical_name, plain_name, read_table
 from simpletuner.settings.resolving.sources import (
     ACCELERATE_CONFIG,
-    is_equal,
     to_setting_type,
     validate_value,
 )
 from simpletuner.settings.resolving.variables import NOT_SETTINGS
+from simpletuner.settings.values.spelling import is_equal
 from simpletuner.system.files.paths import expand_path
 
 DECISIVE = ("model_family", "model_type", "controlnet", "control", "refiner_training")

@@ -6,7 +6,6 @@ A source is a list of what was written where. Merging keeps for every value its 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from simpletuner.settings.foreign.accelerate.messages import mistakes_of, place_
 from simpletuner.settings.foreign.key_table import MappedField
 from simpletuner.settings.foreign.recognition import import_hint, trainer_of
 from simpletuner.settings.resolving.variables import folder_variables, from_env_file, from_environment
-from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, normalize_name, normalize_value
+from simpletuner.settings.values.spelling import WORDS_FOR_NOTHING, is_equal, normalize_name, normalize_value
 from simpletuner.system.files.paths import shown_path
 
 RANKS = "num_processes"
@@ -90,12 +89,6 @@ def validate_value(name: str, value: Any) -> Any:
     """Convert a value to the type of a setting. Raises pydantic's ValidationError if the setting refuses it."""
     section = SECTIONS[SECTION_OF[name]]
     return getattr(section(**{name: normalize_value(name, setting_fields()[name], value)}), name)
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    """Compare two values, numbers up to rounding: a learning rate may be the product of two others."""
-    both_numbers = isinstance(one, int | float) and isinstance(other, int | float)
-    return math.isclose(one, other, rel_tol=1e-9) if both_numbers else one == other
 
 
 def collect_sources(flags: Mapping[str, Any], config: Path | None, environment: Mapping[str, str]) -> list[Source]:

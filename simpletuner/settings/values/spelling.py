@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -126,3 +127,9 @@ def as_text(value: Any) -> str:
     if isinstance(value, bool | list | dict):
         return json.dumps(value, ensure_ascii=False)
     return "none" if value is None else str(value)
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Compare two values, numbers up to rounding: a learning rate may be the product of two others."""
+    both_numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return math.isclose(one, other, rel_tol=1e-9) if both_numbers else one == other

@@ -12,7 +12,7 @@ from simpletuner.settings.declared.errors import did_you_mean
 from simpletuner.settings.declared.sections import Settings
 from simpletuner.settings.foreign.deepspeed.keys import AUTO, number
 from simpletuner.settings.foreign.deepspeed.parsed_config import ParsedConfig
-from simpletuner.settings.values.spelling import normalize_name
+from simpletuner.settings.values.spelling import is_equal, normalize_name
 
 CONSTANT = ("constant", "constant_with_warmup")
 """Two names of one schedule: lr_warmup_steps decides about the warm-up."""
@@ -115,7 +115,9 @@ def scheduler_block(settings: Settings) -> dict[str, Any]:
         return {"type": "WarmupLR", "params": rates | warmup}
     if own.lr_scheduler == "linear" and total and own.lr_end == 0:
         return {"type": "WarmupDecayLR", "params": {"total_num_steps": total} | rates | warmup}
-    if own.lr_scheduler == "cosine" and total and own.lr_end <= own.learning_rate:
-        ratios = {"warmup_min_ratio": 0.0 if rises else 1.0, "cos_min_ratio": own.lr_end / own.learning_rate}
+    end = own.lr_end / own.learning_rate
+    # A ratio below 2e-308 has lost digits: what it gives back would contradict lr_end.
+    if own.lr_scheduler == "cosine" and total and end <= 1 and is_equal(end * own.learning_rate, own.lr_end):
+        ratios = {"warmup_min_ratio": 0.0 if rises else 1.0, "cos_min_ratio": end}
         return {"type": "WarmupCosineLR", "params": {"total_num_steps": total} | ratios | warmup}
     return {}
