@@ -132,21 +132,24 @@ def test_a_sharded_base_gives_the_losses_of_one_rank_and_each_layout_goes_on_fro
 
 
 def test_a_quantized_base_gives_the_same_losses_sharded_and_its_bytes_are_shared_out(run_on, arguments_of):
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao.quantization", exc_type=ImportError)
     arguments = arguments_of("flux", gradient_checkpointing=True)
     # A row of the tiny model has 64 to 256 weights, which share a scale of 4 bytes and a zero point of one.
-    bytes_per_weight = {"int8": 1.06, "float8": 1.05, "nf4": 0.52}
+    bytes_per_weight = {"int8": 1.04, "float8": 1.03, "nf4": 0.52}
+    loss_differences = {"int8": 1e-4, "float8": 2e-4, "nf4": 1e-3}
     names = [f"{base} lora" for base in bytes_per_weight]
     one = run_on(engines.bases_in_turn, 1, arguments, ["lora whole", *(f"{name} whole" for name in names)])
     two = run_on(engines.bases_in_turn, 2, arguments, [f"{name} fsdp2" for name in names])
     exact, _ = one["lora whole"]
-    for name, expected in zip(names, bytes_per_weight.values(), strict=True):
+    for name, (precision, expected) in zip(names, bytes_per_weight.items(), strict=True):
         steps, held = one[f"{name} whole"]
-        assert held == pytest.approx(expected, rel=0.05), name
+        assert held == pytest.approx(expected, rel=0.01), name
+        losses, exact_losses = ([loss for loss, _ in each] for each in (steps, exact))
+        assert losses == pytest.approx(exact_losses, rel=loss_differences[precision]), name
         assert steps != exact and numbers(steps) == pytest.approx(numbers(exact), rel=3e-2), name
         sharded, share = two[f"{name} fsdp2"]
         assert numbers(sharded) == pytest.approx(numbers(steps), rel=1e-5), name
-        assert share == pytest.approx(held / 2, rel=0.05), name
+        assert share == pytest.approx(held / 2, rel=0.01), name
 
 
 def numbers(steps: list[list[float]]) -> list[float]:
@@ -180,7 +183,7 @@ def test_regularisation_data_is_trained_towards_the_base_model_on_any_number_of_
 
 
 def test_the_base_is_held_in_int8(flux, shapes, train, tmp_path):
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao.quantization", exc_type=ImportError)
     flags = (*base("flux", flux, shapes), *LORA, "--train_batch_size=2", "--mixed_precision=bf16")
     int8 = ("--base_model_precision=int8", "--max_train_steps=3")
     exact = train(tmp_path / "bf16", *flags, "--max_train_steps=3")

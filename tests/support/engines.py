@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import ranks
 import torch
 from flags import tokens_of
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from simpletuner.checkpoints.layout import Checkpoint, load_checkpoint
@@ -195,28 +196,38 @@ def steps_of(trainer: Trainer, world: World, count: int) -> list[list[float]]:
 
 def losses_in_turn(arguments: dict[str, Any], names: list[str], steps: int, report: str) -> None:
     """Write the losses and norms of some steps from the start, by engine."""
-    with joined_world() as world:
-        taken, prepared = {}, None
-        for name in names:
-            settings = settings_of(arguments, name, Path(arguments["folder"]) / f"{name}-x{world.size}", world.size)
-            prepared = prepared or prepared_by(world, settings)
-            with opened(world, settings, prepared) as (trainer, _):
-                taken[name] = steps_of(trainer, world, steps)
-        write(taken, report, world)
+    measure_in_turn(arguments, names, lambda trainer, world: steps_of(trainer, world, steps), report)
 
 
 def bases_in_turn(arguments: dict[str, Any], names: list[str], report: str) -> None:
     """Write the losses and norms of two steps, and the bytes of quantized weights per weight, by engine."""
+    measure_in_turn(
+        arguments,
+        names,
+        lambda trainer, world: [steps_of(trainer, world, 2), bytes_per_quantized_weight(trainer.engine.module)],
+        report,
+    )
+
+
+def bytes_per_quantized_weight(model: nn.Module) -> float | None:
+    """Return the bytes that this rank holds for each quantized weight of the whole model, None where there is none."""
+    layers = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    held = sum(local_tensor(part.detach()).nbytes for layer in layers for part in layer.parts())
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    return held / weights if weights else None
+
+
+def measure_in_turn(
+    arguments: dict[str, Any], names: list[str], measure: Callable[[Trainer, World], Any], report: str
+) -> None:
+    """Write what is measured of a run that is at its start, by engine."""
     with joined_world() as world:
         taken, prepared = {}, None
         for name in names:
             settings = settings_of(arguments, name, Path(arguments["folder"]) / f"{name}-x{world.size}", world.size)
             prepared = prepared or prepared_by(world, settings)
             with opened(world, settings, prepared) as (trainer, _):
-                layers = [each for each in trainer.engine.module.modules() if isinstance(each, QuantizedLinear)]
-                held = sum(local_tensor(part.detach()).nbytes for layer in layers for part in layer.parts())
-                weights = sum(layer.in_features * layer.out_features for layer in layers)
-                taken[name] = [steps_of(trainer, world, 2), held / weights if weights else None]
+                taken[name] = measure(trainer, world)
         write(taken, report, world)
 
 

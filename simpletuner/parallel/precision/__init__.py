@@ -1,1 +1,1 @@
-"""Low-precision weights, compute and optimizer state: float8, int8, split bfloat16."""
+"""Low-precision weights, compute and optimizer state: float8, quantized, split bfloat16."""

@@ -91,8 +91,8 @@ class QuantizedBase(Precision):
             weights = {f"{name}.weight": layers[name].empty_weight() for name in names}
             load_weights(weights)
             for name, weight in zip(names, weights.values(), strict=True):
-                layers[name].take(weight)
-        parts = {f"{name}.{part}" for name, layer in layers.items() for part in layer.rebuild.names}
+                layers[name].quantize_from(weight)
+        parts = {f"{name}.{part}" for name, layer in layers.items() for part in layer.spec.names}
         load_weights({name: tensor for name, tensor in model.state_dict().items() if name not in parts})
         return TorchEngine
 
@@ -116,14 +116,14 @@ def grouped(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
         yield group
 
 
-def allocate(model: nn.Module, device: torch.device, parameters_on: torch.device, recurse: bool = True) -> None:
+def allocate(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
     """Give parameters (of this rank's shards only) uninitialized memory; what has values already keeps them."""
     # to_empty() also empties buffers; those that are not in the checkpoint, such as rotary tables, exist only here. So
     # do the matrices of a LoRA.
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers(recurse=recurse)}
-    shards = {name: local_tensor(each.detach()) for name, each in model.named_parameters(recurse=recurse)}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    shards = {name: local_tensor(each.detach()) for name, each in model.named_parameters()}
     held = {name: shard.clone() for name, shard in shards.items() if not shard.is_meta}
-    model.to_empty(device=parameters_on, recurse=recurse)
+    model.to_empty(device=parameters_on)
     for name, shard in held.items():
         local_tensor(model.get_parameter(name).detach()).copy_(shard)
     for name, buffer in buffers.items():

@@ -11,6 +11,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -25,16 +26,21 @@ NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
 """Values that share a scale, and scales that share one of theirs (Dettmers et al. 2023, arXiv:2305.14314)."""
 
 
+FIRST_TORCHAO = (0, 18)
+"""Before, int8 and NF4 were other classes, of other parts (tried: 0.15, 0.16 and 0.17)."""
+
+
 def check_torchao(setting: str) -> None:
-    """Raise EnvironmentNotReady where torchao is not installed, or does not fit the installed torch."""
+    """Raise EnvironmentNotReady where torchao is not installed, too old, or does not fit the installed torch."""
+    hint = f"pip install --upgrade 'simpletuner[torchao]', or leave {setting.partition('=')[0]} out"
     try:
         importlib.import_module("torchao.quantization")
-    except ImportError as error:
+        installed = version("torchao")
+    except ImportError as error:  # PackageNotFoundError is one
         reason = str(error).strip().splitlines()[0]
-        raise EnvironmentNotReady(
-            f"{setting} needs torchao: {reason}",
-            f"pip install 'simpletuner[int8]', or leave {setting.partition('=')[0]} out",
-        ) from None
+        raise EnvironmentNotReady(f"{setting} needs torchao 0.18 and a torch that fits it: {reason}", hint) from None
+    if tuple(map(int, installed.split(".")[:2])) < FIRST_TORCHAO:
+        raise EnvironmentNotReady(f"{setting} needs torchao 0.18 or newer: {installed} is installed", hint)
 
 
 def to_int8(weight: Tensor) -> Any:
@@ -72,8 +78,8 @@ QUANTIZERS: dict[str, Callable[[Tensor], Any]] = {"int8": to_int8, "float8": to_
 
 
 @dataclass
-class Rebuild:
-    """Names, shapes and wrapping class of a quantized weight's parts."""
+class FlattenSpec:
+    """What `__tensor_unflatten__` needs to make a quantized weight from its parts: names, shapes, class and context."""
 
     kind: Any
     names: tuple[str, ...]
@@ -82,12 +88,12 @@ class Rebuild:
     size: torch.Size
 
     @classmethod
-    def of(cls, weight: Any) -> Rebuild:
+    def of(cls, weight: Any) -> FlattenSpec:
         names, context = weight.__tensor_flatten__()
         shapes = tuple(getattr(weight, name).shape for name in names)
         return cls(type(weight), tuple(names), shapes, context, weight.shape)
 
-    def dequantized(self, parts: tuple[Tensor, ...]) -> Tensor:
+    def dequantize(self, parts: tuple[Tensor, ...]) -> Tensor:
         shaped = {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
         stride = (self.size[1], 1)
         weight = self.kind.__tensor_unflatten__(shaped, self.context, self.size, stride)
@@ -99,16 +105,16 @@ class FrozenProduct(torch.autograd.Function):
     """x W^T + b for a weight that is dequantized in each pass, and of which only the parts are kept between them."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, rebuild: Rebuild, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, spec: FlattenSpec, *parts: Tensor) -> Tensor:
         ctx.save_for_backward(*parts)
-        ctx.rebuild = rebuild
-        return F.linear(inputs, rebuild.dequantized(parts), bias)
+        ctx.spec = spec
+        return F.linear(inputs, spec.dequantize(parts), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         parts = ctx.saved_tensors  # once: recomputation gives each saved tensor out a single time
-        weight = ctx.rebuild.dequantized(parts).to(gradient.dtype)
+        weight = ctx.spec.dequantize(parts).to(gradient.dtype)
         return gradient @ weight, None, None, *(None for _ in parts)
 
 
@@ -120,22 +126,22 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.dtype, self.quantize, self.bias = layer.weight.dtype, quantize, layer.bias
         weight = quantize(layer.weight.detach())
-        self.rebuild = Rebuild.of(weight)
-        for name in self.rebuild.names:
+        self.spec = FlattenSpec.of(weight)
+        for name in self.spec.names:
             # FSDP2 shards rows, which a tensor of no dimension, such as the mean of NF4's scales, does not have.
             part = torch.atleast_1d(getattr(weight, name))
             self.register_parameter(name, nn.Parameter(part, requires_grad=False))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return FrozenProduct.apply(inputs, self.bias, self.rebuild, *self.parts())
+        return FrozenProduct.apply(inputs, self.bias, self.spec, *self.parts())
 
     def parts(self) -> list[nn.Parameter]:
-        return [self.get_parameter(name) for name in self.rebuild.names]
+        return [self.get_parameter(name) for name in self.spec.names]
 
     @property
     def weight(self) -> Tensor:
         """The weight in its own dtype (outputs, inputs), made anew at each call."""
-        return self.rebuild.dequantized(tuple(self.parts()))
+        return self.spec.dequantize(tuple(self.parts()))
 
     @property
     def whole_bytes(self) -> int:
@@ -147,11 +153,11 @@ class QuantizedLinear(nn.Module):
         return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=device)
 
     @torch.no_grad()
-    def take(self, weight: Tensor) -> None:
+    def quantize_from(self, weight: Tensor) -> None:
         """Quantize a whole weight, and keep this rank's rows of its parts."""
         quantized = self.quantize(weight)
-        self.rebuild = Rebuild.of(quantized)
-        for name, part in zip(self.rebuild.names, self.parts(), strict=True):
+        self.spec = FlattenSpec.of(quantized)
+        for name, part in zip(self.spec.names, self.parts(), strict=True):
             local_tensor(part.detach()).copy_(rows_of(torch.atleast_1d(getattr(quantized, name)), part))
 
 

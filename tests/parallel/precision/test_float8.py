@@ -40,7 +40,7 @@ def losses_of(float8: bool) -> tuple[torch.Tensor, nn.Module]:
 
 
 def test_linear_layers_of_blocks_compute_in_float8_and_train_nearly_alike():
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao.quantization", exc_type=ImportError)
     (exact, _), (losses, model) = losses_of(float8=False), losses_of(float8=True)
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     converted = {"1.up", "1.down", "2.up", "2.down"}

@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from simpletuner.errors import EnvironmentNotReady
 from simpletuner.parallel.precision.precision import grouped
-from simpletuner.parallel.precision.quantized import QUANTIZERS, QuantizedLinear, replace_linear_layers
+from simpletuner.parallel.precision.quantized import (
+    QUANTIZERS,
+    QuantizedLinear,
+    check_torchao,
+    replace_linear_layers,
+)
 
-pytest.importorskip("torchao")
+pytest.importorskip("torchao.quantization", exc_type=ImportError)
 
 ERRORS = {"int8": 0.01, "float8": 0.03, "nf4": 0.1}
 """Norm of the error of normally distributed weights, relative to their norm."""
@@ -23,7 +29,7 @@ def exact() -> nn.Linear:
 
 def quantized(exact: nn.Linear, precision: str) -> QuantizedLinear:
     layer = QuantizedLinear(exact, QUANTIZERS[precision])
-    layer.take(exact.weight)
+    layer.quantize_from(exact.weight)
     return layer
 
 
@@ -60,3 +66,13 @@ def test_trained_layers_and_those_of_odd_sizes_stay():
 def test_weights_are_read_in_groups():
     assert list(grouped({"a": 3, "b": 3, "c": 9, "d": 1}, 6)) == [["a", "b"], ["c"], ["d"]]
     assert list(grouped({}, 6)) == []
+
+
+def test_an_old_torchao_is_named_before_anything_is_loaded(tmp_path, monkeypatch):
+    check_torchao("base_model_precision=nf4")
+    metadata = tmp_path / "torchao-0.17.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.17.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EnvironmentNotReady, match="=nf4 needs torchao 0.18 or newer: 0.17.0 is installed"):
+        check_torchao("base_model_precision=nf4")
