@@ -79,7 +79,7 @@ QUANTIZERS: dict[str, Callable[[Tensor], Any]] = {"int8": to_int8, "float8": to_
 
 @dataclass
 class FlattenSpec:
-    """What `__tensor_unflatten__` needs to make a quantized weight from its parts: names, shapes, class and context."""
+    """Class, names, shapes and context that `__tensor_unflatten__` makes a quantized weight of, besides its parts."""
 
     kind: Any
     names: tuple[str, ...]
