@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import ranks  # noqa: E402
 from flags import last_wins, tokens_of  # noqa: E402
+from patience import PATIENCE  # noqa: E402
 
 if "SIMPLETUNER_TEST_GPUS" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # several ranks on one GPU are refused, and TF32 is not within tolerances
@@ -87,7 +88,7 @@ class Ranks:
     processes: list[Any]
     logs: list[Path]
 
-    def wait(self, timeout: float = 240) -> list[int]:
+    def wait(self, timeout: float = PATIENCE) -> list[int]:
         end = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0.1, end - time.monotonic()))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from simpletuner import __version__
 from simpletuner.app import main
@@ -21,7 +22,7 @@ ENOUGH = ("--model_family=sdxl", "--instance_data_dir=pictures")
 
 
 def start(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from simpletuner import __version__
 from simpletuner.commands.shell.scripts import PROGRAMS, script_for
@@ -23,7 +24,7 @@ BENEATH_THEM = (
     *("annotated-doc", "annotated-types", "markdown-it-py", "mdurl", "pydantic-core"),
     *("pygments", "shellingham", "typing-extensions", "typing-inspection"),
 )
-SECONDS = 240
+SECONDS = PATIENCE
 HELP = """
 import contextlib, io, json, os
 from simpletuner.app import main
@@ -92,7 +93,7 @@ def start(programs, tmp_path):
     def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [programs / program, *arguments]
         where = {"cwd": tmp_path, "env": {**outside(), **environment}, "stdin": subprocess.DEVNULL}
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, **where)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, **where)
 
     return run
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import saving
 import torch
+from patience import PATIENCE
 from safetensors.torch import load_file
 from torch.distributed import HashStore
 
@@ -69,7 +70,7 @@ def check_calls(folder: Path, calls: list[list[Any]]) -> None:
 
 def test_a_rank_that_dies_while_a_checkpoint_is_written_is_noticed_by_the_others(starter, tmp_path):
     run = starter.start(saving.lose_a_rank, 4, str(tmp_path / "run"), str(tmp_path / "report"))
-    assert run.wait(60) == [0] * 4, run.said
+    assert run.wait(PATIENCE) == [0] * 4, run.said
     assert [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(3)] == [True] * 3
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 

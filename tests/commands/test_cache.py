@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import SMALL
 from holders import holder
+from patience import PATIENCE
 from rich.filesize import decimal
 
 from simpletuner.caches.store.shards import ShardReader, ShardWriter
@@ -228,7 +229,7 @@ def test_at_a_terminal_it_asks(home, answer, stays):
         [PROGRAM, "cache", "clear", "latents"], cwd=home, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         os.write(ours, f"{answer}\n".encode())
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=PATIENCE)
     os.close(ours)
     os.close(theirs)
     assert process.returncode == 0
@@ -266,7 +267,7 @@ def test_a_training_run_holds_its_caches_on_every_rank_and_a_killed_one_does_not
     output = home / "run"
     flags = (f"--output_dir={output}", *sdxl_flags, "--train_batch_size=2")
     run = starter.train(2, *SMALL, *flags, "--max_train_steps=100000")
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while not (output / "metrics.jsonl").exists():
         assert time.monotonic() < end, run.said
         time.sleep(0.05)

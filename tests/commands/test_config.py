@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from simpletuner.app import main
 from simpletuner.models.catalog.registry import TINY, flavour_of, presets
@@ -278,5 +279,5 @@ def test_nothing_heavy_is_imported(arguments):
     write("a.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 2\n")
     environment = {**os.environ, "SIMPLETUNER_ACCELERATE_CONFIG": "none" if "deepspeed" in str(arguments) else "a.yaml"}
     command = [sys.executable, "-c", IMPORTED, ",".join(HEAVY), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.stderr.splitlines()[-1] == "imported []", done.stderr

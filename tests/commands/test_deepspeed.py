@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from terminal import Terminal
 
 from simpletuner.app import main
@@ -401,6 +402,6 @@ def test_validate_shows_what_was_normalized(capsys):
 def test_nothing_heavy_is_imported(tmp_path, arguments):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     program = [sys.executable, "-c", IMPORTED, ",".join(HEAVY), "deepspeed", *arguments]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, env=dict(os.environ))
+    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE, env=dict(os.environ))
     assert done.returncode == ExitCode.OK, done.stderr
     assert done.stderr.splitlines()[-1] == "imported []"

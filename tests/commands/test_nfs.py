@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from simpletuner.app import main
 from simpletuner.commands.nfs import show, verdict
@@ -46,7 +47,7 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert "heavy imports" not in err
     return process.returncode, out, err
 
@@ -188,7 +189,7 @@ def test_a_wish_that_makes_no_sense_ends_with_2(tmp_path, arguments, words):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_check_with_its_code_and_nothing_left(tmp_path, number, code):
     process = start(f"--path={tmp_path}", "--nodes=2")
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while not list(tmp_path.rglob("0-card.json")):
         assert time.monotonic() < end
         time.sleep(0.01)

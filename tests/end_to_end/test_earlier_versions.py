@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 from recorded_run import COMMAND, SAME_ON_EVERY_CPU, copy_inputs
 from safetensors.torch import load_file
 
@@ -62,7 +63,7 @@ def resume(fixture: Path, folder: Path, **variables: str) -> str:
     # but 750 of 832 tensors differ in their last bit between AVX512, AVX2 and SSE, and between one thread and two. With
     # them 712 still do between some kinds of CPU (Zen 5 and the recording one).
     environment = os.environ | SAME_ON_EVERY_CPU | variables
-    done = subprocess.run(COMMAND, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(COMMAND, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

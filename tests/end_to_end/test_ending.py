@@ -19,6 +19,7 @@ import pytest
 import ranks
 from conftest import SMALL
 from flags import last_wins
+from patience import PATIENCE
 
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
 from simpletuner.system.processes.run_status import STATUS, read_status
@@ -55,7 +56,7 @@ def said(output: Path) -> str:
 
 
 def wait_for_step(output: Path, process: subprocess.Popen, step: int) -> None:
-    metrics, end = output / "metrics.jsonl", time.monotonic() + 120
+    metrics, end = output / "metrics.jsonl", time.monotonic() + PATIENCE
     while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
         assert process.poll() is None and time.monotonic() < end, said(output)
         time.sleep(0.02)
@@ -108,7 +109,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     os.close(ours)
     time.sleep(1)  # progress is shown meanwhile
     process.send_signal(signal.SIGHUP)
-    assert process.wait(60) == 129
+    assert process.wait(PATIENCE) == 129
     assert re.fullmatch(r"stopped by SIGHUP at step \d+; its checkpoint is saved", ended(output)[1])
     assert len(list_checkpoints(output / "checkpoints")) == 1
 
@@ -119,7 +120,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     while confirmed not in said(output):
         assert process.poll() is None, said(output)
         time.sleep(0.01)
-    assert process.wait(60) == 130, said(output)
+    assert process.wait(PATIENCE) == 130, said(output)
     assert said(output).count(confirmed) == 1
     assert len(list_checkpoints(output / "checkpoints")) == 2
     assert said(output).count("stopped by SIGINT at step") == 1
@@ -135,7 +136,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     status = read_status(output / STATUS)
     assert status is not None and status.pid == process.pid and status.rank_pid == ranks[0].pid
     victim.kill()
-    assert process.wait(30) == 5, said(output)
+    assert process.wait(PATIENCE) == 5, said(output)
     assert "lost contact" not in said(output), "only the launcher knows what happened"
     assert re.search(rf"rank \d \(pid {victim.pid}\) was killed by SIGKILL", said(output))
     assert "Traceback" not in said(output)
@@ -150,7 +151,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     process.send_signal(signal.SIGINT)
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 130
+    assert process.wait(PATIENCE) == 130
     expect_nothing_left(output, ranks, 1)
     assert said(output).rstrip().endswith("stopped without saving")
     assert ended(output) == ("stopped", "stopped without saving, by a second SIGINT")
@@ -159,7 +160,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     process = trained(2, "--stall_timeout=3")
     victim, ranks = ranks_of(process)[1], ranks_of(process)
     victim.suspend()
-    assert process.wait(15) == 5
+    assert process.wait(PATIENCE) == 5
     expect_nothing_left(output, ranks, 1)
     sentence = (
         rf"error: rank \d \(pid {victim.pid}\) has made no progress for [3-6] s \(since [\d:]+\), at .*step \d+: "
@@ -185,7 +186,7 @@ def test_signals_save_and_leave_and_a_dead_or_stopped_rank_ends_the_others(sdxl_
     ranks = psutil.Process(process.pid).children()
     process.kill()
     process.wait()
-    assert psutil.wait_procs(ranks, timeout=30)[1] == []
+    assert psutil.wait_procs(ranks, timeout=PATIENCE)[1] == []
 
 
 OWN_FAMILY = """
@@ -213,7 +214,7 @@ def test_a_rank_that_hangs_while_caching_is_named_and_nothing_is_imported_by_acc
     for world, code in ((2, 5), (1, 0)):
         arguments = [*command, f"--num_processes={world}", f"--output_dir={world}", "--stall_timeout=3"]
         options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
-        done = subprocess.run(arguments, timeout=90, **options)
+        done = subprocess.run(arguments, timeout=PATIENCE, **options)
         assert done.returncode == code, done.stderr
         assert "imported by accident" not in done.stderr
         if world == 2:
@@ -237,7 +238,7 @@ def test_a_rank_can_be_ended_while_it_joins(starter, sdxl_flags, tmp_path):
         arguments = (ranks.command_line, 1, 2, closed.getsockname()[1], str(log), flags)
         rank = starter.context.Process(target=ranks.as_rank, args=arguments)
         rank.start()
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE
         while not catches(rank.pid, signal.SIGTERM):
             assert time.monotonic() < end
             time.sleep(0.05)
@@ -252,7 +253,7 @@ def test_one_rank_saves_and_leaves_too(sdxl_flags, starter, tmp_path):
     flags = (*sdxl_flags, "--max_train_steps=100000", "--checkpoint_step_interval=1")  # one is being written, too
     run = starter.train(1, f"--output_dir={tmp_path / 'run'}", *SMALL, *flags)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while not (metrics.exists() and '"step": 2,' in metrics.read_text()):
         assert time.monotonic() < end, run.said
         time.sleep(0.02)
@@ -267,7 +268,7 @@ def test_one_rank_saves_and_leaves_too(sdxl_flags, starter, tmp_path):
 def test_a_second_run_in_the_same_folder_is_refused(sdxl_flags, starter, train, tmp_path):
     output = tmp_path / "run"
     first = starter.train(1, f"--output_dir={output}", *SMALL, *sdxl_flags, "--max_train_steps=100000")
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while not (output / "metrics.jsonl").exists():
         assert time.monotonic() < end, first.said
         time.sleep(0.05)

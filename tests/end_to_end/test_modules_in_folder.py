@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SMALL
 from page_server import page_server
+from patience import PATIENCE
 
 from simpletuner.system.files.locks import RUN_LOCK, is_locked
 from simpletuner.system.processes.run_status import STATUS, read_status
@@ -38,7 +39,7 @@ def folder(tmp_path: Path, shapes: Path) -> Path:
 
 def ends(output: Path) -> str:
     """Wait until a run that the page has started has ended, its processes too, and return what it said."""
-    console, end = output / "console.txt", time.monotonic() + 180
+    console, end = output / "console.txt", time.monotonic() + PATIENCE
     while not ((status := read_status(output / STATUS)) and status.has_ended and not is_locked(output / RUN_LOCK)):
         assert time.monotonic() < end, console.read_text()
         time.sleep(0.1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 from safetensors.torch import load_file
 
 from simpletuner.caches.store.shards import ShardReader
@@ -120,7 +121,7 @@ def test_killed_in_caching_training_and_saving_it_goes_on_and_nothing_is_corrupt
     waits = random.Random(0)
     for name, reached in moments.items():
         run = starter.train(2, f"--output_dir={output}", *small(), *flags)
-        end = time.monotonic() + 120
+        end = time.monotonic() + PATIENCE
         while not reached():
             assert time.monotonic() < end, f"never came to: {name}\n{run.said}"
             assert any(process.is_alive() for process in run.processes), f"ended before: {name}\n{run.said}"

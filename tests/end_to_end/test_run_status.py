@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALL, Ranks
+from patience import PATIENCE
 
 from simpletuner.errors import DataError, Stopped
 from simpletuner.system.files.locks import is_locked
@@ -24,7 +25,7 @@ def status_of(output: Path) -> RunStatus:
 
 def wait_for_state(output: Path, state: RunState, run: Ranks) -> RunStatus:
     """Wait until a run says a state, and that it has taken a step."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while True:
         status = read_status(output / STATUS)
         if status is not None and status.state is state and status.loss is not None:

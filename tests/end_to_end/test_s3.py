@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALL
+from patience import PATIENCE
 from s3_server import BUCKET, Fault, Proxy, s3_proxy, s3_server, upload
 
 from simpletuner.app import main
@@ -96,7 +97,7 @@ def test_two_ranks_cache_in_the_bucket_and_another_output_dir_finds_all_of_it_th
 
     proxy.faults = [Fault("cache/image/rank", 503, "SlowDown")]  # text goes to the bucket, latents cannot
     killed = starter.train(2, f"--output_dir={tmp_path / 'away'}", *SMALL, *model, bucket)
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("away/cache/image_embeds/image/*.jsonl")) < 8:
         assert time.monotonic() < end and all(each.is_alive() for each in killed.processes), killed.said
         time.sleep(0.001)

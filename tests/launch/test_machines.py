@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SMALL
 from machines import PORT, Command, Machine, tear_down, wire
+from patience import PATIENCE
 
 from simpletuner.checkpoints.layout import list_checkpoints, load_checkpoint
 
@@ -34,7 +35,7 @@ def machines(tmp_path):
         tear_down(prefix)
         for machine in wired:
             for command in machine.commands:
-                command.wait(10)
+                command.wait(PATIENCE)
 
 
 def pair(
@@ -63,7 +64,7 @@ def errors(command: Command) -> list[str]:
 
 
 def wait_for_step(output: Path, command: Command, step: int) -> None:
-    metrics, end = output / "metrics.jsonl", time.monotonic() + 90
+    metrics, end = output / "metrics.jsonl", time.monotonic() + PATIENCE
     while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
         assert command.process.poll() is None and time.monotonic() < end, command.said
         time.sleep(0.02)
@@ -255,13 +256,13 @@ def test_a_machine_that_does_not_come_is_named(machines, sdxl_flags, tmp_path):
     meeting = (f"--main_process_ip={machines[0].address}", f"--main_process_port={PORT}", "--node_join_timeout=2")
     flags = (*sdxl_flags, *meeting, "--num_machines=2", "--num_processes=2", f"--output_dir={tmp_path / 'run'}")
     alone = machines[0].train(*flags)
-    assert alone.wait(20) == 3
+    assert alone.wait(PATIENCE) == 3
     assert re.search(r"waited \d s: 1 of 2 machines came; missing: machine 1", alone.said)
     alone = machines[1].train(*flags, "--machine_rank=1")
-    assert alone.wait(20) == 3
+    assert alone.wait(PATIENCE) == 3
     assert re.search(rf"waited \d s for machine 0 at {machines[0].address}:{PORT} \(connection refused\)", alone.said)
     mistaken = machines[1].train(*flags, "--machine_rank=0")
-    assert mistaken.wait(20) == 3
+    assert mistaken.wait(PATIENCE) == 3
     assert f"this is machine 0, but main_process_ip = {machines[0].address} does not lead to it" in mistaken.said
 
 

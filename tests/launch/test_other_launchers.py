@@ -16,6 +16,7 @@ import psutil
 import pytest
 import ranks
 from conftest import SMALL
+from patience import PATIENCE
 
 from simpletuner.app import main
 from simpletuner.errors import SettingsError
@@ -60,7 +61,7 @@ def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_the_run_goes_on(
     with log.open("wb") as file:
         agent = subprocess.Popen([*command, "--max_train_steps=12"], stdout=file, stderr=file)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + PATIENCE
         while not (output / "checkpoints" / "checkpoint-000002").exists():
             assert agent.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.02)

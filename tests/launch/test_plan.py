@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from simpletuner.errors import SettingsError
 from simpletuner.launch.launcher_connection import SOCKET_VARIABLE
@@ -74,7 +75,7 @@ def planned(folder: Path, *flags: str) -> str:
     pictures = folder / "my pictures"
     pictures.mkdir(exist_ok=True)
     command = [sys.executable, "-c", IMPORTED, "train", *ENOUGH, *flags]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "[]\n")
     assert list(folder.rglob("*")) == [pictures]
     return done.stdout.replace(sys.executable, "PYTHON")
@@ -189,7 +190,7 @@ def test_a_rank_whose_launcher_is_gone_exits_before_it_imports_torch(is_alive, t
         if is_alive:
             assert launcher.recv(1 << 16) == b"{}", "what it finds out by"
             done.kill()
-        said = done.communicate(timeout=60)[1]
+        said = done.communicate(timeout=PATIENCE)[1]
     assert is_alive or (done.returncode, said) == (143, "[]\n")
 
 

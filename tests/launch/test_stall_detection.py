@@ -10,6 +10,7 @@ import time
 
 import psutil
 import pytest
+from patience import PATIENCE
 
 from simpletuner.launch.ranks import Ranks
 from simpletuner.launch.stall_detection import PAUSE_SECONDS, ProgressMeter, StallDetector
@@ -74,7 +75,7 @@ def test_a_rank_may_be_slow_to_begin_unless_it_is_stopped_which_is_said_early(tm
         detector = StallDetector(ranks, 1.5)
         assert found(ranks, 4) == set() and list(detector.find_paused()) == []
         ranks.processes[1].send_signal(signal.SIGSTOP)
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE
         while not (paused := list(detector.find_paused())):
             assert time.monotonic() < end
         assert [(stall.rank, stall.state) for stall in paused] == [(1, "stopped")]
@@ -89,7 +90,7 @@ def test_what_hangs_is_told_from_what_works_and_what_waits(tmp_path, monkeypatch
     ranks = Ranks(os.environ)
     monkeypatch.chdir(tmp_path)
     with ranks.started(command, {rank: {"RANK": str(rank)} for rank in range(6)}):
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE
         while ranks.phase < 3 or any(status.phase < 1 + (rank == 5) for rank, status in ranks.statuses.items()):
             ranks.receive()
             assert time.monotonic() < end

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 
+from patience import PATIENCE
 from torch.distributed import HashStore
 
 from simpletuner.launch.heartbeat import PeerMonitor
@@ -30,7 +31,7 @@ def test_survivors_of_a_killed_rank_are_not_given_the_time_of_one_that_reports_w
         PeerMonitor(messages, 0, ["machine 0 (a)"], 30) as peers,
         ranks.started([sys.executable, "-c", DEAF], {0: {}, 1: {}}),
     ):
-        said, end = "", time.monotonic() + 30
+        said, end = "", time.monotonic() + PATIENCE
         while said.count("deaf") < 2:
             assert time.monotonic() < end
             time.sleep(0.05)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from browser import chromium
 from page_server import PageServer, page_server
+from patience import PATIENCE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -36,7 +37,7 @@ def server(folder: Path) -> Iterator[PageServer]:
 def browser() -> Iterator[Browser]:
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=30_000)  # of 5 s a busy machine takes all for one request
+    expect.set_options(timeout=PATIENCE * 1000)  # of 5 s a busy machine takes all for one request
     with chromium() as opened:
         yield opened
 
@@ -46,6 +47,7 @@ def page(browser: Browser, server: PageServer) -> Iterator[Page]:
     """A tab that has entered. Messages of its console, which CSP writes to as well, fail the test."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     tab = context.new_page()
+    tab.set_default_timeout(PATIENCE * 1000)
     said: list[str] = []
     tab.on("console", lambda message: None if message.text.startswith(EXPECTED) else said.append(message.text))
     tab.on("pageerror", lambda error: said.append(str(error)))

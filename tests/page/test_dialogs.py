@@ -65,7 +65,7 @@ def open_blocks(page: Page, server: PageServer) -> Locator:
     page.goto(f"{server.origin}/configurations/edit?file=train.json&view=accelerate")
     page.get_by_role("button", name="Detect Blocks").click()
     dialog = page.get_by_role("dialog")
-    dialog.locator("tbody tr").first.wait_for(timeout=120_000)
+    dialog.locator("tbody tr").first.wait_for()
     return dialog
 
 
@@ -80,7 +80,7 @@ def test_blocks_are_detected_applied_and_trained_with(
     # Cached now, so it is there at once; the server has not imported torch for it.
     page.get_by_role("button", name="Detect Blocks").click()
     dialog = page.get_by_role("dialog")
-    expect(dialog.locator("tbody tr").first).to_be_visible(timeout=2000)
+    expect(dialog.locator("tbody tr").first).to_be_visible()
     assert "Cached" in dialog.inner_text() and "_no_split_modules" in dialog.inner_text()
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
     ticked = dialog.locator("input[name=selected]:checked").evaluate_all("boxes => boxes.map(box => box.value)")

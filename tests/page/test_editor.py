@@ -152,7 +152,7 @@ def test_a_first_run_is_set_up_and_started_from_the_editor(page: Page, server: P
     assert "max_train_steps = 9" in lines and "resolution = 64" in lines, "whole numbers are written as such"
     page.get_by_role("button", name="Start").click()  # `pictures` is empty, so the run fails at once and in words
     page.wait_for_url("**/runs/watch?run=out")
-    expect(page.locator("#live-status")).to_contain_text("no usable image in", timeout=60_000)
+    expect(page.locator("#live-status")).to_contain_text("no usable image in")
 
 
 def test_a_file_that_changes_meanwhile(page: Page, server: PageServer, config: Path):

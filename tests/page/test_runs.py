@@ -16,6 +16,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import SMALL
 from page_server import PageServer
+from patience import PATIENCE
 from playwright.sync_api import Page, expect
 from run_pages import EVIL, write_round, write_rows
 
@@ -85,17 +86,17 @@ def test_a_run_is_started_watched_and_stopped_and_goes_on_elsewhere_until_it_is_
     state = page.locator("#live-status .state")
     assert state.inner_text() in ("starting", "running")
     status = page.locator("#live-status")
-    expect(status).to_contain_text(re.compile(r"\d+ of 20,000"), timeout=60_000)
-    expect(page.locator("#live-curves figcaption").first).to_have_text("Loss", timeout=20_000)
+    expect(status).to_contain_text(re.compile(r"\d+ of 20,000"))
+    expect(page.locator("#live-curves figcaption").first).to_have_text("Loss")
     assert state.inner_text() == "running"
     expect(status.locator("time")).to_have_text(re.compile(r"\d+ s ago"))
 
     # Polls change what is new and nothing else.
     page.locator("summary", has_text="Compare with").click()
     page.locator("summary", has_text="The end of the log").click()
-    page.locator("#live-images .round:not([hidden]) img").first.wait_for(timeout=30_000)
+    page.locator("#live-images .round:not([hidden]) img").first.wait_for()
     place, step = page.locator("#curves").bounding_box(), page.locator("#live-status dd").first.inner_text()
-    expect(page.locator("#live-status dd").first).not_to_have_text(step, timeout=20_000)
+    expect(page.locator("#live-status dd").first).not_to_have_text(step)
     assert page.locator("#curves").bounding_box() == place, "no layout jump"
     assert page.locator("#log-details").get_attribute("open") is not None
     assert page.evaluate("[...document.images].filter((each) => each.complete).every((each) => each.naturalWidth > 0)")
@@ -105,9 +106,9 @@ def test_a_run_is_started_watched_and_stopped_and_goes_on_elsewhere_until_it_is_
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Stop").click()
     page.locator("#toasts .toast", has_text="is asked to stop").wait_for()
-    expect(state).to_have_text("stopped", timeout=30_000)
+    expect(state).to_have_text("stopped")
     assert "stopped by SIGTERM" in status.inner_text() and "its checkpoint is saved" in status.inner_text()
-    expect(page.locator("#live-checkpoints")).to_contain_text("checkpoint-", timeout=10_000)
+    expect(page.locator("#live-checkpoints")).to_contain_text("checkpoint-")
     assert page.get_by_role("button", name="Stop").is_disabled()
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
@@ -115,18 +116,18 @@ def test_a_run_is_started_watched_and_stopped_and_goes_on_elsewhere_until_it_is_
     command = [sys.executable, "-m", "simpletuner", "train", "--config=live.toml"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     elsewhere.append(process := subprocess.Popen(command, cwd=folder, start_new_session=True, **quiet))
-    expect(state).to_have_text("running", timeout=30_000)
-    end = time.monotonic() + 60
+    expect(state).to_have_text("running")
+    end = time.monotonic() + PATIENCE
     while (folder / "out" / "live" / METRICS).read_text().count("\n") <= rows and time.monotonic() < end:
         time.sleep(0.1)
     process.send_signal(signal.SIGSTOP)
-    expect(state).to_have_text("stuck", timeout=10_000)
+    expect(state).to_have_text("stuck")
     assert f"kill -CONT {process.pid}" in status.inner_text()
     process.send_signal(signal.SIGCONT)
-    expect(state).to_have_text("running", timeout=10_000)
+    expect(state).to_have_text("running")
     process.kill()
     process.wait()
-    expect(state).to_have_text("killed", timeout=10_000)
+    expect(state).to_have_text("killed")
     page.goto(server.origin + "/runs")
     assert "killed" in page.locator("tr", has_text="out/live").inner_text()
     refused = server.post("/runs/stop", {"run": "out/live"})
@@ -143,30 +144,30 @@ def test_a_second_click_on_stop_is_no_second_signal_and_leaving_is_another_butto
     assert server.post("/runs/start", {"file": "long.toml"}).code == 200
     page.goto(f"{server.origin}/runs/watch?run=out/long")
     state, status = page.locator("#live-status .state"), page.locator("#live-status")
-    expect(state).to_have_text("running", timeout=60_000)
+    expect(state).to_have_text("running")
     asked: list[str] = []
     page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
     page.get_by_role("button", name="Stop").click()
     page.locator("#toasts .toast", has_text="is asked to stop").wait_for()
     again = server.post("/runs/stop", {"run": "out/long"})
     assert again.code == 400 and "out/long is stopping already" in again.text
-    expect(state).to_have_text("stopping", timeout=10_000)
+    expect(state).to_have_text("stopping")
     assert "finishing step 1, then saving a checkpoint" in status.inner_text()
     assert page.get_by_role("button", name="Stop").is_disabled()
     log = (folder / "out" / "long" / "log.txt").read_text()
     assert log.count("stopping: ") == 1 and "without saving\n" not in log.partition("stopping: ")[2].partition("\n")[2]
 
     page.get_by_role("button", name="Leave without saving").click()
-    expect(state).to_have_text("stopped", timeout=20_000)
+    expect(state).to_have_text("stopped")
     assert "stopped without saving, by a second SIGTERM" in status.inner_text()
     assert [each.partition("?")[0] for each in asked] == ["Stop out/long", "Leave out/long without saving"]
     assert server.post("/runs/leave", {"run": "out/long"}).code == 400
     page.get_by_role("button", name="Start again").click()
-    expect(state).to_have_text("running", timeout=60_000)
+    expect(state).to_have_text("running")
     # At once: the second signal must not count as the first one's repetition, or the run would go on.
     assert server.post("/runs/stop", {"run": "out/long"}).code == 200
     assert server.post("/runs/leave", {"run": "out/long"}).code == 200
-    expect(state).to_have_text("stopped", timeout=20_000)
+    expect(state).to_have_text("stopped")
 
 
 def test_a_start_that_fails_says_so_with_the_sentence_of_the_command(page: Page, server: PageServer, folder: Path):
@@ -177,7 +178,7 @@ def test_a_start_that_fails_says_so_with_the_sentence_of_the_command(page: Page,
     page.get_by_label("Configuration").select_option("wrong.toml")
     page.get_by_role("button", name="Start").click()
     page.wait_for_url("**/runs/watch*")
-    expect(page.locator("#live-status .state")).to_have_text("failed", timeout=20_000)
+    expect(page.locator("#live-status .state")).to_have_text("failed")
     assert sentence.replace("`", "") in page.locator("#live-status").inner_text()
     (folder / "broken.toml").write_text("learning_rate = 'fast'\n")
     page.goto(server.origin + "/runs")
@@ -212,7 +213,7 @@ def test_only_the_process_that_holds_the_lock_is_stopped(server: PageServer, fol
             assert stranger.poll() is None and holder.poll() is None
             (output / ".lock").write_text(f"{host} {holder.pid}\n")
             assert server.post("/runs/stop", {"run": "out/held"}).code == 200
-            assert holder.wait(10) == -signal.SIGTERM
+            assert holder.wait(PATIENCE) == -signal.SIGTERM
         finally:
             stranger.kill()
             stranger.wait()

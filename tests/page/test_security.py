@@ -13,6 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 from page_server import PageServer
+from patience import PATIENCE
 from terminal import Terminal
 
 from simpletuner.errors import SettingsError
@@ -74,7 +75,7 @@ def test_a_browser_is_opened_by_a_file_of_ours_and_no_argument_has_the_token(tmp
     terminal = Terminal(tmp_path, "page", "--port=0", columns=300)
     try:
         terminal.wait_for("Ctrl-C stops the page")
-        end = time.monotonic() + 120
+        end = time.monotonic() + PATIENCE
         while not (tmp_path / "arguments").exists():
             assert time.monotonic() < end, terminal.drawn
             time.sleep(0.02)
@@ -82,10 +83,10 @@ def test_a_browser_is_opened_by_a_file_of_ours_and_no_argument_has_the_token(tmp
         assert "token" not in (tmp_path / "arguments").read_text() and "token=" in address
         assert (tmp_path / "mode").read_text().strip() == "600"
         assert address not in terminal.drawn, "the printed one is another browser's"
-        assert urlopen(address, timeout=60).status == 200, "it answers a browser that is waited for"
+        assert urlopen(address, timeout=PATIENCE).status == 200, "it answers a browser that is waited for"
         (tmp_path / "closed").touch()
         with pytest.raises(HTTPError):
-            urlopen(address, timeout=60)
+            urlopen(address, timeout=PATIENCE)
         terminal.press("\x03")
         assert terminal.ended() == 130
         file = (tmp_path / "arguments").read_text().strip().removeprefix("file://")

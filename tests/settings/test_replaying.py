@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from simpletuner.settings import Loaded, load, settings_as_json
 from simpletuner.settings.showing.export import export
@@ -55,7 +56,7 @@ def bash(tmp_path, monkeypatch):
     def run(script: str, **variables: str) -> str:
         paths = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         environment = NOWHERE | paths | {"HOME": str(tmp_path)} | variables
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

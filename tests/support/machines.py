@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flags import last_wins
+from patience import PATIENCE
 
 PORT = "29501"
 
@@ -30,7 +31,7 @@ class Command:
     def said(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait(self, timeout: float = 90) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -15,6 +15,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
+from patience import PATIENCE
+
 
 @dataclass
 class Answer:
@@ -32,7 +34,7 @@ class PageServer:
     process: subprocess.Popen[str]
     folder: Path
     address: str
-    wait_seconds: float = 120
+    wait_seconds: float = PATIENCE
 
     @property
     def origin(self) -> str:
@@ -110,7 +112,7 @@ def page_server(folder: Path, *flags: str, environment: Mapping[str, str] | None
         assert address, said.read()
         yield PageServer(process, folder, address)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) in (130, -signal.SIGKILL), "SIGKILL is a campaign's"
+        assert process.wait(PATIENCE) in (130, -signal.SIGKILL), "SIGKILL is a campaign's"
         said.seek(0)
         assert "Traceback" not in said.read(), "nothing that a test asks for is a bug"
     finally:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_states import state_of
 from disk_calls import recorded_calls
+from patience import PATIENCE
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -110,7 +111,7 @@ def saved_in_background(root: Path, tensors: dict[str, Tensor], world: World, fu
 
 
 def held(goes_on: threading.Event, write: Callable[..., Path], snapshot: Snapshot, world: World) -> Path:
-    assert goes_on.wait(60)
+    assert goes_on.wait(PATIENCE)
     return write(snapshot, world)
 
 

@@ -15,9 +15,11 @@ import threading
 import time
 from pathlib import Path
 
+from patience import PATIENCE
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = Path(sys.executable).parent
-SECONDS = 30
+SECONDS = PATIENCE
 
 ALL = "\x18l"
 """Control-X L: put every completion into the line."""

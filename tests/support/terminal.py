@@ -15,8 +15,10 @@ import threading
 import time
 from pathlib import Path
 
+from patience import PATIENCE
+
 ROOT = Path(__file__).parent.parent.parent
-SECONDS = 120
+SECONDS = PATIENCE
 
 
 class Terminal:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import ranks
 from conftest import PHOTOGRAPHS
+from patience import PATIENCE
 from PIL import Image
 
 from simpletuner.app import main
@@ -199,7 +200,7 @@ def test_ctrl_c_is_answered_at_once(tmp_path, starter):
     while "reading images" not in started.said:
         time.sleep(0.05)
     started.kill(signal.SIGINT)
-    assert started.wait(30) == [130]
+    assert started.wait(PATIENCE) == [130]
     assert "stopped by SIGINT" in started.said and "Traceback" not in started.said
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from simpletuner.checkpoints.layout import list_checkpoints
 from simpletuner.checkpoints.saving import Snapshot
@@ -64,7 +65,7 @@ def test_a_save_waits_for_the_one_before_it_and_raises_what_went_wrong_there(tmp
             snapshot=lambda step, sampler_state, facts: Snapshot(step, {"model": planned(weights)}, {}, {}),
         )
         saver = Checkpointer(session, state, Durations(), 400)
-        write, saver._write = saver._write, lambda *arguments: goes_on.wait(30) and write(*arguments)
+        write, saver._write = saver._write, lambda *arguments: goes_on.wait(PATIENCE) and write(*arguments)
         saver.save(1, None)
         threading.Timer(0.2, lambda: (order.append("written"), goes_on.set())).start()
         saver.save(2, None)
@@ -73,7 +74,7 @@ def test_a_save_waits_for_the_one_before_it_and_raises_what_went_wrong_there(tmp
         shutil.rmtree(tmp_path / "checkpoints")
         (tmp_path / "checkpoints").touch()
         saver.save(3, None)
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE
         while not saver.has_failed:  # which ends the run at its next step
             assert time.monotonic() < end
             time.sleep(0.01)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 
 from simpletuner.caches.fill.fill import fill_cache
 from simpletuner.caches.fill.jobs import CacheJob, CacheRequest
@@ -90,7 +91,7 @@ def test_several_ranks_share_the_work_and_all_see_all_of_it(tmp_path):
     worlds = [World(rank, 3, rank, torch.device("cpu"), store) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         fills = [pool.submit(filled, tmp_path, made, wanted(40), world=world) for world in worlds]
-        readers = [each.result(timeout=30) for each in fills]
+        readers = [each.result(timeout=PATIENCE) for each in fills]
     assert sorted(made) == sorted(item.name for item in wanted(40)), "each record is made once"
     for reader in readers:
         assert names_in(reader) == set(made)
@@ -141,7 +142,7 @@ def test_items_are_loaded_while_earlier_ones_are_encoded_and_no_rank_takes_more_
     def make(chunk: Sequence[CacheRequest]) -> list[Mapping[str, torch.Tensor]]:
         ahead = [item.name for item in items if item.name not in {*made, *(each.name for each in chunk)}]
         made.extend(item.name for item in chunk)
-        assert all(loaded[name].wait(10) for name in ahead[: 2 * 3 - len(chunk)]), "nothing is loaded meanwhile"
+        assert all(loaded[name].wait(PATIENCE) for name in ahead[: 2 * 3 - len(chunk)]), "nothing is loaded meanwhile"
         return [{"t": torch.zeros(1)} for _ in chunk]
 
     one_group = [replace(item, group="") for item in items]
@@ -171,7 +172,7 @@ def test_a_rank_that_fails_leaves_what_all_have_made_and_the_next_start_makes_th
     failing = replace(job(tmp_path, [], wanted(40)), make=fail, threads=8)
 
     def go_on(items: Sequence[CacheRequest]) -> list[Mapping[str, torch.Tensor]]:
-        assert failed.wait(10)
+        assert failed.wait(PATIENCE)
         made.extend(item.name for item in items)
         return [{"t": torch.zeros(1)} for _ in items]
 
@@ -180,9 +181,9 @@ def test_a_rank_that_fails_leaves_what_all_have_made_and_the_next_start_makes_th
         one = pool.submit(fill_cache, failing, worlds[0], Report(quiet=True), stop)
         other = pool.submit(fill_cache, going_on, worlds[1], Report(quiet=True), stop)
         with pytest.raises(EnvironmentNotReady):
-            one.result(timeout=30)
+            one.result(timeout=PATIENCE)
         with pytest.raises(Stopped):
-            other.result(timeout=30)
+            other.result(timeout=PATIENCE)
     kept = names_in(ShardReader(tmp_path))
     assert kept == set(made) and len(kept) >= 6
     again: list[str] = []

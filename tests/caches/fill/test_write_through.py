@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 
 from simpletuner.caches.fill import tail as recent
 from simpletuner.caches.fill.fill import fill_cache
@@ -79,7 +80,7 @@ def test_many_threads_make_each_record_once_and_a_second_rank_reads_what_the_fir
         both = threading.Barrier(8)
 
         def read_all(number: int) -> list[float]:
-            both.wait(10)
+            both.wait(PATIENCE)
             return numbers(cache, items[: COUNT // 2])
 
         assert [*pool.map(read_all, range(8))] == [[*range(COUNT // 2)]] * 8

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 
 from simpletuner.caches.store import shards
 from simpletuner.caches.store.merged_index import MergedIndex, list_sources, load, merge, open_index
@@ -188,7 +189,7 @@ def test_a_merge_killed_at_any_moment_leaves_a_folder_that_opens_and_can_be_clea
 
     written(tmp_path, *NAMES * 50)
     wanted = by_reading_all_lines(tmp_path)
-    subprocess.run([sys.executable, "-c", MERGE_UNTIL_KILLED, tmp_path], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", MERGE_UNTIL_KILLED, tmp_path], check=True, timeout=PATIENCE)
     (tmp_path / f".{MERGED_INDEX}.unfinished").write_bytes(b"torn")
     ours, others = files_of(tmp_path)
     assert len(ours) == 4 and not others
@@ -209,7 +210,7 @@ for _ in range(10):
     assert open_index(Path(sys.argv[1])).find(record_keys([("b", {"file": "1"})])) >= 0
 """
     running = [subprocess.Popen([sys.executable, "-c", code, tmp_path]) for _ in range(2)]
-    assert [process.wait(60) for process in running] == [0, 0]
+    assert [process.wait(PATIENCE) for process in running] == [0, 0]
 
 
 def test_a_retracted_record_is_gone_and_another_one_of_the_same_parts_takes_its_place(tmp_path):

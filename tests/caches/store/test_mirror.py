@@ -13,6 +13,7 @@ import obstore
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 from s3_server import BUCKET, Fault, Proxy, s3_proxy, s3_server
 
 from simpletuner.caches.fill.fill import fill_cache
@@ -165,7 +166,7 @@ def test_two_runs_that_fill_one_bucket_at_once_both_end_with_all_records_and_so_
 
         def make(item: CacheRequest) -> None:
             if not made[run]:
-                both_make.wait(30)
+                both_make.wait(PATIENCE)
             made[run].append(item.name)
 
         return fill_cache(full_job(mirror, make), alone(), Report(quiet=True), lambda: None)[0]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from disk_calls import recorded_calls
+from patience import PATIENCE
 
 from simpletuner.caches.fill.fill import why_missing
 from simpletuner.caches.store.keys import KeyParts
@@ -383,7 +384,7 @@ for turn in range(kills):
 
 def test_a_writer_killed_at_any_moment_leaves_every_indexed_record_readable(tmp_path):
     turns = 6
-    subprocess.run([sys.executable, "-c", WRITE_UNTIL_KILLED, tmp_path, str(turns)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", WRITE_UNTIL_KILLED, tmp_path, str(turns)], check=True, timeout=PATIENCE)
     reader = ShardReader(tmp_path)
     assert {each.name.split("/")[0] for each in reader.records()} == {str(turn) for turn in range(turns)}
     for place in reader.records():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from buckets import sampler_of
+from patience import PATIENCE
 
 from simpletuner.data.batches.prefetch import Batch, RankSlice, SampleReader, StepBatch, prefetch, reading_threads
 from simpletuner.data.config.dataset_types import LocalImages
@@ -116,7 +117,7 @@ def test_any_number_of_ranks_and_passes_sees_the_same_global_batch(ranks, accumu
 
 
 def test_samples_that_are_read_at_once_make_the_same_batches():
-    together = threading.Barrier(8, timeout=20)
+    together = threading.Barrier(8, timeout=PATIENCE)
 
     def late(each: Sample) -> torch.Tensor:
         together.wait()  # breaks unless all samples of a step are read at once

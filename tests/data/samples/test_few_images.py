@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from PIL import Image
 
 from simpletuner.data.samples.few_images import MOST_FILES, check_few_images
@@ -45,7 +46,7 @@ def test_a_launcher_counts_a_few_images_before_it_starts_ranks(photographs, tmp_
     flags = ["--model_family=sdxl", "--model_flavour=tiny", "--resolution=64", "--aspect_bucket_alignment=16"]
     flags += [f"--instance_data_dir={photographs}", f"--output_dir={output}", "--num_processes=8", "--use_cpu"]
     command = [sys.executable, "-P", "-c", PROGRAM, "train", *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == ExitCode.DATA, done.stderr
     assert "2 of 2 aspect buckets cannot fill the effective batch of 32" in done.stderr
     assert done.stdout.splitlines()[-1] == "imported: []"

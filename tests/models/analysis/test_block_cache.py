@@ -10,6 +10,7 @@ import time
 
 import detecting
 import pytest
+from patience import PATIENCE
 
 from simpletuner.models.analysis.block_cache import look_up, parse, put
 from simpletuner.system.files import locks
@@ -114,7 +115,7 @@ def test_of_32_processes_some_killed_none_loses_what_it_finished(places, tmp_pat
     for process in processes:
         process.start()
     chance = random.Random(0)
-    end = time.monotonic() + 180
+    end = time.monotonic() + PATIENCE
     while not all((folder / "finished").exists() for folder in folders[:KILLED]):
         assert time.monotonic() < end
         assert parse(places[0]) is not None

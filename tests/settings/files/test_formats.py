@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 
 from simpletuner.errors import SettingsError
 from simpletuner.settings.files.env_format import env_entries
@@ -43,7 +44,7 @@ def in_bash(text: str, folder: Path) -> dict[str, str] | None:
     script = folder / "x.env"
     script.write_bytes(text.encode())
     show = 'set -aeu; . ./x.env; printf "%s\\0" "${A-unset}" "${B-unset}" "${C-unset}"'
-    done = subprocess.run([*BASH, "-c", show], cwd=folder, capture_output=True, env=ENVIRONMENT, timeout=10)
+    done = subprocess.run([*BASH, "-c", show], cwd=folder, capture_output=True, env=ENVIRONMENT, timeout=PATIENCE)
     if done.returncode or done.stderr:
         return None
     values = done.stdout.decode().split("\0")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from disk_calls import recorded_calls
+from patience import PATIENCE
 
 from simpletuner.system.files.atomic import (
     read_ahead,
@@ -128,7 +129,7 @@ def test_files_are_read_ahead_and_what_cannot_be_read_is_left_out(tmp_path):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     assert cached_share(path) == 0
     read_ahead([fifo, tmp_path / "missing", path])
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while cached_share(path) < 1:
         assert time.monotonic() < end
         time.sleep(0.01)

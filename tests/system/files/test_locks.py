@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from holders import holder
+from patience import PATIENCE
 
 from simpletuner.errors import EnvironmentNotReady, ExitCode, Stopped
 from simpletuner.system.files.cache_files import IN_USE
@@ -57,7 +58,7 @@ def test_a_run_waits_while_its_folder_is_cleared_and_makes_it_again(tmp_path):
     (folder / IN_USE).unlink()
     folder.rmdir()
     os.close(clearing)
-    assert held.wait(5)
+    assert held.wait(PATIENCE)
     assert is_locked(folder / IN_USE), "a lock on a deleted file is none"
     thread.join()
     assert is_locked(folder / IN_USE) is False

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from patience import PATIENCE
 
 from simpletuner.errors import Stopped
 from simpletuner.system.processes.signals import StopRequest, handle_stop_signals, what_follows
@@ -53,7 +54,7 @@ def test_a_second_signal_a_second_later_leaves_without_saving(started):
     time.sleep(1.5)
     assert process.poll() is None, "within a second, two signals are one request"
     process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=20)
+    said, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, said) == (130, "stopped without saving, by a second SIGINT\n")
     assert "stopping: finishing step 7, then saving a checkpoint; signal again to leave without saving" in errors
     assert errors.rstrip().endswith("stopped without saving")
@@ -64,7 +65,7 @@ def test_the_first_signal_of_any_kind_asks_for_a_stop(started, number):
     process = started("not at once")
     process.send_signal(number)
     assert process.stdout.readline() == "asked\n"
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert f"Stopped: stopped by {number.name} before training; what was prepared is kept" in errors
 
 
@@ -74,7 +75,7 @@ def test_handlers_are_as_before_afterwards_and_signals_are_ours_within():
     with handle_stop_signals() as request:
         request.when_asked = asked.set
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.wait(20) and request.signal_number == signal.SIGTERM
+        assert asked.wait(PATIENCE) and request.signal_number == signal.SIGTERM
         with pytest.raises(Stopped) as caught:
             request.check()
         assert int(caught.value.exit_code) == 143

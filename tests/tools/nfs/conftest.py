@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from nfs_recorded import LOCAL_ROOT, NFS4
+from patience import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 NODE = ROOT / "tests" / "support" / "nfs_node.py"
@@ -66,7 +67,7 @@ class Nodes:
 
 
 def ended(process: subprocess.Popen[str]) -> Ended:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     return Ended(process.returncode, err, json.loads(out) if out else {})
 
 

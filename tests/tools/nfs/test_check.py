@@ -11,6 +11,7 @@ import time
 
 import pytest
 from nfs_recorded import NFS3_NOLOCK
+from patience import PATIENCE
 
 from simpletuner.tools.nfs.results import CHECKS
 
@@ -24,7 +25,7 @@ def free_port() -> int:
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a node as another user")
 
 
-def wait_for(condition, seconds: float = 10) -> None:
+def wait_for(condition, seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
@@ -243,7 +244,7 @@ def test_a_killed_node_leaves_nothing(nodes, number):
     wait_for(lambda: (nodes.path / ".simpletuner-nfs-check" / "0-card.json").exists())
     time.sleep(0.1)
     process.send_signal(number)
-    process.communicate(timeout=10)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     wait_for(lambda: not nodes.path.exists())
 

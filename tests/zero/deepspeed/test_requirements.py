@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from simpletuner.deepspeed.requirements import check_disk, check_platform, check_settings, links_libaio
 from simpletuner.errors import EnvironmentNotReady, ExitCode
@@ -33,7 +34,7 @@ def run(folder: Path, *arguments: str, **packages: str) -> subprocess.CompletedP
     paths = os.pathsep.join([str(folder / "site"), str(ROOT)])
     command = [sys.executable, "-m", "simpletuner", *arguments]
     environment = {**os.environ, "PYTHONPATH": paths, "HOME": str(folder)}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, env=environment)
 
 
 def test_torch_for_rocm_is_recognized_without_importing_it(tmp_path):
